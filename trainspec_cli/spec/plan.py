@@ -1,0 +1,35 @@
+"""A plan: a RunSpec with no `auto` left, and what is known of the run before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trainspec_cli.spec.layout import Layout
+from trainspec_cli.spec.run import RunSpec
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `launch` writes to `plan.json` and the workers run."""
+
+    spec: RunSpec
+    """The recipe as it was asked for (`auto`s included, for the record)."""
+    layout: Layout
+    device: Literal["cpu", "cuda"]
+    num_nodes: int
+    devices_per_node: int
+    compute: Literal["bf16", "fp32"]
+    micro_batch_size: int
+    grad_accum_steps: int
+    params: int
+    flops_per_token: float
+    """Model FLOPs of forward and backward a token: 6 per matmul parameter, and attention over the causal half."""
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.devices_per_node
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.spec.batching.global_batch_size * self.spec.data.seq_len

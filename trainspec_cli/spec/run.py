@@ -1,0 +1,69 @@
+"""The whole run: one RunSpec is one composed recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trainspec_cli.spec.auto import AUTO, Auto
+from trainspec_cli.spec.batching import BatchingSpec
+from trainspec_cli.spec.checkpoint import CheckpointSpec
+from trainspec_cli.spec.cluster import ClusterSpec
+from trainspec_cli.spec.data import DataSpec
+from trainspec_cli.spec.layout import LayoutSpec
+from trainspec_cli.spec.model import ModelSpec
+from trainspec_cli.spec.optim import OptimSpec
+from trainspec_cli.spec.precision import PrecisionSpec
+
+
+@dataclass(frozen=True)
+class TrainSection:
+    max_steps: int
+    seed: int = 0
+    eval_interval_steps: int | None = None
+    """Steps between looks at the held-out text; null looks once, at the end."""
+    log_interval_steps: int = 10
+    """Steps between lines where the output is not a terminal."""
+
+
+@dataclass(frozen=True)
+class SampleSection:
+    """Text the trained model writes at the end."""
+
+    prompt: str = ""
+    max_new_tokens: int = 0
+    """0 writes nothing."""
+    temperature: float = 0.8
+
+
+@dataclass(frozen=True)
+class RunSection:
+    dir: str | Auto = AUTO
+    """The run folder; auto is runs/<recipe>/<time>."""
+    stop_grace_s: float = 60.0
+    """A worker that has not ended this long after it was asked to is killed."""
+
+
+@dataclass(frozen=True)
+class TrackingSection:
+    tensorboard: bool = False
+    """Also write TensorBoard files (extra `tensorboard`)."""
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    model: ModelSpec
+    data: DataSpec
+    optim: OptimSpec
+    batching: BatchingSpec
+    train: TrainSection
+    description: str = ""
+    """One line for `trainspec recipes`."""
+    cluster: ClusterSpec = field(default_factory=ClusterSpec)
+    layout: LayoutSpec = field(default_factory=LayoutSpec)
+    precision: PrecisionSpec = field(default_factory=PrecisionSpec)
+    compile: bool = False
+    """torch.compile each block."""
+    checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
+    sample: SampleSection = field(default_factory=SampleSection)
+    tracking: TrackingSection = field(default_factory=TrackingSection)
+    run: RunSection = field(default_factory=RunSection)
