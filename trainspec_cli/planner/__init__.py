@@ -1,0 +1,1 @@
+"""Arithmetic only: what a run will need, before anything runs. No torch."""

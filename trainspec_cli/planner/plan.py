@@ -1,0 +1,111 @@
+"""RunSpec -> Plan: resolve every `auto` for the machine at hand."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.planner.workload import transformer
+from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.cluster import ClusterSpec, Machine
+from trainspec_cli.spec.layout import Layout, LayoutSpec
+from trainspec_cli.spec.plan import Plan
+from trainspec_cli.spec.run import RunSpec
+
+MAX_MICRO_BATCH_TOKENS = 8192
+"""`micro_batch_size: auto` takes the largest divisor of a rank's batch whose tokens stay below this."""
+
+
+def plan(spec: RunSpec, machine: Machine) -> Plan:
+    """Resolve `spec` on `machine`. Raises RecipeError where the sizes do not divide."""
+    device = resolve_device(spec.cluster, machine)
+    devices_per_node = resolve_devices_per_node(spec.cluster, device, machine)
+    layout = resolve_layout(spec.layout, spec.cluster.num_nodes * devices_per_node)
+    micro_batch_size, grad_accum_steps = resolve_batch(spec, layout)
+    return Plan(
+        spec=spec,
+        layout=layout,
+        device=device,
+        num_nodes=spec.cluster.num_nodes,
+        devices_per_node=devices_per_node,
+        compute=resolve_compute(spec, machine),
+        micro_batch_size=micro_batch_size,
+        grad_accum_steps=grad_accum_steps,
+        params=transformer.count_params(spec.model),
+        flops_per_token=transformer.flops_per_token(spec.model, spec.data.seq_len),
+    )
+
+
+def resolve_device(cluster: ClusterSpec, machine: Machine) -> Literal["cpu", "cuda"]:
+    if cluster.device != AUTO:
+        return cluster.device
+    return "cuda" if machine.gpu_names else "cpu"
+
+
+def resolve_devices_per_node(cluster: ClusterSpec, device: str, machine: Machine) -> int:
+    if cluster.devices_per_node != AUTO:
+        return cluster.devices_per_node
+    return len(machine.gpu_names) if device == "cuda" else min(2, machine.cpu_cores)
+
+
+def resolve_compute(spec: RunSpec, machine: Machine) -> Literal["bf16", "fp32"]:
+    if spec.precision.compute != AUTO:
+        return spec.precision.compute
+    return "bf16" if machine.bf16 else "fp32"
+
+
+def resolve_layout(wanted: LayoutSpec, world_size: int) -> Layout:
+    """Give what other axes leave to dp_shard; without sharding asked for, to dp_replicate (DDP)."""
+    fixed = 1
+    for size in (wanted.cp, wanted.tp, wanted.pp):
+        fixed *= 1 if size == AUTO else size
+    data_parallel = _divide(world_size, fixed, "layout", "cp x tp x pp")
+    replicate, shard = wanted.dp_replicate, wanted.dp_shard
+    if replicate == AUTO and shard == AUTO:
+        replicate, shard = data_parallel, 1
+    elif replicate == AUTO:
+        replicate = _divide(data_parallel, int(shard), "layout.dp_shard", "dp_shard")
+    elif shard == AUTO:
+        shard = _divide(data_parallel, int(replicate), "layout.dp_replicate", "dp_replicate")
+    layout = Layout(dp_replicate=int(replicate), dp_shard=int(shard), zero_stage=wanted.zero_stage)
+    if layout.world_size != world_size:
+        raise RecipeError(
+            Problem(
+                code="not_divisible",
+                path="layout",
+                message=f"the layout {layout.describe()} takes {layout.world_size} processes, "
+                f"the cluster has {world_size}",
+                hint=f"make the axes' product {world_size}, or leave one of them auto",
+            )
+        )
+    return layout
+
+
+def resolve_batch(spec: RunSpec, layout: Layout) -> tuple[int, int]:
+    """-> (micro_batch_size, grad_accum_steps) of one rank."""
+    per_rank = _divide(
+        spec.batching.global_batch_size,
+        layout.data_parallel_size,
+        "batching.global_batch_size",
+        "data-parallel ranks",
+    )
+    micro = spec.batching.micro_batch_size
+    if micro == AUTO:
+        fitting = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
+        micro = max((n for n in fitting if n * spec.data.seq_len <= MAX_MICRO_BATCH_TOKENS), default=1)
+    return micro, _divide(per_rank, micro, "batching.micro_batch_size", "samples a micro-batch")
+
+
+def _divide(total: int, part: int, path: str, what: str) -> int:
+    if total % part:
+        divisors = [n for n in range(1, total + 1) if total % n == 0]
+        near = sorted(divisors, key=lambda n: abs(n - part))[:3]
+        raise RecipeError(
+            Problem(
+                code="not_divisible",
+                path=path,
+                message=f"{total} does not divide by {part} ({what})",
+                hint=f"near sizes that divide {total}: {', '.join(map(str, sorted(near)))}",
+            )
+        )
+    return total // part

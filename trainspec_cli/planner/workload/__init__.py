@@ -1,0 +1,1 @@
+"""What a model costs, family by family: parameters and FLOPs."""

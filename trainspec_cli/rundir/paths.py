@@ -1,0 +1,82 @@
+"""One class owns every path of a run folder.
+
+RUN/
+  composed.yaml   the composed recipe            run.json     digest, recipe, argv, git state, token folder
+  plan.json       what the workers run           versions.json  lock of versions
+  command.txt     what was started, to paste     pid.json     the supervisor, while the run is alive
+  events/rank00000.jsonl                         errors/rank00000.json  a failing worker's own words
+  checkpoints/step_00000020/                     logs/        the workers' output
+  result.json     how it ended
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_STEP_FOLDER = re.compile(r"step_(\d{8,})")
+
+
+class RunDir:
+    def __init__(self, root: Path | str):
+        self.root = Path(root)
+
+    @property
+    def composed_yaml(self) -> Path:
+        return self.root / "composed.yaml"
+
+    @property
+    def run_json(self) -> Path:
+        return self.root / "run.json"
+
+    @property
+    def plan_json(self) -> Path:
+        return self.root / "plan.json"
+
+    @property
+    def versions_json(self) -> Path:
+        return self.root / "versions.json"
+
+    @property
+    def command_txt(self) -> Path:
+        return self.root / "command.txt"
+
+    @property
+    def pid_json(self) -> Path:
+        return self.root / "pid.json"
+
+    @property
+    def result_json(self) -> Path:
+        return self.root / "result.json"
+
+    @property
+    def events_folder(self) -> Path:
+        return self.root / "events"
+
+    def events(self, rank: int) -> Path:
+        return self.events_folder / f"rank{rank:05d}.jsonl"
+
+    @property
+    def errors_folder(self) -> Path:
+        return self.root / "errors"
+
+    def error(self, rank: int) -> Path:
+        return self.errors_folder / f"rank{rank:05d}.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step:08d}"
+
+    def checkpoint_steps(self) -> list[int]:
+        """Steps that have a whole checkpoint folder, oldest first (a partial one has another name)."""
+        if not self.checkpoints.is_dir():
+            return []
+        matches = (_STEP_FOLDER.fullmatch(entry.name) for entry in self.checkpoints.iterdir())
+        return sorted(int(match.group(1)) for match in matches if match)
