@@ -58,9 +58,7 @@ class TrainspecError(Exception):
     def __init__(self, problems: str | Problem | Sequence[Problem], *, code: str = "error", hint: str = ""):
         if isinstance(problems, str):
             problems = Problem(code=code, message=problems, hint=hint)
-        self.problems: tuple[Problem, ...] = (
-            (problems,) if isinstance(problems, Problem) else tuple(problems)
-        )
+        self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__("; ".join(problem.message for problem in self.problems))
 
 
