@@ -22,6 +22,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 TimeCollective = Callable[[], AbstractContextManager[None]]
 
+# torch 2.13 renamed them; 2.11 has the old names alone.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 def apply_data_parallel(
     model: Any,
@@ -78,5 +82,5 @@ class _TimedCollective:
 
 
 def _time_shard_collectives(module: FSDPModule, time_collective: TimeCollective) -> None:
-    module.set_custom_all_gather(_TimedCollective(dist.all_gather_into_tensor, time_collective))  # type: ignore[arg-type]
-    module.set_custom_reduce_scatter(_TimedCollective(dist.reduce_scatter_tensor, time_collective))  # type: ignore[arg-type]
+    module.set_custom_all_gather(_TimedCollective(_all_gather, time_collective))  # type: ignore[arg-type]
+    module.set_custom_reduce_scatter(_TimedCollective(_reduce_scatter, time_collective))  # type: ignore[arg-type]
