@@ -30,9 +30,11 @@ def show(
 ) -> None:
     """Print the composed recipe, each value with the file:line it comes from."""
     from trainspec_cli.cli.load import examine, require
+    from trainspec_cli.compose.arguments import RECIPE
 
     examined = examine(arguments)
-    if diff is None and not (as_json and examined.problems):
+    hopeless = examined.problems and (as_json or RECIPE in examined.composed.failed)
+    if diff is None and not hopeless:
         typer.echo(_whole(examined.composed, as_json), nl=False)
     require(examined.problems)
     if diff is not None:
