@@ -30,7 +30,7 @@ MACHINE_BOUND = ("device", "world_size", "compute", "micro_batch_size", "grad_ac
 
 Changes = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[key=value]...", help="What to change, such as train.max_steps=800.", show_default=False),
+    typer.Argument(metavar="key=value", help="What to change, such as train.max_steps=800.", show_default=False),
 ]
 
 

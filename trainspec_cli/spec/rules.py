@@ -32,7 +32,7 @@ def check(spec: RunSpec) -> list[Problem]:
 
 def check_engine(spec: RunSpec) -> list[Problem]:
     """What this version's engine cannot run."""
-    return _apply([data_parallel_only], spec)
+    return _apply([data_parallel_only, one_host], spec)
 
 
 def check_machine(spec: RunSpec, machine: Machine) -> list[Problem]:
@@ -194,6 +194,13 @@ def data_parallel_only(spec: RunSpec) -> Iterator[Problem]:
             path = f"layout.{axis}"
             message = f"`{path}` is {size}; the engine of this version spreads data alone (dp_replicate, dp_shard)"
             yield Problem(code="unsupported", path=path, message=message, hint=f"type {path}=1")
+
+
+def one_host(spec: RunSpec) -> Iterator[Problem]:
+    if spec.cluster.num_nodes > 1:
+        path = "cluster.num_nodes"
+        message = f"`{path}` is {spec.cluster.num_nodes}; this version launches on one host"
+        yield Problem(code="unsupported", path=path, message=message, hint=f"type {path}=1")
 
 
 def gpus(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
