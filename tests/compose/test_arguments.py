@@ -36,7 +36,8 @@ def test_reads_key_and_value(text: str, key: str, value: object) -> None:
 def test_tilde_takes_a_key_out() -> None:
     (argument,), _ = parse_arguments(["~optim.eps"])
     assert (argument.key, argument.deletes) == ("optim.eps", True)
-    assert told("~optim.eps=3") == [("bad_override", "`~optim.eps` takes no value", "type ~optim.eps, or optim.eps=...")]
+    hint = "type ~optim.eps, or optim.eps=..."
+    assert told("~optim.eps=3") == [("bad_override", "`~optim.eps` takes no value", hint)]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,8 @@ def test_tilde_takes_a_key_out() -> None:
         ("optim.lr: 3", "`optim.lr: 3` is not of the form key=value", "type optim.lr=3"),
         ("", "an argument is empty", "leave it out, or write key=value"),
         ("a..b=1", "`a..b` is not a key: words joined by dots are, such as optim.lr", "write key=value without spaces"),
-        ("--optim.lr=1", "`--optim.lr` is not a key: words joined by dots are, such as optim.lr", "did you mean `optim.lr`?"),
+        ("-train.seed=1", "`-train.seed` is not a key: words joined by dots are, such as optim.lr",
+         "did you mean `train.seed`?"),
         ("a[0]=1", "`a[0]` is not a key: words joined by dots are, such as optim.lr", "give the whole list: a=[...]"),
         ("data.path=~/text", "the value ~/text holds characters that must be quoted", "type 'data.path=\"~/text\"'"),
         ("data.path=[a", "`[` is not closed in [a", "close the ["),

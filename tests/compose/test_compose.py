@@ -166,8 +166,8 @@ def test_every_wrong_line_of_a_defaults_list(tmp_path: Path, write) -> None:
          f"did you mean `override /model`? Groups: {groups}"),
         ("bad_defaults", "recipes/mine.yaml:3:5", "`optim: sgd` would add a second optim, not replace the first",
          "write - override /optim: sgd"),
-        ("bad_defaults", "recipes/mine.yaml:4:5", "`override data: text` would add a second data, not replace the first",
-         "write - override /data: text"),
+        ("bad_defaults", "recipes/mine.yaml:4:5",
+         "`override data: text` would add a second data, not replace the first", "write - override /data: text"),
         ("unknown_recipe", "recipes/mine.yaml:5:5", "there is no recipe `quickstrat` to build on",
          "did you mean `quickstart`?"),
     ]  # fmt: skip

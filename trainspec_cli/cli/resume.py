@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trainspec_cli.rundir.paths import RunDir
     from trainspec_cli.spec.plan import Plan
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 FIXED = ("model", "data", "optim.name", "batching.global_batch_size", "train.seed", "run.dir")
 """What the checkpoint, and the position in the data, depend on."""
