@@ -65,7 +65,7 @@ def test_a_run_takes_one_value(text: str) -> None:
     assert told(text)[0][:2] == ("bad_override", "`train.seed` is given several values; a run takes one")
 
 
-@pytest.mark.parametrize("value", ["~/x", "dé\"f", "a=b", "it's", "#1 \\ 2\\"])
+@pytest.mark.parametrize("value", ["~/x", 'dé"f', "a=b", "it's", "#1 \\ 2\\"])
 def test_the_quoting_that_is_advised_works(value: str) -> None:
     (argument,), problems = parse_arguments(shlex.split(shlex.quote(assign("data.path", value))))
     assert (argument.value, problems) == (value, [])
