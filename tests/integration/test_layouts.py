@@ -10,13 +10,13 @@ STEPS = 8
 
 @pytest.fixture
 def losses(trainspec, tmp_path):
-    def train(run: str, processes: int, *overrides: str) -> list[float]:
+    def train(run: str, processes: int, *overrides: str, precision: str = "fp32") -> list[float]:
         ended = trainspec(
             "launch",
             "recipe=tiny",
             f"run.dir={run}",
             f"train.max_steps={STEPS}",
-            "precision=fp32",
+            f"precision={precision}",
             f"cluster.devices_per_node={processes}",
             *overrides,
         )
@@ -52,4 +52,4 @@ def test_compiled_blocks_train_the_same_model(losses):
 
 
 def test_bf16_follows_fp32(losses):
-    assert losses("bf16", 2, "precision=bf16") == pytest.approx(losses("fp32", 2), rel=0.01)
+    assert losses("bf16", 2, precision="bf16") == pytest.approx(losses("fp32", 2), rel=0.01)

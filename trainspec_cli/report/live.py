@@ -18,7 +18,6 @@ from trainspec_cli.report.text import describe_event, describe_progress
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.plan import Plan
 
-
 REFRESH_PER_S = 4
 """Drawing takes time from the workers on a small machine."""
 
