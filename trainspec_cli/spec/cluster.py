@@ -1,4 +1,4 @@
-"""Where it runs."""
+"""Where it runs: this machine, or a described cluster of nodes, accelerators and links."""
 
 from __future__ import annotations
 
@@ -9,6 +9,68 @@ from trainspec_cli.spec.auto import AUTO, Auto, AutoInt
 
 
 @dataclass(frozen=True)
+class AcceleratorSpec:
+    """One chip: what it can do at best, by its maker's sheet, and what was measured. Rates are dense, without sparsity.
+
+    A rate of 0 means that the chip lacks the format. GB and TB are decimal; the memory is what the maker names.
+    """
+
+    name: str
+    vendor: str
+    bf16_tflops: float
+    memory_gb: float
+    memory_tb_per_s: float
+    fp8_tflops: float = 0.0
+    fp4_tflops: float = 0.0
+    fp16_tflops: float = 0.0
+    """0: as fast as bf16."""
+    tf32_tflops: float = 0.0
+    fp32_tflops: float = 0.0
+    """Without tensor cores."""
+    matmul_bf16_tflops: float = 0.0
+    """The best large matrix product that was measured; 0: not known, the planner takes a usual part of the peak."""
+    matmul_fp8_tflops: float = 0.0
+    link_gb_per_s: float = 0.0
+    """To the other devices of its scale-up domain, all links together, one direction."""
+    link_kind: Literal["nvswitch", "mesh", "bridge", "pcie", "torus"] = "pcie"
+    """mesh and torus reach the full rate only when all peers are spoken to; a bridge joins pairs."""
+    tdp_w: float = 0.0
+    """Board power limit."""
+    price_usd_per_hour: float = 0.0
+    """A price seen for one device; 0: not known."""
+    sources: dict[str, str] | None = None
+    """Where each value comes from, by key; `default` for the rest."""
+
+
+@dataclass(frozen=True)
+class ReliabilitySpec:
+    """How often it breaks and how long it takes to come back."""
+
+    mtbf_device_hours: float = 50_600.0
+    """Device-hours between failures that stop a job: 419 in 54 days on 16,384 H100 (Llama 3, arXiv:2407.21783)."""
+    detect_s: float = 60.0
+    restart_s: float = 300.0
+    """From a detected failure to the first step: processes, groups, compilation, loading the checkpoint."""
+    replace_s: float = 3600.0
+    """Until a failed node is repaired or replaced, where no spare stands by."""
+    spare_nodes: int = 0
+
+
+@dataclass(frozen=True)
+class CostSpec:
+    """Money, energy and carbon."""
+
+    price_usd_per_device_hour: float | None = None
+    """null: the accelerator's."""
+    pue: float = 1.25
+    """Power drawn by the building over power drawn by the machines."""
+    carbon_g_per_kwh: float = 475.0
+    """Of the grid; the world's average (IEA 2019, through codecarbon)."""
+    host_power_ratio: float = 1.3
+    """Power of the whole node over that of its accelerators."""
+
+
+@dataclass(frozen=True)
 class ClusterSpec:
     num_nodes: int = 1
     devices_per_node: AutoInt = AUTO
@@ -16,6 +78,23 @@ class ClusterSpec:
     device: Literal["cpu", "cuda"] | Auto = AUTO
     """auto: cuda where there is a GPU, else cpu."""
     name: str = ""
+    accelerator: AcceleratorSpec | None = None
+    """null: what this machine has."""
+    scaleup_devices: int | None = None
+    """Devices joined by the fast links; null: those of a node. 72 in a GB200 NVL72 rack of 4-device nodes."""
+    link_gb_per_s: float | None = None
+    """One direction, a device; null: the accelerator's."""
+    nic_gbit_per_s: float = 0.0
+    """Between nodes, one direction, a device (a node's NICs over its devices)."""
+    nic_kind: Literal["infiniband", "roce", "efa", "omnipath", "ethernet"] = "infiniband"
+    host_link_gb_per_s: float = 50.0
+    """Device to host memory, one direction, for offload."""
+    host_memory_gb: float = 2048.0
+    """Of a node."""
+    storage_gb_per_s: float = 5.0
+    """To checkpoint storage, a node."""
+    reliability: ReliabilitySpec = ReliabilitySpec()
+    cost: CostSpec = CostSpec()
 
 
 @dataclass(frozen=True)
