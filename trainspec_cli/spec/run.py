@@ -14,6 +14,7 @@ from trainspec_cli.spec.layout import LayoutSpec
 from trainspec_cli.spec.model import ModelSpec
 from trainspec_cli.spec.optim import OptimSpec
 from trainspec_cli.spec.precision import PrecisionSpec
+from trainspec_cli.spec.resilience import ResilienceSpec
 
 
 Recompute = Literal["none", "selective", "full"]
@@ -73,6 +74,7 @@ class RunSpec:
     offload: Offload | Auto = "none"
     """What lives in host memory between its uses."""
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
+    resilience: ResilienceSpec = field(default_factory=ResilienceSpec)
     sample: SampleSection = field(default_factory=SampleSection)
     tracking: TrackingSection = field(default_factory=TrackingSection)
     run: RunSection = field(default_factory=RunSection)
