@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -181,7 +181,7 @@ class _Progress:
         self.work_s = 0.0
         self.rate = 1.0
         self.paused_for: str | None = None
-        self.lost_s: Counter[str] = Counter()
+        self.lost_s: dict[str, float] = defaultdict(float)
         self.position_s = 0.0
         self.saved_s = self.previously_saved_s = 0.0
 

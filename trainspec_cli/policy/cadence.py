@@ -19,6 +19,8 @@ def daly_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
 
     sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + (C / 2M) / 9) - C below C = 2 M, and M above it.
     """
+    if math.isinf(mtbf_s):
+        return mtbf_s
     ratio = checkpoint_s / (2 * mtbf_s)
     if ratio >= 1:
         return mtbf_s

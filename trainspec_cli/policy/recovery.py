@@ -68,3 +68,14 @@ def lost_work_s(action: Action, since_checkpoint_s: float, since_step_s: float) 
 def capacity(active_groups: int, replica_groups: int) -> float:
     """Part of the full rate at which samples are consumed: each group that is away takes its share along."""
     return active_groups / replica_groups
+
+
+def rollback_mtbf_s(resilience: ResilienceSpec, cluster: ReliabilitySpec, mtbf_s: float, replica_groups: int) -> float:
+    """Mean time between failures that throw the run back to a checkpoint: checkpoints are for these alone.
+
+    An elastic run with two groups or more goes back only after a job-wide failure (that all groups fail at once by
+    chance is left out: it is rarer by the square of the rate).
+    """
+    if resilience.mode == "restart" or replica_groups == 1:
+        return mtbf_s
+    return mtbf_s / cluster.job_wide_fraction if cluster.job_wide_fraction else float("inf")

@@ -64,8 +64,9 @@ class RunForecast:
     wall_time_s: Interval
     goodput: Goodput
     """Under the recipe's `resilience.mode`."""
-    energy_joules: Interval
-    carbon_kg: Interval
+    energy_joules: Interval | None
+    """None where the power of the accelerator is not known."""
+    carbon_kg: Interval | None
     cost_usd: Interval | None
     """None where no price is known."""
     alternatives: tuple[Goodput, ...] = ()

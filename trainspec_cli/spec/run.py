@@ -16,7 +16,6 @@ from trainspec_cli.spec.optim import OptimSpec
 from trainspec_cli.spec.precision import PrecisionSpec
 from trainspec_cli.spec.resilience import ResilienceSpec
 
-
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer"]
 

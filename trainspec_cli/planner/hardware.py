@@ -1,0 +1,141 @@
+"""What a chip and its links achieve: the maker's rates, bent by a few measured efficiencies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from trainspec_cli.spec.cluster import AcceleratorSpec
+
+REFERENCE_W_PER_TFLOP = 0.7
+"""Board power over bf16 peak of the chips whose best matmul was measured (H100 SXM); with less, the clock falls."""
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """The planner's few free parameters. Fitted to published runs (`trainspec backtest --fit`), the same for all chips.
+
+    Fractions are of the chip's sustained matmul rate, its memory bandwidth or a link's bandwidth.
+    """
+
+    matmul: float = 0.90
+    """Of the best matmul measured on a chip: clocks under a training load, cold caches."""
+    matmul_fp8: float = 0.80
+    matmul_fp4: float = 0.65
+    gemm_memory: float = 0.6
+    """Part of a matrix product's memory traffic that its arithmetic does not hide."""
+    kernel_s: float = 5.0e-6
+    """Ramp-up and tail of one kernel on the device."""
+    misalignment: float = 0.10
+    """Rate lost each time a matrix dimension's largest power of two halves below 64 elements (tensor-core tiles)."""
+    attention_forward: float = 0.65
+    """Fused attention's rate over the sustained bf16 matmul rate."""
+    attention_backward: float = 0.5
+    memory: float = 0.80
+    """Of the memory bandwidth, in element-wise kernels."""
+    elementwise: float = 1.0
+    """Passes over memory actually made, over those counted for lightly fused kernels."""
+    elementwise_eager: float = 1.5
+    """The same when each operation of a framework is a kernel of its own."""
+    cast_fp8: float = 1.0
+    """Passes over a matmul's inputs that fp8 scaling and casting take."""
+    launch_s: float = 6.0e-6
+    """Host time to launch one kernel without graphs or compilation."""
+    link_nvswitch: float = 0.75
+    link_mesh: float = 0.6
+    link_pcie: float = 0.6
+    nic: float = 0.75
+    collective_latency_s: float = 15.0e-6
+    hop_latency_s: float = 1.5e-6
+    """Added by each further rank of a ring."""
+    tp_overlap: float = 0.3
+    """Part of tensor-parallel traffic hidden behind matmuls."""
+    cp_overlap: float = 0.7
+    ep_overlap: float = 0.1
+    dp_overlap: float = 0.8
+    """Part of the backward (or forward) that data-parallel traffic can hide behind."""
+    pp_overlap: float = 0.5
+    contention: float = 0.15
+    """Hidden traffic takes this part of its time from the compute beside it."""
+    expert_imbalance: float = 0.15
+    """The fullest expert's share over the mean, less one."""
+    jitter: float = 0.010
+    """Step time added by waiting for the slowest, for each doubling of the devices."""
+    optimizer_passes: float = 1.2
+    """Of the optimizer's traffic of memory, over its ideal."""
+    step_s: float = 0.010
+    """Host work between steps: clipping, logging, the data loader's hand-over."""
+    bubble: float = 1.0
+    """Of the ideal pipeline bubble."""
+    conv: float = 0.6
+    """Convolutions' rate over that of a matrix product of the same size."""
+    conv_memory: float = 1.0
+    """Passes over activations of a convolutional network, over those counted."""
+
+    def as_dict(self) -> dict[str, float]:
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+def sustained_fraction(chip: AcceleratorSpec) -> float:
+    """Best large matmul over the bf16 peak: as measured, else 0.82, less where board power is short for the peak."""
+    if chip.matmul_bf16_tflops:
+        return chip.matmul_bf16_tflops / chip.bf16_tflops
+    if not chip.tdp_w or not chip.bf16_tflops:
+        return 0.75
+    power = chip.tdp_w / chip.bf16_tflops / REFERENCE_W_PER_TFLOP
+    return 0.80 * min(1.0, power) ** 0.5
+
+
+def matmul_flops_per_s(chip: AcceleratorSpec, fmt: str, eff: Efficiency) -> float:
+    """Rate of a large matrix product in `fmt`: bf16, fp16, tf32, fp32, fp8, mxfp8 or nvfp4.
+
+    A chip without a format multiplies in the next wider one that it has.
+    """
+    fraction = sustained_fraction(chip)
+    half = (chip.bf16_tflops or chip.fp16_tflops) * 1e12
+    if fmt in ("fp8", "mxfp8") and chip.fp8_tflops:
+        measured = chip.matmul_fp8_tflops or chip.fp8_tflops * fraction * 0.95
+        return eff.matmul_fp8 * measured * 1e12
+    if fmt == "nvfp4" and (chip.fp4_tflops or chip.fp8_tflops):
+        return eff.matmul_fp4 * fraction * (chip.fp4_tflops or chip.fp8_tflops) * 1e12
+    if fmt == "fp16" and chip.fp16_tflops:
+        return eff.matmul * fraction * chip.fp16_tflops * 1e12
+    if fmt == "tf32":
+        return eff.matmul * fraction * (chip.tf32_tflops or chip.fp32_tflops) * 1e12
+    if fmt == "fp32":
+        return eff.matmul * fraction * (chip.fp32_tflops or chip.tf32_tflops) * 1e12
+    return eff.matmul * fraction * half
+
+
+def peak_flops_per_s(chip: AcceleratorSpec, fmt: str) -> float:
+    """The sheet's dense peak in `fmt`: the denominator of MFU."""
+    tflops = {
+        "fp8": chip.fp8_tflops,
+        "mxfp8": chip.fp8_tflops,
+        "nvfp4": chip.fp4_tflops or chip.fp8_tflops,
+        "tf32": chip.tf32_tflops,
+        "fp32": chip.fp32_tflops,
+        "fp16": chip.fp16_tflops,
+    }.get(fmt, 0.0)
+    return (tflops or chip.bf16_tflops or chip.fp16_tflops) * 1e12
+
+
+def memory_bytes_per_s(chip: AcceleratorSpec, eff: Efficiency) -> float:
+    return eff.memory * chip.memory_tb_per_s * 1e12
+
+
+def link_bytes_per_s(chip: AcceleratorSpec, link_gb_per_s: float, peers: int, eff: Efficiency) -> float:
+    """Achieved by a collective of `peers` devices inside the scale-up domain, one direction.
+
+    A mesh gives each pair of devices one seventh of the links (8 devices): fewer peers reach less of the whole.
+    A bridge joins pairs; beyond a pair its devices speak over PCIe.
+    """
+    raw = link_gb_per_s * 1e9
+    if chip.link_kind == "nvswitch":
+        return eff.link_nvswitch * raw
+    if chip.link_kind == "mesh":
+        return eff.link_mesh * raw * min(1.0, max(1, peers - 1) / 7)
+    if chip.link_kind == "bridge":
+        return eff.link_nvswitch * raw if peers <= 2 else eff.link_pcie * 63e9
+    if chip.link_kind == "torus":
+        return eff.link_mesh * raw
+    return eff.link_pcie * raw
