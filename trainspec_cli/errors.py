@@ -13,7 +13,7 @@ The command line catches `TrainspecError`, prints it for people (or as JSON) and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,12 +37,14 @@ class Problem:
     line: int | None = None
     """Counted from 1; on the command line the number of the argument."""
     column: int | None = None
+    excerpt: str = ""
+    """The line or argument it stands in, for people."""
     environment: bool = False
     """True when the recipe is right and the machine lacks something."""
 
     def as_json(self) -> dict[str, Any]:
         fields = asdict(self)
-        fields.pop("environment")
+        del fields["excerpt"], fields["environment"]
         return fields
 
     def where(self) -> str:
@@ -95,3 +97,22 @@ EXIT_CODES = {
     Stopped.exit_code: "stopped on request with a checkpoint written",
     Interrupted.exit_code: "interrupted before there was one",
 }
+
+
+def closest(got: str, allowed: Iterable[str]) -> str | None:
+    """What was meant by a misspelt word: the nearest of `allowed`, or None when nothing is near."""
+    from difflib import get_close_matches
+
+    by_shape = {_shape(word): word for word in allowed}
+    matches = get_close_matches(_shape(got), by_shape, n=1, cutoff=0.7)
+    return by_shape[matches[0]] if matches else None
+
+
+def did_you_mean(got: str, allowed: Iterable[str]) -> str:
+    """A hint, or "" when nothing is near."""
+    word = closest(got, allowed)
+    return f"did you mean `{word}`?" if word else ""
+
+
+def _shape(word: str) -> str:
+    return word.lower().replace("-", "_")

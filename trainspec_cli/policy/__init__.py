@@ -1,1 +1,1 @@
-"""Pure decisions on plain numbers, called alike by the engine, the supervisor and the simulation of a run."""
+"""Pure decisions on plain numbers, called by the engine, the supervisor and the simulator alike."""

@@ -13,6 +13,8 @@ class TokenizerSpec:
     vocab_size: int = 4096
     path: str | None = None
     """A `tokenizer.json` of the `tokenizers` library; `vocab_size` is then that file's."""
+    end_of_document: str | None = None
+    """The token of that file that closes a document; null looks for a common name (`<|endoftext|>`, `</s>`, ...)."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.corpus.cache import cache_dir, cached_folder
+from trainspec_cli.corpus.sources import find_files
+from trainspec_cli.spec.data import TokenizerSpec
+
+
+def test_the_place_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("TRAINSPEC_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_dir() == tmp_path / ".cache" / "trainspec"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert cache_dir() == Path("/xdg/trainspec")
+    monkeypatch.setenv("TRAINSPEC_CACHE", "~/mine")
+    assert cache_dir() == tmp_path / "mine"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"heldout_fraction": 0.3},
+        {"max_bytes": 5},
+        {"tokenizer": TokenizerSpec(vocab_size=301)},
+        {"source": "jsonl"},
+    ],
+)
+def test_the_name_changes_with_what_the_tokens_depend_on(text_data, change):
+    data = text_data("some text", "more")
+    files = find_files(data)
+    assert cached_folder(replace(data, **change), files) != cached_folder(data, files)
+
+
+def test_the_name_stays_with_what_they_do_not_depend_on(text_data):
+    data = text_data("some text", "more")
+    files = find_files(data)
+    assert cached_folder(replace(data, seq_len=99, text_field="body"), files) == cached_folder(data, files)
+
+
+def test_the_name_changes_with_the_files(text_data):
+    data = text_data("some text", "more")
+    before = cached_folder(data, find_files(data))
+    Path(data.path, "000.txt").write_text("other text")
+    changed = cached_folder(data, find_files(data))
+    Path(data.path, "002.txt").write_text("another")
+    assert len({before, changed, cached_folder(data, find_files(data))}) == 3
+
+
+def test_the_name_changes_with_the_content_of_the_users_tokenizer(text_data, tmp_path):
+    file = tmp_path / "tokenizer.json"
+    data = text_data("some text", tokenizer=TokenizerSpec(path=str(file)))
+    names = set()
+    for content in ("a", "b"):
+        file.write_text(content)
+        names.add(cached_folder(data, find_files(data)))
+    assert len(names) == 2

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trainspec_cli.corpus.samples import locate, num_samples, permute, rank_positions, step_positions
+
+
+@pytest.mark.parametrize("size", [*range(1, 130), 255, 256, 257, 1000, 4095, 4097, 65_537, 100_003])
+def test_every_index_comes_exactly_once(size):
+    for seed, epoch in ((0, 0), (0, 1), (7, 3)):
+        assert np.array_equal(np.sort(permute(np.arange(size), size, seed, epoch)), np.arange(size))
+
+
+def test_any_index_alone_goes_where_it_goes_in_company():
+    whole = permute(np.arange(1000), 1000, seed=3, epoch=5)
+    assert [int(permute(np.array([index]), 1000, 3, 5)[0]) for index in range(0, 1000, 37)] == whole[::37].tolist()
+
+
+def test_the_order_never_changes_between_versions():
+    """A run resumes by position: another order would show it some samples twice and others never."""
+    assert permute(np.arange(12), 12, seed=0, epoch=0).tolist() == [11, 10, 7, 1, 2, 5, 0, 8, 9, 6, 3, 4]
+    assert permute(np.arange(3), 10**12, seed=1, epoch=2).tolist() == [620704024177, 26328099246, 835359234804]
+
+
+def test_seed_and_epoch_choose_the_order():
+    orders = {tuple(permute(np.arange(50), 50, seed, epoch)) for seed in range(10) for epoch in range(10)}
+    assert len(orders) == 100
+
+
+@pytest.mark.parametrize("size", [2, 3, 7, 10, 24])
+def test_each_index_goes_everywhere_equally_often(size):
+    """Chi-squared over many keys, per index: mean size - 1, far tail at six standard deviations."""
+    keys = 4000
+    counts = np.zeros((size, size))
+    for seed in range(keys):
+        counts[np.arange(size), permute(np.arange(size), size, seed, epoch=0)] += 1
+    expected = keys / size
+    chi_squared = ((counts - expected) ** 2 / expected).sum(axis=1)
+    assert (chi_squared < size - 1 + 6 * np.sqrt(2 * (size - 1))).all()
+
+
+def test_large_orders_look_random():
+    size = 200_000
+    order = permute(np.arange(size), size, seed=0, epoch=0).astype(float)
+    assert abs(np.corrcoef(np.arange(size), order)[0, 1]) < 0.01
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.01
+    assert np.abs(np.diff(order)).mean() == pytest.approx(size / 3, rel=0.01)
+    next_order = permute(np.arange(size), size, seed=0, epoch=1).astype(float)
+    assert abs(np.corrcoef(order, next_order)[0, 1]) < 0.01
+
+
+def test_an_epoch_sees_every_sample_once_and_the_next_begins_where_it_ends():
+    samples, batch = 103, 8
+    positions = np.concatenate([step_positions(step, batch) for step in range(30)])
+    epochs, indices = locate(positions, samples, seed=1)
+    assert epochs.tolist() == [position // samples for position in range(240)]
+    for epoch in (0, 1):
+        assert sorted(indices[epochs == epoch]) == list(range(samples))
+    assert indices[epochs == 0].tolist() != indices[epochs == 1].tolist()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 12])
+def test_ranks_share_a_step_without_overlap_whatever_their_number(num_ranks):
+    parts = [rank_positions(5, 12, rank, num_ranks) for rank in range(num_ranks)]
+    assert np.concatenate(parts).tolist() == step_positions(5, 12).tolist() == list(range(60, 72))
+    assert {len(part) for part in parts} == {12 // num_ranks}
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="12 samples a step do not divide by 5"):
+        rank_positions(0, 12, 0, 5)
+
+
+@pytest.mark.parametrize(("tokens", "samples"), [(0, 0), (1, 0), (10, 0), (11, 1), (20, 1), (21, 2)])
+def test_a_sample_needs_the_target_after_its_last_token(tokens, samples):
+    assert num_samples(tokens, seq_len=10) == samples

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.corpus.sources import documents, find_files
+from trainspec_cli.errors import MachineError, RecipeError
+from trainspec_cli.spec.data import DataSpec
+
+
+def read(**fields) -> list[tuple[str, str]]:
+    data = DataSpec(seq_len=8, **fields)
+    return [(Path(document.name).name, document.text) for document in documents(data, find_files(data))]
+
+
+def problem_of(error) -> tuple:
+    (problem,) = error.value.problems
+    return problem
+
+
+def test_the_standard_library_is_python_and_leaves_out_tests_and_packages():
+    data = DataSpec(seq_len=8, source="python_stdlib")
+    files = find_files(data)
+    texts = {document.name: document.text for document in documents(data, files)}
+    assert files == sorted(files, key=files.index) and len(set(files)) == len(files)
+    names = {Path(name).name for name in texts}
+    assert {"argparse.py", "dataclasses.py", "typing.py"} <= names
+    assert not any(part in Path(name).parts for name in texts for part in ("site-packages", "test", "tests"))
+    assert sum(map(len, texts.values())) > 5_000_000
+    for name, text in list(texts.items())[::50]:
+        ast.parse(text, name)
+
+
+def test_a_folder_gives_one_document_a_file_in_order_without_hidden_and_empty_ones(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".git").mkdir()
+    for name in ("b/2.txt", "a.md", ".hidden", ".git/config"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "empty.txt").write_text("")
+    assert read(source="text", path=str(tmp_path)) == [("a.md", "a.md"), ("2.txt", "b/2.txt")]
+
+
+def test_a_glob_takes_what_it_matches(tmp_path):
+    (tmp_path / "b" / "c").mkdir(parents=True)
+    for name in ("b/c/1.txt", "2.txt", "3.md"):
+        (tmp_path / name).write_text(name)
+    assert read(source="text", path=f"{tmp_path}/**/*.txt") == [("2.txt", "2.txt"), ("1.txt", "b/c/1.txt")]
+
+
+def test_a_path_with_glob_characters_that_exists_is_taken_as_it_is(tmp_path):
+    (tmp_path / "data [1].txt").write_text("kept")
+    assert read(source="text", path=str(tmp_path / "data [1].txt")) == [("data [1].txt", "kept")]
+
+
+def test_jsonl_gives_one_document_a_line_and_skips_blank_ones(tmp_path):
+    lines = [json.dumps({"body": "één\n", "n": 1}), "", json.dumps({"body": "two"}, ensure_ascii=False)]
+    (tmp_path / "x.jsonl").write_bytes(b"\xef\xbb\xbf" + "\n".join(lines).encode())
+    (tmp_path / "ignored.json").write_text("{")
+    found = read(source="jsonl", path=str(tmp_path), text_field="body")
+    assert found == [("x.jsonl:1", "één\n"), ("x.jsonl:3", "two")]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{text: 1}", "not JSON (Expecting property name enclosed in double quotes): {text: 1}"),
+        ('["a"]', 'not a JSON object: ["a"]'),
+        ('{"body": "a", "id": 3}', "no field `text`; it has: body, id"),
+        ('{"text": 3}', "field `text` is not a string: 3"),
+        ('{"text": "\\ud800"}', "field `text` holds half a surrogate pair, \\ud800"),
+    ],
+)
+def test_a_bad_json_line_is_named_with_what_was_got(tmp_path, line, message):
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"text": "good"}\n' + line + "\n")
+    with pytest.raises(RecipeError) as error:
+        read(source="jsonl", path=str(file))
+    assert (problem_of(error).where(), problem_of(error).message) == (f"{file}:2", message)
+
+
+def test_a_missing_field_says_how_to_choose_another(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"body": "a"}')
+    with pytest.raises(RecipeError) as error:
+        read(source="jsonl", path=str(tmp_path))
+    assert problem_of(error).hint == "data.text_field=NAME says which to read"
+
+
+def test_text_that_is_not_utf8_names_file_and_byte(tmp_path):
+    (tmp_path / "x.txt").write_bytes("abc é".encode("latin-1"))
+    with pytest.raises(RecipeError, match=r"byte 4 \(0xe9\) is not UTF-8") as error:
+        read(source="text", path=str(tmp_path))
+    assert problem_of(error).file == str(tmp_path / "x.txt")
+
+
+def test_a_json_line_that_is_not_utf8_names_the_byte_within_the_file(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    with pytest.raises(RecipeError, match=r"byte 24 \(0xff\) is not UTF-8") as error:
+        read(source="jsonl", path=str(tmp_path))
+    assert problem_of(error).line == 2
+
+
+@pytest.mark.parametrize("path", ["nowhere.txt", "nowhere/*.txt", None])
+def test_a_missing_path_is_the_recipes_fault(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError) as error:
+        find_files(DataSpec(seq_len=8, source="text", path=path))
+    assert (problem_of(error).code, problem_of(error).path) == ("missing_file", "data.path")
+    assert problem_of(error).hint
+
+
+def test_a_folder_without_jsonl_says_so(tmp_path):
+    (tmp_path / "x.txt").write_text("a")
+    with pytest.raises(RecipeError, match=r"holds no \.jsonl file"):
+        find_files(DataSpec(seq_len=8, source="jsonl", path=str(tmp_path)))
+
+
+def test_a_broken_link_is_named_rather_than_skipped(tmp_path):
+    (tmp_path / "link.txt").symlink_to(tmp_path / "gone.txt")
+    with pytest.raises(MachineError, match=r"link\.txt is no regular file"):
+        find_files(DataSpec(seq_len=8, source="text", path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("max_bytes", [1, 5, 6, 7, 100])
+def test_max_bytes_cuts_at_a_whole_character(tmp_path, max_bytes):
+    (tmp_path / "1.txt").write_text("abcde", encoding="utf-8")
+    (tmp_path / "2.txt").write_text("éé", encoding="utf-8")
+    text = "".join(text for _, text in read(source="text", path=str(tmp_path), max_bytes=max_bytes))
+    assert text == "abcdeéé".encode()[:max_bytes].decode(errors="ignore")
+    assert len(text.encode()) <= max_bytes

@@ -1,0 +1,10 @@
+import pytest
+import torch.distributed as dist
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -1,0 +1,83 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainspec_cli.engine.models import cross_entropy
+from trainspec_cli.engine.models.cross_entropy import IGNORED_TARGET, LinearCrossEntropy
+
+TOKENS, HIDDEN, VOCAB = 300, 24, 97
+
+
+def problem(dtype: torch.dtype):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    targets[::7] = IGNORED_TARGET
+    return x, weight, targets
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 4 * VOCAB * 64)
+    assert cross_entropy.chunk_tokens(VOCAB) == 64
+
+
+def reference(x, weight, targets):
+    """Loss and gradients in fp64, from the full logits."""
+    x, weight = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    loss = F.cross_entropy(x @ weight.T, targets, reduction="sum", ignore_index=IGNORED_TARGET)
+    return loss, *torch.autograd.grad(loss / 10, (x, weight))
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_fp32_equals_the_full_logits_in_fp64(small_chunks, compiled):
+    x, weight, targets = problem(torch.float32)
+    module = LinearCrossEntropy()
+    if compiled:
+        module.chunk.compile()
+    loss = module(x, weight, targets)
+    dx, dweight = torch.autograd.grad(loss / 10, (x, weight))
+    expected_loss, expected_dx, expected_dweight = reference(x, weight, targets)
+    torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(dx.double(), expected_dx, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(dweight.double(), expected_dweight, rtol=1e-5, atol=1e-6)
+
+
+def test_bf16_is_no_worse_than_torch_on_full_bf16_logits(small_chunks):
+    x, weight, targets = problem(torch.bfloat16)
+    _, expected_dx, expected_dweight = reference(x, weight, targets)
+    ours = torch.autograd.grad(LinearCrossEntropy()(x, weight, targets) / 10, (x, weight))
+    full = F.cross_entropy((x @ weight.T).float(), targets, reduction="sum", ignore_index=IGNORED_TARGET)
+    torchs = torch.autograd.grad(full / 10, (x, weight))
+    for our, torch_own, expected in zip(ours, torchs, (expected_dx, expected_dweight), strict=True):
+        our_error, torch_error = ((g.double() - expected).norm() for g in (our, torch_own))
+        assert our_error <= 1.1 * torch_error
+
+
+def test_no_tensor_of_the_full_logits_is_ever_made(small_chunks):
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(tensor, torch.Tensor):
+                    largest = max(largest, tensor.numel())
+            return out
+
+    x, weight, targets = problem(torch.float32)
+    with Watch():
+        LinearCrossEntropy()(x, weight, targets).backward()
+    assert 0 < largest <= max(64 * VOCAB, TOKENS * HIDDEN) < TOKENS * VOCAB
+
+
+def test_all_ignored_costs_nothing():
+    x, weight, _ = problem(torch.float32)
+    loss = LinearCrossEntropy()(x, weight, torch.full((TOKENS,), IGNORED_TARGET))
+    loss.backward()
+    assert loss == 0
+    assert not x.grad.any()
+    assert not weight.grad.any()

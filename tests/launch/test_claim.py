@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.errors import RecipeError
+from trainspec_cli.launch.claim import claim, is_running
+from trainspec_cli.launch.environment import LAUNCH_ID
+from trainspec_cli.rundir.paths import RunDir
+
+
+def test_a_run_is_held_by_one_launch_at_a_time(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert not is_running(run)
+    with claim(run, "a"):
+        assert is_running(run)
+        with pytest.raises(RecipeError, match="still running"), claim(run, "b"):
+            pass
+    assert not is_running(run)
+    assert not run.pid_json.exists()
+
+
+def test_a_launch_that_fails_lets_go(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    with pytest.raises(ZeroDivisionError), claim(run, "a"):
+        raise ZeroDivisionError
+    with claim(run, "b"):
+        assert is_running(run)
+
+
+def test_a_killed_launch_lets_go_once_its_workers_are_gone(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    program = f"""
+import os, signal
+from trainspec_cli.launch.claim import claim
+from trainspec_cli.rundir.paths import RunDir
+with claim(RunDir({str(tmp_path)!r}), "killed-launch"):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", program], check=False)
+    assert run.pid_json.exists()
+    worker = subprocess.Popen(["sleep", "60"], env={**os.environ, LAUNCH_ID: "killed-launch"})
+    try:
+        assert is_running(run)
+        with pytest.raises(RecipeError, match="still running"), claim(run, "next"):
+            pass
+    finally:
+        worker.kill()
+        worker.wait()
+    assert not is_running(run)
+    with claim(run, "next"):
+        assert is_running(run)

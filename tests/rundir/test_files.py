@@ -1,0 +1,27 @@
+import pytest
+
+from trainspec_cli.rundir.files import read_json, write_json, write_text
+from trainspec_cli.rundir.paths import RunDir
+
+
+def test_json_is_read_back_and_nothing_is_left_beside_it(tmp_path):
+    write_json(tmp_path / "a" / "x.json", {"é": [1, None]})
+    assert read_json(tmp_path / "a" / "x.json") == {"é": [1, None]}
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["x.json"]
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path):
+    write_text(tmp_path / "x", "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(tmp_path / "x", "new \ud800")
+    assert (tmp_path / "x").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_only_whole_checkpoints_are_listed(tmp_path):
+    run_dir = RunDir(tmp_path)
+    assert run_dir.checkpoint_steps() == []
+    for name in ("step_00000020", "step_00000003", ".step_00000030.partial", "notes"):
+        (run_dir.checkpoints / name).mkdir(parents=True)
+    assert run_dir.checkpoint_steps() == [3, 20]
+    assert run_dir.checkpoint(20).name == "step_00000020"

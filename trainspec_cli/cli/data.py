@@ -1,0 +1,162 @@
+"""`trainspec data prepare | info`: text to token shards, and what a folder of shards holds."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+import typer
+
+from trainspec_cli.errors import Problem, RecipeError, TrainspecError
+from trainspec_cli.spec.data import DataSpec, TokenizerSpec
+from trainspec_cli.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from trainspec_cli.corpus.manifest import Manifest, SplitSummary
+    from trainspec_cli.corpus.tokenise import OnProgress
+
+app = typer.Typer(help="Turn text into token shards, and look into them.", no_args_is_help=True)
+
+OPTIONS = {
+    "data.path": "--path",
+    "data.text_field": "--text-field",
+    "data.heldout_fraction": "--heldout-fraction",
+    "data.max_bytes": "--max-bytes",
+    "data.tokenizer.vocab_size": "--vocab-size",
+    "data.tokenizer.path": "--tokenizer",
+    "data.tokenizer.end_of_document": "--end-of-document",
+}
+"""A recipe's keys, and what they are called here."""
+
+
+class Source(StrEnum):
+    TEXT = "text"
+    JSONL = "jsonl"
+    PYTHON_STDLIB = "python_stdlib"
+
+
+@app.command()
+def prepare(
+    source: Annotated[Source, typer.Option(help="text: a document a file; jsonl: one a line.")],
+    output: Annotated[Path, typer.Option(help="Folder to make.")],
+    path: Annotated[str | None, typer.Option(help="File, folder or quoted glob.")] = None,
+    vocab_size: Annotated[int, typer.Option(help="Entries of the tokenizer to train.")] = 4096,
+    tokenizer: Annotated[str | None, typer.Option(help="Use this tokenizer.json instead.")] = None,
+    end_of_document: Annotated[str | None, typer.Option(help="Its token that ends a document.")] = None,
+    text_field: Annotated[str, typer.Option(help="Field of each JSON line to read.")] = "text",
+    heldout_fraction: Annotated[float, typer.Option(help="Part of the documents to judge on.")] = 0.02,
+    max_bytes: Annotated[int | None, typer.Option(help="Read at most this much text.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
+) -> None:
+    """Read text, train a tokenizer on it (or use yours), and write token shards."""
+    from trainspec_cli.corpus.prepare import prepare_into
+    from trainspec_cli.corpus.shards import TokenFolder
+
+    data = DataSpec(
+        seq_len=1,  # the shards do not depend on it
+        source=cast(Literal["text", "jsonl", "python_stdlib"], source.value),
+        path=path,
+        text_field=text_field,
+        tokenizer=TokenizerSpec(vocab_size, tokenizer, end_of_document),
+        heldout_fraction=heldout_fraction,
+        max_bytes=max_bytes,
+    )
+    with _into_new(output), _named_as_options(), _progress() as on_progress:
+        prepare_into(data, output, on_progress)
+    _print_folder(output, TokenFolder.open(output).manifest, as_json)
+
+
+@app.command()
+def info(
+    folder: Annotated[Path, typer.Argument(help="A folder that `data prepare` wrote.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare its digest.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
+) -> None:
+    """Show what a token folder holds, and check that it is whole."""
+    from trainspec_cli.corpus.shards import TokenFolder
+
+    tokens = TokenFolder.open(folder)
+    if verify:
+        tokens.verify()
+    _print_folder(folder, tokens.manifest, as_json)
+
+
+@contextmanager
+def _into_new(output: Path) -> Iterator[None]:
+    """Refuses an output that holds something, before the work and after it."""
+    try:
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise FileExistsError
+        yield
+    except FileExistsError as error:
+        raise RecipeError(
+            Problem(
+                code="output_exists",
+                message=f"{output} exists and is not empty",
+                path="--output",
+                hint=f"choose another folder, or remove it first: rm -r {shlex.quote(str(output))}",
+            )
+        ) from error
+
+
+@contextmanager
+def _named_as_options() -> Iterator[None]:
+    """Errors speak of recipe keys; here they are options."""
+    try:
+        yield
+    except TrainspecError as error:
+        raise type(error)([_as_option(problem) for problem in error.problems]) from error
+
+
+def _as_option(problem: Problem) -> Problem:
+    hint = problem.hint
+    for key, option in OPTIONS.items():
+        hint = hint.replace(f"{key}=", f"{option} ").replace(key, option)
+    return replace(problem, path=OPTIONS.get(problem.path, problem.path), hint=hint)
+
+
+@contextmanager
+def _progress() -> Iterator[OnProgress]:
+    """A bar on the error output, so that `--json` stays clean."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description:<22}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=1.0)
+        yield lambda phase, done: bar.update(task, description=phase, completed=done)
+
+
+def _print_folder(folder: Path, manifest: Manifest, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"path": str(folder), **asdict(manifest)}, indent=2))
+        return
+    for name, value in _rows(manifest).items():
+        typer.echo(f"{name:<16} {value}")
+    where = f"data=tokens data.path={shlex.quote(str(folder))} model.vocab_size={manifest.vocab_size}"
+    typer.echo(f"\ntrain on it:     trainspec launch recipe=quickstart {where}")
+
+
+def _rows(manifest: Manifest) -> dict[str, Any]:
+    fewer = "" if manifest.vocab_size >= manifest.vocab_size_asked else (
+        f" (the text is too small to fill the {manifest.vocab_size_asked} asked for)"
+    )  # fmt: skip
+    xz = manifest.xz_bits_per_byte
+    return {
+        "train": _describe_split(manifest.train),
+        "held out": _describe_split(manifest.heldout),
+        "bytes per token": f"{manifest.bytes_per_token:.3f}",
+        "vocabulary": f"{manifest.vocab_size}{fewer}",
+        "xz on held out": f"{xz:.3f} bits per byte" if xz is not None else "unknown: this Python has no lzma",
+    }
+
+
+def _describe_split(split: SplitSummary) -> str:
+    documents = f"{split.documents:,} document{'s' * (split.documents != 1)}"
+    return f"{documents}, {format_count(split.tokens)} tokens, {format_bytes(split.bytes)}"

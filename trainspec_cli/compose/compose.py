@@ -1,0 +1,108 @@
+"""compose(): a recipe and `key=value` arguments -> plain dict, the origin of every value, and all problems."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from trainspec_cli.compose import hydra_session
+from trainspec_cli.compose.arguments import RECIPE, Argument, parse_arguments, value_paths
+from trainspec_cli.compose.folders import find_folders
+from trainspec_cli.compose.hydra_session import Part
+from trainspec_cli.compose.origins import COMMAND_LINE, Origin, Origins, locate
+from trainspec_cli.compose.selection import Selection, is_choice, select
+from trainspec_cli.compose.values import apply_arguments, resolve
+from trainspec_cli.compose.yaml_file import read_yaml
+from trainspec_cli.errors import Problem
+
+
+@dataclass(frozen=True)
+class Composed:
+    recipe: str
+    """Its name, or "" where it could not be found or read."""
+    data: dict[str, Any]
+    """Interpolations resolved; `???` where a value is left open."""
+    origins: Origins
+    arguments: tuple[str, ...]
+    cwd: Path
+    problems: tuple[Problem, ...] = ()
+    """All that can be seen without knowing what the values mean, located."""
+    failed: frozenset[str] = frozenset()
+    """Groups (and `recipe`) whose content is not what was asked for: what is amiss there may follow from that."""
+
+    def locate(self, problems: Iterable[Problem]) -> list[Problem]:
+        """Give problems known by their path alone the place where the value was written."""
+        return locate(problems, self.origins, self.arguments, self.cwd)
+
+
+def compose(recipe: str, overrides: Sequence[str] = (), cwd: Path | None = None) -> Composed:
+    return compose_arguments([f"{RECIPE}={recipe}", *overrides], cwd)
+
+
+def compose_arguments(arguments: Sequence[str], cwd: Path | None = None) -> Composed:
+    """Compose what a command line asks for (`recipe=NAME` is one of its arguments).
+
+    Raises nothing for faults of people: they are in `problems`, and what they left whole is in `data`.
+    """
+    cwd = (cwd or Path.cwd()).resolve()
+    parsed, problems = parse_arguments(arguments)
+    selection = select(parsed, find_folders(cwd), cwd)
+    groups = selection.folders.groups()
+    values = [argument for argument in parsed if argument.key != RECIPE and not is_choice(argument, groups)]
+    config, parts, unforeseen = _compose_files(selection)
+    problems += selection.problems + unforeseen + apply_arguments(config, values)
+    data, unresolved = resolve(config)
+    origins = _origins(selection, parts, values)
+    return Composed(
+        recipe=selection.recipe,
+        data=data,
+        origins=origins,
+        arguments=tuple(arguments),
+        cwd=cwd,
+        problems=tuple(locate(problems + unresolved, origins, arguments, cwd)),
+        failed=frozenset(selection.failed | ({RECIPE} if unforeseen else set())),
+    )
+
+
+def _compose_files(selection: Selection) -> tuple[DictConfig, list[Part], list[Problem]]:
+    """What `select` did not foresee (defaults lists inside a user's own groups) comes in Hydra's own words."""
+    try:
+        return *hydra_session.load(selection.folders, selection.overrides(), selection.skipped), []
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        return DictConfig({}), [], [_in_hydras_words(error)]
+
+
+def _in_hydras_words(error: Exception) -> Problem:
+    said = [str(error), *(str(cause) for cause in (error.__cause__,) if cause)]
+    lines = [line.strip() for text in said for line in text.splitlines() if line.strip()]
+    shown = [line for line in lines if "search path" not in line.lower() and not line.startswith("provider=")]
+    return Problem(code="bad_defaults", message="; ".join(shown[:3]) or type(error).__name__, path="defaults")
+
+
+def _origins(selection: Selection, parts: Sequence[Part], values: Sequence[Argument]) -> Origins:
+    origins: Origins = {}
+    for part in parts:
+        file = selection.folders.find_config(part.name)
+        if file is not None:
+            origins.update(_origins_of(file, part.package, selection.cwd))
+    for argument in values:
+        if argument.deletes:
+            below = f"{argument.key}."
+            origins = {path: origin for path, origin in origins.items() if not path.startswith(below)}
+        for path in value_paths(argument.key, argument.value):
+            origins[path] = Origin(COMMAND_LINE, argument.number)
+    return origins
+
+
+def _origins_of(file: Path, package: str, cwd: Path) -> Origins:
+    read = read_yaml(file, cwd)
+    if not package:
+        return read.origins
+    return {package: read.start, **{f"{package}.{path}": origin for path, origin in read.origins.items()}}

@@ -1,0 +1,68 @@
+"""Where each value was written: origins, and the join of problems with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainspec_cli.errors import Problem
+
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True)
+class Origin:
+    file: str
+    """As a person at the working directory would write it, or `command line`."""
+    line: int
+    """Counted from 1; on the command line the number of the argument."""
+    column: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+Origins = dict[str, Origin]
+"""Dotted path -> where its key stands (the last writer's)."""
+
+
+def show_path(path: Path, cwd: Path) -> str:
+    """Relative where `path` lies below `cwd`, else whole."""
+    return str(path.relative_to(cwd)) if path.is_relative_to(cwd) else str(path)
+
+
+def locate(problems: Iterable[Problem], origins: Origins, arguments: Sequence[str], cwd: Path) -> list[Problem]:
+    """Give each problem its file, line and column (by its path), and the text that stands there."""
+    return [_with_excerpt(_with_origin(problem, origins), arguments, cwd) for problem in problems]
+
+
+def find_origin(path: str, origins: Origins) -> Origin | None:
+    """The origin of `path`; else of what was written below it; else of what surrounds it."""
+    if path in origins:
+        return origins[path]
+    below = [origin for key, origin in origins.items() if path and key.startswith(f"{path}.")]
+    if below:
+        return below[0]
+    parent = path.rpartition(".")[0]
+    return find_origin(parent, origins) if parent else None
+
+
+def _with_origin(problem: Problem, origins: Origins) -> Problem:
+    origin = None if problem.file else find_origin(problem.path, origins)
+    if origin is None:
+        return problem
+    return replace(problem, file=origin.file, line=origin.line, column=origin.column)
+
+
+def _with_excerpt(problem: Problem, arguments: Sequence[str], cwd: Path) -> Problem:
+    if problem.excerpt or problem.file is None or problem.line is None:
+        return problem
+    lines = arguments if problem.file == COMMAND_LINE else _read_lines(cwd / problem.file)
+    if problem.line > len(lines):
+        return problem
+    return replace(problem, excerpt=lines[problem.line - 1])
+
+
+def _read_lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []

@@ -1,0 +1,229 @@
+"""Which files take part: the recipe and one option of each group, checked before Hydra looks for them.
+
+Hydra stops at the first fault. Here a fault is reported and routed round: an option that does not exist gives
+way to the one it would have replaced, a wrong line of a defaults list is skipped, and composition goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from trainspec_cli.compose.arguments import RECIPE, Argument, assign, problem_at
+from trainspec_cli.compose.folders import ROOT, SUFFIX, Folders
+from trainspec_cli.compose.origins import COMMAND_LINE, Origin
+from trainspec_cli.compose.yaml_file import Entry, YamlFile, read_yaml
+from trainspec_cli.errors import Problem, RecipeError, closest
+
+SELF = "_self_"
+
+
+@dataclass
+class Selection:
+    folders: Folders
+    cwd: Path
+    recipe: str = ""
+    """As Hydra knows it; "" when there is none to be had."""
+    options: dict[str, list[tuple[str, Origin]]] = field(default_factory=dict)
+    """Group -> the options asked for, the strongest last."""
+    forced: dict[str, str] = field(default_factory=dict)
+    """Group -> the option to give Hydra on its command line."""
+    skipped: dict[str, set[int]] = field(default_factory=dict)
+    """Recipe -> lines of its defaults list to leave out."""
+    failed: set[str] = field(default_factory=set)
+    """Groups (and `recipe`) whose content is not what was asked for."""
+    problems: list[Problem] = field(default_factory=list)
+
+    def overrides(self) -> list[str]:
+        """For Hydra."""
+        recipe = assign(RECIPE, self.recipe) if self.recipe else f"~{RECIPE}"
+        return [recipe, *(assign(group, option) for group, option in self.forced.items())]
+
+
+def select(arguments: Sequence[Argument], folders: Folders, cwd: Path) -> Selection:
+    selection = Selection(folders, cwd)
+    _add_root(selection)
+    _choose_recipe(selection, next((argument for argument in arguments if argument.key == RECIPE), None))
+    if selection.recipe and not _add_recipe(selection, f"{RECIPE}/{selection.recipe}", seen=set()):
+        selection.recipe = ""
+    groups = folders.groups()
+    for argument in arguments:
+        if is_choice(argument, groups):
+            origin = Origin(COMMAND_LINE, argument.number)
+            selection.options.setdefault(argument.key, []).append((_option_text(argument), origin))
+            selection.forced[argument.key] = _option_text(argument)
+    for group in selection.options:
+        _settle(selection, group)
+    return selection
+
+
+def is_choice(argument: Argument, groups: Sequence[str]) -> bool:
+    """`model=llama_6m` chooses a file; `model={num_layers: 2}` and `~model` change values."""
+    return argument.key in groups and not argument.deletes and not isinstance(argument.value, dict)
+
+
+def _option_text(argument: Argument) -> str:
+    return argument.text.partition("=")[2].strip().strip("\"'")
+
+
+def _add_root(selection: Selection) -> None:
+    root = selection.folders.find_config(ROOT)
+    assert root is not None, "conf/trainspec.yaml ships with the package"
+    for entry in read_yaml(root, selection.cwd).defaults:
+        if entry.key and entry.key != RECIPE:
+            selection.options[entry.key] = [(entry.value, entry.origin)]
+
+
+def _choose_recipe(selection: Selection, argument: Argument | None) -> None:
+    """Set `selection.recipe`; a path to a file makes its folder the first of the recipe folders."""
+    number, name = (argument.number, str(argument.value)) if argument else (1, "")
+    path = Path(name).expanduser()
+    if path.suffix == SUFFIX and (selection.cwd / path).is_file():
+        file = (selection.cwd / path).resolve()
+        folders = selection.folders
+        selection.folders = replace(folders, recipes=tuple(dict.fromkeys((file.parent, *folders.recipes))))
+        selection.recipe = file.stem
+    elif name and selection.folders.find_config(f"{RECIPE}/{name}"):
+        selection.recipe = name
+    else:
+        selection.failed.add(RECIPE)
+        selection.problems.append(_unknown_recipe(selection, name, number, given=argument is not None))
+
+
+def _unknown_recipe(selection: Selection, name: str, number: int, given: bool) -> Problem:
+    names = selection.folders.recipe_names()
+    there_are = f"there are: {', '.join(names)}"
+    if not name:
+        message = "no recipe is named"
+        problem = problem_at(number, "missing_value", message, f"type {RECIPE}={names[0]}; {there_are}", RECIPE)
+        return problem if given else replace(problem, file=None, line=None)
+    near = closest(name, names)
+    hint = f"did you mean {RECIPE}={near}? {there_are}" if near else f"{there_are}; or name a .yaml file"
+    if (selection.cwd / Path(name).with_suffix(".yml")).is_file() or _has_yml(selection.folders.recipes, name):
+        hint = f"its file must end in {SUFFIX}, not .yml: rename it"
+    elif Path(name).suffix == SUFFIX:
+        hint = f"no such file is in {selection.cwd}; recipes that have a name: {', '.join(names)}"
+    return problem_at(number, "unknown_recipe", f"there is no recipe `{name}`", hint, RECIPE)
+
+
+def _has_yml(folders: Sequence[Path], name: str) -> bool:
+    return any((folder / f"{name}.yml").is_file() for folder in folders)
+
+
+def _add_recipe(selection: Selection, name: str, seen: set[str]) -> bool:
+    """Read a recipe and those it is built on, and note the options they ask for. False where it is unreadable."""
+    seen.add(name)
+    file = _read(selection, selection.folders.find_config(name))
+    if file is None:
+        selection.failed.add(RECIPE)
+        return False
+    for index, entry in enumerate(file.defaults):
+        if not _add_entry(selection, entry, seen):
+            selection.skipped.setdefault(name, set()).add(index)
+    return True
+
+
+def _add_entry(selection: Selection, entry: Entry, seen: set[str]) -> bool:
+    problem = _check_entry(selection, entry)
+    if problem:
+        selection.problems.append(problem)
+        selection.failed.add(RECIPE)
+        return False
+    if entry.key:
+        group = entry.key.split()[-1].removeprefix("/")
+        selection.options.setdefault(group, []).append((entry.value, entry.origin))
+    elif entry.value != SELF and _parent(entry) not in seen:
+        return _add_recipe(selection, _parent(entry), seen)
+    return True
+
+
+def _parent(entry: Entry) -> str:
+    return f"{RECIPE}/{entry.value.removeprefix(f'/{RECIPE}/')}"
+
+
+def _check_entry(selection: Selection, entry: Entry) -> Problem | None:
+    """A recipe's defaults list holds `_self_`, names of recipes, and `override /group: option`."""
+    if not entry.key:
+        return None if entry.value == SELF else _check_parent(selection, entry)
+    *keywords, group = entry.key.split()
+    groups = selection.folders.groups()
+    name = group.removeprefix("/")
+    if name not in groups:
+        near = closest(name, groups)
+        hint = f"did you mean `override /{near}`? " if near else ""
+        message = f"there is no group `{name}` to choose an option of"
+        return _entry_problem(entry, "unknown_group", message, f"{hint}Groups: {', '.join(groups)}")
+    if keywords != ["override"] or not group.startswith("/"):
+        message = f"`{entry.key}: {entry.value}` would add a second {name}, not replace the first"
+        return _entry_problem(entry, "bad_defaults", message, f"write - override /{name}: {entry.value}")
+    return None
+
+
+def _check_parent(selection: Selection, entry: Entry) -> Problem | None:
+    if entry.value and selection.folders.find_config(_parent(entry)):
+        return None
+    names = selection.folders.recipe_names()
+    near = closest(entry.value, names)
+    hint = f"did you mean `{near}`?" if near else f"there are: {', '.join(names)}"
+    return _entry_problem(entry, "unknown_recipe", f"there is no recipe `{entry.value}` to build on", hint)
+
+
+def _entry_problem(entry: Entry, code: str, message: str, hint: str) -> Problem:
+    origin = entry.origin
+    return Problem(
+        code=code,
+        message=message,
+        hint=hint.strip(),
+        path="defaults",
+        file=origin.file,
+        line=origin.line,
+        column=origin.column,
+    )
+
+
+def _settle(selection: Selection, group: str) -> None:
+    """Take the strongest option that is there and readable; report those it had to pass over."""
+    options = selection.options[group]
+    while options:
+        option, origin = options[-1]
+        file = selection.folders.find_config(f"{group}/{option}") if option else None
+        if file is not None and _read(selection, file) is not None:
+            break
+        if file is None:
+            selection.problems.append(_unknown_option(selection.folders, group, option, origin))
+        selection.failed.add(group)
+        options.pop()
+        if options:
+            selection.forced[group] = options[-1][0]
+        else:
+            selection.forced.pop(group, None)
+
+
+def _unknown_option(folders: Folders, group: str, option: str, origin: Origin) -> Problem:
+    options = folders.options(group)
+    near = closest(option, options)
+    write = f"{group}={near}" if origin.file == COMMAND_LINE else f"`{near}`"
+    hint = f"did you mean {write}? " if near else ""
+    if _has_yml([conf / group for conf in folders.conf], option):
+        hint = f"its file must end in {SUFFIX}, not .yml: rename it. "
+    message = f"`{group}` has no option `{option}`" if option else f"`{group}` is given no option"
+    return Problem(
+        code="unknown_option",
+        path=group,
+        message=message,
+        hint=f"{hint}{'O' if hint else 'o'}ptions: {', '.join(options)}",
+        file=origin.file,
+        line=origin.line,
+        column=origin.column,
+    )
+
+
+def _read(selection: Selection, file: Path | None) -> YamlFile | None:
+    """The file, or None with its faults reported."""
+    assert file is not None
+    try:
+        return read_yaml(file, selection.cwd)
+    except RecipeError as error:
+        selection.problems.extend(error.problems)
+        return None

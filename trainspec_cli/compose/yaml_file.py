@@ -1,0 +1,135 @@
+"""One YAML file read for its positions: where each key stands, its defaults list, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from trainspec_cli.compose.origins import Origin, Origins, show_path
+from trainspec_cli.errors import Problem, RecipeError
+
+SYNTAX_HINTS = {
+    "mapping values are not allowed": "indent it like its neighbours, and quote text that holds `: `",
+    "could not find expected ':'": "write `key: value`, with a space after the colon",
+    "that cannot start any token": "indent with spaces, and quote text that starts with a special character",
+    "expected ',' or ']'": "close the list with `]`",
+    "expected ',' or '}'": "close the mapping with `}`",
+    "found unexpected end of stream": "close the quotes",
+    "expected <block end>": "give keys of one level the same indentation",
+}
+"""Words of PyYAML's message -> what to do."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a defaults list: `override /model: llama_6m`, or a bare name."""
+
+    key: str
+    """`override /model`; "" for a bare name."""
+    value: str
+    origin: Origin
+
+
+@dataclass(frozen=True)
+class YamlFile:
+    start: Origin
+    """Its first key, or its first line."""
+    origins: Origins
+    """Dotted path, as written in this file -> where its key stands."""
+    defaults: tuple[Entry, ...]
+    description: str
+
+
+def read_yaml(path: Path, cwd: Path) -> YamlFile:
+    """Raises RecipeError with everything that is wrong with the file's form."""
+    shown = show_path(path, cwd)
+    root = _parse(path, shown)
+    if root is None:
+        return YamlFile(Origin(shown, 1, 1), {}, (), "")
+    if not isinstance(root, yaml.MappingNode):
+        raise RecipeError(_problem(root, shown, "a file of `key: value` lines is needed"))
+    problems = list(_check_keys(root, shown))
+    if problems:
+        raise RecipeError(problems)
+    top = {key.value: value for key, value in root.value}
+    return YamlFile(
+        start=_origin(root.value[0][0], shown) if root.value else Origin(shown, 1, 1),
+        origins={path: origin for path, origin in _walk(root, "", shown) if path.split(".")[0] != "defaults"},
+        defaults=tuple(_entries(top.get("defaults"), shown)),
+        description=_scalar(top.get("description")),
+    )
+
+
+def _parse(path: Path, shown: str) -> yaml.Node | None:
+    try:
+        return yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        raise RecipeError(_syntax_problem(error, shown)) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        message = f"{shown} is not YAML text: {error}".splitlines()[0]
+        raise RecipeError(Problem(code="bad_yaml", message=message, file=shown, line=1, column=1)) from error
+
+
+def _syntax_problem(error: yaml.MarkedYAMLError, shown: str) -> Problem:
+    said = error.problem or error.context or "unreadable"
+    hint = next((hint for words, hint in SYNTAX_HINTS.items() if words in said), "")
+    unfinished = "could not find expected ':'" in said or "end of stream" in said
+    mark = (error.context_mark if unfinished else None) or error.problem_mark or error.context_mark
+    line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+    where = f" {error.context}" if error.context and error.context != said else ""
+    message = f"this is not YAML: {said}{where}"
+    return Problem(code="bad_yaml", message=message, hint=hint, file=shown, line=line, column=column)
+
+
+def _check_keys(node: yaml.Node, shown: str) -> Iterator[Problem]:
+    """Keys that occur twice, of which YAML would silently take the last, or that are no words."""
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _check_keys(item, shown)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    first: dict[str, yaml.Node] = {}
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            yield _problem(key, shown, "a key must be a word")
+            continue
+        if key.value in first:
+            line = first[key.value].start_mark.line + 1
+            yield _problem(key, shown, f"the key `{key.value}` stands twice, first in line {line}", "keep one")
+        first[key.value] = key
+        yield from _check_keys(value, shown)
+
+
+def _problem(node: yaml.Node, shown: str, message: str, hint: str = "") -> Problem:
+    origin = _origin(node, shown)
+    return Problem(
+        code="bad_yaml", message=message, hint=hint, file=shown, line=origin.line, column=origin.column
+    )
+
+
+def _walk(node: yaml.MappingNode, prefix: str, shown: str) -> Iterator[tuple[str, Origin]]:
+    for key, value in node.value:
+        path = f"{prefix}{key.value}"
+        yield path, _origin(key, shown)
+        if isinstance(value, yaml.MappingNode):
+            yield from _walk(value, f"{path}.", shown)
+
+
+def _entries(defaults: yaml.Node | None, shown: str) -> Iterator[Entry]:
+    for node in defaults.value if isinstance(defaults, yaml.SequenceNode) else []:
+        if isinstance(node, yaml.MappingNode) and node.value:
+            key, value = node.value[0]
+            yield Entry(key.value, _scalar(value), _origin(key, shown))
+        else:
+            yield Entry("", _scalar(node), _origin(node, shown))
+
+
+def _origin(node: yaml.Node, shown: str) -> Origin:
+    return Origin(shown, node.start_mark.line + 1, node.start_mark.column + 1)
+
+
+def _scalar(node: yaml.Node | None) -> str:
+    return str(node.value) if isinstance(node, yaml.ScalarNode) else ""

@@ -1,0 +1,55 @@
+"""Where prepared data is kept, and by what name: the name changes with all that the tokens depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+from trainspec_cli.corpus.manifest import SCHEMA
+from trainspec_cli.spec.data import DataSpec
+
+
+def cache_dir() -> Path:
+    """`$TRAINSPEC_CACHE`, else `$XDG_CACHE_HOME/trainspec`, else `~/.cache/trainspec`."""
+    if chosen := os.environ.get("TRAINSPEC_CACHE"):
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "trainspec"
+
+
+def cached_folder(data: DataSpec, files: list[Path]) -> Path:
+    """The folder for `data` read from `files` as they are now (by path, size and time of change)."""
+    facts = json.dumps(_facts(data, files), sort_keys=True)
+    return cache_dir() / "tokens" / f"{data.source}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+
+
+def _facts(data: DataSpec, files: list[Path]) -> dict[str, object]:
+    import tokenizers
+
+    return {
+        "schema": SCHEMA,
+        "tokenizers": tokenizers.__version__,
+        "python": sys.version if data.source == "python_stdlib" else None,
+        "source": data.source,
+        "text_field": data.text_field if data.source == "jsonl" else None,
+        "heldout_fraction": data.heldout_fraction,
+        "max_bytes": data.max_bytes,
+        "tokenizer": _tokenizer_facts(data),
+        "files": [_file_facts(file) for file in files],
+    }
+
+
+def _tokenizer_facts(data: DataSpec) -> list[object]:
+    spec = data.tokenizer
+    if spec.path is None:
+        return ["trained", spec.vocab_size]
+    content = Path(spec.path).expanduser().read_bytes()
+    return ["given", hashlib.sha256(content).hexdigest(), spec.end_of_document]
+
+
+def _file_facts(file: Path) -> tuple[str, int, int]:
+    facts = file.stat()
+    return str(file.resolve()), facts.st_size, facts.st_mtime_ns

@@ -1,0 +1,101 @@
+"""`manifest.json`: what a token folder holds, and how to know that it is whole."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from trainspec_cli.errors import MachineError, Problem, RecipeError
+
+SCHEMA = 1
+"""Raised whenever the files, their meaning or the way they are made change; cached folders are then made anew."""
+
+MANIFEST_FILE = "manifest.json"
+TOKENIZER_FILE = "tokenizer.json"
+SPLITS: tuple[Split, ...] = ("train", "heldout")
+Split = Literal["train", "heldout"]
+Dtype = Literal["uint16", "uint32"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of little-endian token ids."""
+
+    file: str
+    tokens: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class SplitSummary:
+    tokens: int
+    """An end-of-document token after each document included."""
+    bytes: int
+    """Of the text, as UTF-8."""
+    documents: int
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    schema: int
+    dtype: Dtype
+    vocab_size: int
+    """The tokenizer's; ids are below it."""
+    vocab_size_asked: int
+    """Larger than `vocab_size` when the text was too small to fill it."""
+    end_of_document_id: int
+    tokenizer_sha256: str
+    source: dict[str, Any]
+    """Where the text came from, for the record."""
+    heldout_fraction: float
+    xz_bits_per_byte: float | None
+    """What `xz -9e` needs for the held-out text; null where Python was built without lzma."""
+    train: SplitSummary
+    heldout: SplitSummary
+
+    def split(self, name: Split) -> SplitSummary:
+        return {"train": self.train, "heldout": self.heldout}[name]
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of both splits together."""
+        return (self.train.bytes + self.heldout.bytes) / max(1, self.train.tokens + self.heldout.tokens)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    (folder / MANIFEST_FILE).write_text(json.dumps(asdict(manifest), indent=2) + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises RecipeError where there is no token folder, MachineError where its manifest is damaged."""
+    file = folder / MANIFEST_FILE
+    if not file.is_file():
+        got = "holds no manifest.json" if folder.is_dir() else "does not exist"
+        raise RecipeError(
+            Problem(
+                code="missing_file",
+                message=f"{folder.absolute()} {got}: not a token folder",
+                path="data.path",
+                hint="make one: trainspec data prepare --source text --path FILES --output FOLDER",
+            )
+        )
+    from cattrs import structure
+
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        if fields["schema"] != SCHEMA:
+            raise _unreadable(folder, f"has schema {fields['schema']}, this version reads {SCHEMA}")
+        return structure(fields, Manifest)
+    except (ValueError, TypeError, KeyError, ExceptionGroup) as error:
+        raise _unreadable(folder, f"is damaged ({type(error).__name__}: {error})") from error
+
+
+def _unreadable(folder: Path, what: str) -> MachineError:
+    return MachineError(f"{folder / MANIFEST_FILE} {what}", code="bad_token_folder", hint=prepare_again(folder))
+
+
+def prepare_again(folder: Path) -> str:
+    return f"remove it and prepare it again: rm -r {folder}"

@@ -1,0 +1,84 @@
+"""The door of this room: a DataSpec becomes a token folder, made once and cached."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainspec_cli.corpus.bpe import MIN_VOCAB_SIZE
+from trainspec_cli.corpus.cache import cached_folder
+from trainspec_cli.corpus.publish import publishing
+from trainspec_cli.corpus.samples import num_samples
+from trainspec_cli.corpus.shards import TokenFolder
+from trainspec_cli.corpus.sources import find_files
+from trainspec_cli.corpus.tokenise import OnProgress, write_tokens
+from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.spec.data import DataSpec
+
+
+def prepare(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
+    """The token folder of `data`: the user's own where `source` is `tokens`, else one made in the cache or found there.
+
+    Raises RecipeError (no such file, malformed text, too little for one sample of `seq_len`) and MachineError (disk
+    full, damaged folder). Several processes may ask for the same data at once.
+    """
+    folder = _token_folder(data) if data.source == "tokens" else _prepare_cached(data, on_progress)
+    _check_length(TokenFolder.open(folder), data.seq_len)
+    return folder
+
+
+def prepare_into(data: DataSpec, folder: Path, on_progress: OnProgress | None = None) -> None:
+    """Makes `folder`, which must not exist or be empty; raises as `prepare`, and FileExistsError."""
+    check_options(data)
+    files = find_files(data)
+    with publishing(folder.expanduser().resolve()) as temporary:
+        write_tokens(data, files, temporary, on_progress or _ignore)
+
+
+def check_options(data: DataSpec) -> None:
+    """Raises RecipeError with everything that is wrong about the numbers and the tokenizer's file."""
+    spec = data.tokenizer
+    problems = []
+    if not 0 < data.heldout_fraction < 1:
+        got = f"heldout_fraction is {data.heldout_fraction:g}; it must lie between 0 and 1, such as 0.02"
+        problems.append(Problem("out_of_range", got, "data.heldout_fraction"))
+    if data.max_bytes is not None and data.max_bytes <= 0:
+        got = f"max_bytes is {data.max_bytes}; it must be positive, or null to read all"
+        problems.append(Problem("out_of_range", got, "data.max_bytes"))
+    if spec.path is None and spec.vocab_size < MIN_VOCAB_SIZE:
+        got = f"vocab_size is {spec.vocab_size}; a byte-level BPE needs at least {MIN_VOCAB_SIZE}"
+        problems.append(Problem("out_of_range", got, "data.tokenizer.vocab_size"))
+    if spec.path is not None and not Path(spec.path).expanduser().is_file():
+        got = f"{Path(spec.path).expanduser().absolute()} does not exist"
+        problems.append(Problem("missing_file", got, "data.tokenizer.path", "name a tokenizer.json"))
+    if problems:
+        raise RecipeError(problems)
+
+
+def _token_folder(data: DataSpec) -> Path:
+    if not data.path:
+        hint = "data.path=FOLDER names one that `trainspec data prepare` wrote"
+        raise RecipeError(Problem("missing_file", "source tokens needs a path", "data.path", hint))
+    return Path(data.path).expanduser()
+
+
+def _prepare_cached(data: DataSpec, on_progress: OnProgress | None) -> Path:
+    check_options(data)
+    folder = cached_folder(data, find_files(data))
+    if not folder.exists():
+        try:
+            prepare_into(data, folder, on_progress)
+        except FileExistsError:
+            return folder  # another process made the same folder meanwhile
+    return folder
+
+
+def _check_length(folder: TokenFolder, seq_len: int) -> None:
+    """Held-out text may be shorter than a sample: it is judged in windows padded at the end."""
+    tokens = folder.num_tokens("train")
+    if num_samples(tokens, seq_len) == 0:
+        got = f"there are {tokens:,} tokens to train on, too few for one sample of {seq_len:,} and its last target"
+        raise RecipeError(Problem("too_little_data", got, "data.seq_len", "lower data.seq_len, or give more text"))
+
+
+def _ignore(phase: str, done: float) -> None:
+    """Progress that nobody watches."""

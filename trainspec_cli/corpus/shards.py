@@ -1,0 +1,167 @@
+"""Token shards: little-endian files of at most 100M ids, written once and read memory-mapped."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import numpy as np
+
+from trainspec_cli.corpus.manifest import (
+    SPLITS,
+    TOKENIZER_FILE,
+    Dtype,
+    Manifest,
+    Shard,
+    Split,
+    SplitSummary,
+    prepare_again,
+    read_manifest,
+)
+from trainspec_cli.errors import MachineError
+
+MAX_SHARD_TOKENS = 100_000_000
+
+
+def choose_dtype(vocab_size: int) -> Dtype:
+    """The smallest integer that holds every id."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def _on_disk(dtype: Dtype) -> np.dtype:
+    return np.dtype(dtype).newbyteorder("<")
+
+
+class ShardWriter:
+    """Writes the tokens of one split into `train_00000.bin`, `train_00001.bin`, ..."""
+
+    def __init__(self, folder: Path, split: Split, dtype: Dtype, max_shard_tokens: int = MAX_SHARD_TOKENS):
+        self._folder, self._split, self._dtype = folder, split, _on_disk(dtype)
+        self._max_shard_tokens = max_shard_tokens
+        self._shards: list[Shard] = []
+        self._text_bytes = self._documents = 0
+        self._file: BinaryIO | None = None
+        self._shard_tokens = 0
+        self._digest = hashlib.sha256()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self._close_shard()
+
+    def append(self, ids: Sequence[int], text_bytes: int, documents: int) -> None:
+        """Adds ids that stand for `text_bytes` of text and end `documents` documents."""
+        self._text_bytes += text_bytes
+        self._documents += documents
+        tokens = np.asarray(ids, dtype=self._dtype)
+        while len(tokens):
+            if self._file is None:
+                self._open_shard()
+            room = self._max_shard_tokens - self._shard_tokens
+            self._write(tokens[:room])
+            tokens = tokens[room:]
+
+    def finish(self) -> SplitSummary:
+        """Closes the last shard and says what was written."""
+        self._close_shard()
+        tokens = sum(shard.tokens for shard in self._shards)
+        return SplitSummary(tokens, self._text_bytes, self._documents, tuple(self._shards))
+
+    def _open_shard(self) -> None:
+        self._file = (self._folder / self._next_name()).open("wb")
+        self._shard_tokens = 0
+        self._digest = hashlib.sha256()
+
+    def _next_name(self) -> str:
+        return f"{self._split}_{len(self._shards):05d}.bin"
+
+    def _write(self, tokens: np.ndarray) -> None:
+        assert self._file is not None
+        content = tokens.tobytes()  # not ndarray.tofile, which hides the errno of a full disk
+        self._file.write(content)
+        self._digest.update(content)
+        self._shard_tokens += len(tokens)
+        if self._shard_tokens == self._max_shard_tokens:
+            self._close_shard()
+
+    def _close_shard(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._shards.append(Shard(self._next_name(), self._shard_tokens, self._digest.hexdigest()))
+            self._file = None
+
+
+class TokenFolder:
+    """A folder of token shards, opened for reading."""
+
+    def __init__(self, path: Path, manifest: Manifest):
+        self.path = path
+        self.manifest = manifest
+        self._maps = {split: self._map(split) for split in SPLITS}
+        self._starts = {
+            split: np.cumsum([0, *(shard.tokens for shard in manifest.split(split).shards)]) for split in SPLITS
+        }
+
+    @classmethod
+    def open(cls, path: str | Path) -> TokenFolder:
+        """Checks that every file is there and of its right size (`verify` also reads them).
+
+        Raises RecipeError where there is no token folder, MachineError where it is damaged.
+        """
+        path = Path(path).expanduser()
+        return cls(path, read_manifest(path))
+
+    def num_tokens(self, split: Split) -> int:
+        return self.manifest.split(split).tokens
+
+    def num_bytes(self, split: Split) -> int:
+        """Bytes of UTF-8 that the tokens of `split` stand for."""
+        return self.manifest.split(split).bytes
+
+    def tokens(self, split: Split, start: int, count: int) -> np.ndarray:
+        """`count` ids from `start` on, as int64 in memory of their own, across shards where need be."""
+        stop = start + count
+        if not 0 <= start <= stop <= self.num_tokens(split):
+            raise IndexError(f"tokens {start}:{stop} of {self.num_tokens(split)} in {split} of {self.path}")
+        out = np.empty(count, dtype=np.int64)
+        starts = self._starts[split]
+        shard = int(np.searchsorted(starts, start, side="right")) - 1
+        filled = 0
+        while filled < count:
+            offset = start + filled - starts[shard]
+            part = self._maps[split][shard][offset : offset + count - filled]
+            out[filled : filled + len(part)] = part
+            filled += len(part)
+            shard += 1
+        return out
+
+    def verify(self) -> None:
+        """Reads every file and compares its digest; raises MachineError naming one that was altered."""
+        digests = {TOKENIZER_FILE: self.manifest.tokenizer_sha256}
+        for split in SPLITS:
+            digests |= {shard.file: shard.sha256 for shard in self.manifest.split(split).shards}
+        for name, expected in digests.items():
+            with (self.path / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != expected:
+                    raise self._damaged(name, "was altered: its sha256 is not the manifest's")
+
+    def _map(self, split: Split) -> list[np.ndarray]:
+        dtype = _on_disk(self.manifest.dtype)
+        if not (self.path / TOKENIZER_FILE).is_file():
+            raise self._damaged(TOKENIZER_FILE, "is missing")
+        return [self._map_shard(shard, dtype) for shard in self.manifest.split(split).shards]
+
+    def _map_shard(self, shard: Shard, dtype: np.dtype) -> np.ndarray:
+        file, expected_bytes = self.path / shard.file, shard.tokens * dtype.itemsize
+        if not file.is_file():
+            raise self._damaged(shard.file, "is missing")
+        if (got_bytes := file.stat().st_size) != expected_bytes:
+            raise self._damaged(shard.file, f"has {got_bytes:,} bytes, not the {expected_bytes:,} of the manifest")
+        return np.memmap(file, dtype=dtype, mode="r")
+
+    def _damaged(self, name: str, what: str) -> MachineError:
+        return MachineError(f"{self.path / name} {what}", code="bad_token_folder", hint=prepare_again(self.path))

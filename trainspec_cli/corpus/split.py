@@ -1,0 +1,78 @@
+"""What is held out, and how long texts are cut. Both depend on content alone, never on the order of documents."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+PIECE_CHARS = 2**20
+_HASHES = 2**64
+_LINE_END = re.compile(r"(?<=\S)[\r\n]+(?=\S)")
+
+
+def content_hash(text: str) -> int:
+    """64 bits that depend on the text alone."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, person=b"heldout").digest(), "big")
+
+
+@dataclass
+class Scan:
+    """What a first look at every document tells."""
+
+    documents: int = 0
+    bytes: int = 0
+    """Of UTF-8."""
+    lowest_hash: int = _HASHES
+    highest_hash: int = -1
+
+    def add(self, text: str) -> None:
+        self.documents += 1
+        self.bytes += len(text.encode())
+        value = content_hash(text)
+        self.lowest_hash = min(self.lowest_hash, value)
+        self.highest_hash = max(self.highest_hash, value)
+
+
+@dataclass(frozen=True)
+class HeldoutRule:
+    """Documents whose hash is below `threshold` are held out; or, where all are alike, the end of each is."""
+
+    threshold: int
+    cut_fraction: float | None = None
+
+    @classmethod
+    def from_scan(cls, scan: Scan, fraction: float) -> HeldoutRule:
+        """Holds out `fraction` of the documents, at least one and not all."""
+        if scan.lowest_hash == scan.highest_hash:
+            return cls(threshold=0, cut_fraction=fraction)
+        threshold = round(fraction * _HASHES)
+        return cls(threshold=min(max(threshold, scan.lowest_hash + 1), scan.highest_hash))
+
+    def parts(self, text: str) -> tuple[str, str]:
+        """The part to train on and the part held out; one of them is empty unless `cut_fraction` is set."""
+        if self.cut_fraction is not None:
+            return _cut(text, self.cut_fraction)
+        return ("", text) if content_hash(text) < self.threshold else (text, "")
+
+
+def _cut(text: str, fraction: float) -> tuple[str, str]:
+    """Cuts off about the last `fraction`, at a line's start where there is one nearby."""
+    at = min(max(round(len(text) * (1 - fraction)), 1), len(text) - 1)
+    line_start = text.rfind("\n", 0, at) + 1
+    if line_start > 0 and at - line_start < len(text) * fraction:
+        at = line_start
+    return text[:at], text[at:]
+
+
+def pieces(text: str, max_chars: int = PIECE_CHARS) -> Iterator[str]:
+    """`text` in parts of about `max_chars`, cut at line ends with a visible character on both sides.
+
+    No token of this room's tokenizer spans such a place, so the parts encode to the same tokens as the whole.
+    """
+    start = 0
+    while len(text) - start > max_chars and (found := _LINE_END.search(text, start + max_chars - 1)):
+        yield text[start : found.end()]
+        start = found.end()
+    yield text[start:]

@@ -1,0 +1,164 @@
+"""From documents to a token folder, in three passes over the text: look, learn the tokenizer, encode."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainspec_cli.corpus import bpe
+from trainspec_cli.corpus.manifest import SCHEMA, SPLITS, TOKENIZER_FILE, Manifest, Split, SplitSummary, write_manifest
+from trainspec_cli.corpus.shards import ShardWriter, choose_dtype
+from trainspec_cli.corpus.sources import documents
+from trainspec_cli.corpus.split import HeldoutRule, Scan, pieces
+from trainspec_cli.corpus.xz import XzMeter
+from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.spec.data import DataSpec
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+OnProgress = Callable[[str, float], None]
+"""Called with the phase and how much of the whole is done, from 0 to 1."""
+
+PHASES = {"reading": (0.0, 0.1), "learning the tokenizer": (0.1, 0.5), "encoding": (0.5, 1.0)}
+TOKENIZER_SAMPLE_BYTES = 64 * 2**20
+"""Text that the tokenizer is trained on, taken evenly from the whole: more changes no vocabulary worth the time."""
+BATCH_CHARS = 2 * 2**20
+"""Encoded at once, over all cores."""
+
+
+def write_tokens(data: DataSpec, files: list[Path], folder: Path, on_progress: OnProgress) -> None:
+    """Fills `folder` with shards, tokenizer and manifest; raises RecipeError if the text is empty or malformed."""
+    scan = _scan(data, files, on_progress)
+    rule = HeldoutRule.from_scan(scan, data.heldout_fraction)
+    tokenizer = _build_tokenizer(data, files, scan, rule, on_progress)
+    serialised = tokenizer.to_str()
+    (folder / TOKENIZER_FILE).write_text(serialised, encoding="utf-8")
+    end_id = bpe.find_end_of_document(tokenizer, data.tokenizer)
+    vocab_size = bpe.count_vocab(tokenizer)
+    texts = _read(data, files, "encoding", scan.bytes, on_progress)
+    summaries, xz_bits_per_byte = _encode(_cut(texts, rule), tokenizer, end_id, folder)
+    manifest = Manifest(
+        schema=SCHEMA,
+        dtype=choose_dtype(vocab_size),
+        vocab_size=vocab_size,
+        vocab_size_asked=vocab_size if data.tokenizer.path else data.tokenizer.vocab_size,
+        end_of_document_id=end_id,
+        tokenizer_sha256=hashlib.sha256(serialised.encode()).hexdigest(),
+        source=_describe_source(data),
+        heldout_fraction=data.heldout_fraction,
+        xz_bits_per_byte=xz_bits_per_byte,
+        train=summaries["train"],
+        heldout=summaries["heldout"],
+    )
+    write_manifest(folder, manifest)
+
+
+def _describe_source(data: DataSpec) -> dict[str, Any]:
+    if data.source == "python_stdlib":
+        return {"source": data.source, "python": platform.python_version(), "max_bytes": data.max_bytes}
+    path = str(Path(data.path or "").expanduser().absolute())
+    return {"source": data.source, "path": path, "max_bytes": data.max_bytes}
+
+
+def _read(data: DataSpec, files: list[Path], phase: str, num_bytes: int, on_progress: OnProgress) -> Iterator[str]:
+    """The text of each document, reporting every hundredth of the phase."""
+    begin, end = PHASES[phase]
+    done_bytes, reported = 0, -1.0
+    for document in documents(data, files):
+        yield document.text
+        done_bytes += len(document.text.encode())
+        done = min(1.0, done_bytes / max(1, num_bytes))
+        if done - reported >= 0.01:
+            on_progress(phase, begin + done * (end - begin))
+            reported = done
+    on_progress(phase, end)
+
+
+def _scan(data: DataSpec, files: list[Path], on_progress: OnProgress) -> Scan:
+    scan = Scan()
+    for text in _read(data, files, "reading", sum(file.stat().st_size for file in files), on_progress):
+        scan.add(text)
+    if not scan.documents:
+        raise RecipeError(
+            Problem(
+                code="empty_data",
+                message=f"there is no text in {data.path or data.source} ({len(files)} files, all empty)",
+                path="data.path",
+                hint="name files that hold text",
+            )
+        )
+    return scan
+
+
+def _build_tokenizer(
+    data: DataSpec, files: list[Path], scan: Scan, rule: HeldoutRule, on_progress: OnProgress
+) -> Tokenizer:
+    if data.tokenizer.path is not None:
+        return bpe.load(Path(data.tokenizer.path).expanduser())
+    texts = _read(data, files, "learning the tokenizer", scan.bytes, on_progress)
+    to_learn_from = (piece for text in texts for piece in pieces(rule.parts(text)[0]))
+    return bpe.train(_take_evenly(to_learn_from, TOKENIZER_SAMPLE_BYTES / scan.bytes), data.tokenizer.vocab_size)
+
+
+def _take_evenly(texts: Iterable[str], fraction: float) -> Iterator[str]:
+    """About `fraction` of the text, the first included, spread over the whole."""
+    seen = taken = 0
+    for text in texts:
+        if taken <= seen * fraction:
+            taken += len(text)
+            yield text
+        seen += len(text)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Text to encode in one go."""
+
+    split: Split
+    text: str
+    ends_document: bool
+
+
+def _cut(texts: Iterable[str], rule: HeldoutRule) -> Iterator[_Piece]:
+    for text in texts:
+        for split, part in zip(SPLITS, rule.parts(text), strict=True):
+            if part:
+                *before, last = pieces(part)
+                yield from (_Piece(split, piece, False) for piece in before)
+                yield _Piece(split, last, True)
+
+
+def _batches(cut: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+    batch: list[_Piece] = []
+    num_chars = 0
+    for piece in cut:
+        batch.append(piece)
+        num_chars += len(piece.text)
+        if num_chars >= BATCH_CHARS:
+            yield batch
+            batch, num_chars = [], 0
+    yield batch
+
+
+def _encode(
+    cut: Iterable[_Piece], tokenizer: Tokenizer, end_id: int, folder: Path
+) -> tuple[dict[Split, SplitSummary], float | None]:
+    """Writes the shards of both splits; also gives the xz bits per byte of the held-out text."""
+    dtype = choose_dtype(bpe.count_vocab(tokenizer))
+    xz = XzMeter()
+    with ShardWriter(folder, "train", dtype) as train, ShardWriter(folder, "heldout", dtype) as heldout:
+        writers: dict[Split, ShardWriter] = {"train": train, "heldout": heldout}
+        for batch in _batches(cut):
+            encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
+            for piece, encoding in zip(batch, encodings, strict=True):
+                text = piece.text.encode()
+                ids = [*encoding.ids, end_id] if piece.ends_document else encoding.ids
+                writers[piece.split].append(ids, text_bytes=len(text), documents=int(piece.ends_document))
+                if piece.split == "heldout":
+                    xz.add(text)
+        return {split: writer.finish() for split, writer in writers.items()}, xz.finish()

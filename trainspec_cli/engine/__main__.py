@@ -1,0 +1,65 @@
+"""The worker's door: `torchrun -m trainspec_cli.engine RUNDIR`. Reads plan.json and run.json; composes nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import traceback
+
+from trainspec_cli.engine.signals import StopRequest
+from trainspec_cli.errors import TrainspecError
+from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.plan import Plan
+
+
+def main() -> None:
+    stop = StopRequest().listen()
+    run_dir = RunDir(sys.argv[1])
+    try:
+        work(run_dir, stop)
+    except Exception as error:
+        leave_error(run_dir, error)
+        raise
+
+
+def work(run_dir: RunDir, stop: StopRequest) -> None:
+    """Torch is imported here, when a request to stop is already heard."""
+    import torch.distributed as dist
+
+    from trainspec_cli.corpus.shards import TokenFolder
+    from trainspec_cli.engine.build import build_machinery, join_processes
+    from trainspec_cli.engine.trainer import Trainer
+
+    plan = from_plain(Plan, read_json(run_dir.plan_json))
+    run = read_json(run_dir.run_json)
+    device = join_processes(plan.device)
+    machinery = build_machinery(plan, device)
+    Trainer(plan, run_dir, TokenFolder.open(run["token_dir"]), run["digest"], machinery, stop).run()
+    dist.destroy_process_group()
+
+
+def leave_error(run_dir: RunDir, error: Exception) -> None:
+    """This worker's own words, for the supervisor to show."""
+    rank = int(os.environ.get("RANK", "0"))
+    problem = error.problems[0] if isinstance(error, TrainspecError) else None
+    write_json(
+        run_dir.error(rank),
+        {
+            "rank": rank,
+            "host": socket.gethostname(),
+            "time": time.time(),
+            "type": type(error).__name__,
+            "message": str(error),
+            "code": problem.code if problem else None,
+            "hint": problem.hint if problem else None,
+            "traceback": traceback.format_exc(),
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The run's state on disk: written aside, digested, renamed when whole."""

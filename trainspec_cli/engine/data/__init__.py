@@ -1,0 +1,1 @@
+"""From token shards to tensors on the device."""

@@ -1,0 +1,67 @@
+"""The batches of a run: which samples a rank reads at a step is a pure function, how they arrive is prefetched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainspec_cli.corpus.samples import locate, num_samples, rank_positions
+from trainspec_cli.corpus.shards import TokenFolder
+from trainspec_cli.engine.step import MicroBatch
+
+PREFETCHED_STEPS = 2
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Everything that decides which tokens a rank sees at a step."""
+
+    seq_len: int
+    global_batch_size: int
+    micro_batch_size: int
+    seed: int
+    rank: int
+    """Among the data-parallel ranks."""
+    num_ranks: int
+
+
+def read_step(folder: TokenFolder, plan: BatchPlan, step: int) -> list[tuple[Tensor, Tensor]]:
+    """This rank's micro-batches of `step`: (tokens, targets), each (B, S), on the host."""
+    samples = num_samples(folder.num_tokens("train"), plan.seq_len)
+    positions = rank_positions(step, plan.global_batch_size, plan.rank, plan.num_ranks)
+    _, indices = locate(positions, samples, plan.seed)
+    windows = np.stack([folder.tokens("train", int(i) * plan.seq_len, plan.seq_len + 1) for i in indices])
+    parts = torch.from_numpy(windows).split(plan.micro_batch_size)
+    return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in parts]
+
+
+def batches(
+    folder: TokenFolder, plan: BatchPlan, device: torch.device, start: int, end: int
+) -> Iterator[list[MicroBatch]]:
+    """The micro-batches of steps `start` to `end` - 1 on the device, read ahead by a thread."""
+
+    def read(step: int) -> list[MicroBatch]:
+        return [_stage(pair, device) for pair in read_step(folder, plan, step)]
+
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") as pool:
+        coming = [pool.submit(read, step) for step in range(start, min(start + PREFETCHED_STEPS, end))]
+        for step in range(start, end):
+            ready = coming.pop(0).result()
+            if step + PREFETCHED_STEPS < end:
+                coming.append(pool.submit(read, step + PREFETCHED_STEPS))
+            yield [
+                (tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True))
+                for tokens, targets in ready
+            ]
+
+
+def _stage(pair: tuple[Tensor, Tensor], device: torch.device) -> MicroBatch:
+    """Pinned on a GPU's host, so that the copy to the chip runs beside the computation."""
+    if device.type != "cuda":
+        return pair
+    return pair[0].pin_memory(), pair[1].pin_memory()

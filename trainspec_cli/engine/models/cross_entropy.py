@@ -1,0 +1,77 @@
+"""Cross-entropy of a linear head that never holds the full logits.
+
+The logits of a few thousand tokens times the vocabulary outweigh the model itself. Here they exist one chunk of
+tokens at a time: the forward computes each chunk's loss and, while its logits are at hand, the gradients too
+(d logits = softmax - one_hot), so that the backward only scales them. The idea is Liger Kernel's (arXiv:2410.10989).
+
+Shapes: T tokens, D hidden size, V vocabulary, C tokens of one chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+IGNORED_TARGET = -1
+"""A target that takes no part in the loss."""
+CHUNK_BYTES = 32 * 2**20
+"""Logits held at once, as fp32."""
+
+
+def chunk_tokens(vocab_size: int) -> int:
+    """Tokens a chunk: as many as `CHUNK_BYTES` of fp32 logits allow, at least 64."""
+    return max(64, CHUNK_BYTES // (4 * vocab_size))
+
+
+class ChunkCrossEntropy(nn.Module):
+    """One chunk's loss and gradient; plain arithmetic without parameters, so that a compiler can fuse it."""
+
+    def forward(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+        """-> (loss summed over the chunk, d loss / d logits in the logits' own type)."""
+        counted_C = targets_C != IGNORED_TARGET
+        index_C1 = targets_C.clamp_min(0)[:, None]
+        logits_fp32_CV = logits_CV.float()
+        log_total_C = logits_fp32_CV.logsumexp(dim=-1)
+        loss_C = log_total_C - logits_fp32_CV.gather(1, index_C1)[:, 0]
+        softmax_CV = (logits_fp32_CV - log_total_C[:, None]).exp()
+        is_target_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == index_C1
+        dlogits_CV = (softmax_CV - is_target_CV.float()) * counted_C[:, None]
+        return torch.where(counted_C, loss_C, 0.0).sum(), dlogits_CV.to(logits_CV.dtype)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, chunk: ChunkCrossEntropy, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
+        needs_gradient = any(ctx.needs_input_grad)
+        total = x_TD.new_zeros((), dtype=torch.float32)
+        dx_TD = torch.empty_like(x_TD)
+        dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
+        step = chunk_tokens(weight_VD.shape[0])
+        for start in range(0, len(targets_T), step):
+            x_CD, targets_C = x_TD[start : start + step], targets_T[start : start + step]
+            loss, dlogits_CV = chunk(x_CD @ weight_VD.T, targets_C)
+            total += loss
+            if needs_gradient:
+                torch.mm(dlogits_CV, weight_VD, out=dx_TD[start : start + step])
+                dweight_VD += dlogits_CV.T @ x_CD
+        ctx.save_for_backward(dx_TD, dweight_VD)
+        ctx.weight_dtype = weight_VD.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[None, Tensor, Tensor, None]:  # type: ignore[override]
+        dx_TD, dweight_VD = ctx.saved_tensors
+        return None, dx_TD * scale.to(dx_TD.dtype), (dweight_VD * scale).to(ctx.weight_dtype), None
+
+
+class LinearCrossEntropy(nn.Module):
+    """Sum over tokens of -log softmax(x weight^T)[target]: a scalar in fp32. `IGNORED_TARGET`s count nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chunk = ChunkCrossEntropy()
+
+    def forward(self, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
+        return _LinearCrossEntropy.apply(self.chunk, x_TD, weight_VD, targets_T)

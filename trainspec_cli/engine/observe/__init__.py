@@ -1,0 +1,1 @@
+"""Watching the run: where the time goes, what the device is."""

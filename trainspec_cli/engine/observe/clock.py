@@ -1,0 +1,94 @@
+"""Where a step's time goes.
+
+At any moment one part is running; entering a part pauses the one around it, so the parts always sum to the whole.
+On a GPU the marks are events on the compute stream, read only when the step is long over: nothing waits for them.
+There the parts run when the host marks them in order; collectives run on streams of their own and are not marked,
+so exposed communication stays inside forward and backward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from trainspec_cli.rundir.events import PARTS
+
+Mark = float | torch.cuda.Event
+
+
+class StepClock:
+    def __init__(self, device: torch.device):
+        self.on_gpu = device.type == "cuda"
+        self._running = ["other"]
+        self._marks: list[tuple[str, Mark]] = []
+        self._last = self._now()
+
+    def _now(self) -> Mark:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _close_segment(self) -> None:
+        now = self._now()
+        self._marks.append((self._running[-1], self._last))
+        self._last = now
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time inside belongs to `name`, one of `PARTS`."""
+        self._close_segment()
+        self._running.append(name)
+        try:
+            yield
+        finally:
+            self._close_segment()
+            self._running.pop()
+
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        """A blocking collective: exposed communication, where the host can see it."""
+        if self.on_gpu:
+            yield
+            return
+        with self.part("exposed_comm"):
+            yield
+
+    def restart(self) -> None:
+        """Forget the time since the last `cut` (an evaluation, say, that belongs to no step)."""
+        self._marks.clear()
+        self._last = self._now()
+
+    def cut(self) -> Segments:
+        """End the step here; the next begins."""
+        self._close_segment()
+        segments = Segments(self._marks, self._last, self.on_gpu)
+        self._marks = []
+        return segments
+
+
+class Segments:
+    """One step's marks."""
+
+    def __init__(self, marks: list[tuple[str, Mark]], end: Mark, on_gpu: bool):
+        self._marks, self._end, self._on_gpu = marks, end, on_gpu
+
+    def parts_s(self) -> dict[str, float]:
+        """Seconds by part; waits for the device to reach the step's end."""
+        if isinstance(self._end, torch.cuda.Event):
+            self._end.synchronize()
+        parts = dict.fromkeys(PARTS, 0.0)
+        ends = [start for _, start in self._marks[1:]] + [self._end]
+        for (name, start), end in zip(self._marks, ends, strict=True):
+            parts[name] += _elapsed_s(start, end)
+        return parts
+
+
+def _elapsed_s(start: Mark, end: Mark) -> float:
+    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        return start.elapsed_time(end) / 1e3
+    return float(end) - float(start)  # type: ignore[arg-type]

@@ -1,0 +1,70 @@
+"""How a run ended: result.json, written by rank 0 when every rank has agreed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainspec_cli.engine.build import Machinery
+from trainspec_cli.engine.data.heldout import HeldoutLoss
+from trainspec_cli.engine.digest import weights_sha256
+from trainspec_cli.engine.observe.device import Peak, peak_memory_bytes
+from trainspec_cli.errors import EXIT_DONE, Stopped
+from trainspec_cli.rundir.files import write_json
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.throughput import measure_throughput
+from trainspec_cli.spec.plan import Plan
+
+EXIT_CODES = {"done": EXIT_DONE, "stopped": Stopped.exit_code}
+
+
+@dataclass
+class RunTally:
+    """What the result needs of a run, gathered on the way."""
+
+    peak: Peak = field(default_factory=lambda: Peak(0.0, "unknown"))
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """This start's step events."""
+    heldout: HeldoutLoss | None = None
+
+
+def write_result(
+    run_dir: RunDir,
+    built: Machinery,
+    plan: Plan,
+    tally: RunTally,
+    *,
+    status: str,
+    step: int,
+    xz_bits_per_byte: float | None,
+) -> None:
+    """Called by every rank together: weights are gathered for their digest, memory is compared."""
+    sha256 = weights_sha256(built.model)
+    memory = torch.tensor(peak_memory_bytes(built.device), dtype=torch.int64, device=built.device)
+    dist.all_reduce(memory, dist.ReduceOp.MAX)
+    throughput = measure_throughput(
+        tally.steps,
+        flops_per_token=plan.flops_per_token,
+        peak_flops=tally.peak.flops,
+        world_size=dist.get_world_size(),
+    )
+    if dist.get_rank() != 0:
+        return
+    write_json(
+        run_dir.result_json,
+        {
+            "status": status,
+            "exit_code": EXIT_CODES[status],
+            "steps": step,
+            "final_loss": tally.steps[-1]["loss"] if tally.steps else None,
+            "heldout_bits_per_byte": tally.heldout.bits_per_byte if tally.heldout else None,
+            "xz_bits_per_byte": xz_bits_per_byte,
+            "tokens_per_s": throughput.tokens_per_s,
+            "mfu": throughput.mfu,
+            "peak_memory_bytes": int(memory),
+            "weights_sha256": sha256,
+        },
+    )

@@ -1,0 +1,271 @@
+"""The run: steps from where the last checkpoint ends to the last step, and what is left behind on the way."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from trainspec_cli.corpus.decode import decode, encode
+from trainspec_cli.corpus.shards import TokenFolder
+from trainspec_cli.engine.build import DTYPES, Machinery
+from trainspec_cli.engine.checkpoint import store
+from trainspec_cli.engine.data.loader import BatchPlan, batches
+from trainspec_cli.engine.evaluate import heldout_loss, write_text
+from trainspec_cli.engine.observe.clock import Segments
+from trainspec_cli.engine.observe.device import device_name, measure_peak
+from trainspec_cli.engine.observe.journal import Journal
+from trainspec_cli.engine.optim.build import set_learning_rate
+from trainspec_cli.engine.result import RunTally, write_result
+from trainspec_cli.engine.signals import StopRequest
+from trainspec_cli.engine.step import MicroBatch, StepOutcome, train_step
+from trainspec_cli.errors import WorkerError
+from trainspec_cli.policy.schedule import learning_rate
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.plan import Plan
+
+MAX_SKIPPED_STEPS = 10
+"""So many updates in a row that were not finite end the run."""
+
+
+@dataclass(frozen=True)
+class DoneStep:
+    """A step whose figures have not been read from the device yet."""
+
+    step: int
+    outcome: StepOutcome
+    lr: float
+    segments: Segments
+
+
+class Trainer:
+    """Runs a plan on built machinery; every rank runs the same code in lockstep."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        run_dir: RunDir,
+        folder: TokenFolder,
+        recipe_digest: str,
+        machinery: Machinery,
+        stop: StopRequest,
+    ):
+        self.plan, self.spec = plan, plan.spec
+        self.run_dir, self.folder, self.recipe_digest = run_dir, folder, recipe_digest
+        self.built, self.clock, self.stop_request = machinery, machinery.clock, stop
+        self.journal = Journal(run_dir, dist.get_rank(), tensorboard=self.spec.tracking.tensorboard)
+        self.tally = RunTally()
+        self.step = 0
+        self.saved_step = -1
+        self.unread: DoneStep | None = None
+        self.skipped_in_a_row = 0
+        self.stopping = False
+
+    def run(self) -> None:
+        """Train to the last step or to a request to stop; a checkpoint is written either way."""
+        self._resume()
+        self._announce()
+        while self.step < self.spec.train.max_steps and not self.stopping:
+            self._train_until_look()
+            if not self.stopping:
+                self._look()
+        self._save()
+        self._finish("done" if self.step == self.spec.train.max_steps else "stopped")
+
+    def _resume(self) -> None:
+        manifest = store.load_newest(self.run_dir, self.built.model, self.built.optimizer, self.built.device)
+        if manifest:
+            self.step = self.saved_step = manifest.step
+
+    def _announce(self) -> None:
+        self.tally.peak = measure_peak(self.built.device, DTYPES[self.plan.compute])
+        self.journal.write(
+            "start",
+            step=self.step,
+            world_size=dist.get_world_size(),
+            device_name=device_name(self.built.device),
+            peak_flops=self.tally.peak.flops,
+            peak_source=self.tally.peak.source,
+            params=self.plan.params,
+            flops_per_token=self.plan.flops_per_token,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+        )
+
+    # One step after another
+
+    def _train_until_look(self) -> None:
+        """Steps up to the next look at the held-out text, or to a request to stop."""
+        self.clock.restart()
+        coming = batches(self.folder, self._batch_plan(), self.built.device, self.step, self._next_look())
+        for _ in range(self.step, self._next_look()):
+            self._read_late(self._one_step(coming))
+            if self.stopping:
+                break
+        self._read_late(None)
+
+    def _one_step(self, coming: Iterator[list[MicroBatch]]) -> DoneStep:
+        lr = learning_rate(self.spec.optim.schedule, self.spec.optim.lr, self.step, self.spec.train.max_steps)
+        set_learning_rate(self.built.optimizer, lr)
+        with self.clock.part("data_wait"):
+            micro_batches = next(coming)
+        outcome = train_step(
+            self.built.model,
+            self.built.optimizer,
+            micro_batches,
+            global_tokens=self.plan.tokens_per_step,
+            clip_norm=self.spec.optim.grad_clip_norm,
+            stop_requested=self.stop_request.requested,
+            clock=self.clock,
+        )
+        self.step += 1
+        if self._checkpoint_is_due():
+            with self.clock.part("checkpoint"):
+                self._save()
+        return DoneStep(self.step, outcome, lr, self.clock.cut())
+
+    def _read_late(self, done: DoneStep | None) -> None:
+        """Record a step: on a GPU when the next one has been started, so that reading its figures waits for nothing.
+
+        Every rank reads the same figures at the same step, so all of them stop together.
+        """
+        if self.clock.on_gpu:
+            done, self.unread = self.unread, done
+        if done:
+            self._record(done)
+
+    def _record(self, done: DoneStep) -> None:
+        parts_s = done.segments.parts_s()
+        skipped = bool(done.outcome.skipped.item())
+        event = {
+            "step": done.step,
+            "loss": done.outcome.loss.item(),
+            "grad_norm": done.outcome.grad_norm.item(),
+            "lr": done.lr,
+            "tokens": self.plan.tokens_per_step,
+            "samples": self.spec.batching.global_batch_size,
+            "step_time_s": sum(parts_s.values()),
+            "time_s": parts_s,
+            "skipped": skipped,
+        }
+        self.journal.write("step", **event)
+        self.tally.steps.append(event)
+        self.stopping = self.stopping or done.outcome.stop.item() > 0
+        self._count_skipped(done.step, skipped)
+
+    def _count_skipped(self, step: int, skipped: bool) -> None:
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if skipped:
+            self.journal.write("warning", step=step, message="loss or gradient not finite: update skipped")
+        if self.skipped_in_a_row == MAX_SKIPPED_STEPS:
+            raise WorkerError(
+                f"the loss or the gradients were not finite for {MAX_SKIPPED_STEPS} steps in a row, up to step {step}",
+                code="not_finite",
+                hint="resume from the last checkpoint with a lower optim.lr, or a longer optim.schedule.warmup_steps",
+            )
+
+    # When what is due
+
+    def _next_look(self) -> int:
+        interval, last = self.spec.train.eval_interval_steps, self.spec.train.max_steps
+        return last if interval is None else min(last, (self.step // interval + 1) * interval)
+
+    def _checkpoint_is_due(self) -> bool:
+        interval = self.spec.checkpoint.interval_steps
+        return interval is not None and self.step % interval == 0
+
+    def _batch_plan(self) -> BatchPlan:
+        return BatchPlan(
+            seq_len=self.spec.data.seq_len,
+            global_batch_size=self.spec.batching.global_batch_size,
+            micro_batch_size=self.plan.micro_batch_size,
+            seed=self.spec.train.seed,
+            rank=self.built.data_rank,
+            num_ranks=self.plan.layout.data_parallel_size,
+        )
+
+    # What is left behind
+
+    def _save(self) -> None:
+        if self.saved_step == self.step:
+            return
+        started = time.perf_counter()
+        manifest = store.save(
+            self.run_dir,
+            self.built.model,
+            self.built.optimizer,
+            step=self.step,
+            samples=self.step * self.spec.batching.global_batch_size,
+            seed=self.spec.train.seed,
+            recipe_digest=self.recipe_digest,
+            keep_last=self.spec.checkpoint.keep_last,
+            device=self.built.device,
+        )
+        self.saved_step = self.step
+        self.journal.write(
+            "checkpoint",
+            step=self.step,
+            path=str(self.run_dir.checkpoint(self.step)),
+            bytes=manifest.bytes,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _look(self) -> None:
+        """The loss on the held-out text."""
+        started = time.perf_counter()
+        heldout = heldout_loss(
+            self.built.model,
+            self.folder,
+            seq_len=self.spec.data.seq_len,
+            batch_size=self.plan.micro_batch_size,
+            rank=self.built.data_rank,
+            num_ranks=self.plan.layout.data_parallel_size,
+            device=self.built.device,
+        )
+        if heldout is None:
+            return
+        self.tally.heldout = heldout
+        self.journal.write(
+            "eval",
+            step=self.step,
+            heldout_loss=heldout.nats_per_token,
+            heldout_bits_per_byte=heldout.bits_per_byte,
+            xz_bits_per_byte=self.folder.manifest.xz_bits_per_byte,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _write_sample(self) -> None:
+        sample = self.spec.sample
+        if not sample.max_new_tokens:
+            return
+        prompt_ids = encode(self.folder.path, sample.prompt) or [self.folder.manifest.end_of_document_id]
+        ids = write_text(
+            self.built.model,
+            prompt_ids,
+            count=sample.max_new_tokens,
+            temperature=sample.temperature,
+            max_context=self.spec.data.seq_len,
+            seed=self.spec.train.seed,
+        )
+        self.journal.write("sample", step=self.step, prompt=sample.prompt, text=decode(self.folder.path, ids))
+
+    def _finish(self, status: str) -> None:
+        if status == "done":
+            if self.tally.heldout is None:
+                self._look()
+            self._write_sample()
+        write_result(
+            self.run_dir,
+            self.built,
+            self.plan,
+            self.tally,
+            status=status,
+            step=self.step,
+            xz_bits_per_byte=self.folder.manifest.xz_bits_per_byte,
+        )
+        self.journal.write("end", step=self.step, status=status)
+        self.journal.close()

@@ -1,0 +1,1 @@
+"""Plan -> processes: the run folder is written, torchrun started and watched until nothing is left. Torch-free."""

@@ -1,0 +1,94 @@
+"""Who runs a run: one supervisor at a time holds a lock on pid.json, which ends with it however it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.launch import processes
+from trainspec_cli.rundir.paths import RunDir
+
+GLANCE_S = 0.5
+"""`is_running` holds the lock for an instant; a claim tries again for this long."""
+
+
+@contextmanager
+def claim(run: RunDir, launch_id: str) -> Iterator[None]:
+    """Hold the run while the block runs. Raises RecipeError where another launch holds it, or its workers still live.
+
+    The file is written in place: the lock belongs to the file, not to its name.
+    """
+    descriptor = os.open(run.pid_json, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        if not _is_free(descriptor, run.pid_json):
+            raise _still_running(run)
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "launch_id": launch_id}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+        try:
+            yield
+        finally:
+            run.pid_json.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+def is_running(run: RunDir) -> bool:
+    """Whether a supervisor holds the run, or workers that lost theirs still live."""
+    try:
+        descriptor = os.open(run.pid_json, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        return not _lock(descriptor) or _orphans(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_free(descriptor: int, path: Path) -> bool:
+    """Take the lock; False too when the launch that held it has ended and removed the file in between."""
+    deadline = time.monotonic() + GLANCE_S
+    while not _lock(descriptor):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(GLANCE_S / 10)
+    same_file = path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino
+    return same_file and not _orphans(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _orphans(descriptor: int) -> bool:
+    owner = _read(descriptor)
+    return bool(owner) and bool(processes.members(owner["launch_id"]))
+
+
+def _read(descriptor: int) -> dict[str, Any]:
+    try:
+        return dict(json.loads(os.pread(descriptor, 4096, 0)))
+    except ValueError:
+        return {}
+
+
+def _still_running(run: RunDir) -> RecipeError:
+    return RecipeError(
+        Problem(
+            code="still_running",
+            message=f"the run in {run.root} is still running",
+            hint="wait for it, or stop it with Ctrl-C where it runs (`trainspec runs` shows it)",
+        )
+    )

@@ -1,0 +1,43 @@
+"""The environment variables a job's processes get, and why."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+import trainspec_cli
+from trainspec_cli.spec.cluster import Machine
+from trainspec_cli.spec.plan import Plan
+
+LAUNCH_ID = "TRAINSPEC_LAUNCH_ID"
+FAILURE_GRACE_S = 10
+"""How long workers may take to end once one of them has failed."""
+
+
+def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, str]:
+    return {
+        LAUNCH_ID: launch_id,
+        # Without it torchrun gives every process one thread.
+        "OMP_NUM_THREADS": str(max(1, machine.cpu_cores // plan.devices_per_node)),
+        # A crash in native code leaves its Python stack in the log.
+        "PYTHONFAULTHANDLER": "1",
+        # Files in the user's folder (random.py, queue.py) must not stand in for modules in the workers.
+        "PYTHONSAFEPATH": "1",
+        # torch 2.11 does not know it and waits 30 s.
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(FAILURE_GRACE_S),
+        # One host talks to itself: no host name to resolve, no port open to the network.
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        **_python_path(),
+    }
+
+
+def _python_path() -> dict[str, str]:
+    """The workers run the same copy of trainspec as this process, also from a checkout."""
+    home = str(Path(trainspec_cli.__file__).resolve().parent.parent)
+    installed = {str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("purelib", "platlib")}
+    if home in installed:
+        return {}
+    inherited = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (home, inherited)))}

@@ -1,0 +1,130 @@
+"""Why a worker failed, told from what is left: its own last words, torchrun's list of exit codes, its log."""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainspec_cli.launch.job import Job
+from trainspec_cli.rundir.files import read_json
+
+LOG_TAIL_LINES = 30
+
+_EXIT = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)")
+_FORCED = re.compile(r"Unable to shutdown process (\d+)")
+_PEER_LOST = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|socket closed|remote process exited"
+    r"|ncclremoteerror|communicator was aborted|connectionreseterror",
+    re.IGNORECASE,
+)
+_ENDED_BY_OTHERS = (signal.SIGTERM, signal.SIGABRT)
+"""torchrun ends the peers of a failed worker by SIGTERM; NCCL's watchdog ends a worker that waits for a lost peer
+by SIGABRT."""
+
+
+@dataclass(frozen=True)
+class WorkerFailure:
+    rank: int
+    host: str
+    summary: str
+    """One line: `ValueError: boo`, `killed by SIGKILL`."""
+    detail: str = ""
+    """The worker's own traceback, or the end of its log."""
+    step: int | None = None
+    time: float = math.inf
+    """Unix seconds, where it is known."""
+    own_words: bool = False
+    """Told by the worker itself."""
+    consequence: bool = False
+    """It ended because another one had."""
+
+
+def find_failures(job: Job) -> list[WorkerFailure]:
+    """All workers that failed, the one that began it first; those that only lost their peers last."""
+    told = {failure.rank: failure for failure in _told(job)}
+    silent = [failure for failure in _silent(job) if failure.rank not in told]
+    return sorted([*told.values(), *silent], key=lambda failure: (failure.consequence, failure.time, failure.rank))
+
+
+def _told(job: Job) -> Iterator[WorkerFailure]:
+    """Workers that wrote down what happened to them."""
+    for path in sorted(job.run.errors_folder.glob("rank*.json")):
+        error = read_json(path)
+        summary = f"{error['type']}: {error['message']}".strip().rstrip(":")
+        yield WorkerFailure(
+            rank=error["rank"],
+            host=error["host"],
+            summary=summary,
+            detail=error["traceback"].rstrip(),
+            step=error.get("step"),
+            time=path.stat().st_mtime,
+            own_words=True,
+            consequence=bool(_PEER_LOST.search(summary)),
+        )
+
+
+def _silent(job: Job) -> Iterator[WorkerFailure]:
+    """Workers that ended without a word (a signal, an error before their own code began), from torchrun's summary."""
+    text = job.torchrun_log.read_text(errors="replace") if job.torchrun_log.is_file() else ""
+    forced = set(_FORCED.findall(text))
+    for rank, code, pid in _EXIT.findall(text):
+        log = worker_log(job, int(rank))
+        yield WorkerFailure(
+            rank=int(rank),
+            host=socket.gethostname(),
+            summary=_describe_exit(int(code)),
+            detail=tail(log) if log else "",
+            # SIGKILL comes from outside, so it is where a failure begins.
+            time=0.0 if int(code) == -signal.SIGKILL else math.inf,
+            consequence=pid in forced or -int(code) in _ENDED_BY_OTHERS,
+        )
+
+
+def _describe_exit(code: int) -> str:
+    if code > 0:
+        return f"ended with exit code {code} before it could say why"
+    name = signal.Signals(-code).name
+    if -code == signal.SIGKILL:
+        return f"was killed by {name}; if memory ran out, the kernel did it: try a smaller batching.micro_batch_size"
+    if -code in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE):
+        return f"crashed in native code ({name})"
+    return f"was ended by {name}"
+
+
+def worker_log(job: Job, rank: int) -> Path | None:
+    """The newest standard error of a rank (on one host its rank is its local rank)."""
+    logs = sorted(job.logs.glob(f"workers_*/attempt_*/{rank}/stderr.log"))
+    return logs[-1] if logs else None
+
+
+def tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def render_failures(failures: list[WorkerFailure]) -> str:
+    """The first failure in its own words; the others in a line."""
+    first, *others = failures
+    at = f", step {first.step}" if first.step is not None else ""
+    lines = [_headline(first, f"rank {first.rank} (host {first.host}{at})")]
+    if first.detail:
+        lines += ["", first.detail]
+    lost = [failure for failure in others if failure.consequence]
+    if lost:
+        lines += ["", f"{_ranks(lost)} lost the connection to it, or was stopped with it."]
+    lines += [_headline(other, f"also rank {other.rank}") for other in others if not other.consequence]
+    return "\n".join(lines)
+
+
+def _headline(failure: WorkerFailure, who: str) -> str:
+    return f"{who}: {failure.summary}" if failure.own_words else f"{who} {failure.summary}"
+
+
+def _ranks(failures: list[WorkerFailure]) -> str:
+    numbers = ", ".join(str(failure.rank) for failure in failures[:8])
+    more = f" and {len(failures) - 8} more" if len(failures) > 8 else ""
+    return f"rank{'s' if len(failures) > 1 else ''} {numbers}{more}"

@@ -1,0 +1,62 @@
+"""A job: everything needed to start the processes of one launch, on paper."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainspec_cli.launch.command import ENGINE, torchrun_command
+from trainspec_cli.launch.environment import LAUNCH_ID, job_environment
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.cluster import Machine
+from trainspec_cli.spec.plan import Plan
+
+
+@dataclass(frozen=True)
+class Job:
+    root: Path
+    """The run folder, absolute."""
+    command: tuple[str, ...]
+    """torchrun and the workers it starts."""
+    environment: Mapping[str, str]
+    """Set on top of what the command line's own environment holds."""
+    world_size: int
+    stop_grace_s: float
+    logs: Path
+    """The folder of this launch's output."""
+
+    @property
+    def run(self) -> RunDir:
+        return RunDir(self.root)
+
+    @property
+    def torchrun_log(self) -> Path:
+        """What torchrun itself has to say."""
+        return self.logs / "torchrun.log"
+
+    @property
+    def launch_id(self) -> str:
+        """Every process of the job carries it in its environment, and is found by it."""
+        return self.environment[LAUNCH_ID]
+
+
+def build_job(plan: Plan, root: Path, machine: Machine, worker: Sequence[str] = ENGINE) -> Job:
+    """`worker` is what torchrun starts on every device; it gets the run folder as its last argument."""
+    root = root.absolute()
+    logs = _next_log_folder(RunDir(root).logs)
+    return Job(
+        root=root,
+        command=torchrun_command(plan.devices_per_node, logs, (*worker, str(root))),
+        environment=job_environment(plan, machine, launch_id=secrets.token_hex(8)),
+        world_size=plan.world_size,
+        stop_grace_s=plan.spec.run.stop_grace_s,
+        logs=logs,
+    )
+
+
+def _next_log_folder(logs: Path) -> Path:
+    """logs/launch_01, and one more for every resume."""
+    taken = [path.name for path in logs.glob("launch_*")]
+    return logs / f"launch_{len(taken) + 1:02d}"

@@ -1,0 +1,65 @@
+"""Runs a job on this host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+
+from trainspec_cli.launch import guard, processes
+from trainspec_cli.launch.environment import LAUNCH_ID
+from trainspec_cli.launch.job import Job
+
+
+class LocalExecutor:
+    def submit(self, job: Job) -> LocalProcesses:
+        """Start torchrun in a session of its own, so that Ctrl-C reaches the supervisor alone."""
+        job.logs.mkdir(parents=True, exist_ok=True)
+        return LocalProcesses(job)
+
+
+class LocalProcesses:
+    def __init__(self, job: Job):
+        self._job = job
+        self._guard = _start_guard(job)
+        with job.torchrun_log.open("wb") as log:
+            self._torchrun = subprocess.Popen(
+                job.command,
+                env={**os.environ, **job.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def exit_code(self) -> int | None:
+        return self._torchrun.poll()
+
+    def anything_left(self) -> bool:
+        return self.exit_code() is None or bool(processes.members(self._job.launch_id))
+
+    def ask_to_stop(self) -> None:
+        processes.ask_to_stop(self._job.launch_id)
+
+    def end(self) -> tuple[int, ...]:
+        """Kill what is left, then send the guard home."""
+        left = processes.kill(self._job.launch_id)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._torchrun.wait(processes.KILL_TIMEOUT_S)
+        with contextlib.suppress(BrokenPipeError):
+            self._guard.communicate(guard.DONE)
+        return tuple(process.pid for process in left)
+
+
+def _start_guard(job: Job) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, **job.environment}
+    del environment[LAUNCH_ID]  # it must not count itself among those it ends
+    return subprocess.Popen(
+        [sys.executable, "-m", guard.__name__, job.launch_id, str(job.stop_grace_s)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )

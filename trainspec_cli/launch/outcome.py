@@ -1,0 +1,82 @@
+"""What the end of the processes means for the run: done, stopped or failed, and `result.json` where none was left."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+from trainspec_cli.errors import Interrupted, Stopped, WorkerError
+from trainspec_cli.launch.failure import find_failures, render_failures, tail
+from trainspec_cli.launch.job import Job
+from trainspec_cli.launch.supervise import Ending
+from trainspec_cli.rundir.events import read_events
+from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.rundir.paths import RunDir
+
+
+@dataclass(frozen=True)
+class Outcome:
+    result: dict[str, Any]
+    """What `result.json` holds."""
+    explanation: str = ""
+    """What went wrong, for people."""
+
+    @property
+    def exit_code(self) -> int:
+        return int(self.result["exit_code"])
+
+
+def conclude(job: Job, ending: Ending) -> Outcome:
+    """The workers' own result counts where they left one; else it is told from what remains, and written down.
+
+    A worker that fails after the run was done changes nothing, unless it told of an error of its own; one that fails
+    while the others stop because torchrun asked them to is a failure, and no stop on request.
+    """
+    failures = find_failures(job)
+    causes = [failure for failure in failures if not failure.consequence]
+    explanation = render_failures(failures) if failures else _explain_torchrun(job, ending)
+    if job.run.result_json.is_file():
+        result = read_json(job.run.result_json)
+        own_words = any(failure.own_words for failure in causes)
+        if not (own_words if result["status"] == "done" else causes):
+            return Outcome(result, explanation)
+    elif ending.stop_requested and not causes:
+        exit_code = Stopped.exit_code if job.run.checkpoint_steps() else Interrupted.exit_code
+        return Outcome(_write_result(job.run, "stopped", exit_code))
+    result = _write_result(job.run, "failed", WorkerError.exit_code)
+    return Outcome(result, explanation or "the workers ended without leaving a result")
+
+
+def _explain_torchrun(job: Job, ending: Ending) -> str:
+    """For the case that no worker is known to have failed."""
+    if ending.exit_code == 0 or ending.killed:
+        return ""
+    if ending.exit_code is not None and ending.exit_code < 0:
+        return f"torchrun was ended by {signal.Signals(-ending.exit_code).name}, and its workers with it"
+    return f"torchrun ended with exit code {ending.exit_code}; its last words:\n\n{tail(job.torchrun_log)}"
+
+
+def _write_result(run: RunDir, status: str, exit_code: int) -> dict[str, Any]:
+    """As far as the events of rank 0 reach; what only the workers could know is null."""
+    step: dict[str, Any] = {}
+    evaluation: dict[str, Any] = {}
+    for event in read_events(run.events(0)):
+        if event["type"] == "step":
+            step = event
+        elif event["type"] == "eval":
+            evaluation = event
+    result = {
+        "status": status,
+        "exit_code": exit_code,
+        "steps": step.get("step", 0),
+        "final_loss": step.get("loss"),
+        "heldout_bits_per_byte": evaluation.get("heldout_bits_per_byte"),
+        "xz_bits_per_byte": evaluation.get("xz_bits_per_byte"),
+        "tokens_per_s": None,
+        "mfu": None,
+        "peak_memory_bytes": None,
+        "weights_sha256": None,
+    }
+    write_json(run.result_json, result)
+    return result

@@ -1,0 +1,71 @@
+"""Find, ask and end the processes of one launch.
+
+They are known by an environment variable that all of them inherit, whatever became of their parents: torchrun
+starts every worker in a session of its own, and what a killed worker had started belongs to init.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import psutil
+
+from trainspec_cli.launch.environment import LAUNCH_ID
+
+POLL_S = 0.1
+KILL_TIMEOUT_S = 10.0
+"""A killed process that is still there after this hangs in the kernel (a device, a network disk)."""
+
+
+def members(launch_id: str) -> list[psutil.Process]:
+    """Every living process of the launch: torchrun, the workers, and what those started."""
+    return [process for process in psutil.process_iter() if _environ(process).get(LAUNCH_ID) == launch_id]
+
+
+def workers(launch_id: str) -> list[psutil.Process]:
+    """The processes that have a rank, without those they started."""
+    ranked = {process.pid: process for process in members(launch_id) if "RANK" in _environ(process)}
+    return [process for process in ranked.values() if _parent_id(process) not in ranked]
+
+
+def ask_to_stop(launch_id: str) -> None:
+    """SIGTERM to the workers; torchrun ends by itself when they have ended."""
+    for worker in workers(launch_id):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.terminate()
+
+
+def kill(launch_id: str) -> list[psutil.Process]:
+    """SIGKILL to everything, again and again until nothing is left; returns what outlived `KILL_TIMEOUT_S`."""
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while (left := members(launch_id)) and time.monotonic() < deadline:
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        time.sleep(POLL_S)
+    return left
+
+
+def stop(launch_id: str, grace_s: float) -> None:
+    """Ask, wait, kill."""
+    ask_to_stop(launch_id)
+    deadline = time.monotonic() + grace_s
+    while members(launch_id) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    kill(launch_id)
+
+
+def _environ(process: psutil.Process) -> dict[str, str]:
+    """Empty for processes that have ended or belong to others."""
+    try:
+        return process.environ()
+    except (psutil.Error, OSError):
+        return {}
+
+
+def _parent_id(process: psutil.Process) -> int | None:
+    try:
+        return process.ppid()
+    except psutil.NoSuchProcess:
+        return None

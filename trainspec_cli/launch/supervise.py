@@ -1,0 +1,97 @@
+"""Runs a job from its start to its end: passes on requests to stop, keeps the deadlines, leaves nothing running."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trainspec_cli.launch.environment import FAILURE_GRACE_S
+from trainspec_cli.launch.executor import Executor, Running
+from trainspec_cli.launch.job import Job
+from trainspec_cli.launch.processes import POLL_S
+from trainspec_cli.launch.signals import StopRequests, on_stop_signal
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the processes came to an end; what it means for the run is `outcome.conclude`'s to say."""
+
+    exit_code: int | None
+    """torchrun's; None when it was still there and had to be killed."""
+    stop_requested: bool
+    killed: bool
+    """By the supervisor: at a deadline, or on a second request."""
+    left_behind: tuple[int, ...] = ()
+    """Ids of processes that could not be ended (stuck in the kernel)."""
+
+
+def supervise(job: Job, executor: Executor, watch: Callable[[], None]) -> Ending:
+    """Submit `job` and return when all its processes have ended. `watch` is called about ten times a second.
+
+    A first request to stop asks the workers to write a checkpoint and end, within the job's `stop_grace_s`; before
+    they have said their first word there is nothing to write, and they are killed. A second request kills at once.
+    When one worker fails, the others have `FAILURE_GRACE_S`.
+    """
+    requests = StopRequests()
+    with on_stop_signal(requests.add):
+        running = executor.submit(job)
+        watched = _Watched(running, job, requests)
+        try:
+            while running.anything_left() and not watched.given_up:
+                watch()
+                watched.act()
+                time.sleep(POLL_S)
+        finally:
+            exit_code = running.exit_code()
+            left_behind = running.end()
+        watch()
+    return Ending(exit_code, watched.stop_requested, watched.given_up, left_behind)
+
+
+class _Watched:
+    """What has been asked of the job so far, and until when it has to answer."""
+
+    def __init__(self, running: Running, job: Job, requests: StopRequests):
+        self._running = running
+        self._job = job
+        self._requests = requests
+        self._spoken_bytes_before = _spoken_bytes(job)
+        self._deadline = math.inf
+        self._failing = False
+        self.stop_requested = False
+        self.given_up = False
+
+    def act(self) -> None:
+        if self._requests.count and not self.stop_requested:
+            self._pass_on_request()
+        if not self._failing:
+            self._look_for_failure()
+        if self._requests.count > 1 or time.monotonic() > self._deadline:
+            self.given_up = True
+
+    def _pass_on_request(self) -> None:
+        self.stop_requested = True
+        if _spoken_bytes(self._job) > self._spoken_bytes_before:
+            self._running.ask_to_stop()
+            self._end_within(self._job.stop_grace_s)
+        else:
+            self.given_up = True
+
+    def _look_for_failure(self) -> None:
+        """A worker has left its last words, or torchrun was killed and has left workers behind."""
+        orphaned = self._running.exit_code() is not None
+        if orphaned:
+            self._running.ask_to_stop()
+        if orphaned or any(self._job.run.errors_folder.glob("*.json")):
+            self._failing = True
+            self._end_within(FAILURE_GRACE_S)
+
+    def _end_within(self, seconds: float) -> None:
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
+
+
+def _spoken_bytes(job: Job) -> int:
+    events = job.run.events(0)
+    return events.stat().st_size if events.is_file() else 0

@@ -1,0 +1,46 @@
+"""Specs and plans as JSON, and a run's digest. Workers read what `to_plain` wrote, without Hydra."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from trainspec_cli.errors import RecipeError
+from trainspec_cli.spec.run import RunSpec
+from trainspec_cli.spec.structure import build
+
+T = TypeVar("T")
+
+
+def to_plain(value: Any) -> dict[str, Any]:
+    """Dataclass -> what JSON holds: dicts, lists, numbers, text."""
+    return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_plain(value)
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def from_plain(cls: type[T], data: Mapping[str, Any]) -> T:
+    """The inverse of `to_plain`. Raises RecipeError with every key that does not fit."""
+    built, problems = build(cls, data)
+    if problems:
+        raise RecipeError(problems)
+    return built
+
+
+def canonical_json(data: Any) -> str:
+    """One text for one content: sorted keys, no spaces, no NaN."""
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def digest(spec: RunSpec) -> str:
+    """sha256 of what is trained and how. The run folder is left out: where it is kept does not change the run."""
+    plain = to_plain(spec)
+    del plain["run"]["dir"]
+    return hashlib.sha256(canonical_json(plain).encode()).hexdigest()

@@ -1,0 +1,108 @@
+"""The numbers each value may take by itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from trainspec_cli.errors import Problem
+from trainspec_cli.spec.auto import AUTO
+
+
+@dataclass(frozen=True)
+class Range:
+    low: float
+    high: float = math.inf
+    includes_low: bool = True
+    includes_high: bool = True
+
+    def holds(self, value: float) -> bool:
+        above = value >= self.low if self.includes_low else value > self.low
+        below = value <= self.high if self.includes_high else value < self.high
+        return above and below
+
+    def describe(self) -> str:
+        """`at least 1`, `more than 0 and less than 1`."""
+        low = f"{'at least' if self.includes_low else 'more than'} {self.low:g}"
+        high = f"{'at most' if self.includes_high else 'less than'} {self.high:g}"
+        return low if math.isinf(self.high) else f"{low} and {high}"
+
+
+AT_LEAST_ONE = Range(1)
+AT_LEAST_ZERO = Range(0)
+POSITIVE = Range(0, includes_low=False)
+BETWEEN = Range(0, 1, includes_low=False, includes_high=False)
+FRACTION = Range(0, 1)
+MOMENT = Range(0, 1, includes_high=False)
+
+BYTE_LEVEL = Range(257)
+"""Every byte, and the end of a document."""
+
+RANGES = {
+    "model.num_layers": AT_LEAST_ONE,
+    "model.hidden_size": AT_LEAST_ONE,
+    "model.num_heads": AT_LEAST_ONE,
+    "model.num_kv_heads": AT_LEAST_ONE,
+    "model.head_dim": AT_LEAST_ONE,
+    "model.ffn_size": AT_LEAST_ONE,
+    "model.vocab_size": AT_LEAST_ONE,
+    "model.rope_theta": POSITIVE,
+    "model.norm_eps": POSITIVE,
+    "data.seq_len": AT_LEAST_ONE,
+    "data.heldout_fraction": BETWEEN,
+    "data.max_bytes": AT_LEAST_ONE,
+    "data.tokenizer.vocab_size": BYTE_LEVEL,
+    "optim.lr": POSITIVE,
+    "optim.beta1": MOMENT,
+    "optim.beta2": MOMENT,
+    "optim.eps": POSITIVE,
+    "optim.weight_decay": AT_LEAST_ZERO,
+    "optim.grad_clip_norm": POSITIVE,
+    "optim.schedule.warmup_steps": AT_LEAST_ZERO,
+    "optim.schedule.decay_fraction": FRACTION,
+    "optim.schedule.final_lr_ratio": FRACTION,
+    "batching.global_batch_size": AT_LEAST_ONE,
+    "batching.micro_batch_size": AT_LEAST_ONE,
+    "train.max_steps": AT_LEAST_ONE,
+    "train.seed": AT_LEAST_ZERO,
+    "train.eval_interval_steps": AT_LEAST_ONE,
+    "train.log_interval_steps": AT_LEAST_ONE,
+    "checkpoint.interval_steps": AT_LEAST_ONE,
+    "checkpoint.keep_last": AT_LEAST_ONE,
+    "cluster.num_nodes": AT_LEAST_ONE,
+    "cluster.devices_per_node": AT_LEAST_ONE,
+    "layout.dp_replicate": AT_LEAST_ONE,
+    "layout.dp_shard": AT_LEAST_ONE,
+    "layout.cp": AT_LEAST_ONE,
+    "layout.tp": AT_LEAST_ONE,
+    "layout.pp": AT_LEAST_ONE,
+    "layout.ep": AT_LEAST_ONE,
+    "sample.max_new_tokens": AT_LEAST_ZERO,
+    "sample.temperature": AT_LEAST_ZERO,
+    "run.stop_grace_s": POSITIVE,
+}
+"""Dotted path -> what is allowed; null and auto are always."""
+
+
+def value_at(spec: Any, path: str) -> Any:
+    """`optim.lr` -> spec.optim.lr"""
+    return reduce(getattr, path.split("."), spec)
+
+
+def check_range(spec: Any, path: str) -> Problem | None:
+    value = value_at(spec, path)
+    if value is None or value == AUTO or RANGES[path].holds(value):
+        return None
+    message = f"`{path}` is {value:g}; a number of {RANGES[path].describe()} is needed"
+    if isinstance(value, int):
+        message = f"`{path}` is {value}; a whole number of {RANGES[path].describe()} is needed"
+    return Problem(code="out_of_range", path=path, message=message, hint=_hint(path, value))
+
+
+def _hint(path: str, value: float) -> str:
+    allowed = RANGES[path]
+    if value <= allowed.low and allowed.includes_low:
+        return f"type {path}={allowed.low:g} or more"
+    return ""

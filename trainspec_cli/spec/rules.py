@@ -1,0 +1,227 @@
+"""Rules that join several values: what divides what, what excludes what, what must be there.
+
+A rule yields problems. On a draft (see `unknown.py`) a rule that meets an unknown value says nothing, so one
+mistyped number does not hide the others' faults.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from trainspec_cli.errors import Problem
+from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.cluster import Machine
+from trainspec_cli.spec.layout import MESH_AXES
+from trainspec_cli.spec.ranges import RANGES, check_range
+from trainspec_cli.spec.run import RunSpec
+from trainspec_cli.spec.unknown import UnknownTouched
+
+Rule = Callable[[RunSpec], Iterable[Problem]]
+
+
+def check(spec: RunSpec) -> list[Problem]:
+    """Everything that can be said without a machine."""
+    ranges = [_range_rule(path) for path in RANGES]
+    return _apply([*ranges, heads, rotary_width, world_size, batch, schedule, vocabulary, data_path, tokenizer], spec)
+
+
+def check_engine(spec: RunSpec) -> list[Problem]:
+    """What this version's engine cannot run."""
+    return _apply([data_parallel_only], spec)
+
+
+def check_machine(spec: RunSpec, machine: Machine) -> list[Problem]:
+    """What this host lacks, where the recipe is right."""
+    return _apply([lambda spec: gpus(spec, machine), packages], spec)
+
+
+def _apply(rules: Iterable[Rule], spec: RunSpec) -> list[Problem]:
+    problems: list[Problem] = []
+    for rule in rules:
+        try:
+            problems.extend(rule(spec))
+        except UnknownTouched:
+            continue
+    return problems
+
+
+def _range_rule(path: str) -> Rule:
+    return lambda spec: filter(None, [check_range(spec, path)])
+
+
+def heads(spec: RunSpec) -> Iterator[Problem]:
+    model = spec.model
+    if model.num_kv_heads > 0 and model.num_heads % model.num_kv_heads:
+        yield _not_divisible(
+            "model.num_kv_heads",
+            f"{model.num_heads} heads (`model.num_heads`) do not divide by {model.num_kv_heads} key-value heads",
+            model.num_heads,
+            model.num_kv_heads,
+        )
+
+
+def rotary_width(spec: RunSpec) -> Iterator[Problem]:
+    if spec.model.head_dim % 2:
+        message = f"`model.head_dim` is {spec.model.head_dim}; rotary embeddings turn pairs and need an even number"
+        hint = f"type model.head_dim={spec.model.head_dim + 1}"
+        yield Problem(code="not_divisible", path="model.head_dim", message=message, hint=hint)
+
+
+def world_size(spec: RunSpec) -> Iterator[Problem]:
+    """The axes' product is the number of processes; where an axis is auto, the others' product divides it."""
+    processes, sizes = count_processes(spec), _fixed_axes(spec)
+    product = math.prod(sizes.values())
+    free = len(sizes) < len(MESH_AXES)
+    if processes is None or product < 1 or product == processes or (free and processes % product == 0):
+        return
+    axes = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "every axis=1"
+    nodes = f"{spec.cluster.num_nodes} x {spec.cluster.devices_per_node} = {processes}"
+    layout = f"{axes}, which does not divide them" if free else f"{axes}, which makes {product}"
+    message = f"the cluster has {nodes} processes (nodes x devices), the layout asks for {layout}"
+    path, hint = _largest_axis(sizes), _fitting(sizes, processes)
+    yield Problem(code="not_divisible", path=path, message=message, hint=hint)
+
+
+def count_processes(spec: RunSpec) -> int | None:
+    """num_nodes x devices_per_node, or None where that is left to the machine."""
+    devices = spec.cluster.devices_per_node
+    return None if devices == AUTO else spec.cluster.num_nodes * devices
+
+
+def _fixed_axes(spec: RunSpec) -> dict[str, int]:
+    sizes = {axis: getattr(spec.layout, axis) for axis in MESH_AXES}
+    return {axis: size for axis, size in sizes.items() if size != AUTO}
+
+
+def _largest_axis(sizes: dict[str, int]) -> str:
+    return f"layout.{max(sizes, key=lambda axis: sizes[axis])}" if sizes else "layout"
+
+
+def _fitting(sizes: dict[str, int], processes: int) -> str:
+    axis, others = _largest_axis(sizes), math.prod(sizes.values()) // max(sizes.values())
+    if processes % others:
+        return f"choose axes whose product divides {processes}, or change cluster.devices_per_node"
+    fitting = ", ".join(map(str, _divisors(processes // others)))
+    return f"type {axis}=auto; where the other axes stay, it may be {fitting}"
+
+
+def batch(spec: RunSpec) -> Iterator[Problem]:
+    """The global batch is cut into whole micro-batches on every data-parallel rank."""
+    processes, sizes = count_processes(spec), _fixed_axes(spec)
+    model_parallel = math.prod(sizes.get(axis, 1) for axis in ("pp", "cp", "tp"))
+    if processes is None or processes % model_parallel:
+        return
+    ranks, size, micro = processes // model_parallel, spec.batching.global_batch_size, spec.batching.micro_batch_size
+    part = ranks if micro == AUTO else ranks * micro
+    if part < 1 or size % part == 0:
+        return
+    parts = f"{ranks} data-parallel ranks" + ("" if micro == AUTO else f" x {micro} samples a micro-batch = {part}")
+    near = [str(n) for n in (size - size % part, size + part - size % part) if n > 0]
+    path = "batching.global_batch_size"
+    message = f"a global batch of {size} samples does not divide by {parts}"
+    yield Problem(code="not_divisible", path=path, message=message, hint=f"type {path}={' or '.join(near)}")
+
+
+def schedule(spec: RunSpec) -> Iterator[Problem]:
+    warmup, steps = spec.optim.schedule.warmup_steps, spec.train.max_steps
+    path = "optim.schedule.warmup_steps"
+    if warmup >= steps:
+        message = f"the learning rate would warm up for {warmup} steps in a run of {steps} (`train.max_steps`)"
+        yield Problem(code="out_of_range", path=path, message=message, hint=f"type {path}={steps // 10}")
+    decay = spec.optim.schedule.decay_fraction
+    if warmup < steps and spec.optim.schedule.kind == "wsd" and warmup + decay * steps > steps:
+        message = f"a warm-up of {warmup} steps and a decay over the last {decay:g} of {steps} steps overlap"
+        hint = f"type optim.schedule.decay_fraction={math.floor((1 - warmup / steps) * 100) / 100:g} or less"
+        yield Problem(code="out_of_range", path="optim.schedule.decay_fraction", message=message, hint=hint)
+
+
+def vocabulary(spec: RunSpec) -> Iterator[Problem]:
+    """Every token has a row in the embedding."""
+    wanted, rows = spec.data.tokenizer.vocab_size, spec.model.vocab_size
+    if spec.data.source != "tokens" and spec.data.tokenizer.path is None and wanted > rows:
+        path = "data.tokenizer.vocab_size"
+        message = f"a tokenizer of {wanted} tokens does not fit a model with `model.vocab_size` {rows}"
+        hint = f"type model.vocab_size={wanted}, or {path}={rows}"
+        yield Problem(code="out_of_range", path=path, message=message, hint=hint)
+
+
+def data_path(spec: RunSpec) -> Iterator[Problem]:
+    source, path = spec.data.source, spec.data.path
+    if source == "python_stdlib":
+        if path is not None:
+            message = f"`data.path` is {path}, but data=python_stdlib reads no file of yours"
+            yield Problem(code="unsupported", path="data.path", message=message, hint="type data=text or data=jsonl")
+    elif path is None:
+        message = f"`data.path` is null; data={source} reads a file, folder or glob"
+        yield Problem(code="missing_value", path="data.path", message=message, hint="type data.path=<path>")
+    elif not _exists(path, folder_only=source == "tokens"):
+        yield _missing_file("data.path", path, "folder" if source == "tokens" else "file, folder or glob")
+
+
+def tokenizer(spec: RunSpec) -> Iterator[Problem]:
+    path = spec.data.tokenizer.path
+    if path is not None and not Path(path).expanduser().is_file():
+        yield _missing_file("data.tokenizer.path", path, "file")
+
+
+def _exists(path: str, *, folder_only: bool) -> bool:
+    expanded = Path(path).expanduser()
+    if folder_only:
+        return expanded.is_dir()
+    return expanded.exists() or any(glob.iglob(str(expanded), recursive=True))  # noqa: PTH207
+
+
+def _missing_file(path: str, value: str, kind: str) -> Problem:
+    place = "" if Path(value).expanduser().is_absolute() else f" in {Path.cwd()}"
+    message = f"`{path}` is {value}; there is no such {kind}{place}"
+    return Problem(code="missing_file", path=path, message=message, hint=f"type {path}=<the {kind}'s path>")
+
+
+def data_parallel_only(spec: RunSpec) -> Iterator[Problem]:
+    for axis in ("cp", "tp", "pp", "ep"):
+        size = getattr(spec.layout, axis)
+        if size not in (1, AUTO):
+            path = f"layout.{axis}"
+            message = f"`{path}` is {size}; the engine of this version spreads data alone (dp_replicate, dp_shard)"
+            yield Problem(code="unsupported", path=path, message=message, hint=f"type {path}=1")
+
+
+def gpus(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
+    found, wanted = len(machine.gpu_names), spec.cluster.devices_per_node
+    if spec.cluster.device != "cuda":
+        return
+    if not found:
+        message = f"`cluster.device` is cuda, and {machine.hostname} shows no GPU"
+        hint = "type cluster.device=cpu, or run where there is one (nvidia-smi lists them)"
+        yield _lacking("no_gpu", "cluster.device", message, hint)
+    elif wanted != AUTO and wanted > found:
+        message = f"`cluster.devices_per_node` is {wanted}, and {machine.hostname} has {found} GPUs"
+        hint = f"type cluster.devices_per_node={found}, or auto"
+        yield _lacking("too_few_gpus", "cluster.devices_per_node", message, hint)
+
+
+def packages(spec: RunSpec) -> Iterator[Problem]:
+    if spec.tracking.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        message = "`tracking.tensorboard` is true, and the package tensorboard is not installed"
+        hint = "type pip install 'trainspec[tensorboard]'"
+        yield _lacking("missing_package", "tracking.tensorboard", message, hint)
+
+
+def _lacking(code: str, path: str, message: str, hint: str) -> Problem:
+    return Problem(code=code, path=path, message=message, hint=hint, environment=True)
+
+
+def _not_divisible(path: str, message: str, total: int, part: int) -> Problem:
+    fitting = ", ".join(map(str, _divisors(total)))
+    return Problem(code="not_divisible", path=path, message=message, hint=f"{path} may be {fitting}")
+
+
+def _divisors(number: int, most: int = 8) -> list[Any]:
+    """Of a large number the smallest few."""
+    found: list[Any] = [n for n in range(1, min(number, 4096) + 1) if number % n == 0]
+    return found if len(found) <= most else [*found[:most], "..."]

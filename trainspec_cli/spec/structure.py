@@ -1,0 +1,215 @@
+"""dict -> RunSpec, with every wrong key, type and choice told at once. Knows types, not files.
+
+`1e3` is a whole number and `1` a number; true and false are neither. Text is never read as a number: what
+YAML or the command line took for text was meant as text, or is a mistake.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeVar, Union
+
+from trainspec_cli.errors import Problem, closest
+from trainspec_cli.spec.run import RunSpec
+from trainspec_cli.spec.unknown import UNKNOWN
+
+MISSING = "???"
+"""A value left open, to be given by the recipe or the command line."""
+
+MAX_GUESSES = 3
+
+T = TypeVar("T")
+
+
+class WrongValueError(ValueError):
+    """The value is not of the type; raised and caught here."""
+
+
+def structure(data: Mapping[str, Any]) -> tuple[RunSpec | None, list[Problem]]:
+    """-> the spec, or None and every problem with its dotted path."""
+    draft, problems = build(RunSpec, data)
+    return (None if problems else draft), problems
+
+
+def build(cls: type[T], data: Mapping[str, Any], path: str = "") -> tuple[T, list[Problem]]:
+    """-> a draft of dataclass `cls` in which `UNKNOWN` stands for whatever was wrong, and the problems."""
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    problems = [_unknown_key(cls, key, path) for key in data if key not in fields]
+    values: dict[str, Any] = {}
+    for name, field in fields.items():
+        if data.get(name, MISSING) == MISSING and (name in data or _is_required(field)):
+            values[name] = UNKNOWN
+            problems += _missing(hints[name], f"{path}{name}")
+        elif name in data:
+            values[name], wrong = _build_value(hints[name], data[name], f"{path}{name}")
+            problems += wrong
+    return cls(**values), problems
+
+
+def _build_value(wanted: Any, value: Any, path: str) -> tuple[Any, list[Problem]]:
+    if dataclasses.is_dataclass(wanted) and isinstance(value, Mapping):
+        return build(wanted, value, f"{path}.")  # type: ignore[arg-type]
+    try:
+        return convert(wanted, value), []
+    except WrongValueError:
+        return UNKNOWN, [_wrong_value(wanted, value, path)]
+
+
+def convert(wanted: Any, value: Any) -> Any:
+    """Raises WrongValueError. Of a union the first member that takes the value decides."""
+    if typing.get_origin(wanted) is Literal:
+        return _convert_choice(typing.get_args(wanted), value)
+    if typing.get_origin(wanted) in (Union, types.UnionType):
+        return _convert_union(typing.get_args(wanted), value)
+    if typing.get_origin(wanted) is tuple and isinstance(value, (list, tuple)):
+        return tuple(convert(typing.get_args(wanted)[0], item) for item in value)
+    if wanted in (int, float):
+        return _convert_number(wanted, value)
+    if wanted in (str, bool, type(None)) and type(value) is wanted:
+        return value
+    raise WrongValueError
+
+
+def _convert_choice(choices: tuple[Any, ...], value: Any) -> Any:
+    for choice in choices:
+        if choice == value and isinstance(value, bool) == isinstance(choice, bool):
+            return choice
+    raise WrongValueError
+
+
+def _convert_union(members: tuple[Any, ...], value: Any) -> Any:
+    for member in members:
+        try:
+            return convert(member, value)
+        except WrongValueError:
+            continue
+    raise WrongValueError
+
+
+def _convert_number(wanted: type, value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise WrongValueError
+    if wanted is int and value != int(value):
+        raise WrongValueError
+    return wanted(value)
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _missing(wanted: Any, path: str) -> list[Problem]:
+    """A whole section left out misses each of its required keys."""
+    if dataclasses.is_dataclass(wanted):
+        _, problems = build(wanted, {}, f"{path}.")  # type: ignore[arg-type]
+        return problems
+    message = f"`{path}` has no value; {describe(wanted, with_null=False)} is needed"
+    return [Problem(code="missing_value", path=path, message=message, hint=f"type {path}=<value>")]
+
+
+def _unknown_key(cls: type, key: str, path: str) -> Problem:
+    name = f"{path}{key}"
+    siblings = [field.name for field in dataclasses.fields(cls)]
+    meant = [f"`{guess}`" for guess in _guess(key, path, siblings)]
+    place = f"`{path[:-1]}`" if path else "a recipe"
+    hint = f"did you mean {_join_or(meant)}?" if meant else f"{place} has: {', '.join(siblings)}"
+    return Problem(code="unknown_key", path=name, message=f"unknown key `{name}`", hint=hint)
+
+
+def _guess(key: str, path: str, siblings: list[str]) -> list[str]:
+    """A misspelt neighbour; else keys of that name elsewhere (`lr` for `optim.lr`), holding it, or near it."""
+    near = closest(key, siblings)
+    if near:
+        return [f"{path}{near}"]
+    names: dict[str, list[str]] = {}
+    for known in known_paths(RunSpec):
+        names.setdefault(known.rpartition(".")[2], []).append(known)
+    holding = [known for name, paths in names.items() if len(key) > 3 and key in name for known in paths]
+    guesses = names.get(key) or holding or names.get(closest(key, names) or "", [])
+    return guesses if len(guesses) <= MAX_GUESSES else []
+
+
+def known_paths(cls: type, prefix: str = "") -> Iterator[str]:
+    """Every dotted path below `cls`."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        yield f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from known_paths(hints[field.name], f"{prefix}{field.name}.")  # type: ignore[arg-type]
+
+
+def _wrong_value(wanted: Any, value: Any, path: str) -> Problem:
+    message = f"`{path}` is {show_value(value)}; {describe(wanted)} is needed"
+    code = "wrong_choice" if _only_choices(wanted) else "wrong_type"
+    return Problem(code=code, path=path, message=message, hint=_hint(wanted, value, path))
+
+
+def _hint(wanted: Any, value: Any, path: str) -> str:
+    if dataclasses.is_dataclass(wanted):
+        colon = isinstance(value, str) and ":" in value
+        example = f"{path}.{dataclasses.fields(wanted)[0].name}"
+        return "put a space after the colon" if colon else f"its keys are set one by one, such as {example}"
+    if isinstance(value, str) and choices_of(wanted):
+        meant = closest(value, [str(choice) for choice in choices_of(wanted)])
+        return f"did you mean {path}={meant}?" if meant else ""
+    if wanted is bool:
+        return f"type {path}=true or {path}=false"
+    if wanted is str and isinstance(value, (int, float)):
+        return f"""quote it, to make it text: '{path}="{show_value(value)}"'"""
+    return ""
+
+
+def choices_of(wanted: Any) -> tuple[Any, ...]:
+    """The words allowed, where words are."""
+    if typing.get_origin(wanted) is Literal:
+        return typing.get_args(wanted)
+    return tuple(choice for member in typing.get_args(wanted) for choice in choices_of(member))
+
+
+def _only_choices(wanted: Any) -> bool:
+    if typing.get_origin(wanted) in (Union, types.UnionType):
+        return all(member is type(None) or _only_choices(member) for member in typing.get_args(wanted))
+    return typing.get_origin(wanted) is Literal
+
+
+_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+
+
+def describe(wanted: Any, *, with_null: bool = True) -> str:
+    """`int | Literal["auto"]` -> `a whole number or auto`."""
+    return _join_or(list(dict.fromkeys(_alternatives(wanted, with_null))))
+
+
+def _alternatives(wanted: Any, with_null: bool) -> Iterator[str]:
+    if typing.get_origin(wanted) is Literal:
+        yield from (str(choice) for choice in typing.get_args(wanted))
+    elif typing.get_origin(wanted) in (Union, types.UnionType):
+        for member in typing.get_args(wanted):
+            if with_null or member is not type(None):
+                yield from _alternatives(member, with_null)
+    elif dataclasses.is_dataclass(wanted):
+        yield f"a section with the keys {', '.join(field.name for field in dataclasses.fields(wanted))}"
+    elif typing.get_origin(wanted) is tuple:
+        yield "a list"
+    else:
+        yield _WORDS[wanted]
+
+
+def _join_or(words: list[str]) -> str:
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def show_value(value: Any) -> str:
+    """A value as a person would name it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if value == "":
+        return "empty"
+    if isinstance(value, Mapping):
+        return f"a section (keys {', '.join(map(str, value))})"
+    return repr(value)
