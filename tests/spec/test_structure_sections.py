@@ -24,6 +24,7 @@ class Drawing:
     shape: Round | Square
     frame: Square | None = None
     prices: dict[str, float] = field(default_factory=dict)
+    sources: dict[str, str] | None = None
 
 
 def built(**data: Any) -> tuple[Drawing, list[str]]:
@@ -61,3 +62,8 @@ def test_a_misspelt_key_of_any_family_is_recognised() -> None:
     _, problems = build(RunSpec, {"model": {"family": "hybrid", "mamba_layer": 3}})
     hints = {problem.path: problem.hint for problem in problems}
     assert "model.mamba_layers" in hints["model.mamba_layer"]
+
+
+def test_values_by_name_may_be_optional() -> None:
+    assert built(shape={"radius": 1}, sources={"ink": "a shop"})[0].sources == {"ink": "a shop"}
+    assert built(shape={"radius": 1}, sources=None)[0].sources is None

@@ -54,7 +54,7 @@ def _of_accelerator(spec: RunSpec, key: str, known_within: float = 1.0) -> list[
     accelerator = spec.cluster.accelerator
     if accelerator is None or not getattr(accelerator, key):
         return []
-    sources = accelerator.sources
+    sources = accelerator.sources or {}
     source = sources.get(key, sources.get("default", ""))
     return [Assumption(f"cluster.accelerator.{key}", getattr(accelerator, key), known_within, source)]
 

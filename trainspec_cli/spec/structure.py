@@ -56,8 +56,9 @@ def _build_value(wanted: Any, value: Any, path: str) -> tuple[Any, list[Problem]
     section = choose_section(wanted, value) if isinstance(value, Mapping) else None
     if section is not None:
         return build(section, value, f"{path}.")
-    if typing.get_origin(wanted) is dict and isinstance(value, Mapping):
-        return _build_items(typing.get_args(wanted)[1], value, path)
+    by_name = next((member for member in _members(wanted) if typing.get_origin(member) is dict), None)
+    if by_name and isinstance(value, Mapping):
+        return _build_items(typing.get_args(by_name)[1], value, path)
     try:
         return convert(wanted, value), []
     except WrongValueError:
@@ -78,8 +79,11 @@ def choose_section(wanted: Any, value: Mapping[str, Any]) -> type | None:
 
 def sections_of(wanted: Any) -> list[type]:
     """The dataclass itself, or those of a union."""
-    members = typing.get_args(wanted) if _is_union(wanted) else (wanted,)
-    return [member for member in members if isinstance(member, type) and dataclasses.is_dataclass(member)]
+    return [member for member in _members(wanted) if isinstance(member, type) and dataclasses.is_dataclass(member)]
+
+
+def _members(wanted: Any) -> tuple[Any, ...]:
+    return typing.get_args(wanted) if _is_union(wanted) else (wanted,)
 
 
 @cache
