@@ -35,12 +35,20 @@ def all_reduce_s(group: Group, total_bytes: float, eff: Efficiency) -> float:
     return 2.0 * all_gather_s(group, total_bytes, eff)
 
 
-def all_to_all_s(group: Group, sent_bytes: float, eff: Efficiency) -> float:
-    """Each rank spreads `sent_bytes` evenly over the group."""
+def all_to_all_s(group: Group, sent_bytes: float, copies: int, eff: Efficiency) -> float:
+    """Each rank spreads `sent_bytes`, `copies` of each token, evenly over the group.
+
+    With copies above 1 a token crosses to a domain once, however many of its experts are there, and is copied
+    inside (DeepEP, arXiv:2412.19437): of d domains it reaches (d-1) (1 - (1 - 1/d)^copies) others on average.
+    """
     if group.size <= 1 or sent_bytes <= 0:
         return 0.0
     inside = sent_bytes * (group.per_domain - 1) / group.size / group.link_bytes_per_s
-    outside = sent_bytes * (group.size - group.per_domain) / group.size / group.nic_bytes_per_s
+    crossings = (group.size - group.per_domain) / group.size * copies
+    domains = group.domains
+    if copies > 1 and domains > 1:
+        crossings = min(crossings, (domains - 1) * (1 - (1 - 1 / domains) ** copies))
+    outside = sent_bytes / copies * crossings / group.nic_bytes_per_s
     return latency_s(group, eff) + max(inside, outside)
 
 

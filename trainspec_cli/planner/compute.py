@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from trainspec_cli.planner.hardware import Efficiency, matmul_flops_per_s, memory_bytes_per_s
+from trainspec_cli.planner.hardware import Efficiency, exponentials_per_s, matmul_flops_per_s, memory_bytes_per_s
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.workload.work import Gemm, Work
 from trainspec_cli.spec.cluster import AcceleratorSpec
+from trainspec_cli.spec.model import ConvModel
 
 EIGHT_BIT = ("fp8", "mxfp8", "nvfp4")
 
@@ -25,6 +26,7 @@ class Rates:
     plain_matmul: float
     """In the compute format."""
     memory: float
+    exponentials: float
     element_bytes: float
     wide_element_bytes: float
 
@@ -35,6 +37,7 @@ def rates_of(chip: AcceleratorSpec, matmul: str, compute: str, eff: Efficiency) 
         matmul=matmul_flops_per_s(chip, matmul, eff),
         plain_matmul=matmul_flops_per_s(chip, compute, eff),
         memory=memory_bytes_per_s(chip, eff),
+        exponentials=exponentials_per_s(chip),
         element_bytes=4.0 if compute in ("fp32", "tf32") else 2.0,
         wide_element_bytes={"nvfp4": 0.56, "fp8": 1.0, "mxfp8": 1.03}.get(matmul, 2.0),
     )
@@ -69,6 +72,7 @@ class LayerTime:
     memory_f: float = 0.0
     memory_b: float = 0.0
     kernels: float = 0.0
+    experts: float = 0.0
 
     def plus(self, other: LayerTime, times: float = 1.0) -> LayerTime:
         return LayerTime(
@@ -79,6 +83,7 @@ class LayerTime:
             self.memory_f + times * other.memory_f,
             self.memory_b + times * other.memory_b,
             self.kernels + times * other.kernels,
+            self.experts + times * other.experts,
         )
 
     @property
@@ -97,8 +102,9 @@ def attention_s(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> tupl
     if not work.attention_flops:
         return 0.0, 0.0
     if setup.software.fused_attention:
-        forward = work.attention_flops / (rates.plain_matmul * eff.attention_forward)
-        backward = 2.5 * work.attention_flops / (rates.plain_matmul * eff.attention_backward)
+        softmax = eff.exponentials * work.attention_flops / (4.0 * work.attention_head_dim * rates.exponentials)
+        forward = work.attention_flops / (rates.plain_matmul * eff.attention_forward) + softmax
+        backward = 2.5 * work.attention_flops / (rates.plain_matmul * eff.attention_backward) + softmax
         return forward, backward
     arithmetic = 2.0 * work.attention_flops / (rates.plain_matmul * 0.7)
     traffic = work.score_bytes / rates.memory
@@ -110,20 +116,27 @@ def layer_time(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> Layer
     products = sum(gemm_s(gemm, rates, eff) for gemm in work.gemms)
     if work.expert_params:
         products *= 1.0 + eff.expert_imbalance
+    conv = isinstance(setup.model, ConvModel)
+    if conv:
+        products /= eff.conv
     backward = products * (2.0 if setup.trainable >= 1.0 else 1.0)
     if setup.trainable >= 1.0:
         weights = sum(gemm.k * gemm.n * gemm.count for gemm in work.gemms)
         backward += eff.gemm_memory * 2 * setup.software.grad_bytes * weights / rates.memory
     attention_f, attention_b = attention_s(work, setup, rates, eff)
     scale = eff.elementwise if setup.software.fused_kernels else eff.elementwise_eager
+    if conv:
+        scale = eff.conv_memory
     passes = scale * work.pass_bytes * rates.element_bytes / 2 / rates.memory
     casts = cast_s(work, setup, rates, eff)
-    return LayerTime(products, backward, attention_f, attention_b, passes + casts, 2 * passes + casts, work.kernels)
+    memory = (passes + casts, 2 * passes + casts)
+    return LayerTime(products, backward, attention_f, attention_b, *memory, work.kernels, work.experts)
 
 
 def cast_s(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> float:
     """Scaling and casting of a matmul's inputs to 8 bits or fewer: read in 2 bytes, written twice (transposed too)."""
     if setup.matmul not in EIGHT_BIT:
         return 0.0
-    elements = sum((g.m * g.k + g.k * g.n) * g.count for g in work.gemms if g.wide)
+    weights = 1.0 / setup.grad_accum  # once a step
+    elements = sum((g.m * g.k + weights * g.k * g.n) * g.count for g in work.gemms if g.wide)
     return eff.cast_fp8 * elements * (2.0 + 2.0 * rates.wide_element_bytes) / rates.memory

@@ -30,6 +30,8 @@ class Efficiency:
     attention_forward: float = 0.65
     """Fused attention's rate over the sustained bf16 matmul rate."""
     attention_backward: float = 0.5
+    exponentials: float = 0.5
+    """Part of attention's exponentials that its products do not hide."""
     memory: float = 0.80
     """Of the memory bandwidth, in element-wise kernels."""
     elementwise: float = 1.0
@@ -64,11 +66,13 @@ class Efficiency:
     """Of the optimizer's traffic of memory, over its ideal."""
     step_s: float = 0.010
     """Host work between steps: clipping, logging, the data loader's hand-over."""
+    step_graphed_s: float = 0.004
+    """The same where launches are replayed."""
     bubble: float = 1.0
     """Of the ideal pipeline bubble."""
-    conv: float = 0.6
+    conv: float = 1.0
     """Convolutions' rate over that of a matrix product of the same size."""
-    conv_memory: float = 1.0
+    conv_memory: float = 0.7
     """Passes over activations of a convolutional network, over those counted."""
 
     def as_dict(self) -> dict[str, float]:
@@ -83,6 +87,15 @@ def sustained_fraction(chip: AcceleratorSpec) -> float:
         return 0.75
     power = chip.tdp_w / chip.bf16_tflops / REFERENCE_W_PER_TFLOP
     return 0.80 * min(1.0, power) ** 0.5
+
+
+EXPONENTIALS_PER_FLOP = 1 / 250
+"""Of a chip whose exponential rate is not described, over its bf16 peak (H100: 16 a clock a multiprocessor)."""
+
+
+def exponentials_per_s(chip: AcceleratorSpec) -> float:
+    """Rate of the special-function units, which softmax needs: they did not grow with the tensor cores."""
+    return (chip.tera_exponentials_per_s or (chip.bf16_tflops or chip.fp16_tflops) * EXPONENTIALS_PER_FLOP) * 1e12
 
 
 def matmul_flops_per_s(chip: AcceleratorSpec, fmt: str, eff: Efficiency) -> float:

@@ -111,6 +111,7 @@ def software_of(row: Mapping[str, str]) -> Software:
         fused_kernels=compiled or mlperf or bool(re.search(FUSED, name)),
         overlap_dp="deepspeed" not in name and not old,
         overlap_tp=not old,
+        grouped_experts=year >= 2026 or not year,
         graphs=mlperf or bool(re.search(r"maxtext|pax|jax", name)),
         reduce_bytes=2.0 if pure else 4.0,
         grad_bytes=2.0 if pure else 4.0,

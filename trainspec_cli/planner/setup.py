@@ -44,6 +44,8 @@ class Software:
     overlap_dp: bool = True
     """Gradients are reduced, and parameters gathered, while others are computed."""
     overlap_tp: bool = True
+    grouped_experts: bool = True
+    """Experts run as one grouped kernel, and their tokens cross the network once a node."""
     graphs: bool = False
     """Launches are replayed (CUDA graphs) or few (compiled programs)."""
     grad_bytes: float = 4.0

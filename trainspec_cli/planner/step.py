@@ -31,10 +31,11 @@ class LayerComm:
 
 def layer_comm(work: Work, setup: Setup, groups: dict[str, Group], eff: Efficiency) -> LayerComm:
     """Exposed, forward, of one part of a layer."""
+    copies = work.expert_copies if setup.software.grouped_experts else 1
     hidden_tp = eff.tp_overlap if setup.software.overlap_tp else 0.0
     tp = work.tp_exchanges * all_reduce_s(groups["tp"], work.tp_bytes, eff) * (1 - hidden_tp)
     cp = all_gather_s(groups["cp"], work.cp_bytes, eff) * (1 - eff.cp_overlap)
-    ep = 2 * all_to_all_s(groups["ep"], work.ep_bytes, eff) * (1 - eff.ep_overlap)
+    ep = 2 * all_to_all_s(groups["ep"], work.ep_bytes, copies, eff) * (1 - eff.ep_overlap)
     return LayerComm(tp, cp, ep)
 
 
@@ -95,6 +96,7 @@ def estimate_step(setup: Setup, eff: Efficiency) -> StepTime:
     slowest = max(range(len(times)), key=times.__getitem__)
     part, micro = stages[slowest], setup.grad_accum
     again = recompute_part_s(layer, setup) * stage_layers_of(setup, layer, head)[slowest]
+    between = eff.step_graphed_s if setup.software.graphs else eff.step_s
     bubble = eff.bubble * bubble_s(times, layout)
     sends = pipeline_sends_s(setup, groups["pp"], eff)
     busy = StepTime(
@@ -109,10 +111,10 @@ def estimate_step(setup: Setup, eff: Efficiency) -> StepTime:
         bubble_s=bubble,
         optimizer_s=optimizer_s(part, setup, rates, eff),
         dp_comm_s=data_parallel_s(part, setup, groups, eff),
-        host_s=micro * host_wait_s(part, times[slowest], setup, eff) + eff.step_s,
+        host_s=micro * host_wait_s(part, times[slowest], setup, eff) + between,
     )
     slow = eff.jitter * math.log2(max(1.0, fabric.num_devices / 8))
-    return replace(busy, host_s=busy.host_s + slow * (busy.total_s - eff.step_s))
+    return replace(busy, host_s=busy.host_s + slow * (busy.total_s - between))
 
 
 def with_prediction_layers(head: Part, layer: Part, setup: Setup) -> Part:
@@ -160,7 +162,7 @@ def host_wait_s(part: Part, device_s: float, setup: Setup, eff: Efficiency) -> f
     """By which launching a micro-batch's kernels takes longer than running them."""
     if setup.software.graphs:
         return 0.0
-    launches = part.time.kernels * (3.0 + (setup.recompute.matmul * setup.recompute.layers))
+    launches = (part.time.kernels + (0 if setup.software.grouped_experts else 6 * part.time.experts)) * (3.0 + (setup.recompute.matmul * setup.recompute.layers))
     if setup.software.fused_kernels:
         launches *= 0.7
     return max(0.0, launches * eff.launch_s - device_s)

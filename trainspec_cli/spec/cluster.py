@@ -32,6 +32,8 @@ class AcceleratorSpec:
     matmul_bf16_tflops: float = 0.0
     """The best large matrix product that was measured; 0: not known, the planner takes a usual part of the peak."""
     matmul_fp8_tflops: float = 0.0
+    tera_exponentials_per_s: float = 0.0
+    """Exponentials of the special-function units, 1e12 a second, which softmax takes; 0: not known."""
     link_gb_per_s: float = 0.0
     """To the other devices of its scale-up domain, all links together, one direction."""
     link_kind: Literal["nvswitch", "mesh", "bridge", "pcie", "torus"] = "pcie"

@@ -59,6 +59,8 @@ def expert_work(experts: ExpertSpec, hidden: int, gated: bool, tokens: float, la
         tp_bytes=2.0 * tokens * hidden,
         tp_exchanges=1 if (shared and tp > 1) or etp > 1 else 0,
         ep_bytes=2.0 * copies * hidden,
+        expert_copies=experts.top_k,
+        experts=local,
         params=matrices * hidden * shared + hidden * (experts.num_experts + 1),
         expert_params=routed,
         saved_bytes=2.0

@@ -42,6 +42,10 @@ class Work:
     """Keys and values that context parallelism passes on, whole sequence."""
     ep_bytes: float = 0.0
     """What a rank sends to the experts, one way."""
+    expert_copies: int = 1
+    """Experts that each token is sent to."""
+    experts: float = 0.0
+    """Held by this rank."""
     params: float = 0.0
     """Shared by the data-parallel ranks, on this rank."""
     expert_params: float = 0.0
