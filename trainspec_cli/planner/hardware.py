@@ -17,62 +17,62 @@ class Efficiency:
     Fractions are of the chip's sustained matmul rate, its memory bandwidth or a link's bandwidth.
     """
 
-    matmul: float = 0.90
+    matmul: float = 0.903
     """Of the best matmul measured on a chip: clocks under a training load, cold caches."""
-    matmul_fp8: float = 0.80
-    matmul_fp4: float = 0.65
-    gemm_memory: float = 0.6
+    matmul_fp8: float = 0.974
+    matmul_fp4: float = 0.727
+    gemm_memory: float = 0.397
     """Part of a matrix product's memory traffic that its arithmetic does not hide."""
-    kernel_s: float = 5.0e-6
+    kernel_s: float = 6.24e-06
     """Ramp-up and tail of one kernel on the device."""
-    misalignment: float = 0.10
+    misalignment: float = 0.332
     """Rate lost each time a matrix dimension's largest power of two halves below 64 elements (tensor-core tiles)."""
-    attention_forward: float = 0.65
+    attention_forward: float = 0.482
     """Fused attention's rate over the sustained bf16 matmul rate."""
-    attention_backward: float = 0.5
-    exponentials: float = 0.5
+    attention_backward: float = 0.413
+    exponentials: float = 0.666
     """Part of attention's exponentials that its products do not hide."""
-    memory: float = 0.80
+    memory: float = 0.98
     """Of the memory bandwidth, in element-wise kernels."""
-    elementwise: float = 1.0
+    elementwise: float = 1.31
     """Passes over memory actually made, over those counted for lightly fused kernels."""
-    elementwise_eager: float = 1.5
+    elementwise_eager: float = 1.54
     """The same when each operation of a framework is a kernel of its own."""
-    cast_fp8: float = 1.0
+    cast_fp8: float = 0.804
     """Passes over a matmul's inputs that fp8 scaling and casting take."""
-    launch_s: float = 6.0e-6
+    launch_s: float = 6e-06
     """Host time to launch one kernel without graphs or compilation."""
-    link_nvswitch: float = 0.75
-    link_mesh: float = 0.6
-    link_pcie: float = 0.6
-    nic: float = 0.75
-    collective_latency_s: float = 15.0e-6
-    hop_latency_s: float = 1.5e-6
+    link_nvswitch: float = 0.486
+    link_mesh: float = 0.829
+    link_pcie: float = 0.372
+    nic: float = 0.676
+    collective_latency_s: float = 1.65e-05
+    hop_latency_s: float = 1.58e-06
     """Added by each further rank of a ring."""
-    tp_overlap: float = 0.3
+    tp_overlap: float = 0.59
     """Part of tensor-parallel traffic hidden behind matmuls."""
-    cp_overlap: float = 0.7
-    ep_overlap: float = 0.1
-    dp_overlap: float = 0.8
+    cp_overlap: float = 0.98
+    ep_overlap: float = 0.0995
+    dp_overlap: float = 0.98
     """Part of the backward (or forward) that data-parallel traffic can hide behind."""
-    pp_overlap: float = 0.5
-    contention: float = 0.15
+    pp_overlap: float = 0.359
+    contention: float = 0.256
     """Hidden traffic takes this part of its time from the compute beside it."""
-    expert_imbalance: float = 0.15
+    expert_imbalance: float = 0.229
     """The fullest expert's share over the mean, less one."""
-    jitter: float = 0.010
+    jitter: float = 0.00806
     """Step time added by waiting for the slowest, for each doubling of the devices."""
-    optimizer_passes: float = 1.2
+    optimizer_passes: float = 0.988
     """Of the optimizer's traffic of memory, over its ideal."""
-    step_s: float = 0.010
+    step_s: float = 0.0332
     """Host work between steps: clipping, logging, the data loader's hand-over."""
-    step_graphed_s: float = 0.004
+    step_graphed_s: float = 0.00458
     """The same where launches are replayed."""
-    bubble: float = 1.0
+    bubble: float = 0.804
     """Of the ideal pipeline bubble."""
-    conv: float = 1.0
+    conv: float = 1.33
     """Convolutions' rate over that of a matrix product of the same size."""
-    conv_memory: float = 0.7
+    conv_memory: float = 0.948
     """Passes over activations of a convolutional network, over those counted."""
 
     def as_dict(self) -> dict[str, float]:

@@ -14,6 +14,7 @@ from trainspec_cli.planner.pipeline import stage_layers
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.workload.layers import embedding_work, head_work, layer_kinds, num_layers
 from trainspec_cli.planner.workload.work import Work
+from trainspec_cli.spec.cluster import AcceleratorSpec
 from trainspec_cli.spec.model import ConvModel
 from trainspec_cli.spec.prediction import MemoryBreakdown
 from trainspec_cli.units import GIB
@@ -37,6 +38,13 @@ class MemoryModel:
 
 
 DEFAULT_MEMORY = MemoryModel()
+USABLE = 0.97
+"""Of a device's memory, before allocation fails or thrashes."""
+
+
+def memory_limit_bytes(chip: AcceleratorSpec) -> float:
+    """What a plan may take. A device sold as 80 GB has 79.6 GiB: what makers name is nearer to GiB than to GB."""
+    return USABLE * chip.memory_gb * GIB
 
 
 @dataclass(frozen=True)
@@ -107,8 +115,6 @@ def state_bytes(params: float, shards: int, setup: Setup) -> tuple[float, float,
     software, stage = setup.software, setup.layout.zero_stage if setup.layout.dp_shard > 1 else 0
     trained = params * setup.trainable
     weights = software.weight_bytes * params / (shards if stage == 3 else 1)
-    if setup.matmul in ("fp8", "mxfp8") and stage != 3:
-        weights += params  # the 8-bit copy that matmuls read
     gradients = software.grad_bytes * trained / (shards if stage >= 2 else 1)
     if stage == 3 and software.weight_bytes == 4.0:
         gradients = 4.0 * trained / shards

@@ -105,6 +105,7 @@ def software_of(row: Mapping[str, str]) -> Software:
     mlperf = "mlperf" in (row.get("source") or "").lower()
     old = year < 2023 and "megatron" in name
     pure = "pure" in (row.get("notes") or "").lower()
+    half_gradients = mlperf or bool(re.search(r"nemo|bridge|deepspeed", name))
     sharded = any(word in (row.get("dp_mode") or "") for word in ("fsdp", "hsdp", "zero2", "zero3"))
     return Software(
         fused_attention=not old,
@@ -113,8 +114,8 @@ def software_of(row: Mapping[str, str]) -> Software:
         overlap_tp=not old,
         grouped_experts=year >= 2026 or not year,
         graphs=mlperf or bool(re.search(r"maxtext|pax|jax", name)),
-        reduce_bytes=2.0 if pure else 4.0,
-        grad_bytes=2.0 if pure else 4.0,
+        reduce_bytes=2.0 if pure or half_gradients else 4.0,
+        grad_bytes=2.0 if pure or half_gradients else 4.0,
         weight_bytes=4.0 if sharded else 2.0,
         master_bytes=0.0 if sharded else 4.0,
     )

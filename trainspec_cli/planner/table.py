@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from trainspec_cli.planner.catalogue import find_accelerator, find_model
 from trainspec_cli.planner.prose import network_of, recompute_of, software_of
-from trainspec_cli.planner.setup import RECOMPUTE, Recompute, Setup
+from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.topology import Fabric
 from trainspec_cli.spec.cluster import AcceleratorSpec
 from trainspec_cli.spec.layout import Layout, PipelineSchedule, ZeroStage
@@ -277,8 +277,3 @@ def batch_of(row: Row, layout: Layout) -> tuple[float, int, float, tuple[str, ..
     if micro * accum * width != samples:
         micro = samples / width / accum
     return micro, int(accum), samples, ()
-
-
-def lighter_first() -> tuple[Recompute, ...]:
-    """The order in which an unstated recompute is tried."""
-    return RECOMPUTE["none"], RECOMPUTE["selective"], RECOMPUTE["selective_op"], RECOMPUTE["full"]

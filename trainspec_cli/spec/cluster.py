@@ -14,7 +14,7 @@ from trainspec_cli.spec.reliability import ReliabilitySpec
 class AcceleratorSpec:
     """One chip: what it can do at best, by its maker's sheet, and what was measured. Rates are dense, without sparsity.
 
-    A rate of 0 means that the chip lacks the format. GB and TB are decimal; the memory is what the maker names.
+    A rate of 0 means that the chip lacks the format. GB and TB are decimal; the memory is as the maker names it.
     """
 
     name: str
