@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainspec_cli.units import GIB, format_count, format_si
 
 Json = Mapping[str, Any]
+Words = Callable[[float], str]
+"""Says a quantity."""
 
 MEMORY_PARTS = {
     "parameters_bytes": "parameters",
@@ -125,8 +127,8 @@ def format_grouped(value: float) -> str:
     return f"{float(f'{value:.3g}'):,.12g}"
 
 
-def range_words(bounds: list[float] | None, words: Any) -> str:
-    return f"{words(bounds[0])} to {words(bounds[1])}" if bounds else ""
+def range_words(bounds: list[float] | None, say: Words) -> str:
+    return f"{say(bounds[0])} to {say(bounds[1])}" if bounds else ""
 
 
 def gib(value: float) -> str:
