@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainspec_cli.corpus.manifest import Manifest, SplitSummary
     from trainspec_cli.corpus.tokenise import OnProgress
 
-app = typer.Typer(help="Turn text into token shards, and look into them.", no_args_is_help=True)
+app = typer.Typer(add_completion=False, help="Turn text into token shards, and look into them.", no_args_is_help=True)
 
 OPTIONS = {
     "data.path": "--path",

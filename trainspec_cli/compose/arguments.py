@@ -34,14 +34,17 @@ class Argument:
 def parse_arguments(texts: Sequence[str]) -> tuple[list[Argument], list[Problem]]:
     """Read all that can be read. Of a key given twice both are told of, and the last is kept."""
     arguments: dict[str, Argument] = {}
+    given: dict[str, Argument] = {}
     problems: list[Problem] = []
     for number, text in enumerate(texts, start=1):
         read = _parse(number, text)
         if isinstance(read, Problem):
             problems.append(read)
             continue
-        if read.key in arguments:
-            problems.append(_duplicate(arguments[read.key], read))
+        whole = isinstance(read.value, dict)
+        paths = [path for path in value_paths(read.key, read.value) if not (whole and path == read.key)]
+        problems += [_duplicate(path, given[path], read) for path in paths if path in given]
+        given.update(dict.fromkeys(paths, read))
         arguments[read.key] = read
     return list(arguments.values()), problems
 
@@ -148,9 +151,9 @@ def _unclosed(value: str) -> str | None:
     return quote or (expected[-1][0] if expected else None)
 
 
-def _duplicate(first: Argument, second: Argument) -> Problem:
-    message = f"`{second.key}` is given twice: {first.text} (argument {first.number}) and {second.text}"
-    return problem_at(second.number, "duplicate_override", message, "keep one of them", second.key)
+def _duplicate(path: str, first: Argument, second: Argument) -> Problem:
+    message = f"`{path}` is given twice: {first.text} (argument {first.number}) and {second.text}"
+    return problem_at(second.number, "duplicate_override", message, "keep one of them", path)
 
 
 def _unquote(value: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from trainspec_cli.compose import hydra_session
 from trainspec_cli.compose.arguments import RECIPE, Argument, parse_arguments, value_paths
 from trainspec_cli.compose.folders import find_folders
 from trainspec_cli.compose.hydra_session import Part
-from trainspec_cli.compose.origins import COMMAND_LINE, Origin, Origins, locate
+from trainspec_cli.compose.origins import COMMAND_LINE, Origin, Origins, locate, show_path
 from trainspec_cli.compose.selection import Selection, is_choice, select
 from trainspec_cli.compose.values import apply_arguments, resolve
 from trainspec_cli.compose.yaml_file import read_yaml
@@ -75,15 +76,23 @@ def _compose_files(selection: Selection) -> tuple[DictConfig, list[Part], list[P
     """What `select` did not foresee (defaults lists inside a user's own groups) comes in Hydra's own words."""
     try:
         return *hydra_session.load(selection.folders, selection.overrides(), selection.skipped), []
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-        return DictConfig({}), [], [_in_hydras_words(error)]
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
+        return DictConfig({}), [], [_in_hydras_words(error, selection)]
 
 
-def _in_hydras_words(error: Exception) -> Problem:
+def _in_hydras_words(error: Exception, selection: Selection) -> Problem:
     said = [str(error), *(str(cause) for cause in (error.__cause__,) if cause)]
     lines = [line.strip() for text in said for line in text.splitlines() if line.strip()]
     shown = [line for line in lines if "search path" not in line.lower() and not line.startswith("provider=")]
-    return Problem(code="bad_defaults", message="; ".join(shown[:3]) or type(error).__name__, path="defaults")
+    named = re.search(r"In '([^']+)'", " ".join(lines))
+    file = selection.folders.find_config(named[1]) if named else None
+    return Problem(
+        code="bad_defaults",
+        message="; ".join(shown[:3]) or type(error).__name__,
+        path="defaults",
+        hint="see its defaults list" if file else "",
+        file=show_path(file, selection.cwd) if file else None,
+    )
 
 
 def _origins(selection: Selection, parts: Sequence[Part], values: Sequence[Argument]) -> Origins:

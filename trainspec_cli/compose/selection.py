@@ -95,8 +95,9 @@ def _unknown_recipe(selection: Selection, name: str, number: int, given: bool) -
     names = selection.folders.recipe_names()
     there_are = f"there are: {', '.join(names)}"
     if not name:
-        message = "no recipe is named"
-        problem = problem_at(number, "missing_value", message, f"type {RECIPE}={names[0]}; {there_are}", RECIPE)
+        first = "quickstart" if "quickstart" in names else names[0]
+        hint = f"type {RECIPE}={first}; {there_are}"
+        problem = problem_at(number, "missing_value", "no recipe is named", hint, RECIPE)
         return problem if given else replace(problem, file=None, line=None)
     near = closest(name, names)
     hint = f"did you mean {RECIPE}={near}? {there_are}" if near else f"{there_are}; or name a .yaml file"
@@ -128,7 +129,7 @@ def _add_entry(selection: Selection, entry: Entry, seen: set[str]) -> bool:
     problem = _check_entry(selection, entry)
     if problem:
         selection.problems.append(problem)
-        selection.failed.add(RECIPE)
+        selection.failed.add(_doubtful(entry, selection.folders.groups()))
         return False
     if entry.key:
         group = entry.key.split()[-1].removeprefix("/")
@@ -136,6 +137,12 @@ def _add_entry(selection: Selection, entry: Entry, seen: set[str]) -> bool:
     elif entry.value != SELF and _parent(entry) not in seen:
         return _add_recipe(selection, _parent(entry), seen)
     return True
+
+
+def _doubtful(entry: Entry, groups: Sequence[str]) -> str:
+    """What a wrong line of a defaults list was to give: a group's values, or a whole recipe's."""
+    group = entry.key.split()[-1].removeprefix("/") if entry.key else RECIPE
+    return closest(group, groups) or group
 
 
 def _parent(entry: Entry) -> str:
@@ -183,21 +190,32 @@ def _entry_problem(entry: Entry, code: str, message: str, hint: str) -> Problem:
 
 
 def _settle(selection: Selection, group: str) -> None:
-    """Take the strongest option that is there and readable; report those it had to pass over."""
+    """Take the strongest option that is there and whole; report those it had to pass over."""
     options = selection.options[group]
-    while options:
-        option, origin = options[-1]
-        file = selection.folders.find_config(f"{group}/{option}") if option else None
-        if file is not None and _read(selection, file) is not None:
-            break
-        if file is None:
-            selection.problems.append(_unknown_option(selection.folders, group, option, origin))
+    while options and not _is_whole(selection, group, *options[-1]):
         selection.failed.add(group)
         options.pop()
         if options:
             selection.forced[group] = options[-1][0]
         else:
             selection.forced.pop(group, None)
+
+
+def _is_whole(
+    selection: Selection, group: str, option: str, origin: Origin, below: frozenset[str] = frozenset()
+) -> bool:
+    """Whether an option and those it is built on can be read; what is wrong is reported."""
+    path = selection.folders.find_config(f"{group}/{option}") if option else None
+    if path is None:
+        selection.problems.append(_unknown_option(selection.folders, group, option, origin))
+        return False
+    file = _read(selection, path)
+    if file is None:
+        return False
+    below = below | {option, SELF}
+    parents = [entry for entry in file.defaults if not entry.key and entry.value not in below]
+    whole = [_is_whole(selection, group, parent.value, parent.origin, below) for parent in parents]
+    return all(whole)
 
 
 def _unknown_option(folders: Folders, group: str, option: str, origin: Origin) -> Problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,18 @@ from trainspec_cli.errors import Problem, RecipeError
 SYNTAX_HINTS = {
     "mapping values are not allowed": "indent it like its neighbours, and quote text that holds `: `",
     "could not find expected ':'": "write `key: value`, with a space after the colon",
-    "that cannot start any token": "indent with spaces, and quote text that starts with a special character",
+    "that cannot start any token": "quote text that starts with this character",
     "expected ',' or ']'": "close the list with `]`",
     "expected ',' or '}'": "close the mapping with `}`",
     "found unexpected end of stream": "close the quotes",
     "expected <block end>": "give keys of one level the same indentation",
 }
 """Words of PyYAML's message -> what to do."""
+
+TOLD_AT_THE_START = ("could not find expected ':'", "end of stream", "expected ',' or")
+"""Words of messages about something unfinished: PyYAML's context mark says where that began."""
+
+_NO_SPACE = re.compile(r"\s*[\w-]+:[^\s:]")
 
 
 @dataclass(frozen=True)
@@ -64,24 +70,35 @@ def read_yaml(path: Path, cwd: Path) -> YamlFile:
 
 
 def _parse(path: Path, shown: str) -> yaml.Node | None:
+    text = ""
     try:
-        return yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        text = path.read_text(encoding="utf-8")
+        return yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
-        raise RecipeError(_syntax_problem(error, shown)) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        message = f"{shown} is not YAML text: {error}".splitlines()[0]
+        raise RecipeError(_syntax_problem(error, shown, text.splitlines())) from error
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        message = f"{shown} cannot be read as text: {str(error).partition(chr(10))[0]}"
         raise RecipeError(Problem(code="bad_yaml", message=message, file=shown, line=1, column=1)) from error
 
 
-def _syntax_problem(error: yaml.MarkedYAMLError, shown: str) -> Problem:
+def _syntax_problem(error: yaml.MarkedYAMLError, shown: str, lines: list[str]) -> Problem:
     said = error.problem or error.context or "unreadable"
-    hint = next((hint for words, hint in SYNTAX_HINTS.items() if words in said), "")
-    unfinished = "could not find expected ':'" in said or "end of stream" in said
+    unfinished = any(words in said for words in TOLD_AT_THE_START)
     mark = (error.context_mark if unfinished else None) or error.problem_mark or error.context_mark
     line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
-    where = f" {error.context}" if error.context and error.context != said else ""
-    message = f"this is not YAML: {said}{where}"
+    if "'\\t'" in said:
+        message, hint = "a tab indents this line; YAML takes spaces alone", "replace the tab with two spaces"
+    else:
+        context = f" {error.context}" if error.context and error.context != said else ""
+        message, hint = f"this is not YAML: {said}{context}", _syntax_hint(said, lines, line)
     return Problem(code="bad_yaml", message=message, hint=hint, file=shown, line=line, column=column)
+
+
+def _syntax_hint(said: str, lines: list[str], line: int) -> str:
+    for number in (line, line - 1):
+        if 1 <= number <= len(lines) and _NO_SPACE.match(lines[number - 1]):
+            return f"put a space after the colon in line {number}"
+    return next((hint for words, hint in SYNTAX_HINTS.items() if words in said), "")
 
 
 def _check_keys(node: yaml.Node, shown: str) -> Iterator[Problem]:

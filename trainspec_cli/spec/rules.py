@@ -111,7 +111,8 @@ def _fixed_axes(spec: RunSpec) -> dict[str, int]:
 
 
 def _largest_axis(sizes: dict[str, int]) -> str:
-    return f"layout.{max(sizes, key=lambda axis: sizes[axis])}" if sizes else "layout"
+    """The one to look at first; of axes that are all 1, the one that usually grows."""
+    return f"layout.{max(sizes, key=lambda axis: (sizes[axis], axis == 'dp_shard'))}" if sizes else "layout"
 
 
 def _fitting(sizes: dict[str, int], processes: int) -> str:
@@ -130,20 +131,24 @@ def batch(spec: RunSpec) -> Iterator[Problem]:
     if processes is None or searched or processes % model_parallel:
         return
     ranks, size, micro = processes // model_parallel, spec.batching.global_batch_size, spec.batching.micro_batch_size
-    part = ranks if micro == AUTO else ranks * micro
-    if part < 1 or size % part == 0:
+    if ranks < 1 or size < 1:
         return
-    parts = f"{ranks} data-parallel ranks" + ("" if micro == AUTO else f" x {micro} samples a micro-batch = {part}")
-    near = [str(n) for n in (size - size % part, size + part - size % part) if n > 0]
-    path = "batching.global_batch_size"
-    message = f"a global batch of {size} samples does not divide by {parts}"
-    yield Problem(code="not_divisible", path=path, message=message, hint=f"type {path}={' or '.join(near)}")
+    if size % ranks:
+        message = f"a global batch of {size} samples does not divide by {ranks} data-parallel ranks"
+        path, near = "batching.global_batch_size", [size - size % ranks, size + ranks - size % ranks]
+        hint = f"type {path}={' or '.join(str(n) for n in near if n)}"
+        yield Problem(code="not_divisible", path=path, message=message, hint=hint)
+    elif micro != AUTO and micro > 0 and size // ranks % micro:
+        message = f"{size} samples on {ranks} ranks are {size // ranks} each, which do not divide by {micro}"
+        path, fitting = "batching.micro_batch_size", ", ".join(map(str, _divisors(size // ranks)))
+        hint = f"type {path}=auto; it may be {fitting}"
+        yield Problem(code="not_divisible", path=path, message=message, hint=hint)
 
 
 def schedule(spec: RunSpec) -> Iterator[Problem]:
     warmup, steps = spec.optim.schedule.warmup_steps, spec.train.max_steps
     path = "optim.schedule.warmup_steps"
-    if warmup >= steps:
+    if warmup >= steps >= 1:
         message = f"the learning rate would warm up for {warmup} steps in a run of {steps} (`train.max_steps`)"
         yield Problem(code="out_of_range", path=path, message=message, hint=f"type {path}={steps // 10}")
     decay = spec.optim.schedule.decay_fraction

@@ -143,8 +143,9 @@ def _missing(wanted: Any, path: str) -> list[Problem]:
     if dataclasses.is_dataclass(wanted):
         _, problems = build(wanted, {}, f"{path}.")  # type: ignore[arg-type]
         return problems
-    message = f"`{path}` has no value; {describe(wanted, with_null=False)} is needed"
-    return [Problem(code="missing_value", path=path, message=message, hint=f"type {path}=<value>")]
+    allowed = describe(wanted, with_null=False)
+    message = f"`{path}` has no value; {allowed} is needed"
+    return [Problem(code="missing_value", path=path, message=message, hint=f"type {path}=<{allowed}>")]
 
 
 def _unknown_key(cls: type, key: str, path: str) -> Problem:
@@ -191,12 +192,13 @@ def _hint(wanted: Any, value: Any, path: str) -> str:
         return "put a space after the colon" if colon else f"its keys are set one by one, such as {example}"
     if isinstance(value, str) and choices_of(wanted):
         meant = closest(value, [str(choice) for choice in choices_of(wanted)])
-        return f"did you mean {path}={meant}?" if meant else ""
+        if meant:
+            return f"did you mean {path}={meant}?"
     if wanted is bool:
         return f"type {path}=true or {path}=false"
     if wanted is str and isinstance(value, (int, float)):
         return f"""quote it, to make it text: '{path}="{show_value(value)}"'"""
-    return ""
+    return f"type {path}=<{describe(wanted)}>"
 
 
 def choices_of(wanted: Any) -> tuple[Any, ...]:

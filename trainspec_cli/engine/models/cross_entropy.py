@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 IGNORED_TARGET = -1
 """A target that takes no part in the loss."""
-CHUNK_BYTES = 32 * 2**20
+CHUNK_BYTES = 128 * 2**20
 """Logits held at once, as fp32."""
 
 

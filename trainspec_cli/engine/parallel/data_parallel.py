@@ -44,7 +44,7 @@ def apply_data_parallel(
         fully_shard(block, mesh=shard_mesh, mp_policy=policy, reshard_after_forward=free)
     fully_shard(model, mesh=shard_mesh, mp_policy=policy, reshard_after_forward=False)
     for module in _sharded_modules(model):
-        _sum_gradients(module, mesh["dp_replicate"], time_collective)
+        _sum_gradients(module, shard_mesh, mesh["dp_replicate"], time_collective)
         if shard_mesh.size() > 1 and shard_mesh.device_type == "cpu":
             _time_shard_collectives(module, time_collective)
 
@@ -53,9 +53,12 @@ def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _sum_gradients(module: FSDPModule, replicate_mesh: DeviceMesh, time_collective: TimeCollective) -> None:
-    module.set_gradient_divide_factor(1.0)
-    module.set_force_sum_reduction_for_comms(True)
+def _sum_gradients(
+    module: FSDPModule, shard_mesh: DeviceMesh, replicate_mesh: DeviceMesh, time_collective: TimeCollective
+) -> None:
+    if shard_mesh.size() > 1:  # over one rank there is nothing to divide by, and setting it costs a pass
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
     if replicate_mesh.size() == 1:
         return
     group = replicate_mesh.get_group()

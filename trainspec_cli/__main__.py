@@ -1,0 +1,67 @@
+"""argv -> command -> exit code. No traceback reaches a person for a fault of theirs, or of the machine.
+
+Beside the exit codes of `errors.py`: 1 for a fault of the program itself (the traceback goes to a file),
+141 when the reader of a pipe has gone, as the shell has it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from trainspec_cli.cli.main import dispatch
+from trainspec_cli.cli.style import Style
+from trainspec_cli.errors import Interrupted, Stopped, TrainspecError
+
+EXIT_FAULT = 1
+EXIT_BROKEN_PIPE = 141
+
+
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The exit code; everything that can go wrong has been told by then."""
+    try:
+        code = dispatch(arguments, Style.of(sys.stdout))
+        sys.stdout.flush()
+        return code
+    except TrainspecError as error:
+        _tell(error, as_json="--json" in arguments)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return Interrupted.exit_code
+    except BrokenPipeError:
+        # Python would complain of the closed pipe once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except Exception as error:
+        _tell_fault(error)
+        return EXIT_FAULT
+
+
+def _tell(error: TrainspecError, *, as_json: bool) -> None:
+    from trainspec_cli.cli.problems import render_json, render_problems
+
+    if as_json:
+        print(render_json(error.problems))
+        return
+    label = "stopped" if isinstance(error, (Stopped, Interrupted)) else "error"
+    print(render_problems(error.problems, Style.of(sys.stderr), label), file=sys.stderr)
+
+
+def _tell_fault(error: Exception) -> None:
+    import tempfile
+    import traceback
+
+    with tempfile.NamedTemporaryFile("w", prefix="trainspec-", suffix=".txt", delete=False) as file:
+        file.write("".join(traceback.format_exception(error)))
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    print(f"trainspec failed, by a fault of its own: {summary}\nthe traceback is in {file.name}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

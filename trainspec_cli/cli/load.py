@@ -1,0 +1,98 @@
+"""The way from a command line to a RunSpec and a Plan, which the commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainspec_cli.compose.arguments import RECIPE
+from trainspec_cli.compose.compose import Composed, compose_arguments
+from trainspec_cli.compose.origins import COMMAND_LINE
+from trainspec_cli.errors import MachineError, Problem, RecipeError, TrainspecError
+from trainspec_cli.spec.cluster import Machine
+from trainspec_cli.spec.plan import Plan
+from trainspec_cli.spec.rules import check, check_engine, check_machine
+from trainspec_cli.spec.run import RunSpec
+from trainspec_cli.spec.structure import build
+from trainspec_cli.spec.unknown import UNKNOWN, UnknownTouched
+
+
+@dataclass(frozen=True)
+class Loaded:
+    spec: RunSpec
+    composed: Composed
+
+
+@dataclass(frozen=True)
+class Examined:
+    draft: RunSpec
+    """UNKNOWN stands in it for what is missing or wrong."""
+    composed: Composed
+    problems: list[Problem]
+    """Located, in the order they are read."""
+
+
+def load(arguments: Sequence[str], cwd: Path | None = None) -> Loaded:
+    """What `recipe=NAME key=value ...` asks for. Raises RecipeError with every problem, located."""
+    examined = examine(arguments, cwd)
+    require(examined.problems)
+    return Loaded(examined.draft, examined.composed)
+
+
+def examine(arguments: Sequence[str], cwd: Path | None = None) -> Examined:
+    """Find everything that is wrong with a recipe, whatever the machine."""
+    composed = compose_arguments(arguments, cwd)
+    draft, mistyped = build(RunSpec, composed.data)
+    draft = _without_failed(draft, composed)
+    problems = composed.locate([*mistyped, *check(draft), *check_engine(draft)])
+    said = {problem.path for problem in composed.problems}
+    new = [problem for problem in problems if not _follows(problem, composed, said)]
+    return Examined(draft, composed, sorted([*composed.problems, *new], key=_place))
+
+
+def plan_on(loaded: Loaded, machine: Machine) -> Plan:
+    """Resolve every `auto`. Raises MachineError for what the host lacks, RecipeError for sizes that do not fit it."""
+    from trainspec_cli.planner.plan import plan
+
+    require(loaded.composed.locate(check_machine(loaded.spec, machine)))
+    try:
+        return plan(loaded.spec, machine)
+    except TrainspecError as error:
+        raise type(error)(loaded.composed.locate(error.problems)) from error
+
+
+def detect_machine(spec: RunSpec) -> Machine | None:
+    """This host as `spec` would use it; None for a draft that does not say whether it wants GPUs."""
+    from trainspec_cli.launch.machine import detect
+
+    try:
+        return detect(look_for_gpus=spec.cluster.device != "cpu")
+    except UnknownTouched:
+        return None
+
+
+def require(problems: Sequence[Problem]) -> None:
+    """Raise what they amount to: MachineError (exit 4) where only the machine lacks something, else RecipeError (2)."""
+    if problems:
+        error = MachineError if all(problem.environment for problem in problems) else RecipeError
+        raise error(problems)
+
+
+def _without_failed(draft: RunSpec, composed: Composed) -> RunSpec:
+    """Rules have nothing to say of values that stand in for a recipe or an option that could not be found."""
+    names = draft.__dataclass_fields__
+    unknown = set(names) if RECIPE in composed.failed else composed.failed & set(names)
+    return RunSpec(**{name: UNKNOWN if name in unknown else getattr(draft, name) for name in names})
+
+
+def _follows(problem: Problem, composed: Composed, said: set[str]) -> bool:
+    """A value misses because the recipe or option that gives it was not found, or because its own was refused."""
+    group = problem.path.partition(".")[0]
+    missed = RECIPE in composed.failed or group in composed.failed or problem.path in said
+    return problem.code == "missing_value" and missed
+
+
+def _place(problem: Problem) -> tuple[bool, str, int, int]:
+    """The command line first, then file by file."""
+    return problem.file != COMMAND_LINE, problem.file or "", problem.line or 0, problem.column or 0

@@ -1,0 +1,114 @@
+"""The table of commands, and the help that is printed from it. A command's module is imported when it is called."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainspec_cli import __version__
+from trainspec_cli.cli.style import Style
+from trainspec_cli.errors import EXIT_CODES, Problem, RecipeError, closest
+
+
+@dataclass(frozen=True)
+class Command:
+    """A module that holds `app`, a typer.Typer."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "launch": Command("trainspec_cli.cli.launch", "train a recipe on this machine"),
+    "resume": Command("trainspec_cli.cli.resume", "go on with a run from its newest checkpoint"),
+    "runs": Command("trainspec_cli.cli.runs", "list the runs below ./runs"),
+    "report": Command("trainspec_cli.cli.report", "say what became of a run, and where the time went"),
+    "validate": Command("trainspec_cli.cli.validate", "find every problem of a recipe at once"),
+    "show": Command("trainspec_cli.cli.show", "print a composed recipe, or what differs from another"),
+    "recipes": Command("trainspec_cli.cli.recipes", "list what there is to run"),
+    "data": Command("trainspec_cli.cli.data", "prepare text for training, and look into it"),
+}
+HELP_OPTIONS = ("--help", "-h", "help")
+
+
+def dispatch(arguments: Sequence[str], style: Style) -> int:
+    """Run one command line; -> exit code. Raises TrainspecError, and typer's own errors of usage."""
+    name, *rest = arguments or ("--help",)
+    if name in HELP_OPTIONS:
+        print(render_help(style))
+        return 0
+    if name == "--version":
+        print(f"trainspec {__version__}")
+        return 0
+    if name not in COMMANDS:
+        raise RecipeError(_unknown_command(name, rest))
+    return _run(name, rest)
+
+
+def _run(name: str, arguments: Sequence[str]) -> int:
+    import typer
+
+    command = typer.main.get_command(importlib.import_module(COMMANDS[name].module).app)
+    try:
+        with command.make_context(f"trainspec {name}", list(arguments)) as context:
+            result = command.invoke(context)
+    except typer.Exit as ended:
+        return ended.exit_code
+    except typer.Abort as aborted:
+        raise KeyboardInterrupt from aborted
+    except _usage_error() as error:
+        raise RecipeError(_usage_problem(name, error)) from error
+    return result if isinstance(result, int) else 0
+
+
+def _usage_error() -> type[Exception]:
+    """Typer may carry a click of its own, so its error of usage is reached through one that Typer exports."""
+    import typer
+
+    return typer.BadParameter.__mro__[1]
+
+
+def _usage_problem(name: str, error: Any) -> Problem:
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return Problem(code="usage", message=f"trainspec {name} needs a command", hint=f"see trainspec {name} --help")
+    message, hint = error.format_message(), f"see trainspec {name} --help"
+    option = getattr(error, "option_name", "").lstrip("-")
+    if option == "recipe" or "." in option:
+        hint = f"values are given without dashes: {option}=<value>"
+    elif type(error).__name__ == "MissingParameter":
+        hint = f"such as trainspec {name} recipe=quickstart; trainspec recipes lists what there is"
+    return Problem(code="usage", message=message, hint=hint)
+
+
+def _unknown_command(name: str, rest: Sequence[str]) -> Problem:
+    if name.startswith("recipe="):
+        hint = f"such as trainspec launch {' '.join((name, *rest))}"
+        return Problem(code="usage", message="a command comes first", hint=hint)
+    near = closest(name, COMMANDS)
+    hint = f"did you mean trainspec {near}?" if near else f"commands: {', '.join(COMMANDS)}"
+    kind = "option" if name.startswith("-") else "command"
+    return Problem(code="usage", message=f"there is no {kind} `{name}`", hint=hint)
+
+
+def render_help(style: Style) -> str:
+    width = max(map(len, COMMANDS))
+    commands = [f"  {style.bold(name.ljust(width))}  {command.summary}" for name, command in COMMANDS.items()]
+    codes = [f"  {code:>3}  {meaning}" for code, meaning in EXIT_CODES.items()]
+    return "\n".join([
+        "Launcher, planner and engine for training large models under an open training spec.",
+        "",
+        f"{style.bold('usage')}: trainspec COMMAND [recipe=NAME key=value ...] [--options]",
+        "",
+        *commands,
+        "",
+        "  trainspec COMMAND --help says more of one; trainspec --version names this one.",
+        "",
+        style.bold("to begin"),
+        "  trainspec recipes",
+        "  trainspec validate recipe=quickstart",
+        "",
+        style.bold("exit codes"),
+        *codes,
+    ])  # fmt: skip

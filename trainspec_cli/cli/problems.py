@@ -1,0 +1,43 @@
+"""Problems on paper: for people with the line they stand in, for programs as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+from trainspec_cli.cli.style import Style
+from trainspec_cli.errors import Problem
+
+POINTED_AT_ONE_CHARACTER = frozenset({"bad_yaml"})
+"""Codes whose column is a spot, not the start of an entry."""
+
+
+def render_problems(problems: Sequence[Problem], style: Style, label: str = "error") -> str:
+    """One paragraph each, and their number where there are several."""
+    paragraphs = ["\n".join(_paragraph(problem, style, label)) for problem in problems]
+    if len(problems) > 1:
+        paragraphs.append(style.bold(f"{len(problems)} problems"))
+    return "\n\n".join(paragraphs)
+
+
+def render_json(problems: Sequence[Problem]) -> str:
+    return json.dumps({"errors": [problem.as_json() for problem in problems]}, indent=2, ensure_ascii=False)
+
+
+def _paragraph(problem: Problem, style: Style, label: str) -> Iterator[str]:
+    yield f"{style.bold(style.red(label))}: {style.bold(problem.message)}"
+    if problem.file:
+        yield style.cyan(f"  --> {problem.where()}")
+    if problem.excerpt:
+        yield from _excerpt(problem, style)
+    if problem.hint:
+        yield f"  {style.green('hint')}: {problem.hint}"
+
+
+def _excerpt(problem: Problem, style: Style) -> Iterator[str]:
+    text = problem.excerpt.replace("\t", " ").rstrip()
+    number = f"{problem.line:>5}"
+    start = min((problem.column or 1) - 1, len(text))
+    width = 1 if problem.code in POINTED_AT_ONE_CHARACTER else max(1, len(text) - start)
+    yield f"{style.dim(f'{number} |')} {text}"
+    yield f"{style.dim(' ' * len(number) + ' |')} {' ' * start}{style.red('^' * width)}"

@@ -1,0 +1,56 @@
+"""`trainspec recipes`: what there is to run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import typer
+
+from trainspec_cli.cli.options import AsJson
+from trainspec_cli.cli.style import Style
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def recipes(as_json: AsJson = False) -> None:
+    """List the recipes there are: your own in ./recipes first, then those that ship."""
+    found = _find()
+    if as_json:
+        typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        return
+    style = Style.of(sys.stdout)
+    width = max(len(recipe["name"]) for recipe in found)
+    for recipe in found:
+        typer.echo(f"{style.bold(recipe['name'].ljust(width))}  {recipe['description']}")
+        typer.echo(f"{' ' * width}  {style.dim(recipe['file'])}")
+
+
+def _find() -> list[dict[str, str]]:
+    from trainspec_cli.compose.folders import find_folders
+    from trainspec_cli.compose.origins import show_path
+
+    cwd = Path.cwd().resolve()
+    folders = find_folders(cwd)
+    files = {name: folders.find_config(f"recipe/{name}") for name in folders.recipe_names()}
+    own = [name for name, file in files.items() if file and file.is_relative_to(cwd / "recipes")]
+    shipped = [name for name in files if name not in own]
+    return [
+        {"name": name, "description": _describe(file, cwd), "file": show_path(file, cwd)}
+        for name in (*own, *shipped)
+        if (file := files[name])
+    ]
+
+
+def _describe(file: Path, cwd: Path) -> str:
+    """Its description, or what keeps it from being read."""
+    from trainspec_cli.compose.yaml_file import read_yaml
+    from trainspec_cli.errors import RecipeError
+
+    try:
+        return read_yaml(file, cwd).description or "(no description)"
+    except RecipeError as error:
+        problem = error.problems[0]
+        return f"(cannot be read: {problem.where()}: {problem.message})"

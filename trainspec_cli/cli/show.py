@@ -1,0 +1,98 @@
+"""`trainspec show`: the composed recipe, value by value, or what differs from another."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainspec_cli.cli.options import AsJson, RecipeArguments
+from trainspec_cli.cli.style import Style
+
+if TYPE_CHECKING:
+    from trainspec_cli.compose.compose import Composed
+
+app = typer.Typer(add_completion=False)
+WIDEST_CELL = 40
+
+
+@app.command()
+def show(
+    arguments: RecipeArguments,
+    diff: Annotated[
+        str | None,
+        typer.Option(metavar="OTHER", help="Show what differs from a recipe, a run folder or its composed.yaml."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the composed recipe, each value with the file:line it comes from."""
+    from trainspec_cli.cli.load import examine, require
+    from trainspec_cli.compose.arguments import RECIPE
+
+    examined = examine(arguments)
+    hopeless = examined.problems and (as_json or RECIPE in examined.composed.failed)
+    if diff is None and not hopeless:
+        typer.echo(_whole(examined.composed, as_json), nl=False)
+    require(examined.problems)
+    if diff is not None:
+        typer.echo(_difference(examined.composed, _compose_other(diff), diff, as_json))
+
+
+def _whole(composed: Composed, as_json: bool) -> str:
+    from trainspec_cli.compose.render import flatten, render_yaml
+
+    if not as_json:
+        return render_yaml(composed, Style.of(sys.stdout).dim)
+    origins = {path: vars(composed.origins[path]) for path in flatten(composed.data) if path in composed.origins}
+    content = {"recipe": composed.recipe, "values": composed.data, "origins": origins}
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
+def _compose_other(other: str) -> dict[str, Any]:
+    """The values of a run folder's composed.yaml, or of a recipe. Raises RecipeError."""
+    import yaml
+
+    from trainspec_cli.cli.load import load
+    from trainspec_cli.rundir.paths import RunDir
+
+    path = Path(other)
+    file = RunDir(path).composed_yaml if path.is_dir() else path
+    if file.name == RunDir(path).composed_yaml.name and file.is_file():
+        values: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+        return values
+    return load([f"recipe={other}"]).composed.data
+
+
+def _difference(composed: Composed, other: dict[str, Any], other_name: str, as_json: bool) -> str:
+    from trainspec_cli.compose.render import flatten
+
+    these, those = flatten(composed.data), flatten(other)
+    differing = [path for path in {**these, **those} if these.get(path, _ABSENT) != those.get(path, _ABSENT)]
+    if as_json:
+        rows = [{"path": path, "this": these.get(path), "other": those.get(path)} for path in differing]
+        return json.dumps({"recipe": composed.recipe, "other": other_name, "differences": rows}, indent=2)
+    if not differing:
+        return f"{composed.recipe} and {other_name} do not differ"
+    cells = [("", composed.recipe, other_name)]
+    cells += [(path, _cell(these, path), _cell(those, path)) for path in differing]
+    return _table(cells)
+
+
+_ABSENT = object()
+
+
+def _cell(values: dict[str, Any], path: str) -> str:
+    from trainspec_cli.compose.render import render_value
+
+    text = render_value(values[path]) if path in values else "-"
+    return text if len(text) <= WIDEST_CELL else f"{text[: WIDEST_CELL - 3]}..."
+
+
+def _table(rows: list[tuple[str, str, str]]) -> str:
+    style = Style.of(sys.stdout)
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    lines = [f"{path:<{widths[0]}}  {this:<{widths[1]}}  {other}" for path, this, other in rows]
+    return "\n".join([style.bold(lines[0]), *lines[1:]])

@@ -1,0 +1,36 @@
+"""Colour for terminals, plain text for pipes; without a library, so that help and errors come at once."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TextIO
+
+
+@dataclass(frozen=True)
+class Style:
+    coloured: bool
+
+    @classmethod
+    def of(cls, stream: TextIO) -> Style:
+        """Honours NO_COLOR (no-color.org) and dumb terminals."""
+        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        return cls(coloured=not plain and stream.isatty())
+
+    def bold(self, text: str) -> str:
+        return self._wrap(text, 1)
+
+    def dim(self, text: str) -> str:
+        return self._wrap(text, 2)
+
+    def red(self, text: str) -> str:
+        return self._wrap(text, 31)
+
+    def green(self, text: str) -> str:
+        return self._wrap(text, 32)
+
+    def cyan(self, text: str) -> str:
+        return self._wrap(text, 36)
+
+    def _wrap(self, text: str, code: int) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if self.coloured and text else text

@@ -1,0 +1,41 @@
+"""`trainspec validate`: find every problem of a recipe, here and now."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from trainspec_cli.cli.options import AsJson, RecipeArguments
+from trainspec_cli.units import format_count
+
+if TYPE_CHECKING:
+    from trainspec_cli.spec.plan import Plan
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def validate(arguments: RecipeArguments, as_json: AsJson = False) -> None:
+    """Find every problem of a recipe at once: keys, types, sizes that do not divide, files and GPUs that lack."""
+    from trainspec_cli.cli.load import Loaded, detect_machine, examine, plan_on, require
+    from trainspec_cli.cli.problems import render_json
+    from trainspec_cli.spec.rules import check_machine
+
+    examined = examine(arguments)
+    machine = detect_machine(examined.draft)
+    lacking = check_machine(examined.draft, machine) if machine else []
+    require([*examined.problems, *examined.composed.locate(lacking)])
+    assert machine is not None, "a recipe without problems says what device it wants"
+    plan = plan_on(Loaded(examined.draft, examined.composed), machine)
+    typer.echo(render_json([]) if as_json else _summary(examined.composed.recipe, plan))
+
+
+def _summary(recipe: str, plan: Plan) -> str:
+    spec = plan.spec
+    tokens = format_count(spec.train.max_steps * plan.tokens_per_step)
+    return (
+        f"{recipe} is valid: {spec.model.name or spec.model.family}, {format_count(plan.params)} parameters, "
+        f"{spec.train.max_steps} steps of {spec.batching.global_batch_size} x {spec.data.seq_len} tokens "
+        f"({tokens} in all), {plan.world_size} x {plan.device} in {plan.compute}"
+    )

@@ -1,0 +1,52 @@
+"""A composed recipe as YAML, each value with the file:line it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import yaml
+
+from trainspec_cli.compose.compose import Composed
+from trainspec_cli.compose.origins import Origin, Origins
+
+WIDEST_ALIGNED = 44
+"""Origins stand in one column, behind lines of up to this length."""
+
+
+def render_yaml(composed: Composed, paint_origin: Callable[[str], str] = str) -> str:
+    """Valid YAML: origins are comments. `paint_origin` may colour them."""
+    lines = list(_lines(composed.data, composed.origins, ""))
+    column = max((len(text) for text, _ in lines if len(text) <= WIDEST_ALIGNED), default=0)
+    rendered = [
+        f"{text:<{column}}  {paint_origin(f'# {origin}')}" if origin else text for text, origin in lines
+    ]
+    return "\n".join(rendered) + "\n"
+
+
+def render_value(value: Any) -> str:
+    """On one line, as YAML writes it."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted path -> value, for every value that is no section."""
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, dict) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _lines(data: dict[str, Any], origins: Origins, prefix: str) -> Iterator[tuple[str, Origin | None]]:
+    indent = "  " * prefix.count(".")
+    for key, value in data.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict) and value:
+            yield f"{indent}{render_value(key)}:", None
+            yield from _lines(value, origins, f"{path}.")
+        else:
+            yield f"{indent}{render_value(key)}: {render_value(value)}", origins.get(path)
