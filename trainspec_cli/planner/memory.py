@@ -174,6 +174,14 @@ def communicators(setup: Setup) -> int:
     return sum(size > 1 for size in sizes)
 
 
+def peak_of(setup: Setup, layer: LayerMemory, constants: MemoryModel = DEFAULT_MEMORY) -> float:
+    """Of the fullest stage, which is the first or the last."""
+    relief = 1.0 if num_layers(setup.model) % setup.layout.pp else 0.0
+    counts = stage_layers(num_layers(setup.model), setup.layout, relief)
+    ends = {0, len(counts) - 1}
+    return max(stage_memory(setup, stage, counts[stage], layer, constants).total_bytes for stage in ends)
+
+
 def estimate_memory(setup: Setup, constants: MemoryModel = DEFAULT_MEMORY) -> tuple[MemoryBreakdown, ...]:
     """Of every pipeline stage, in bytes."""
     layer = mean_layer_memory(setup)
@@ -183,9 +191,4 @@ def estimate_memory(setup: Setup, constants: MemoryModel = DEFAULT_MEMORY) -> tu
 
 
 def peak_bytes(setup: Setup, constants: MemoryModel = DEFAULT_MEMORY) -> float:
-    """Of the fullest stage: the first, the second or the last."""
-    layer = mean_layer_memory(setup)
-    relief = 1.0 if num_layers(setup.model) % setup.layout.pp else 0.0
-    counts = stage_layers(num_layers(setup.model), setup.layout, relief)
-    ends = {0, len(counts) - 1}
-    return max(stage_memory(setup, stage, counts[stage], layer, constants).total_bytes for stage in ends)
+    return peak_of(setup, mean_layer_memory(setup), constants)

@@ -82,20 +82,44 @@ def recompute_part_s(part: Part, setup: Setup) -> float:
     return again.layers * work
 
 
-def estimate_step(setup: Setup, eff: Efficiency) -> StepTime:
-    """Predict one step. Median error 10% on published runs, see `trainspec backtest`."""
-    layout, fabric = setup.layout, setup.fabric
-    groups = axis_groups(layout, fabric, eff)
-    rates = rates_of(fabric.chip, setup.matmul, setup.compute, eff)
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch through a layer, and through what stands before and after them.
+
+    Depends on the axes that cut a layer (tp, cp, ep) and not on those that spread layers or samples, so that a
+    search computes it once for many layouts.
+    """
+
+    layer: Part
+    embedding: Part
+    head: Part
+    rates: Rates
+
+
+def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> MicroBatch:
+    layout = setup.layout
+    rates = rates_of(setup.fabric.chip, setup.matmul, setup.compute, eff)
     layer = mean_layer(setup, rates, groups, eff)
     head = part_of(head_work(setup.model, setup.tokens, layout), setup, rates, groups, eff)
     embedding = part_of(embedding_work(setup.model, setup.tokens, layout), setup, rates, groups, eff)
-    head = with_prediction_layers(head, layer, setup)
-    stages = stage_parts(layer, embedding, head, setup)
+    return MicroBatch(layer, embedding, with_prediction_layers(head, layer, setup), rates)
+
+
+def estimate_step(setup: Setup, eff: Efficiency) -> StepTime:
+    """Predict one step. Its error on published runs: `trainspec backtest`."""
+    groups = axis_groups(setup.layout, setup.fabric, eff)
+    return assemble_step(setup, micro_batch(setup, groups, eff), groups, eff)
+
+
+def assemble_step(setup: Setup, once: MicroBatch, groups: dict[str, Group], eff: Efficiency) -> StepTime:
+    """From the parts of a micro-batch to a whole step under the setup's layout."""
+    layout, fabric, rates = setup.layout, setup.fabric, once.rates
+    counts = stage_layers_of(setup, once.layer, once.head)
+    stages = stage_parts(once, counts)
     times = [stage_s(part, setup) for part in stages]
     slowest = max(range(len(times)), key=times.__getitem__)
     part, micro = stages[slowest], setup.grad_accum
-    again = recompute_part_s(layer, setup) * stage_layers_of(setup, layer, head)[slowest]
+    again = recompute_part_s(once.layer, setup) * counts[slowest]
     between = eff.step_graphed_s if setup.software.graphs else eff.step_s
     bubble = eff.bubble * bubble_s(times, layout)
     sends = pipeline_sends_s(setup, groups["pp"], eff)
@@ -132,11 +156,11 @@ def stage_layers_of(setup: Setup, layer: Part, head: Part) -> tuple[int, ...]:
     return stage_layers(num_layers(setup.model), setup.layout, relief)
 
 
-def stage_parts(layer: Part, embedding: Part, head: Part, setup: Setup) -> list[Part]:
-    counts = stage_layers_of(setup, layer, head)
-    stages = [Part().plus(layer, count) for count in counts]
-    stages[0] = stages[0].plus(embedding)
-    stages[-1] = stages[-1].plus(head)
+def stage_parts(once: MicroBatch, counts: tuple[int, ...]) -> list[Part]:
+    whole = {count: Part().plus(once.layer, count) for count in set(counts)}
+    stages = [whole[count] for count in counts]
+    stages[0] = stages[0].plus(once.embedding)
+    stages[-1] = stages[-1].plus(once.head)
     return stages
 
 

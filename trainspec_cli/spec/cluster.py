@@ -69,6 +69,8 @@ class ClusterSpec:
     """Of a node."""
     storage_gb_per_s: float = 1.2
     """To checkpoint storage, a node: 2.3 TB in 40 s from 48 nodes (BLOOM, stas00/ml-engineering, fault-tolerance)."""
+    efficiency: dict[str, float] | None = None
+    """Corrections of the planner's efficiencies for this cluster, as `trainspec backtest --fit` writes them."""
     reliability: ReliabilitySpec = field(default_factory=ReliabilitySpec)
     site: SiteSpec = field(default_factory=SiteSpec)
     power: PowerSpec = field(default_factory=PowerSpec)

@@ -27,7 +27,9 @@ class MemoryBreakdown:
 
     @property
     def total_bytes(self) -> float:
-        return sum(getattr(self, part.name) for part in fields(self))
+        states = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+        work = self.activations_bytes + self.logits_bytes
+        return states + work + self.comm_buffers_bytes + self.fragmentation_bytes + self.context_bytes
 
 
 @dataclass(frozen=True)

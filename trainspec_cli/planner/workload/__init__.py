@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainspec_cli.planner.workload import cnn, ssm, transformer
-from trainspec_cli.spec.model import ConvModel, DecoderModel, HybridModel, ModelSpec
+from trainspec_cli.spec.model import ConvModel, HybridModel, ModelSpec
 
 
 def count_params(model: ModelSpec) -> int:
@@ -33,4 +33,13 @@ def flops_per_token(model: ModelSpec, seq_len: int) -> float:
     return transformer.flops_per_token(model, seq_len)
 
 
-__all__ = ["ConvModel", "DecoderModel", "HybridModel", "count_active_params", "count_params", "flops_per_token"]
+def attention_flops_per_token(model: ModelSpec, seq_len: int) -> float:
+    """The part of the model FLOPs that no weight takes part in: scores and values, or the state-space scan."""
+    if isinstance(model, ConvModel):
+        return 0.0
+    if isinstance(model, HybridModel):
+        return ssm.mixing_flops_per_token(model, seq_len)
+    return transformer.core_flops_per_token(model, seq_len)
+
+
+__all__ = ["attention_flops_per_token", "count_active_params", "count_params", "flops_per_token"]

@@ -73,9 +73,14 @@ def count_params(model: HybridModel, active: bool = False) -> int:
 
 def flops_per_token(model: HybridModel, seq_len: int) -> float:
     """6 per matmul parameter, attention over the causal half, and the scan (forward, and twice that backward)."""
+    weights = layer_params(model, active=True) + model.vocab_size * model.hidden_size
+    return 6.0 * weights + mixing_flops_per_token(model, seq_len)
+
+
+def mixing_flops_per_token(model: HybridModel, seq_len: int) -> float:
+    """Attention's products and the scan, forward and backward."""
     attention = 6.0 * model.attention_layers * model.num_heads * model.head_dim * seq_len
-    scan = 3.0 * model.mamba_layers * scan_flops_per_token(model)
-    return 6.0 * (layer_params(model, active=True) + model.vocab_size * model.hidden_size) + attention + scan
+    return attention + 3.0 * model.mamba_layers * scan_flops_per_token(model)
 
 
 def mamba_work(model: HybridModel, tokens: float, layout: Layout) -> Work:

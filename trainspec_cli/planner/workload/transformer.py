@@ -89,9 +89,13 @@ def flops_per_token(model: DecoderModel, seq_len: int) -> float:
     PaLM (arXiv:2204.02311, appendix B) counts the full square instead; recomputed work never counts.
     """
     heads = (1 + model.prediction_layers) * model.vocab_size * model.hidden_size
+    return 6.0 * (matmul_params(model) + heads) + core_flops_per_token(model, seq_len)
+
+
+def core_flops_per_token(model: DecoderModel, seq_len: int) -> float:
+    """Attention's two products, forward and backward, a token."""
     layers = model.num_layers + model.prediction_layers
-    attention = 12.0 * layers * attention_width(model) * mean_context(model, seq_len)
-    return 6.0 * (matmul_params(model) + heads) + attention
+    return 12.0 * layers * attention_width(model) * mean_context(model, seq_len)
 
 
 def attention_gemms(model: DecoderModel, tokens: float, tp: int) -> tuple[Gemm, ...]:
