@@ -21,6 +21,7 @@ class Command:
 
 
 COMMANDS = {
+    "plan": Command("trainspec_cli.cli.plan", "rank the layouts of a run, and say what it will take and cost"),
     "launch": Command("trainspec_cli.cli.launch", "train a recipe on this machine"),
     "resume": Command("trainspec_cli.cli.resume", "go on with a run from its newest checkpoint"),
     "runs": Command("trainspec_cli.cli.runs", "list the runs below ./runs"),

@@ -12,8 +12,10 @@ from rich.text import Text
 
 from trainspec_cli.report import plan_words as words
 from trainspec_cli.report.plan_words import Json, percent
-from trainspec_cli.units import format_bytes, format_count, format_duration
+from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
 
+WIDE = 120
+"""Columns that the whole table of layouts takes."""
 SHOWN_CANDIDATES = 8
 SHOWN_REASONS = 8
 BAR_WIDTH = 28
@@ -24,9 +26,10 @@ TIME_COLOURS = {key: COMMUNICATION for key in words.TIME_PARTS if "comm" in key}
 )
 
 
-def render_plan(plan: Json) -> RenderableType:
-    """Everything there is to say about one plan."""
-    parts: list[RenderableType] = [_header(plan), _candidates(plan)]
+def render_plan(plan: Json, width: int = WIDE) -> RenderableType:
+    """Everything there is to say about one plan, on a terminal of `width` columns."""
+    layouts = _candidates(plan) if width >= WIDE else _candidates_narrow(plan)
+    parts: list[RenderableType] = [_header(plan), layouts]
     best = plan["best"]
     if best:
         parts += [_memory(best), _time(best)]
@@ -51,7 +54,7 @@ def render_sweep(sweep: Json) -> RenderableType:
 def _header(plan: Json) -> RenderableType:
     model, cluster, batching, run = plan["model"], plan["cluster"], plan["batching"], plan["run"]
     unit = words.unit_of(model)
-    flops = f"{model['flops_per_token'] / 1e9:,.3g} GFLOP a {unit[:-1]} (attention counted causal)"
+    flops = f"{format_si(model['flops_per_token'], 'FLOP')} a {unit[:-1]} (attention counted causal)"
     step = f"{batching['global_batch_size']:,} samples a step"
     lines = [("model", f"{words.model_words(model)}; {flops}"), ("cluster", words.devices_words(cluster))]
     if run:
@@ -67,9 +70,28 @@ def _candidates(plan: Json) -> RenderableType:
     table.add_column(f"memory of {limit}" if limit else "memory", no_wrap=True)
     for rank, candidate in enumerate(shown, 1):
         table.add_row(*_candidate_row(rank, candidate), style="bold" if rank == 1 and candidate["fits"] else "")
-    fitting = sum(candidate["fits"] for candidate in plan["candidates"])
-    title = f"Layouts  {fitting} kept of {plan['considered']:,} considered" if plan["considered"] else "Layouts"
-    return Group(Text(title, style="bold"), table)
+    return Group(_count(plan), table)
+
+
+def _candidates_narrow(plan: Json) -> RenderableType:
+    """Two lines for each layout, and fewer columns."""
+    table = _table("", "layout", "step", f"{words.unit_of(plan['model'])}/s", "MFU", "memory")
+    for rank, candidate in enumerate(plan["candidates"][:SHOWN_CANDIDATES], 1):
+        how = f"{words.micro_batch_words(candidate)} samples, recompute {candidate['recompute']}"
+        table.add_row(
+            str(rank),
+            Text.assemble(words.layout_words(candidate), "\n", (how, "bright_black")),
+            format_duration(candidate["step_time_s"]),
+            words.rate_words(candidate["tokens_per_s_per_gpu"]),
+            percent(candidate["mfu"], 1),
+            f"{words.gib(candidate['peak_memory_bytes'])} GiB",
+        )
+    return Group(_count(plan), table)
+
+
+def _count(plan: Json) -> Text:
+    kept = sum(candidate["fits"] for candidate in plan["candidates"])
+    return Text(f"Layouts  {kept} kept of {plan['considered']:,} considered", style="bold")
 
 
 def _candidate_row(rank: int, candidate: Json) -> Iterator[RenderableType]:
@@ -151,7 +173,7 @@ def run_rows(plan: Json) -> Iterator[tuple[str, str, str, str]]:
     yield "failures", f"{recovery['failures']:.3g}", "", f"one every {format_duration(recovery['mtbf_s'])}"
     yield _checkpoint_row(recovery)
     yield _cost_row("energy", run, "energy_joules", words.energy_words, _shares(run["energy_parts_joules"]))
-    yield _cost_row("carbon", run, "carbon_kg", words.mass_words, f"CO2e, grid of {cluster['site']}")
+    yield _cost_row("carbon", run, "carbon_kg", words.mass_words, f"CO2e; grid: {cluster['site']}")
     yield _cost_row("money", run, "cost_usd", words.money_words, _shares(run["cost_parts_usd"]))
 
 
@@ -165,7 +187,8 @@ def _checkpoint_row(recovery: Json) -> tuple[str, str, str, str]:
 
 def _cost_row(name: str, run: Json, key: str, say: Any, detail: str) -> tuple[str, str, str, str]:
     if run[key] is None:
-        return name, "unknown", "", "the accelerator's file names neither" if key == "cost_usd" else "no power known"
+        missing = "cluster.cost.price_usd_per_device_hour" if key == "cost_usd" else "cluster.accelerator.tdp_w"
+        return name, "unknown", "", f"{missing} is not known"
     return name, say(run[key]), words.range_words(run["intervals"][key], say), detail
 
 
