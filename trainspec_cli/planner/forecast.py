@@ -24,10 +24,7 @@ CHECKPOINT_BYTES = {"adamw": 12.0, "sgd": 4.0}
 
 def forecast_run(spec: RunSpec, plan: CapacityPlan, candidate: Candidate) -> RunForecast:
     """Expect what `candidate` makes of the recipe, from its first step to `train.max_steps`."""
-    modes: tuple[ResilienceSpec, ...] = (spec.resilience,)
-    if candidate.layout.dp_replicate > 1:
-        other: RecoveryMode = "elastic" if spec.resilience.mode == "restart" else "restart"
-        modes += (replace(spec.resilience, mode=other),)
+    modes = recovery_modes(spec.resilience, candidate.layout.dp_replicate)
     chosen, *others = (expect_goodput(spec, plan, candidate, mode) for mode in modes)
     steps = spec.train.max_steps
     wall_time_s = expect_wall_time(steps, candidate.step_time_s, chosen.goodput)
@@ -48,6 +45,14 @@ def forecast_run(spec: RunSpec, plan: CapacityPlan, candidate: Candidate) -> Run
         assumptions=gather_assumptions(spec, candidate, STEP_TIME_KNOWN_WITHIN),
         notes=tuple(_notes(spec, candidate, chosen)),
     )
+
+
+def recovery_modes(wanted: ResilienceSpec, replica_groups: int) -> tuple[ResilienceSpec, ...]:
+    """What the run does about failures, and what it could do instead. One group alone can only restart."""
+    if replica_groups == 1:
+        return (replace(wanted, mode="restart"),)
+    other: RecoveryMode = "elastic" if wanted.mode == "restart" else "restart"
+    return wanted, replace(wanted, mode=other)
 
 
 def expect_goodput(spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resilience: ResilienceSpec) -> Goodput:
@@ -122,7 +127,7 @@ def _notes(spec: RunSpec, candidate: Candidate, useful: Goodput) -> list[str]:
             f"checkpoint.interval_steps is null; this counts on {useful.checkpoint_interval_steps}, the best interval"
         )
     if spec.resilience.mode == "elastic" and candidate.layout.dp_replicate == 1:
-        notes.append("resilience.mode=elastic needs layout.dp_replicate above 1: with one group every failure restarts")
+        notes.append("resilience.mode=elastic needs layout.dp_replicate above 1: one group alone restarts")
     return notes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -115,6 +116,8 @@ def _run(run: RunForecast) -> dict[str, Any]:
 
 def _goodput(goodput: Goodput) -> dict[str, Any]:
     plain = {field.name: getattr(goodput, field.name) for field in fields(goodput)}
+    if math.isinf(goodput.optimal_interval_s):
+        plain["optimal_interval_s"] = None
     return plain | {"goodput": goodput.goodput.value, "interval": _bounds(goodput.goodput)}
 
 

@@ -291,9 +291,7 @@ def _scaling_row(point: Json, fitting: Sequence[Json]) -> str:
         words.energy_words(run["energy_joules"]) if run["energy_joules"] else "unknown",
         words.money_words(run["cost_usd"]) if run["cost_usd"] else "unknown",
     )
-    return (
-        f"<tr>{start}{_cell(words.layout_words(best), 'name')}{''.join(_cell(text, 'number') for text in figures)}</tr>"
-    )
+    return f"<tr>{start}{_cell(words.layout_words(best))}{''.join(_cell(text, 'number') for text in figures)}</tr>"
 
 
 def _segments(breakdown: Json, names: dict[str, str], say: words.Words) -> list[Segment]:

@@ -182,6 +182,9 @@ def _checkpoint_row(recovery: Json) -> tuple[str, str, str, str]:
     size = format_bytes(recovery["checkpoint_bytes"])
     held = format_duration(recovery["checkpoint_s"])
     detail = f"every {steps:,} step{'s' * (steps != 1)}; {size}, holds training up for {held}"
+    best_s = recovery["optimal_interval_s"]
+    if best_s is not None and not 0.8 < recovery["checkpoint_interval_s"] / best_s < 1.25:
+        detail += f"; least is lost at one every {format_duration(best_s)}"
     return "checkpoints", format_duration(recovery["checkpoint_interval_s"]), "", detail
 
 
