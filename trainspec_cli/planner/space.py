@@ -17,6 +17,9 @@ MIN_TOKENS_PER_RANK = 512
 MAX_MICRO_BATCHES = 6
 """Sizes of a micro-batch that are tried: the smallest divisors that are powers of two, and the whole."""
 
+ELASTIC_GROUPS = (2, 4, 8, 16, 32, 64, 128)
+"""Replica groups that are tried: more lose less to a failure each, and share their state among fewer devices."""
+
 
 @dataclass
 class Space:
@@ -64,15 +67,24 @@ class Space:
                         yield layout, micro, accum
 
     def _shardings(self, base: Layout, width: int) -> Iterator[Layout]:
-        """Sharded over all ranks, or for ZeRO-3 over a node's and replicated across, or not at all."""
-        wanted = self.spec.layout
+        """Sharded over all ranks, or for ZeRO-3 over a node's and replicated across, or not at all.
+
+        A run that is to survive failures by shrinking needs groups that each hold the whole state: then some numbers
+        of groups are tried too, and one group alone is none.
+        """
+        wanted, elastic = self.spec.layout, self.spec.resilience.mode == "elastic"
         node = max(1, self.scaleup_devices // (base.tp * base.cp))
-        options = {width, 1}
+        groups = ELASTIC_GROUPS if elastic else ()
+        if wanted.dp_replicate != AUTO:
+            groups = (int(wanted.dp_replicate),)
+        options = {width, 1, *(width // number for number in groups if width % number == 0)}
         if width % node == 0:
             options.add(node)
         for shard in sorted(options):
             replicate = width // shard
             if wanted.dp_shard not in (AUTO, shard) or wanted.dp_replicate not in (AUTO, replicate):
+                continue
+            if not self._keep(replicate > 1 or not elastic, "resilience=elastic needs two replica groups"):
                 continue
             for stage in stages_of(wanted, shard, replicate):
                 yield replace(base, dp_replicate=replicate, dp_shard=shard, zero_stage=stage)
@@ -110,9 +122,7 @@ class Space:
         layers = num_layers(self.spec.model)
         for schedule in schedules_of(wanted):
             for chunks in self._chunks(schedule, base.pp, layers, accum):
-                yield replace(
-                    base, pipeline_schedule=schedule, virtual_stages=chunks, stage_layers=wanted.stage_layers
-                )
+                yield replace(base, pipeline_schedule=schedule, virtual_stages=chunks, stage_layers=wanted.stage_layers)
 
     def _chunks(self, schedule: PipelineSchedule, pp: int, layers: int, accum: int) -> Sequence[int]:
         wanted = self.spec.layout.virtual_stages
