@@ -22,7 +22,7 @@ MakeJob = Callable[..., Job]
 
 
 def run(job: Job, watch: Callable[[], None] = lambda: None) -> Outcome:
-    outcome = conclude(job, supervise(job, LocalExecutor(), watch))
+    outcome = conclude(job, supervise(job, LocalExecutor(), lambda stop_requested: watch()))
     assert processes.members(job.launch_id) == []
     return outcome
 
@@ -49,7 +49,7 @@ def send(number: signal.Signals) -> None:
 
 def test_a_run_that_ends_well_is_done(make_job: MakeJob) -> None:
     outcome = run(make_job("train"))
-    assert (outcome.result["status"], outcome.exit_code, outcome.explanation) == ("done", 0, "")
+    assert (outcome.result["status"], outcome.exit_code, outcome.explanation) == ("done", 0, None)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -89,17 +89,18 @@ def test_before_the_first_word_of_the_workers_a_request_ends_them_at_once(make_j
 def test_the_exception_that_began_it_is_shown_with_its_rank_and_traceback(make_job: MakeJob) -> None:
     outcome = run(make_job("raise"))
     assert (outcome.result["status"], outcome.exit_code, outcome.result["steps"]) == ("failed", 5, 3)
-    assert outcome.explanation.startswith("rank 1 (host here, step 3): ValueError: the loss is not finite at step 3")
-    assert 'raise ValueError(f"the loss' in outcome.explanation
-    assert outcome.explanation.endswith("rank 0 lost the connection to it, or was stopped with it.")
-    assert "ChildFailedError" not in outcome.explanation
+    assert outcome.explanation.headline == "rank 1 (host here, step 3): ValueError: the loss is not finite at step 3"
+    assert outcome.explanation.detail.startswith("Traceback (most recent call last):")
+    assert 'raise ValueError(f"the loss' in outcome.explanation.detail
+    assert outcome.explanation.detail.endswith("rank 0 lost the connection to rank 1, or was stopped with it.")
+    assert "ChildFailedError" not in outcome.explanation.detail
 
 
 def test_a_worker_that_could_not_speak_is_shown_by_its_log(make_job: MakeJob) -> None:
     outcome = run(make_job("import_error"))
     assert outcome.exit_code == 5
-    assert "ended with exit code 1 before it could say why" in outcome.explanation
-    assert "No module named 'no_such_module_anywhere'" in outcome.explanation
+    assert outcome.explanation.headline.endswith("ended with exit code 1 before it could say why")
+    assert "No module named 'no_such_module_anywhere'" in outcome.explanation.detail
 
 
 def test_a_killed_worker_is_said_to_be_killed(make_job: MakeJob) -> None:
@@ -111,8 +112,8 @@ def test_a_killed_worker_is_said_to_be_killed(make_job: MakeJob) -> None:
 
     outcome = run(job, Once(lambda: both_training(job), kill_rank_1))
     assert outcome.exit_code == 5
-    assert outcome.explanation.startswith("rank 1 (host")
-    assert ") was killed by SIGKILL; if memory ran out" in outcome.explanation
+    assert outcome.explanation.headline.startswith("rank 1 (host")
+    assert ") was killed by SIGKILL; if memory ran out" in outcome.explanation.headline
 
 
 def test_when_torchrun_is_killed_its_workers_save_and_end(make_job: MakeJob) -> None:
@@ -123,7 +124,7 @@ def test_when_torchrun_is_killed_its_workers_save_and_end(make_job: MakeJob) -> 
 
     outcome = run(job, Once(lambda: both_training(job), kill_torchrun))
     assert job.run.checkpoint_steps() == [outcome.result["steps"]]
-    assert outcome.explanation == "torchrun was ended by SIGKILL, and its workers with it"
+    assert outcome.explanation.headline == "torchrun was ended by SIGKILL, and its workers with it"
 
 
 SUPERVISOR = """

@@ -34,7 +34,8 @@ class WorkerFailure:
     summary: str
     """One line: `ValueError: boo`, `killed by SIGKILL`."""
     detail: str = ""
-    """The worker's own traceback, or the end of its log."""
+    """The worker's own traceback, or the end of its log; empty for an error that was foreseen."""
+    hint: str = ""
     step: int | None = None
     time: float = math.inf
     """Unix seconds, where it is known."""
@@ -55,14 +56,16 @@ def _told(job: Job) -> Iterator[WorkerFailure]:
     """Workers that wrote down what happened to them."""
     for path in sorted(job.run.errors_folder.glob("rank*.json")):
         error = read_json(path)
-        summary = f"{error['type']}: {error['message']}".strip().rstrip(":")
+        foreseen = bool(error.get("code"))
+        summary = error["message"] if foreseen else f"{error['type']}: {error['message']}".strip().rstrip(":")
         yield WorkerFailure(
             rank=error["rank"],
             host=error["host"],
             summary=summary,
-            detail=error["traceback"].rstrip(),
+            detail="" if foreseen else error["traceback"].rstrip(),
+            hint=error.get("hint") or "",
             step=error.get("step"),
-            time=path.stat().st_mtime,
+            time=error.get("time", path.stat().st_mtime),
             own_words=True,
             consequence=bool(_PEER_LOST.search(summary)),
         )
@@ -106,21 +109,37 @@ def tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def render_failures(failures: list[WorkerFailure]) -> str:
+@dataclass(frozen=True)
+class Explanation:
+    """For people."""
+
+    headline: str
+    detail: str = ""
+    hint: str = ""
+
+
+def explain(failures: list[WorkerFailure]) -> Explanation:
     """The first failure in its own words; the others in a line."""
     first, *others = failures
     at = f", step {first.step}" if first.step is not None else ""
-    lines = [_headline(first, f"rank {first.rank} (host {first.host}{at})")]
-    if first.detail:
-        lines += ["", first.detail]
-    lost = [failure for failure in others if failure.consequence]
+    who = f"rank {first.rank} (host {first.host}{at})"
+    detail = [first.detail, *_explain_others(first, others)]
+    return Explanation(_sentence(who, first), "\n\n".join(filter(None, detail)), first.hint)
+
+
+def _explain_others(first: WorkerFailure, others: list[WorkerFailure]) -> Iterator[str]:
+    alike = [other for other in others if other.summary == first.summary]
+    lost = [other for other in others if other.consequence and other not in alike]
+    if alike:
+        yield f"{_ranks(alike)} ended in the same way."
     if lost:
-        lines += ["", f"{_ranks(lost)} lost the connection to it, or was stopped with it."]
-    lines += [_headline(other, f"also rank {other.rank}") for other in others if not other.consequence]
-    return "\n".join(lines)
+        yield f"{_ranks(lost)} lost the connection to rank {first.rank}, or was stopped with it."
+    for other in others:
+        if other not in alike and other not in lost:
+            yield _sentence(f"also rank {other.rank}", other)
 
 
-def _headline(failure: WorkerFailure, who: str) -> str:
+def _sentence(who: str, failure: WorkerFailure) -> str:
     return f"{who}: {failure.summary}" if failure.own_words else f"{who} {failure.summary}"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainspec_cli.errors import Interrupted, Stopped, WorkerError
-from trainspec_cli.launch.failure import find_failures, render_failures, tail
+from trainspec_cli.launch.failure import Explanation, explain, find_failures, tail
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.supervise import Ending
 from trainspec_cli.rundir.events import read_events
@@ -19,8 +19,8 @@ from trainspec_cli.rundir.paths import RunDir
 class Outcome:
     result: dict[str, Any]
     """What `result.json` holds."""
-    explanation: str = ""
-    """What went wrong, for people."""
+    explanation: Explanation | None = None
+    """What went wrong, where something did."""
 
     @property
     def exit_code(self) -> int:
@@ -35,7 +35,7 @@ def conclude(job: Job, ending: Ending) -> Outcome:
     """
     failures = find_failures(job)
     causes = [failure for failure in failures if not failure.consequence]
-    explanation = render_failures(failures) if failures else _explain_torchrun(job, ending)
+    explanation = explain(failures) if failures else _explain_torchrun(job, ending)
     if job.run.result_json.is_file():
         result = read_json(job.run.result_json)
         own_words = any(failure.own_words for failure in causes)
@@ -45,16 +45,16 @@ def conclude(job: Job, ending: Ending) -> Outcome:
         exit_code = Stopped.exit_code if job.run.checkpoint_steps() else Interrupted.exit_code
         return Outcome(_write_result(job.run, "stopped", exit_code))
     result = _write_result(job.run, "failed", WorkerError.exit_code)
-    return Outcome(result, explanation or "the workers ended without leaving a result")
+    return Outcome(result, explanation or Explanation("the workers ended without leaving a result"))
 
 
-def _explain_torchrun(job: Job, ending: Ending) -> str:
+def _explain_torchrun(job: Job, ending: Ending) -> Explanation | None:
     """For the case that no worker is known to have failed."""
     if ending.exit_code == 0 or ending.killed:
-        return ""
+        return None
     if ending.exit_code is not None and ending.exit_code < 0:
-        return f"torchrun was ended by {signal.Signals(-ending.exit_code).name}, and its workers with it"
-    return f"torchrun ended with exit code {ending.exit_code}; its last words:\n\n{tail(job.torchrun_log)}"
+        return Explanation(f"torchrun was ended by {signal.Signals(-ending.exit_code).name}, and its workers with it")
+    return Explanation(f"torchrun ended with exit code {ending.exit_code}", tail(job.torchrun_log))
 
 
 def _write_result(run: RunDir, status: str, exit_code: int) -> dict[str, Any]:

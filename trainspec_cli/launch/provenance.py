@@ -43,11 +43,11 @@ def _canonical(name: str) -> str:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit, branch and whether files differ from it; None outside a repository or without git."""
+    """Commit, branch and whether tracked files differ from it; None outside a repository or without git."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None
-    status = _git(folder, "status", "--porcelain")
+    status = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return {
         "commit": commit,
         "branch": _git(folder, "branch", "--show-current") or None,

@@ -27,8 +27,9 @@ class Ending:
     """Ids of processes that could not be ended (stuck in the kernel)."""
 
 
-def supervise(job: Job, executor: Executor, watch: Callable[[], None]) -> Ending:
-    """Submit `job` and return when all its processes have ended. `watch` is called about ten times a second.
+def supervise(job: Job, executor: Executor, watch: Callable[[bool], None]) -> Ending:
+    """Submit `job` and return when all its processes have ended. `watch` is called about ten times a second,
+    with whether a stop has been asked for.
 
     A first request to stop asks the workers to write a checkpoint and end, within the job's `stop_grace_s`; before
     they have said their first word there is nothing to write, and they are killed. A second request kills at once.
@@ -40,13 +41,13 @@ def supervise(job: Job, executor: Executor, watch: Callable[[], None]) -> Ending
         watched = _Watched(running, job, requests)
         try:
             while running.anything_left() and not watched.given_up:
-                watch()
+                watch(watched.stop_requested)
                 watched.act()
                 time.sleep(POLL_S)
         finally:
             exit_code = running.exit_code()
             left_behind = running.end()
-        watch()
+        watch(watched.stop_requested)
     return Ending(exit_code, watched.stop_requested, watched.given_up, left_behind)
 
 

@@ -1,0 +1,101 @@
+"""`trainspec launch`: train a recipe on this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainspec_cli.cli.options import AsJson, RecipeArguments
+from trainspec_cli.errors import TrainspecError
+from trainspec_cli.spec.auto import AUTO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trainspec_cli.cli.load import Loaded
+    from trainspec_cli.launch.folder import Origin
+    from trainspec_cli.spec.cluster import Machine
+    from trainspec_cli.spec.plan import Plan
+
+app = typer.Typer()
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show command, environment and plan; start nothing.")]
+
+
+@app.command()
+def launch(
+    arguments: RecipeArguments,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show command, environment and plan; start nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Train a recipe. Ctrl-C writes a checkpoint and stops (exit code 6); a second one stops at once."""
+    from trainspec_cli.cli.load import detect_machine, load, plan_on
+    from trainspec_cli.launch.signals import interrupt, on_stop_signal
+
+    with on_stop_signal(interrupt):
+        loaded = load(arguments)
+        machine = detect_machine(loaded.spec)
+        assert machine is not None, "a recipe without problems says what device it wants"
+        plan = plan_on(loaded, machine)
+        if dry_run:
+            _show(loaded, plan, machine, as_json=as_json)
+            return 0
+        return _launch(loaded, plan, machine, as_json=as_json)
+
+
+def _launch(loaded: Loaded, plan: Plan, machine: Machine, *, as_json: bool) -> int:
+    from trainspec_cli.cli.train import make_console, train
+    from trainspec_cli.launch.claim import claim
+    from trainspec_cli.launch.folder import check_free, make_folder, storage, write_launch
+    from trainspec_cli.launch.job import build_job
+
+    console, wanted = make_console(as_json=as_json), plan.spec.run.dir
+    check_free(wanted)
+    token_folder = _prepare_data(loaded, console)
+    with storage(wanted):
+        job = build_job(plan, make_folder(wanted, loaded.composed.recipe), machine)
+        with claim(job.run, job.launch_id):
+            write_launch(job, plan, _origin(loaded), token_folder)
+            return train(job, plan, console, as_json=as_json)
+
+
+def _prepare_data(loaded: Loaded, console: Console) -> Path:
+    """The token folder, made now if need be. Problems are located as the recipe's own are."""
+    from trainspec_cli.corpus.prepare import prepare
+    from trainspec_cli.report.live import showing_progress
+
+    try:
+        with showing_progress(console) as on_progress:
+            return prepare(loaded.spec.data, on_progress)
+    except TrainspecError as error:
+        raise type(error)(loaded.composed.locate(error.problems)) from error
+
+
+def _origin(loaded: Loaded) -> Origin:
+    from trainspec_cli.compose.render import render_yaml
+    from trainspec_cli.launch.folder import Origin
+
+    return Origin(loaded.composed.recipe, sys.argv[1:], render_yaml(loaded.composed))
+
+
+def _show(loaded: Loaded, plan: Plan, machine: Machine, *, as_json: bool) -> None:
+    """What would be started, and where."""
+    from trainspec_cli.launch.command import render_command
+    from trainspec_cli.launch.dry import describe
+    from trainspec_cli.launch.folder import RUNS
+    from trainspec_cli.launch.job import build_job
+    from trainspec_cli.report.text import describe_plan
+
+    wanted = plan.spec.run.dir
+    root = RUNS / loaded.composed.recipe / "TIME" if wanted == AUTO else Path(wanted)
+    job = build_job(plan, root, machine)
+    if as_json:
+        typer.echo(json.dumps(describe(job, plan), indent=2))
+        return
+    typer.echo(f"{describe_plan(plan)}\n\n{render_command(job.command, job.environment, Path.cwd())}", nl=False)

@@ -1,0 +1,31 @@
+"""`trainspec report`: what became of a run, and where the time went."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import typer
+
+from trainspec_cli.cli.options import AsJson
+from trainspec_cli.cli.runs import RunArgument
+
+app = typer.Typer()
+
+
+@app.command()
+def report(run: RunArgument, as_json: AsJson = False) -> None:
+    """Show how a run ended (or stands), its curves, its speed and where the time went."""
+    from rich.console import Console
+
+    from trainspec_cli.cli.runs import find_run
+    from trainspec_cli.launch.claim import is_running
+    from trainspec_cli.report.collect import collect
+    from trainspec_cli.report.render import render_report
+
+    run_dir = find_run(run)
+    collected = collect(run_dir.root, running=is_running(run_dir))
+    if as_json:
+        typer.echo(json.dumps(asdict(collected), indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        Console().print(render_report(collected))

@@ -1,0 +1,156 @@
+"""`trainspec resume`: go on with a run from its newest whole checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainspec_cli.cli.options import AsJson
+from trainspec_cli.cli.runs import RunArgument
+from trainspec_cli.errors import MachineError, Problem, RecipeError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trainspec_cli.cli.load import Loaded
+    from trainspec_cli.launch.job import Job
+    from trainspec_cli.rundir.paths import RunDir
+    from trainspec_cli.spec.plan import Plan
+
+app = typer.Typer()
+
+FIXED = ("model", "data", "optim.name", "batching.global_batch_size", "train.seed", "run.dir")
+"""What the checkpoint, and the position in the data, depend on."""
+
+MACHINE_BOUND = ("device", "world_size", "compute", "micro_batch_size", "grad_accum_steps")
+"""What a plan resolves from the machine, which may be another one now."""
+
+Changes = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[key=value]...", help="What to change, such as train.max_steps=800.", show_default=False),
+]
+
+
+@app.command()
+def resume(run: RunArgument, changes: Changes = None, as_json: AsJson = False) -> int:
+    """Go on with a run in its own folder, from its newest whole checkpoint."""
+    from trainspec_cli.cli.load import detect_machine, plan_on
+    from trainspec_cli.cli.runs import find_run
+    from trainspec_cli.cli.train import make_console, train
+    from trainspec_cli.launch.claim import claim
+    from trainspec_cli.launch.folder import storage, write_resume
+    from trainspec_cli.launch.job import build_job
+    from trainspec_cli.launch.signals import interrupt, on_stop_signal
+
+    with on_stop_signal(interrupt):
+        run_dir, console = find_run(run), make_console(as_json=as_json)
+        old = _read_plan(run_dir)
+        loaded = _change(run_dir, old, changes or [])
+        _check_unfinished(run_dir, loaded.spec.train.max_steps)
+        _check_data(run_dir, loaded)
+        machine = detect_machine(loaded.spec)
+        assert machine is not None, "a run that was started says what device it wants"
+        plan = plan_on(loaded, machine)
+        with storage(str(run_dir.root)):
+            job = build_job(plan, run_dir.root, machine)
+            with claim(run_dir, job.launch_id):
+                write_resume(job, plan, sys.argv[1:], newest_step(run_dir))
+                _tell_start(job, old, plan, console)
+                return train(job, plan, console, as_json=as_json)
+
+
+def _read_plan(run_dir: RunDir) -> Plan:
+    from trainspec_cli.rundir.files import read_json
+    from trainspec_cli.spec.canonical import from_plain
+    from trainspec_cli.spec.plan import Plan
+
+    return from_plain(Plan, read_json(run_dir.plan_json))
+
+
+def newest_step(run_dir: RunDir) -> int:
+    """0 where there is no checkpoint."""
+    return max(run_dir.checkpoint_steps(), default=0)
+
+
+def _change(run_dir: RunDir, old: Plan, changes: list[str]) -> Loaded:
+    """The run's own spec with `changes`. Raises RecipeError with every problem of theirs."""
+    from trainspec_cli.cli.load import Loaded, require
+    from trainspec_cli.compose.amend import amend
+    from trainspec_cli.rundir.files import read_json
+    from trainspec_cli.spec.canonical import to_plain
+    from trainspec_cli.spec.rules import check, check_engine
+    from trainspec_cli.spec.run import RunSpec
+    from trainspec_cli.spec.structure import build
+
+    values = to_plain(old.spec)
+    composed = amend(read_json(run_dir.run_json)["recipe"], values, changes)
+    draft, mistyped = build(RunSpec, composed.data)
+    # The data was read when the run began; where it came from need not be there any more.
+    broken = [problem for problem in [*check(draft), *check_engine(draft)] if not problem.path.startswith("data.")]
+    problems = [*mistyped, *broken, *_fixed(values, composed.data)]
+    require([*composed.problems, *composed.locate(problems)])
+    return Loaded(draft, composed)
+
+
+def _fixed(old: dict[str, object], new: dict[str, object]) -> list[Problem]:
+    """Changes to what a resumed run cannot change."""
+    from trainspec_cli.compose.render import flatten
+
+    before, after = flatten(old), flatten(new)
+    changed = [path for path in after if after[path] != before.get(path)]
+    return [
+        Problem(
+            code="fixed_value",
+            message=f"`{path}` cannot change in a run that goes on: its checkpoint depends on it",
+            path=path,
+            hint=f"leave it out, or start a new run: trainspec launch recipe=NAME {path}={after[path]}",
+        )
+        for path in changed
+        if any(path == key or path.startswith(f"{key}.") for key in FIXED)
+    ]
+
+
+def _check_unfinished(run_dir: RunDir, max_steps: int) -> None:
+    step = newest_step(run_dir)
+    if step >= max_steps:
+        raise RecipeError(
+            Problem(
+                code="nothing_left",
+                message=f"the run is at step {step}, and `train.max_steps` is {max_steps}: nothing is left to do",
+                path="train.max_steps",
+                hint=f"to train on: trainspec resume {run_dir.root} train.max_steps={2 * step}",
+            )
+        )
+
+
+def _check_data(run_dir: RunDir, loaded: Loaded) -> None:
+    """The token folder that the run began with is there, or is made again just as it was."""
+    from trainspec_cli.corpus.prepare import prepare
+    from trainspec_cli.rundir.files import read_json
+
+    folder = Path(read_json(run_dir.run_json)["token_dir"])
+    if folder.is_dir():
+        return
+    if loaded.spec.data.source == "tokens" or prepare(loaded.spec.data) != folder:
+        raise MachineError(
+            Problem(
+                code="missing_data",
+                message=f"the token folder of this run is gone ({folder}), and its source is not what it was",
+                path="data",
+                hint="put it back, or start a new run",
+                environment=True,
+            )
+        )
+
+
+def _tell_start(job: Job, old: Plan, new: Plan, console: Console) -> None:
+    step = newest_step(job.run)
+    lines = [f"goes on from step {step}" if step else "there is no checkpoint: it starts from the first step again"]
+    for name in MACHINE_BOUND:
+        before, after = getattr(old, name), getattr(new, name)
+        if before != after:
+            lines.append(f"{name} is {after} on this machine, and was {before}")
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,100 @@
+"""What `launch` and `resume` share: from a job that is written down to a summary and an exit code."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from trainspec_cli.compose.origins import show_path
+from trainspec_cli.errors import EXIT_DONE, Problem, Stopped, WorkerError
+from trainspec_cli.launch.job import Job
+from trainspec_cli.launch.local import LocalExecutor
+from trainspec_cli.launch.outcome import Explanation, Outcome, conclude
+from trainspec_cli.launch.supervise import supervise
+from trainspec_cli.report.collect import collect
+from trainspec_cli.report.live import LiveView
+from trainspec_cli.report.render import render_summary
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.plan import Plan
+
+
+class ViewConsole(Console):
+    """A console whose reader may go away (`| head`): that stops the run in order, as a closed terminal does."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        signal.raise_signal(signal.SIGHUP)
+
+
+def make_console(*, as_json: bool) -> Console:
+    """With `--json` the output belongs to a program, and people look at the error output."""
+    return ViewConsole(stderr=as_json)
+
+
+def train(job: Job, plan: Plan, console: Console, *, as_json: bool) -> int:
+    """Run the job and tell how it ended; -> the exit code. Raises WorkerError where it failed."""
+    with LiveView(job.run, plan, console) as view:
+        ending = supervise(job, LocalExecutor(), view.watch)
+    if ending.left_behind:
+        console.print(f"processes {', '.join(map(str, ending.left_behind))} hang in the kernel and could not be ended")
+    outcome = conclude(job, ending)
+    if outcome.exit_code == WorkerError.exit_code:
+        raise WorkerError(_failure(job, outcome.explanation, console, as_json=as_json))
+    if as_json:
+        typer.echo(json.dumps({"run": str(job.root), **outcome.result}, indent=2))
+    else:
+        _tell_end(job, outcome, console)
+    return outcome.exit_code
+
+
+def _failure(job: Job, explanation: Explanation | None, console: Console, *, as_json: bool) -> Problem:
+    """The traceback goes ahead of the error, where it does not push it off the screen; in JSON it belongs to it."""
+    assert explanation is not None, "a failed run says why"
+    detail = "\n\n".join(filter(None, (explanation.detail, f"logs: {shown(job.logs)}")))
+    message = explanation.headline
+    if as_json:
+        message = f"{message}\n\n{detail}"
+    else:
+        console.print(f"\n{detail}\n", markup=False, highlight=False, soft_wrap=True)
+    return Problem("worker_failed", message, hint=explanation.hint or _resume_hint(job.run))
+
+
+def _resume_hint(run: RunDir) -> str:
+    steps = run.checkpoint_steps()
+    return f"go on from step {steps[-1]}: {resume_command(run)}" if steps else ""
+
+
+def _tell_end(job: Job, outcome: Outcome, console: Console) -> None:
+    if outcome.explanation:
+        console.print(f"{outcome.explanation.headline}\n", markup=False, highlight=False, soft_wrap=True)
+    if outcome.exit_code == EXIT_DONE or outcome.result["steps"]:
+        console.print(render_summary(collect(job.root)))
+    console.print(_last_words(job.run, outcome), markup=False, highlight=False, soft_wrap=True)
+
+
+def _last_words(run: RunDir, outcome: Outcome) -> str:
+    folder, report = f"run folder  {shown(run.root)}", f"report      trainspec report {_quoted(run)}"
+    if outcome.exit_code == EXIT_DONE:
+        return f"done after {outcome.result['steps']} steps\n{folder}\n{report}"
+    if outcome.exit_code == Stopped.exit_code:
+        step = run.checkpoint_steps()[-1]
+        return f"stopped with a checkpoint at step {step}\n{folder}\n{report}\nresume      {resume_command(run)}"
+    return f"interrupted before there was a checkpoint\n{folder}"
+
+
+def resume_command(run: RunDir) -> str:
+    return f"trainspec resume {_quoted(run)}"
+
+
+def _quoted(run: RunDir) -> str:
+    return shlex.quote(shown(run.root))
+
+
+def shown(path: Path) -> str:
+    """As it would be typed here."""
+    return show_path(path, Path.cwd())

@@ -1,0 +1,143 @@
+"""Makes a run's folder and writes down what is started in it."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import re
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainspec_cli import __version__
+from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.launch.command import render_command
+from trainspec_cli.launch.job import Job
+from trainspec_cli.launch.provenance import git_state, versions
+from trainspec_cli.rundir.files import read_json, write_json, write_text
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.canonical import digest, to_plain
+from trainspec_cli.spec.plan import Plan
+
+RUNS = Path("runs")
+
+_STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a run comes from."""
+
+    recipe: str
+    argv: Sequence[str]
+    """The command line, without the program's name."""
+    composed_yaml: str
+
+
+def check_free(run_dir: str) -> None:
+    """Raises RecipeError where `run.dir` names a folder that is in use; the folder is not made yet."""
+    root = Path(run_dir)
+    if run_dir == AUTO or not root.exists():
+        return
+    _check_no_run(root)
+    if not root.is_dir() or any(root.iterdir()):
+        hint = "choose another run.dir, or leave it out"
+        raise RecipeError(Problem("run_exists", f"{root} exists and is not an empty folder", "run.dir", hint))
+
+
+def _check_no_run(root: Path) -> None:
+    if RunDir(root).run_json.exists():
+        hint = f"go on with it: trainspec resume {shlex.quote(str(root))}; or choose another run.dir"
+        raise RecipeError(Problem("run_exists", f"{root} holds a run already", "run.dir", hint))
+
+
+def make_folder(run_dir: str, recipe: str) -> Path:
+    """The folder that `run.dir` names, or a new one of its own below ./runs. Raises as `check_free`."""
+    if run_dir != AUTO:
+        check_free(run_dir)
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        return Path(run_dir)
+    parent = RUNS / re.sub(r"[^\w.-]+", "_", recipe)
+    parent.mkdir(parents=True, exist_ok=True)
+    return _make_unique(parent / time.strftime("%Y%m%d-%H%M%S"))
+
+
+def _make_unique(root: Path) -> Path:
+    """Two launches of one second get folders of their own: making one fails for all but the first."""
+    for number in itertools.count(1):
+        candidate = root if number == 1 else root.with_name(f"{root.name}-{number}")
+        try:
+            candidate.mkdir()
+        except FileExistsError:
+            continue
+        return candidate
+    raise AssertionError("counting has no end")
+
+
+def write_launch(job: Job, plan: Plan, origin: Origin, token_folder: Path) -> None:
+    """Everything the workers need, and everything needed to do it again. run.json is last: with it the run exists.
+
+    To be called while the run is claimed; raises RecipeError where another launch was there before.
+    """
+    run = job.run
+    _check_no_run(run.root)
+    write_text(run.composed_yaml, origin.composed_yaml)
+    write_json(run.versions_json, versions())
+    _write_start(job, plan)
+    write_json(
+        run.run_json,
+        {
+            "recipe": origin.recipe,
+            "digest": digest(plan.spec),
+            "argv": list(origin.argv),
+            "trainspec": __version__,
+            "created_at": time.time(),
+            "token_dir": str(token_folder.absolute()),
+            "git": git_state(Path.cwd()),
+            "resumes": [],
+        },
+    )
+
+
+def write_resume(job: Job, plan: Plan, argv: Sequence[str], from_step: int) -> None:
+    """The run goes on under `plan`; what the last start said of its end is cleared away."""
+    run = job.run
+    about: dict[str, Any] = read_json(run.run_json)
+    resume = {"argv": list(argv), "trainspec": __version__, "at": time.time(), "from_step": from_step}
+    about["resumes"].append(resume)
+    about["digest"] = digest(plan.spec)
+    for words in run.errors_folder.glob("*.json"):
+        words.unlink()
+    run.result_json.unlink(missing_ok=True)
+    _write_start(job, plan)
+    write_json(run.run_json, about)
+
+
+def _write_start(job: Job, plan: Plan) -> None:
+    write_json(job.run.plan_json, to_plain(plan))
+    write_text(job.run.command_txt, render_command(job.command, job.environment, Path.cwd()))
+
+
+@contextmanager
+def storage(run_dir: str) -> Iterator[None]:
+    """What the disk refuses becomes a MachineError that names the file, or the run's folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _STORAGE_ERRORS:
+            raise
+        place = error.filename or (RUNS if run_dir == AUTO else run_dir)
+        hint = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "look at its owner and mode"
+        problem = Problem(
+            code="cannot_write",
+            message=f"cannot write {place}: {error.strerror}",
+            path="run.dir",
+            hint=f"{hint}, or choose another place with run.dir=<folder>",
+            environment=True,
+        )
+        raise MachineError(problem) from error

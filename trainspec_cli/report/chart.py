@@ -1,0 +1,89 @@
+"""A curve in a terminal, drawn with braille characters: two dots wide and four high in every cell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+_BLANK = 0x2800
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+"""Bits of a braille character: column, then row from the top."""
+
+Point = tuple[float, float]
+
+
+def render_chart(points: Sequence[Point], *, width: int = 64, height: int = 10, title: str = "") -> str:
+    """`points` as (x, y), x rising, in `width` x `height` cells plus axes.
+
+    Several points on one dot's width are drawn as their mean; those that are not finite are passed over, and when
+    none is left the text is empty.
+    """
+    finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    if not finite:
+        return ""
+    columns = _column_means(finite, width * 2)
+    low, high = _padded_range([y for y in columns if y is not None])
+    rows = _draw(columns, low, high, width, height)
+    labels = _y_labels(low, high, height)
+    margin = max(map(len, labels))
+    lines = [title] if title else []
+    lines += [f"{label:>{margin}} ┤{row.rstrip(chr(_BLANK))}" for label, row in zip(labels, rows, strict=True)]
+    lines.append(" " * margin + " └" + "─" * width)
+    first, last = f"{finite[0][0]:g}", f"{finite[-1][0]:g}"
+    lines.append(" " * (margin + 2) + first + last.rjust(width - len(first)))
+    return "\n".join(lines)
+
+
+def _column_means(points: Sequence[Point], columns: int) -> list[float | None]:
+    """The mean of the points that fall on each column, None where none does."""
+    first, last = points[0][0], points[-1][0]
+    span = (last - first) or 1.0
+    buckets: list[list[float]] = [[] for _ in range(columns)]
+    for x, y in points:
+        buckets[min(columns - 1, int((x - first) / span * (columns - 1) + 0.5))].append(y)
+    return [math.fsum(bucket) / len(bucket) if bucket else None for bucket in buckets]
+
+
+def _padded_range(values: Sequence[float]) -> tuple[float, float]:
+    """A flat curve is drawn in the middle."""
+    low, high = min(values), max(values)
+    if low == high:
+        pad = abs(low) * 0.1 or 1.0
+        return low - pad, high + pad
+    return low, high
+
+
+def _draw(columns: Sequence[float | None], low: float, high: float, width: int, height: int) -> list[str]:
+    """Rows of braille, top first; neighbouring points are joined by a line."""
+    cells = [[_BLANK] * width for _ in range(height)]
+    dots_high = height * 4
+    before: tuple[int, int] | None = None
+    for column, value in enumerate(columns):
+        if value is None:
+            continue
+        dot = column, round((high - value) / (high - low) * (dots_high - 1))
+        for x, y in _line(before or dot, dot):
+            cells[y // 4][x // 2] |= _DOTS[x % 2][y % 4]
+        before = dot
+    return ["".join(map(chr, row)) for row in cells]
+
+
+def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
+    """Dots from `start` to `end`, both included."""
+    steps = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
+    return [
+        (
+            start[0] + round((end[0] - start[0]) * step / steps),
+            start[1] + round((end[1] - start[1]) * step / steps),
+        )
+        for step in range(steps + 1)
+    ]
+
+
+def _y_labels(low: float, high: float, height: int) -> list[str]:
+    """Numbers on the first, middle and last row."""
+    labels = [""] * height
+    for row in {0, (height - 1) // 2, height - 1}:
+        share = row / (height - 1) if height > 1 else 0.0
+        labels[row] = f"{high - share * (high - low):.3g}"
+    return labels

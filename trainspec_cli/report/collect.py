@@ -1,0 +1,196 @@
+"""A run folder -> a Report: plain data, for people (`render`) and for programs (`--json`)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainspec_cli.report.history import Event, History, Start, read_history
+from trainspec_cli.rundir.events import PARTS, read_events
+from trainspec_cli.rundir.files import read_json
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.throughput import measure_throughput
+
+RUNNING, KILLED = "running", "killed"
+"""States beside those of result.json (done, stopped, failed): a run without a result is alive, or nobody could
+write one."""
+
+Curve = tuple[tuple[int, float | None], ...]
+"""(step, value); None where the value was not finite."""
+
+
+@dataclass(frozen=True)
+class PartTime:
+    """One part of a step."""
+
+    name: str
+    mean_s: float
+    """Over steps and ranks."""
+    share: float
+    """Of the whole step."""
+    min_s: float
+    max_s: float
+    """The ranks' own means: the least and the greatest."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Taken over the steps of the last start, without the first, which compile and allocate."""
+
+    tokens_per_s: float
+    mfu: float
+    peak_flops: float
+    """Of one device; `peak_source` says how it is known."""
+    peak_source: str
+    flops_per_token: float
+    first_step: int
+    last_step: int
+    left_out_steps: tuple[int, ...]
+    step_time_s: float
+    """Mean over steps and ranks; the parts sum to it."""
+    parts: tuple[PartTime, ...]
+    ranks: tuple[int, ...]
+    """Those whose events the parts are taken from."""
+
+
+@dataclass(frozen=True)
+class Report:
+    path: str
+    recipe: str
+    status: str
+    """done, stopped, failed, running, or killed (ended without a result)."""
+    exit_code: int | None
+    steps: int
+    max_steps: int | None
+    elapsed_s: float
+    """From the first event to the last; pauses between a stop and a resume count."""
+    start_steps: tuple[int, ...]
+    """Where workers started: 0, and the step from which each resume went on."""
+    world_size: int | None
+    device_name: str
+    params: int | None
+    final_loss: float | None
+    peak_memory_bytes: int | None
+    weights_sha256: str | None
+    speed: Speed | None
+    """None before a step was made."""
+    loss: Curve
+    grad_norm: Curve
+    skipped_steps: tuple[int, ...]
+    """Updates left out because they were not finite."""
+    evaluations: tuple[Event, ...]
+    checkpoints: tuple[Event, ...]
+    """All that were written; older ones may have been removed since."""
+    sample: Event | None
+    warnings: tuple[Event, ...]
+    missing_ranks: tuple[int, ...]
+    """Ranks that left no events."""
+
+
+def collect(root: Path | str, *, running: bool = False) -> Report:
+    """Read what is there; a run that is still going, or was cut short, gives what it has so far."""
+    run = RunDir(root)
+    histories = {rank: read_history(read_events(run.events(rank))) for rank in _ranks(run)}
+    first = histories.get(0, History())
+    result = _read_if_there(run.result_json)
+    steps, begin = first.steps, first.begin
+    return Report(
+        path=str(run.root),
+        recipe=_read_if_there(run.run_json).get("recipe", ""),
+        status=RUNNING if running else result.get("status", KILLED),
+        exit_code=result.get("exit_code"),
+        steps=steps[-1]["step"] if steps else begin.get("step", 0),
+        max_steps=_read_if_there(run.plan_json).get("spec", {}).get("train", {}).get("max_steps"),
+        elapsed_s=first.last_time - first.first_time,
+        start_steps=tuple(start.begin["step"] for start in first.starts if start.begin),
+        world_size=begin.get("world_size"),
+        device_name=begin.get("device_name", ""),
+        params=begin.get("params"),
+        final_loss=_finite(steps[-1]["loss"]) if steps else None,
+        peak_memory_bytes=result.get("peak_memory_bytes"),
+        weights_sha256=result.get("weights_sha256"),
+        speed=_measure_speed(histories),
+        loss=_curve(steps, "loss"),
+        grad_norm=_curve(steps, "grad_norm"),
+        skipped_steps=tuple(event["step"] for event in steps if event["skipped"]),
+        evaluations=tuple(first.of_kind("eval")),
+        checkpoints=tuple(first.of_kind("checkpoint")),
+        sample=next(reversed(first.of_kind("sample")), None),
+        warnings=tuple(event for rank in sorted(histories) for event in histories[rank].warnings),
+        missing_ranks=tuple(rank for rank in range(begin.get("world_size", 0)) if rank not in histories),
+    )
+
+
+def _ranks(run: RunDir) -> list[int]:
+    names = (re.fullmatch(r"rank(\d+)\.jsonl", path.name) for path in run.events_folder.glob("rank*.jsonl"))
+    return sorted(int(match[1]) for match in names if match)
+
+
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return dict(read_json(path)) if path.is_file() else {}
+
+
+def _curve(steps: Sequence[Event], key: str) -> Curve:
+    return tuple((event["step"], _finite(event[key])) for event in steps)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _measure_speed(histories: dict[int, History]) -> Speed | None:
+    start = histories[0].last_working_start if 0 in histories else None
+    if start is None or not start.begin:
+        return None
+    begin = start.begin
+    flops_per_token, peak_flops = begin["flops_per_token"], begin["peak_flops"]
+    throughput = measure_throughput(
+        start.steps, flops_per_token=flops_per_token, peak_flops=peak_flops, world_size=begin["world_size"]
+    )
+    steady = start.steps[throughput.left_out :]
+    means = _mean_parts_s(histories, {event["step"] for event in steady})
+    parts = _summarise_parts(means)
+    return Speed(
+        tokens_per_s=throughput.tokens_per_s,
+        mfu=throughput.mfu,
+        peak_flops=peak_flops,
+        peak_source=begin["peak_source"],
+        flops_per_token=flops_per_token,
+        first_step=steady[0]["step"],
+        last_step=steady[-1]["step"],
+        left_out_steps=tuple(event["step"] for event in start.steps[: throughput.left_out]),
+        step_time_s=math.fsum(part.mean_s for part in parts),
+        parts=parts,
+        ranks=tuple(means),
+    )
+
+
+def _mean_parts_s(histories: dict[int, History], wanted_steps: set[int]) -> dict[int, dict[str, float]]:
+    """rank -> seconds a step by part, over the wanted steps that the rank has written."""
+    means = {}
+    for rank, history in sorted(histories.items()):
+        start = history.last_working_start
+        steps = [event for event in _steps_of(start) if event["step"] in wanted_steps]
+        if steps:
+            means[rank] = {
+                name: math.fsum(event["time_s"].get(name, 0.0) for event in steps) / len(steps) for name in PARTS
+            }
+    return means
+
+
+def _steps_of(start: Start | None) -> list[Event]:
+    return start.steps if start else []
+
+
+def _summarise_parts(means: dict[int, dict[str, float]]) -> tuple[PartTime, ...]:
+    by_part = {name: [mean[name] for mean in means.values()] for name in PARTS}
+    mean_s = {name: math.fsum(values) / len(values) for name, values in by_part.items()}
+    whole_s = math.fsum(mean_s.values())
+    return tuple(
+        PartTime(name, mean_s[name], mean_s[name] / whole_s if whole_s else 0.0, min(values), max(values))
+        for name, values in by_part.items()
+    )

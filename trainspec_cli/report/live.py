@@ -1,0 +1,144 @@
+"""The view of a running run: a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+
+from trainspec_cli.report.progress import EventTail, Progress
+from trainspec_cli.report.text import describe_event, describe_progress
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.plan import Plan
+
+
+@contextmanager
+def showing_progress(console: Console) -> Iterator[Callable[[str, float], None]]:
+    """For work that tells its phase and the part of it that is done, 0 to 1. Each phase is a line off a terminal."""
+    if not console.is_terminal:
+        told: set[str] = set()
+
+        def tell(phase: str, done: float) -> None:
+            if phase not in told:
+                told.add(phase)
+                console.print(phase, markup=False, highlight=False)
+
+        yield tell
+        return
+    with Bar(TextColumn("{task.description}"), BarColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("reading", total=1.0)
+        yield lambda phase, done: bar.update(task, description=phase, completed=done)
+
+
+class Screen(Protocol):
+    """Where a view is drawn."""
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+
+    def show(self, phase: str, progress: Progress) -> None:
+        """What is going on now."""
+
+    def close(self) -> None: ...
+
+
+class LiveView:
+    """Reads rank 0's events and shows them; `watch` is to be called again and again while the run goes on."""
+
+    def __init__(self, run: RunDir, plan: Plan, console: Console):
+        train = plan.spec.train
+        self._tail = EventTail(run.events(0))
+        self._progress = Progress(train.max_steps)
+        self._before_first_step = "compiling" if plan.spec.compile else "first step"
+        self._screen: Screen = (
+            TerminalScreen(console) if console.is_terminal else PlainScreen(console, train.log_interval_steps)
+        )
+
+    def __enter__(self) -> LiveView:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._screen.close()
+
+    def watch(self, stop_requested: bool) -> None:
+        for event in self._tail.read():
+            self._progress.take(event)
+            if text := describe_event(event):
+                self._screen.say(text)
+            self._show(stop_requested)
+        self._show(stop_requested)
+
+    def _show(self, stop_requested: bool) -> None:
+        self._screen.show(self._phase(stop_requested), self._progress)
+
+    def _phase(self, stop_requested: bool) -> str:
+        """Empty while steps go by."""
+        if stop_requested:
+            return "stopping, with a checkpoint (Ctrl-C again: at once)"
+        if self._progress.has_stepped:
+            return ""
+        return self._before_first_step if self._progress.begin else "starting workers"
+
+
+class TerminalScreen:
+    def __init__(self, console: Console):
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[figures]}"),
+            console=console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=None, figures="")
+        self._phase, self._since = "", time.monotonic()
+        self._bar.start()
+
+    def say(self, text: str) -> None:
+        self._bar.console.print(escape(text), highlight=False)
+
+    def show(self, phase: str, progress: Progress) -> None:
+        if phase != self._phase:
+            self._phase, self._since = phase, time.monotonic()
+        where = f"step {progress.step}/{progress.max_steps}"
+        self._bar.update(
+            self._task,
+            description=f"{phase}, {time.monotonic() - self._since:.0f} s" if phase else where,
+            total=progress.max_steps if progress.has_stepped else None,
+            completed=progress.step,
+            figures="" if phase else describe_progress(progress),
+        )
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+class PlainScreen:
+    """A line every `interval_steps`, and one when something else begins."""
+
+    def __init__(self, console: Console, interval_steps: int):
+        self._console, self._interval_steps = console, interval_steps
+        self._phase, self._step = "", 0
+
+    def say(self, text: str) -> None:
+        self._console.print(escape(text), highlight=False, soft_wrap=True)
+
+    def show(self, phase: str, progress: Progress) -> None:
+        if phase and phase != self._phase:
+            self.say(phase)
+        self._phase = phase
+        is_due = progress.step % self._interval_steps == 0 or progress.step == progress.max_steps
+        if progress.has_stepped and progress.step != self._step and is_due:
+            self._step = progress.step
+            self.say(f"step {progress.step}/{progress.max_steps}: {describe_progress(progress)}")
+
+    def close(self) -> None:
+        """Nothing to clear away: lines stay."""

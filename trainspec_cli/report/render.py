@@ -1,0 +1,151 @@
+"""A Report for people: the summary at the end of a run, and the whole report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from trainspec_cli.report.chart import render_chart
+from trainspec_cli.report.collect import Curve, Report, Speed
+from trainspec_cli.report.text import describe_evaluation, describe_event, describe_speed
+from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
+
+BAR_CELLS = 24
+SHOWN_LINES = 8
+"""Of evaluations, checkpoints and warnings the newest are shown."""
+
+Section = RenderableType | None
+"""None: there is nothing to show."""
+
+
+def render_summary(report: Report) -> RenderableType:
+    """What a run has come to: curve, held-out text, sample, speed."""
+    newest = report.evaluations[-1:]
+    return _stack(
+        _chart(report.loss, "loss"),
+        _lines("held-out text", [describe_evaluation(event) for event in newest]),
+        _sample(report),
+        _lines("speed", [describe_speed(report.speed.tokens_per_s, report.speed.mfu)] if report.speed else []),
+    )
+
+
+def render_report(report: Report) -> RenderableType:
+    """Everything: how it ended, curves, where the time went, evaluations, checkpoints, warnings."""
+    return _stack(
+        _head(report),
+        _chart(report.loss, "loss"),
+        _chart(report.grad_norm, "gradient norm", height=5),
+        _speed(report.speed, report.world_size or 1) if report.speed else None,
+        _lines(
+            "held-out text", [f"step {event['step']}: {describe_evaluation(event)}" for event in report.evaluations]
+        ),
+        _lines("checkpoints", map(describe_event, report.checkpoints)),
+        _lines("warnings", _warnings(report)),
+        _sample(report),
+    )
+
+
+def _stack(*sections: Section) -> RenderableType:
+    """Sections with a blank line between them."""
+    return Group(*(part for section in sections if section is not None for part in (section, "")))
+
+
+def _head(report: Report) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    for name, value in _facts(report):
+        table.add_row(Text(name, style="bold"), Text(value))
+    return table
+
+
+def _facts(report: Report) -> Iterator[tuple[str, str]]:
+    yield "run", report.path
+    yield "recipe", report.recipe
+    of = f" of {report.max_steps}" if report.max_steps is not None else ""
+    code = f" (exit code {report.exit_code})" if report.exit_code is not None else ""
+    yield "status", f"{report.status}{code}, {report.steps}{of} steps in {format_duration(report.elapsed_s)}"
+    if len(report.start_steps) > 1:
+        yield "resumed", f"from step {', '.join(map(str, report.start_steps[1:]))}"
+    if report.params is not None:
+        yield "model", f"{format_count(report.params)} parameters"
+    if report.world_size is not None:
+        yield "devices", f"{report.world_size} x {report.device_name}"
+    if report.peak_memory_bytes is not None:
+        yield "memory", f"{format_bytes(report.peak_memory_bytes)} at most, on one device"
+    if report.weights_sha256 is not None:
+        yield "weights", f"sha256 {report.weights_sha256}"
+
+
+def _chart(curve: Curve, title: str, height: int = 10) -> Section:
+    points = [(float(step), value) for step, value in curve if value is not None]
+    return Text(render_chart(points, title=title, height=height), no_wrap=True) if len(points) > 1 else None
+
+
+def _lines(title: str, lines: Iterable[str]) -> Section:
+    every = list(lines)
+    if not every:
+        return None
+    shown = every[-SHOWN_LINES:]
+    earlier = [f"({len(every) - len(shown)} earlier)"] if len(every) > len(shown) else []
+    return Group(Text(title, style="bold"), Padding(Text("\n".join([*earlier, *shown])), (0, 0, 0, 2), expand=False))
+
+
+def _sample(report: Report) -> Section:
+    if report.sample is None:
+        return None
+    written = Text.assemble((report.sample["prompt"], "bold"), report.sample["text"])
+    title = Text(f"what the model writes (step {report.sample['step']})", style="bold")
+    return Group(title, Padding(written, (0, 0, 0, 2), expand=False))
+
+
+def _warnings(report: Report) -> list[str]:
+    told = [f"rank {event['rank']}, step {event['step']}: {event['message']}" for event in report.warnings]
+    skipped = [f"updates that were not finite were left out at steps {_join(report.skipped_steps)}"]
+    missing = [f"no events of ranks {_join(report.missing_ranks)}"]
+    return told + skipped * bool(report.skipped_steps) + missing * bool(report.missing_ranks)
+
+
+def _join(numbers: Sequence[int]) -> str:
+    more = f" and {len(numbers) - SHOWN_LINES} more" if len(numbers) > SHOWN_LINES else ""
+    return ", ".join(map(str, numbers[:SHOWN_LINES])) + more
+
+
+def _speed(speed: Speed, world_size: int) -> RenderableType:
+    peak = f"({world_size} x {format_si(speed.peak_flops, 'FLOP/s')}, the {speed.peak_source})"
+    lines = [
+        describe_speed(speed.tokens_per_s, speed.mfu),
+        f"MFU = tokens/s x {format_si(speed.flops_per_token, 'FLOP')} a token / {peak}",
+        f"over steps {speed.first_step}-{speed.last_step}{_left_out(speed)}",
+    ]
+    return Group(
+        Text("where the time went", style="bold"), Padding(Group(*map(Text, lines), "", _parts(speed)), (0, 2))
+    )
+
+
+def _left_out(speed: Speed) -> str:
+    steps = speed.left_out_steps
+    if not steps:
+        return ""
+    return f"; steps {steps[0]}-{steps[-1]}, which compile and allocate, are left out"
+
+
+def _parts(speed: Speed) -> Table:
+    """Parts of the mean step with bars; over several ranks also the least and the greatest."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("part of a step")
+    table.add_column("time", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("")
+    if len(speed.ranks) > 1:
+        table.add_column("by rank", justify="right")
+    for part in speed.parts:
+        bar = "█" * round(part.share * BAR_CELLS)
+        row = [part.name.replace("_", " "), format_duration(part.mean_s), f"{part.share:.1%}", bar]
+        if len(speed.ranks) > 1:
+            row.append(f"{format_duration(part.min_s)} - {format_duration(part.max_s)}")
+        table.add_row(*row)
+    table.add_row("whole step", format_duration(speed.step_time_s), "100.0%", style="bold")
+    return table

@@ -1,0 +1,68 @@
+"""Events and figures as short texts; the live view and the report say things alike."""
+
+from __future__ import annotations
+
+from trainspec_cli.report.history import Event
+from trainspec_cli.report.progress import Progress
+from trainspec_cli.spec.plan import Plan
+from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
+
+
+def describe_progress(progress: Progress) -> str:
+    """`loss 4.213 · 2,810 tokens/s · 41.0% MFU · 1 min 33 s left`, as far as known."""
+    parts = [f"loss {progress.loss:.4f}"] if progress.loss is not None else []
+    if progress.tokens_per_s is not None and progress.mfu is not None:
+        parts.append(describe_speed(progress.tokens_per_s, progress.mfu))
+    if progress.time_left_s:
+        parts.append(f"{format_duration(progress.time_left_s)} left")
+    return " · ".join(parts)
+
+
+def describe_speed(tokens_per_s: float, mfu: float) -> str:
+    return f"{tokens_per_s:,.0f} tokens/s · {mfu:.1%} MFU"
+
+
+def describe_event(event: Event) -> str:
+    """What happens beside the steps, in a line or two; empty for events that need none."""
+    if event["type"] == "start":
+        return describe_start(event)
+    if event["type"] == "eval":
+        return f"step {event['step']}: held out {describe_evaluation(event)}"
+    if event["type"] == "checkpoint":
+        return (
+            f"step {event['step']}: checkpoint, {format_bytes(event['bytes'])} in {format_duration(event['seconds'])}"
+        )
+    if event["type"] == "warning":
+        return f"step {event['step']}: warning: {event['message']}"
+    return ""
+
+
+def describe_plan(plan: Plan) -> str:
+    """What a plan has resolved, a fact a line."""
+    spec = plan.spec
+    micro = f"{plan.micro_batch_size} a process at a time, {plan.grad_accum_steps} times a step"
+    facts = {
+        "model": f"{spec.model.name or spec.model.family}, {format_count(plan.params)} parameters",
+        "devices": f"{plan.world_size} x {plan.device}, {plan.compute}",
+        "layout": plan.layout.describe(),
+        "batch": f"{spec.batching.global_batch_size} samples of {spec.data.seq_len} tokens, {micro}",
+        "steps": f"{spec.train.max_steps}, {format_count(spec.train.max_steps * plan.tokens_per_step)} tokens in all",
+        "compute": f"{format_si(plan.flops_per_token, 'FLOP')} a token",
+    }
+    return "\n".join(f"{name:<9} {fact}" for name, fact in facts.items())
+
+
+def describe_start(begin: Event) -> str:
+    processes = f"{begin['world_size']} process{'es' if begin['world_size'] > 1 else ''}"
+    resumed = f", from step {begin['step']}" if begin["step"] else ""
+    return (
+        f"{format_count(begin['params'])} parameters on {processes}, {begin['device_name']}{resumed}\n"
+        f"MFU is against {format_si(begin['peak_flops'], 'FLOP/s')} a process ({begin['peak_source']})"
+    )
+
+
+def describe_evaluation(event: Event) -> str:
+    """`2.310 bits per byte (xz 2.651), loss 3.123`."""
+    xz = event.get("xz_bits_per_byte")
+    beside = f" (xz {xz:.3f})" if xz is not None else ""
+    return f"{event['heldout_bits_per_byte']:.3f} bits per byte{beside}, loss {event['heldout_loss']:.4f}"
