@@ -27,8 +27,11 @@ class Rates:
     """In the compute format."""
     memory: float
     exponentials: float
+    cache_bytes: float
     element_bytes: float
     wide_element_bytes: float
+    has_eight_bit: bool
+    """Hopper's generation or later."""
 
 
 @lru_cache(maxsize=512)
@@ -38,8 +41,10 @@ def rates_of(chip: AcceleratorSpec, matmul: str, compute: str, eff: Efficiency) 
         plain_matmul=matmul_flops_per_s(chip, compute, eff),
         memory=memory_bytes_per_s(chip, eff),
         exponentials=exponentials_per_s(chip),
+        cache_bytes=chip.cache_mb * 1e6,
         element_bytes=4.0 if compute in ("fp32", "tf32") else 2.0,
         wide_element_bytes={"nvfp4": 0.56, "fp8": 1.0, "mxfp8": 1.03}.get(matmul, 2.0),
+        has_eight_bit=chip.fp8_tflops > 0,
     )
 
 
@@ -103,8 +108,10 @@ def attention_s(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> tupl
         return 0.0, 0.0
     if setup.software.fused_attention:
         softmax = eff.exponentials * work.attention_flops / (4.0 * work.attention_head_dim * rates.exponentials)
-        forward = work.attention_flops / (rates.plain_matmul * eff.attention_forward) + softmax
-        backward = 2.5 * work.attention_flops / (rates.plain_matmul * eff.attention_backward) + softmax
+        older = rates.has_eight_bit and not setup.software.native_attention
+        rate = rates.plain_matmul * (eff.attention_older if older else 1.0)
+        forward = work.attention_flops / (rate * eff.attention_forward) + softmax
+        backward = 2.5 * work.attention_flops / (rate * eff.attention_backward) + softmax
         return forward, backward
     arithmetic = 2.0 * work.attention_flops / (rates.plain_matmul * 0.7)
     traffic = work.score_bytes / rates.memory
@@ -126,8 +133,9 @@ def layer_time(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> Layer
     attention_f, attention_b = attention_s(work, setup, rates, eff)
     scale = eff.elementwise if setup.software.fused_kernels else eff.elementwise_eager
     if conv:
-        scale = eff.conv_memory
-    passes = scale * work.pass_bytes * rates.element_bytes / 2 / rates.memory
+        scale *= eff.conv_memory / eff.elementwise
+    cached = rates.cache_bytes / (rates.cache_bytes + work.tensor_bytes)
+    passes = scale * (1 - eff.cache_reuse * cached) * work.pass_bytes * rates.element_bytes / 2 / rates.memory
     casts = cast_s(work, setup, rates, eff)
     memory = (passes + casts, 2 * passes + casts)
     return LayerTime(products, backward, attention_f, attention_b, *memory, work.kernels, work.experts)

@@ -17,62 +17,66 @@ class Efficiency:
     Fractions are of the chip's sustained matmul rate, its memory bandwidth or a link's bandwidth.
     """
 
-    matmul: float = 0.903
+    matmul: float = 0.91
     """Of the best matmul measured on a chip: clocks under a training load, cold caches."""
-    matmul_fp8: float = 0.974
-    matmul_fp4: float = 0.727
-    gemm_memory: float = 0.397
+    matmul_fp8: float = 0.919
+    matmul_fp4: float = 0.69
+    gemm_memory: float = 0.462
     """Part of a matrix product's memory traffic that its arithmetic does not hide."""
-    kernel_s: float = 6.24e-06
+    kernel_s: float = 6.32e-06
     """Ramp-up and tail of one kernel on the device."""
-    misalignment: float = 0.332
+    misalignment: float = 0.442
     """Rate lost each time a matrix dimension's largest power of two halves below 64 elements (tensor-core tiles)."""
-    attention_forward: float = 0.482
+    attention_forward: float = 0.575
     """Fused attention's rate over the sustained bf16 matmul rate."""
-    attention_backward: float = 0.413
-    exponentials: float = 0.666
+    attention_backward: float = 0.401
+    attention_older: float = 0.545
+    """Rate of attention kernels written for the generation before the chip's (no Hopper or later instructions)."""
+    exponentials: float = 0.516
     """Part of attention's exponentials that its products do not hide."""
-    memory: float = 0.98
+    memory: float = 0.972
     """Of the memory bandwidth, in element-wise kernels."""
-    elementwise: float = 1.31
+    cache_reuse: float = 0.372
+    """Part of the memory traffic that a cache much larger than the tensors saves."""
+    elementwise: float = 0.925
     """Passes over memory actually made, over those counted for lightly fused kernels."""
-    elementwise_eager: float = 1.54
+    elementwise_eager: float = 1.72
     """The same when each operation of a framework is a kernel of its own."""
-    cast_fp8: float = 0.804
+    cast_fp8: float = 0.754
     """Passes over a matmul's inputs that fp8 scaling and casting take."""
     launch_s: float = 6e-06
     """Host time to launch one kernel without graphs or compilation."""
-    link_nvswitch: float = 0.486
-    link_mesh: float = 0.829
-    link_pcie: float = 0.372
-    nic: float = 0.676
-    collective_latency_s: float = 1.65e-05
-    hop_latency_s: float = 1.58e-06
+    link_nvswitch: float = 0.455
+    link_mesh: float = 0.724
+    link_pcie: float = 0.475
+    nic: float = 0.706
+    collective_latency_s: float = 1.52e-05
+    hop_latency_s: float = 1.51e-06
     """Added by each further rank of a ring."""
-    tp_overlap: float = 0.59
+    tp_overlap: float = 0.515
     """Part of tensor-parallel traffic hidden behind matmuls."""
-    cp_overlap: float = 0.98
-    ep_overlap: float = 0.0995
-    dp_overlap: float = 0.98
+    cp_overlap: float = 0.737
+    ep_overlap: float = 0.0975
+    dp_overlap: float = 0.738
     """Part of the backward (or forward) that data-parallel traffic can hide behind."""
-    pp_overlap: float = 0.359
-    contention: float = 0.256
+    pp_overlap: float = 0.465
+    contention: float = 0.227
     """Hidden traffic takes this part of its time from the compute beside it."""
-    expert_imbalance: float = 0.229
+    expert_imbalance: float = 0.232
     """The fullest expert's share over the mean, less one."""
-    jitter: float = 0.00806
+    jitter: float = 0.00977
     """Step time added by waiting for the slowest, for each doubling of the devices."""
-    optimizer_passes: float = 0.988
+    optimizer_passes: float = 1.18
     """Of the optimizer's traffic of memory, over its ideal."""
-    step_s: float = 0.0332
+    step_s: float = 0.0198
     """Host work between steps: clipping, logging, the data loader's hand-over."""
     step_graphed_s: float = 0.00458
     """The same where launches are replayed."""
-    bubble: float = 0.804
+    bubble: float = 0.856
     """Of the ideal pipeline bubble."""
-    conv: float = 1.33
+    conv: float = 1.39
     """Convolutions' rate over that of a matrix product of the same size."""
-    conv_memory: float = 0.948
+    conv_memory: float = 0.97
     """Passes over activations of a convolutional network, over those counted."""
 
     def as_dict(self) -> dict[str, float]:

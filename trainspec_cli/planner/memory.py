@@ -114,7 +114,10 @@ def state_bytes(params: float, shards: int, setup: Setup) -> tuple[float, float,
     """-> (parameters, gradients, optimizer) between steps, of parameters shared by `shards` ranks."""
     software, stage = setup.software, setup.layout.zero_stage if setup.layout.dp_shard > 1 else 0
     trained = params * setup.trainable
-    weights = software.weight_bytes * params / (shards if stage == 3 else 1)
+    each = software.weight_bytes
+    if setup.trainable < 1 and setup.matmul in EIGHT_BIT:
+        each = 1.0  # a frozen base is kept as it is multiplied
+    weights = each * params / (shards if stage == 3 else 1)
     gradients = software.grad_bytes * trained / (shards if stage >= 2 else 1)
     if stage == 3 and software.weight_bytes == 4.0:
         gradients = 4.0 * trained / shards

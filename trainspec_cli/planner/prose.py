@@ -109,7 +109,8 @@ def software_of(row: Mapping[str, str]) -> Software:
     sharded = any(word in (row.get("dp_mode") or "") for word in ("fsdp", "hsdp", "zero2", "zero3"))
     return Software(
         fused_attention=not old,
-        fused_kernels=compiled or mlperf or bool(re.search(FUSED, name)),
+        native_attention=mlperf or bool(re.search(FUSED, name)),
+        fused_kernels=compiled or mlperf or (not old and bool(re.search(FUSED, name))),
         overlap_dp="deepspeed" not in name and not old,
         overlap_tp=not old,
         grouped_experts=year >= 2026 or not year,

@@ -39,6 +39,8 @@ class Software:
 
     fused_attention: bool = True
     """FlashAttention or alike; False materialises the score matrix."""
+    native_attention: bool = True
+    """Attention kernels of the chip's own generation (cuDNN, FlashAttention-3), not of the one before."""
     fused_kernels: bool = True
     """Norms, activations, losses as single kernels (Transformer Engine, torch.compile, XLA)."""
     overlap_dp: bool = True

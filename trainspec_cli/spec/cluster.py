@@ -34,6 +34,8 @@ class AcceleratorSpec:
     matmul_fp8_tflops: float = 0.0
     tera_exponentials_per_s: float = 0.0
     """Exponentials of the special-function units, 1e12 a second, which softmax takes; 0: not known."""
+    cache_mb: float = 40.0
+    """Last-level cache, which small activations never leave."""
     link_gb_per_s: float = 0.0
     """To the other devices of its scale-up domain, all links together, one direction."""
     link_kind: Literal["nvswitch", "mesh", "bridge", "pcie", "torus"] = "pcie"

@@ -143,6 +143,7 @@ def layer_works(model: ConvModel, samples: float) -> tuple[tuple[float, tuple[Wo
             Work(
                 gemms=(gemm,),
                 pass_bytes=2.0 * (into + out + (3 * out if conv.normed else out)),
+                tensor_bytes=2.0 * out,
                 kernels=4 if conv.normed else 2,
                 params=conv.params + 2 * conv.out_channels,
                 saved_bytes=2.0 * out * (2 if conv.normed else 1),

@@ -13,6 +13,8 @@ from trainspec_cli.spec.model import DecoderModel, HybridModel
 CHUNK = 256
 """Tokens of one block of the state-space dual form."""
 CONV_WIDTH = 4
+SCAN_SLOWNESS = 2.0
+"""The chunked scan's kernels reach about half of fused attention's rate."""
 
 
 def inner_size(model: HybridModel) -> int:
@@ -89,9 +91,10 @@ def mamba_work(model: HybridModel, tokens: float, layout: Layout) -> Work:
     inner, wide = inner_size(model) / tp, mamba_in_width(model) / tp
     return Work(
         gemms=(Gemm(tokens, wide, hidden), Gemm(tokens, hidden, inner)),
-        attention_flops=tokens * scan_flops_per_token(model) / tp,
+        attention_flops=SCAN_SLOWNESS * tokens * scan_flops_per_token(model) / tp,
         attention_head_dim=float(model.mamba_head_dim),
-        pass_bytes=2.0 * tokens * (7 * hidden / split + 4 * wide + 8 * inner),
+        pass_bytes=2.0 * tokens * (7 * hidden / split + 4 * wide + 16 * inner),
+        tensor_bytes=2.0 * tokens * inner,
         kernels=24,
         tp_bytes=2.0 * tokens * hidden,
         tp_exchanges=1,

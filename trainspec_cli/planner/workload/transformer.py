@@ -133,6 +133,7 @@ def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Lay
         attention_head_dim=attention_width(model) / model.num_heads,
         score_bytes=2.0 * tokens * seq_len * model.num_heads / tp,
         pass_bytes=2.0 * tokens * (7 * hidden / split + 2 * (query + key) / tp + 2 * latent),
+        tensor_bytes=2.0 * tokens * hidden / split,
         kernels=16 if model.mla is None else 34,
         tp_bytes=2.0 * tokens * hidden,
         tp_exchanges=1,
@@ -152,6 +153,7 @@ def mlp_work(model: DecoderModel, tokens: float, layout: Layout) -> Work:
     return Work(
         gemms=(Gemm(tokens, gates * width, hidden), Gemm(tokens, hidden, width)),
         pass_bytes=2.0 * tokens * (7 * hidden / split + (gates + 1) * width),
+        tensor_bytes=2.0 * tokens * hidden / split,
         kernels=10 if model.gated_mlp else 8,
         tp_bytes=2.0 * tokens * hidden,
         tp_exchanges=1,

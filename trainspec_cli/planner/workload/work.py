@@ -33,6 +33,8 @@ class Work:
     """Of the score matrix, were it materialised in 2 bytes."""
     pass_bytes: float = 0.0
     """Memory traffic of the element-wise kernels, forward."""
+    tensor_bytes: float = 1e9
+    """Of one activation that passes from kernel to kernel."""
     kernels: int = 0
     """Launched by an eager framework, forward."""
     tp_bytes: float = 0.0
