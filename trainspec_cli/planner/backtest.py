@@ -171,7 +171,8 @@ def rank_sweeps(predictions: Sequence[Prediction]) -> list[Ranking]:
     sweeps: dict[tuple[str, ...], list[Prediction]] = defaultdict(list)
     for prediction in predictions:
         if prediction.judged and prediction.step_error is not None:
-            keys = ("source", "table", "model", "gpu", "n_gpus", "dtype", "gbs", "seq_len", "task", "framework")
+            keys = ("source", "model", "gpu", "table", "layers", "hidden", "heads", "n_gpus", "dtype", "gbs", "seq_len")
+            keys += ("task", "framework")
             sweeps[tuple(prediction.row.get(key) or "" for key in keys)].append(prediction)
     found = []
     for key, runs in sweeps.items():
@@ -179,7 +180,7 @@ def rank_sweeps(predictions: Sequence[Prediction]) -> list[Ranking]:
         if len(layouts) >= 3:
             chosen = min(runs, key=lambda p: p.step_time_s or math.inf)
             best = min(p.measured_step_time_s or math.inf for p in runs)
-            found.append(Ranking(key[0], key[2], key[3], len(layouts), (chosen.measured_step_time_s or 0) / best - 1))
+            found.append(Ranking(key[0], key[1], key[2], len(layouts), (chosen.measured_step_time_s or 0) / best - 1))
     return found
 
 
@@ -200,7 +201,7 @@ def cases_of(runs: Sequence[Prediction]) -> list[Case]:
         sizes[source] += len(times)
     cases = []
     for (setup, source), times in groups.items():
-        weight = 10 * math.sqrt(len(times) / sizes[source])
+        weight = 2 * math.sqrt(len(times) / sizes[source])
         cases.append(Case(setup, sorted(times)[len(times) // 2], weight))
     return cases
 

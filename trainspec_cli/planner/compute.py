@@ -6,6 +6,7 @@ over size), a fixed time a kernel, and a loss where dimensions do not fill the t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -137,8 +138,17 @@ def layer_time(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> Layer
     cached = rates.cache_bytes / (rates.cache_bytes + work.tensor_bytes)
     passes = scale * (1 - eff.cache_reuse * cached) * work.pass_bytes * rates.element_bytes / 2 / rates.memory
     casts = cast_s(work, setup, rates, eff)
+    slow = ungrouped(work, setup, eff)
+    products, backward, passes, casts = slow * products, slow * backward, slow * passes, slow * casts
     memory = (passes + casts, 2 * passes + casts)
     return LayerTime(products, backward, attention_f, attention_b, *memory, work.kernels, work.experts)
+
+
+def ungrouped(work: Work, setup: Setup, eff: Efficiency) -> float:
+    """Slowness of experts that run one after the other: none with one expert a rank, `experts_ungrouped` with 16."""
+    if setup.software.grouped_experts or work.experts <= 1:
+        return 1.0
+    return 1.0 + (eff.experts_ungrouped - 1.0) * math.log2(work.experts) / 4
 
 
 def cast_s(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> float:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from trainspec_cli.planner.collectives import all_gather_s, all_reduce_s, all_to_all_s, send_s
-from trainspec_cli.planner.compute import LayerTime, Rates, layer_time, rates_of
+from trainspec_cli.planner.compute import LayerTime, Rates, layer_time, rates_of, ungrouped
 from trainspec_cli.planner.hardware import Efficiency
 from trainspec_cli.planner.pipeline import bubble_s, stage_layers
 from trainspec_cli.planner.setup import Setup
@@ -35,8 +35,11 @@ def layer_comm(work: Work, setup: Setup, groups: dict[str, Group], eff: Efficien
     hidden_tp = eff.tp_overlap if setup.software.overlap_tp else 0.0
     tp = work.tp_exchanges * all_reduce_s(groups["tp"], work.tp_bytes, eff) * (1 - hidden_tp)
     cp = all_gather_s(groups["cp"], work.cp_bytes, eff) * (1 - eff.cp_overlap)
-    ep = 2 * all_to_all_s(groups["ep"], work.ep_bytes, copies, eff) * (1 - eff.ep_overlap)
-    return LayerComm(tp, cp, ep)
+    hidden_ep = eff.ep_overlap
+    if groups["ep"].crosses and setup.software.grouped_experts:
+        hidden_ep = eff.ep_overlap_network
+    ep = 2 * all_to_all_s(groups["ep"], work.ep_bytes, copies, eff) * (1 - hidden_ep)
+    return LayerComm(tp, cp, ep * ungrouped(work, setup, eff))
 
 
 @dataclass(frozen=True)
@@ -176,8 +179,7 @@ def pipeline_sends_s(setup: Setup, group: Group, eff: Efficiency) -> float:
     layout = setup.layout
     if layout.pp == 1 or isinstance(setup.model, ConvModel):
         return 0.0
-    split = layout.tp if layout.sequence_parallel else 1
-    message = 2.0 * setup.tokens * setup.model.hidden_size / split
+    message = 2.0 * setup.tokens * setup.model.hidden_size / layout.tp
     one = send_s(group, message, eff) * (1 - eff.pp_overlap)
     return 2 * layout.virtual_stages * setup.grad_accum * one + 2 * (layout.pp - 1) * send_s(group, message, eff)
 
