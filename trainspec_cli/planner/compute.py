@@ -67,6 +67,12 @@ def gemm_s(gemm: Gemm, rates: Rates, eff: Efficiency) -> float:
     return gemm.count * (arithmetic + eff.gemm_memory * traffic / rates.memory) + eff.kernel_s
 
 
+def conv_s(gemm: Gemm, rates: Rates, eff: Efficiency) -> float:
+    """A convolution as an implicit matrix product; its memory traffic is counted with the element-wise passes."""
+    loss = 1.0 + eff.misalignment * (alignment(gemm.n) + alignment(gemm.k)) / 2
+    return gemm.flops / (rates.plain_matmul * eff.conv) * loss + eff.kernel_s
+
+
 @dataclass(frozen=True)
 class LayerTime:
     """Forward and backward of some work on one device, without communication. Seconds."""
@@ -121,12 +127,11 @@ def attention_s(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> tupl
 
 def layer_time(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> LayerTime:
     """Of one part of a layer."""
-    products = sum(gemm_s(gemm, rates, eff) for gemm in work.gemms)
+    conv = isinstance(setup.model, ConvModel)
+    one = conv_s if conv else gemm_s
+    products = sum(one(gemm, rates, eff) for gemm in work.gemms)
     if work.expert_params:
         products *= 1.0 + eff.expert_imbalance
-    conv = isinstance(setup.model, ConvModel)
-    if conv:
-        products /= eff.conv
     backward = products * (2.0 if setup.trainable >= 1.0 else 1.0)
     if setup.trainable >= 1.0:
         weights = sum(gemm.k * gemm.n * gemm.count for gemm in work.gemms)

@@ -17,70 +17,70 @@ class Efficiency:
     Fractions are of the chip's sustained matmul rate, its memory bandwidth or a link's bandwidth.
     """
 
-    matmul: float = 0.888
+    matmul: float = 0.89
     """Of the best matmul measured on a chip: clocks under a training load, cold caches."""
-    matmul_fp8: float = 0.916
-    matmul_fp4: float = 0.681
-    gemm_memory: float = 0.458
+    matmul_fp8: float = 0.946
+    matmul_fp4: float = 0.696
+    gemm_memory: float = 0.485
     """Part of a matrix product's memory traffic that its arithmetic does not hide."""
-    kernel_s: float = 6.15e-06
+    kernel_s: float = 6.21e-06
     """Ramp-up and tail of one kernel on the device."""
-    misalignment: float = 0.36
+    misalignment: float = 0.339
     """Rate lost each time a matrix dimension's largest power of two halves below 64 elements (tensor-core tiles)."""
     attention_forward: float = 0.58
     """Fused attention's rate over the sustained bf16 matmul rate."""
-    attention_backward: float = 0.431
-    attention_older: float = 0.545
+    attention_backward: float = 0.434
+    attention_older: float = 0.54
     """Rate of attention kernels written for the generation before the chip's (no Hopper or later instructions)."""
     exponentials: float = 0.507
     """Part of attention's exponentials that its products do not hide."""
-    memory: float = 0.938
+    memory: float = 0.899
     """Of the memory bandwidth, in element-wise kernels."""
-    cache_reuse: float = 0.387
+    cache_reuse: float = 0.382
     """Part of the memory traffic that a cache much larger than the tensors saves."""
-    elementwise: float = 1.01
+    elementwise: float = 1.09
     """Passes over memory actually made, over those counted for lightly fused kernels."""
-    elementwise_eager: float = 1.73
+    elementwise_eager: float = 1.61
     """The same when each operation of a framework is a kernel of its own."""
-    cast_fp8: float = 0.777
+    cast_fp8: float = 0.759
     """Passes over a matmul's inputs that fp8 scaling and casting take."""
     launch_s: float = 6e-06
     """Host time to launch one kernel without graphs or compilation."""
-    link_nvswitch: float = 0.498
-    link_mesh: float = 0.71
-    link_pcie: float = 0.488
-    nic: float = 0.724
-    collective_latency_s: float = 1.5e-05
-    hop_latency_s: float = 1.5e-06
+    link_nvswitch: float = 0.474
+    link_mesh: float = 0.712
+    link_pcie: float = 0.484
+    nic: float = 0.735
+    collective_latency_s: float = 1.51e-05
+    hop_latency_s: float = 1.51e-06
     """Added by each further rank of a ring."""
-    tp_overlap: float = 0.458
+    tp_overlap: float = 0.47
     """Part of tensor-parallel traffic hidden behind matmuls."""
-    cp_overlap: float = 0.717
-    ep_overlap: float = 0.286
-    ep_overlap_network: float = 0.502
+    cp_overlap: float = 0.722
+    ep_overlap: float = 0.292
+    ep_overlap_network: float = 0.503
     """The same where experts are spread over nodes, and the schedule is built to hide it."""
-    dp_overlap: float = 0.792
+    dp_overlap: float = 0.766
     """Part of the backward (or forward) that data-parallel traffic can hide behind."""
-    pp_overlap: float = 0.494
+    pp_overlap: float = 0.493
     contention: float = 0.21
     """Hidden traffic takes this part of its time from the compute beside it."""
-    expert_imbalance: float = 0.209
+    expert_imbalance: float = 0.206
     """The fullest expert's share over the mean, less one."""
-    experts_ungrouped: float = 1.56
+    experts_ungrouped: float = 1.53
     """Time of an expert layer over a grouped kernel's, where 16 experts of a rank run one after the other."""
     jitter: float = 0.0102
     """Step time added by waiting for the slowest, for each doubling of the devices."""
-    optimizer_passes: float = 1.19
+    optimizer_passes: float = 1.2
     """Of the optimizer's traffic of memory, over its ideal."""
-    step_s: float = 0.0204
+    step_s: float = 0.0203
     """Host work between steps: clipping, logging, the data loader's hand-over."""
-    step_graphed_s: float = 0.00427
+    step_graphed_s: float = 0.00438
     """The same where launches are replayed."""
-    bubble: float = 0.935
+    bubble: float = 0.952
     """Of the ideal pipeline bubble."""
-    conv: float = 1.34
+    conv: float = 1.02
     """Convolutions' rate over that of a matrix product of the same size."""
-    conv_memory: float = 0.931
+    conv_memory: float = 0.957
     """Passes over activations of a convolutional network, over those counted."""
 
     def as_dict(self) -> dict[str, float]:
