@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainspec_cli.planner.memory import estimate_memory
+from trainspec_cli.planner.memory import estimate_memory, kept_activation_bytes
 from trainspec_cli.planner.setup import RECOMPUTE, Setup
 from trainspec_cli.planner.table import Row, number
 from trainspec_cli.spec.prediction import MemoryBreakdown
@@ -37,7 +37,7 @@ def predicted_as(metric: str, setup: Setup) -> float:
     metric = metric.lower()
     stages = estimate_memory(setup)
     if "activations" in metric:
-        return stages[0].activations_bytes
+        return kept_activation_bytes(setup)
     if "weights+optimizer" in metric:
         return stages[0].parameters_bytes + stages[0].gradients_bytes + stages[0].optimizer_bytes
     fullest = max(stages, key=lambda stage: stage.total_bytes)
@@ -55,4 +55,4 @@ def relative_activations(setup: Setup) -> float:
     """Over the same run with neither sequence parallelism nor recomputation."""
     layout = replace(setup.layout, sequence_parallel=False)
     baseline = replace(setup, layout=layout, recompute=RECOMPUTE["none"])
-    return estimate_memory(setup)[0].activations_bytes / estimate_memory(baseline)[0].activations_bytes
+    return kept_activation_bytes(setup) / kept_activation_bytes(baseline)

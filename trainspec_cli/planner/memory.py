@@ -24,11 +24,11 @@ from trainspec_cli.units import GIB
 class MemoryModel:
     """Constants of frameworks and drivers; each is a plain quantity."""
 
-    context_bytes: float = 0.9 * GIB
+    context_bytes: float = 1.2 * GIB
     """The device's context, kernels and libraries' workspaces."""
     group_bytes: float = 0.25 * GIB
     """Buffers of one communicator (NCCL's channels)."""
-    fragmentation: float = 0.06
+    fragmentation: float = 0.3
     """Of the allocator's activations and temporaries."""
     logit_bytes: float = 8.0
     """A logit: 2 in the compute format, 4 in the loss, 2 its gradient."""
@@ -64,8 +64,11 @@ def saved_of(work: Work, setup: Setup) -> float:
     saved = work.saved_bytes
     if setup.matmul in EIGHT_BIT:
         saved -= 0.5 * work.saved_gemm_bytes
-    if work.attention_flops and not setup.software.fused_attention:
-        saved += 2.5 * work.score_bytes
+    if not setup.software.fused_attention:  # frameworks of that time keep dropout's masks, a byte an element
+        saved += 0.5 * work.input_bytes
+        saved += 2.5 * work.score_bytes if work.attention_flops else 0.0
+    if not setup.software.fused_kernels and setup.software.fused_attention:
+        saved += work.saved_eager_bytes
     return saved if setup.compute not in ("fp32", "tf32") else 2.0 * saved
 
 
@@ -110,13 +113,22 @@ def in_flight(setup: Setup, stage: int) -> float:
     return float(min(layout.pp - stage, total))
 
 
-def state_bytes(params: float, shards: int, setup: Setup) -> tuple[float, float, float]:
-    """-> (parameters, gradients, optimizer) between steps, of parameters shared by `shards` ranks."""
+def add(left: tuple[float, float, float], right: tuple[float, float, float]) -> tuple[float, float, float]:
+    return left[0] + right[0], left[1] + right[1], left[2] + right[2]
+
+
+def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) -> tuple[float, float, float]:
+    """-> (parameters, gradients, optimizer) between steps, of parameters shared by `shards` ranks.
+
+    `ends`: the embedding and the head, which are not quantised.
+    """
     software, stage = setup.software, setup.layout.zero_stage if setup.layout.dp_shard > 1 else 0
     trained = params * setup.trainable
     each = software.weight_bytes
     if setup.trainable < 1 and setup.matmul in EIGHT_BIT:
         each = 1.0  # a frozen base is kept as it is multiplied
+    if ends:
+        each = max(each, 2.0)
     weights = each * params / (shards if stage == 3 else 1)
     gradients = software.grad_bytes * trained / (shards if stage >= 2 else 1)
     if stage == 3 and software.weight_bytes == 4.0:
@@ -143,7 +155,7 @@ def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory, cons
     ends = [embedding_work(setup.model, setup.tokens, layout) if stage == 0 else None]
     ends.append(head_work(setup.model, setup.tokens, layout) if last else None)
     outside = sum(work.params for work in ends if work)
-    dense = state_bytes(layers * layer.params + outside, shards, setup)
+    dense = add(state_bytes(layers * layer.params, shards, setup), state_bytes(outside, shards, setup, True))
     experts = state_bytes(layers * layer.expert_params, expert_shards, setup)
     flying = in_flight(setup, stage)
     kept = layers * layer.kept_bytes * flying
@@ -151,11 +163,15 @@ def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory, cons
     logits = logit_bytes(setup, constants) if last else 0.0
     transient = max(0.0, working - logits) if last else working
     activations = kept + transient
+    stepped = setup.software.step_bytes * setup.trainable * (
+        (layers * layer.params + outside) / shards
+        + layers * layer.expert_params / expert_shards
+    )
     buffers = constants.bucket_bytes if setup.fabric.num_devices > 1 else 0.0
     return MemoryBreakdown(
         parameters_bytes=dense[0] + experts[0] + gathered_bytes(layer, outside, setup),
         gradients_bytes=dense[1] + experts[1],
-        optimizer_bytes=dense[2] + experts[2],
+        optimizer_bytes=dense[2] + experts[2] + stepped,
         activations_bytes=activations,
         logits_bytes=logits,
         comm_buffers_bytes=buffers + constants.group_bytes * communicators(setup),
@@ -175,6 +191,12 @@ def communicators(setup: Setup) -> int:
     layout = setup.layout
     sizes = (layout.tp, layout.cp, layout.ep, layout.pp, layout.dp_shard, layout.dp_replicate)
     return sum(size > 1 for size in sizes)
+
+
+def kept_activation_bytes(setup: Setup) -> float:
+    """What the first stage keeps from forward to backward, without the running layer's own temporaries."""
+    layer = mean_layer_memory(setup)
+    return layer.kept_bytes * in_flight(setup, 0) * num_layers(setup.model) / setup.layout.pp
 
 
 def peak_of(setup: Setup, layer: LayerMemory, constants: MemoryModel = DEFAULT_MEMORY) -> float:

@@ -98,12 +98,47 @@ def recompute_of(row: Mapping[str, str], model: ModelSpec, layout: Layout) -> tu
 FUSED = r"megatron|nemo|maxtext|paxml|pax|jax|xla|nvidia|ngc|mxnet|rocm|apex|transformer.?engine|mlperf|habana|optimum"
 
 
+UNFUSED_STEP_BYTES = 12.0
+"""Gradients copied to fp32 and the temporaries of AdamW over lists of tensors (tables of BLOOM's trials and InternEvo)."""
+TORCH_STEP_BYTES = 4.0
+"""One temporary of PyTorch's AdamW over lists of tensors."""
+
+
+def framework_of(row: Mapping[str, str]) -> str:
+    """As stated, else what its project is known to train with."""
+    stated = (row.get("framework") or "").lower()
+    if stated:
+        return stated
+    source = (row.get("source") or "").lower()
+    return f"{source} megatron-deepspeed" if "bigscience" in source else source
+
+
+def year_of(row: Mapping[str, str]) -> float:
+    cited = re.search(r"\b(20[12]\d)\b", row.get("source") or "")
+    return float(row.get("year") or (cited.group(1) if cited else 2024))
+
+
+def step_bytes_of(row: Mapping[str, str], name: str) -> float:
+    if "deepspeed" in name:
+        return UNFUSED_STEP_BYTES
+    if re.search(FUSED, name) or "korthikanti" in name:
+        return 0.0
+    torch_alone = re.search(r"torch|composer|foundry|litgpt|hugging|accelerate|titan", name)
+    return TORCH_STEP_BYTES if torch_alone else UNFUSED_STEP_BYTES
+
+
+def base_weight_bytes(row: Mapping[str, str]) -> float | None:
+    """Of a quantised base under adapters (bitsandbytes): 4 bits, scales, and what it keeps besides (litgpt's tables)."""
+    found = re.search(r"quant=(\S+)", row.get("dtype") or "")
+    return {"nf4": 0.92, "nf4-dq": 0.87, "fp4": 0.92, "int8": 1.1}.get(found.group(1)) if found else None
+
+
 def software_of(row: Mapping[str, str]) -> Software:
     """What a framework of that name and year is known to do."""
-    name, year = (row.get("framework") or "").lower(), float(row.get("year") or 2024)
+    name, year = framework_of(row), year_of(row)
     compiled = (row.get("compile") or "") in ("1", "1.0", "True", "true")
     mlperf = "mlperf" in (row.get("source") or "").lower()
-    old = year < 2023 and "megatron" in name
+    old = year < 2023 and ("megatron" in name or "korthikanti" in name)
     pure = "pure" in (row.get("notes") or "").lower()
     half_gradients = mlperf or bool(re.search(r"nemo|bridge|deepspeed", name))
     sharded = any(word in (row.get("dp_mode") or "") for word in ("fsdp", "hsdp", "zero2", "zero3"))
@@ -117,6 +152,7 @@ def software_of(row: Mapping[str, str]) -> Software:
         graphs=mlperf or bool(re.search(r"maxtext|pax|jax", name)),
         reduce_bytes=2.0 if pure or half_gradients else 4.0,
         grad_bytes=2.0 if pure or half_gradients else 4.0,
-        weight_bytes=4.0 if sharded else 2.0,
+        step_bytes=step_bytes_of(row, name),
+        weight_bytes=base_weight_bytes(row) or (4.0 if sharded else 2.0),
         master_bytes=0.0 if sharded else 4.0,
     )

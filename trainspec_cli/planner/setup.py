@@ -58,6 +58,8 @@ class Software:
     """Of the parameter that the optimizer updates, when weights are kept in the compute format beside it."""
     moment_bytes: float = 8.0
     """Of the optimizer's moments, a parameter."""
+    step_bytes: float = 0.0
+    """A parameter, while the optimizer steps: copies of gradients and temporaries of kernels that are not fused."""
     weight_bytes: float = 2.0
     """Of a parameter as kept between steps; 4 where a sharded fp32 copy is all there is (FSDP)."""
 

@@ -102,7 +102,8 @@ def latent_of(row: Row) -> LatentAttention | None:
 def decoder_of(row: Row) -> tuple[DecoderModel, tuple[str, ...]]:
     hidden, heads, layers = int(need(row, "hidden")), whole(row, "heads", 1), int(need(row, "layers"))
     head_dim = number(row, "head_dim") or hidden / heads
-    gated = bool(number(row, "gated_mlp", 1.0))
+    stated = number(row, "gated_mlp")
+    gated = stated is None or bool(stated)
     # A width that heads do not divide (bloom's trials) is kept by rounding the width of one head.
     model = DecoderModel(
         num_layers=layers,
@@ -122,9 +123,10 @@ def decoder_of(row: Row) -> tuple[DecoderModel, tuple[str, ...]]:
     if total and experts is None:
         from trainspec_cli.planner.workload import count_params
 
-        tied = replace(model, tied_embeddings=True)
-        if abs(count_params(tied) / 1e9 - total) < abs(count_params(model) / 1e9 - total):
-            model = tied
+        options = [model, replace(model, tied_embeddings=True)]
+        if stated is None:
+            options += [replace(option, gated_mlp=False) for option in options]
+        model = min(options, key=lambda option: abs(count_params(option) / 1e9 - total))
     assumed = tuple(key for key in ("ffn", "vocab", "head_dim") if number(row, key) is None)
     return model, assumed
 
@@ -252,10 +254,14 @@ def state(row: Row) -> Stated:
         matmul=matmul,
         recompute=recompute,
         software=software_of(row),
-        trainable=ADAPTER_SHARE if (row.get("task") or "") == "lora" else 1.0,
+        trainable=ADAPTER_SHARE if is_adapter(row) else 1.0,
     )
     opened = ("recompute",) if is_open else ()
     return Stated(setup, samples, (*assumed, *assumed_network, *assumed_batch, *opened), is_open)
+
+
+def is_adapter(row: Row) -> bool:
+    return "lora" in (row.get("task") or "").lower() or "lora" in (row.get("metric") or "").lower()
 
 
 def batch_of(row: Row, layout: Layout) -> tuple[float, int, float, tuple[str, ...]]:
@@ -273,6 +279,9 @@ def batch_of(row: Row, layout: Layout) -> tuple[float, int, float, tuple[str, ..
     if micro is None:
         assert accum is not None
         return samples / width / accum, int(accum), samples, ("mbs",)
+    if accum is None and number(row, "gbs") is None and layout.pp > 1:
+        accum = 4.0 * layout.pp * layout.virtual_stages  # enough to fill the pipeline
+        samples = micro * accum * width
     accum = accum or max(1, round(samples / width / micro))
     if micro * accum * width != samples:
         micro = samples / width / accum

@@ -141,6 +141,7 @@ def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Lay
         params=attention_params(model) / tp + hidden,
         saved_bytes=2.0 * tokens * (2 * hidden / split + inner + latent),
         saved_gemm_bytes=2.0 * tokens * (hidden / split + query / tp),
+        saved_eager_bytes=4.0 * tokens * hidden / split if model.gated_mlp else 0.0,
         input_bytes=2.0 * tokens * hidden / split,
     )
 
@@ -160,6 +161,7 @@ def mlp_work(model: DecoderModel, tokens: float, layout: Layout) -> Work:
         params=mlp_params(model) / tp + hidden,
         saved_bytes=2.0 * tokens * (2 * hidden / split + (gates + 1) * width),
         saved_gemm_bytes=2.0 * tokens * (hidden / split + width),
+        saved_eager_bytes=tokens * (4.0 * hidden / split + 2.0 * width) if model.gated_mlp else 0.0,
         input_bytes=2.0 * tokens * hidden / split,
     )
 

@@ -55,6 +55,8 @@ class Work:
     """Activations kept for the backward."""
     saved_gemm_bytes: float = 0.0
     """The part of them that are inputs of matmuls alone, kept in 8 bits where those multiply in 8 bits."""
+    saved_eager_bytes: float = 0.0
+    """Kept besides by a framework without fused norms and activations: fp32 copies, the gate's output."""
     input_bytes: float = 0.0
     """The layer's input: all that full recomputation keeps."""
     matmul_backward: float = 2.0
