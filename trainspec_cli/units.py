@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
 _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -25,7 +25,7 @@ def format_count(value: float) -> str:
 
 def format_bytes(value: float) -> str:
     """Binary prefixes: `2**31` -> `2.00 GiB`."""
-    for scale, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+    for scale, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(value) >= scale:
             return f"{value / scale:.2f} {unit}"
     return f"{value:.0f} B"

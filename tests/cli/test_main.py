@@ -41,7 +41,7 @@ def test_every_command_explains_itself(capsys, name: str) -> None:
     ("arguments", "message", "hint"),
     [
         (["lanch"], "there is no command `lanch`", "did you mean trainspec launch?"),
-        (["--verbose"], "there is no option `--verbose`", "commands: launch"),
+        (["--verbose"], "there is no option `--verbose`", "commands: plan"),
         (["recipe=tiny", "a=1"], "a command comes first", "such as trainspec launch recipe=tiny a=1"),
         (["validate", "--jsn", "recipe=tiny"], "No such option: --jsn", "see trainspec validate --help"),
         (["validate", "--recipe", "tiny"], "No such option: --recipe", "values are given without dashes: recipe="),

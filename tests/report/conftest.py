@@ -1,15 +1,117 @@
-"""Run folders written event by event, without a run."""
+"""Run folders written event by event, and plans made by hand: figures that are easy to check on paper."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trainspec_cli.report.plan_json import plan_as_json, sweep_as_json
 from trainspec_cli.rundir.events import PARTS, EventWriter
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.batching import BatchingSpec
+from trainspec_cli.spec.cluster import AcceleratorSpec, ClusterSpec
+from trainspec_cli.spec.cost import SiteSpec
+from trainspec_cli.spec.data import DataSpec
+from trainspec_cli.spec.forecast import Assumption, Goodput, Interval, RunForecast
+from trainspec_cli.spec.layout import Layout
+from trainspec_cli.spec.model import DecoderModel
+from trainspec_cli.spec.optim import OptimSpec
+from trainspec_cli.spec.prediction import Candidate, CapacityPlan, MemoryBreakdown, StepTime
+from trainspec_cli.spec.run import RunSpec, TrainSection
+from trainspec_cli.units import GIB
+
+CHIP = AcceleratorSpec("H100-SXM-80GB", "nvidia", 989, 80, 3.35)
+SPEC = RunSpec(
+    model=DecoderModel(32, 4096, 32, 8, 128, 14_336, 128_256, name="llama3_8b"),
+    data=DataSpec(seq_len=8192, source="python_stdlib"),
+    optim=OptimSpec(lr=3e-4),
+    batching=BatchingSpec(global_batch_size=128),
+    train=TrainSection(max_steps=1000),
+    cluster=ClusterSpec(num_nodes=2, devices_per_node=8, accelerator=CHIP, site=SiteSpec(name="Iceland")),
+)
+FIRST_STAGE = MemoryBreakdown(parameters_bytes=10 * GIB, activations_bytes=30 * GIB)
+LAST_STAGE = MemoryBreakdown(parameters_bytes=10 * GIB, activations_bytes=8 * GIB, logits_bytes=2 * GIB)
+CANDIDATE = Candidate(
+    layout=Layout(dp_replicate=2, dp_shard=2, tp=2, pp=2, zero_stage=1),
+    micro_batch_size=1,
+    grad_accum_steps=32,
+    recompute="selective",
+    step_time_s=4.0,
+    tokens_per_s=262_144.0,
+    tokens_per_s_per_gpu=16_384.0,
+    mfu=0.5,
+    hfu=0.55,
+    peak_memory_bytes=40 * GIB,
+    memory_limit_bytes=74 * GIB,
+    memory=(FIRST_STAGE, LAST_STAGE),
+    time=StepTime(matmul_s=2.0, attention_s=1.0, dp_comm_s=0.75, bubble_s=0.25),
+)
+CAPACITY = CapacityPlan(
+    params=8_030_261_248,
+    active_params=8_030_261_248,
+    flops_per_token=5.1e10,
+    world_size=16,
+    tokens_per_step=128 * 8192,
+    candidates=(CANDIDATE, replace(CANDIDATE, layout=Layout(dp_shard=16), step_time_s=5.0)),
+    rejected={"needs more memory than there is": 40, "tp leaves the node": 400},
+    assumptions=("a fused attention kernel",),
+    considered=500,
+)
+RESTART = Goodput(
+    mode="restart",
+    goodput=Interval(0.9, 0.85, 0.95),
+    lost={"restart": 0.06, "rework": 0.03, "checkpoint": 0.01},
+    failures=3.0,
+    mtbf_s=10_000.0,
+    checkpoint_interval_s=400.0,
+    checkpoint_interval_steps=100,
+    optimal_interval_s=390.0,
+    checkpoint_s=8.0,
+    checkpoint_bytes=96e9,
+    restart_s=480.0,
+)
+RUN = RunForecast(
+    steps=1000,
+    tokens=1.05e9,
+    wall_time_s=Interval(4444.0, 4000.0, 5000.0),
+    goodput=RESTART,
+    energy_joules=Interval(7.2e10, 6e10, 9e10),
+    carbon_kg=Interval(2000.0, 1500.0, 2500.0),
+    cost_usd=None,
+    alternatives=(replace(RESTART, mode="elastic", goodput=Interval(0.97, 0.96, 0.98), lost={"stall": 0.03}),),
+    energy_parts_joules={"accelerators": 5.4e10, "hosts": 1.8e10},
+    assumptions=(
+        Assumption("cluster.site.pue", 1.2, 1.1, "a survey <2024>", verified=False),
+        Assumption("cluster.accelerator.tdp_w", 700, source="the maker"),
+    ),
+    notes=("a note",),
+)
+
+
+@pytest.fixture
+def plan() -> dict[str, Any]:
+    return plan_as_json(SPEC, CAPACITY, RUN)
+
+
+@pytest.fixture
+def infeasible() -> dict[str, Any]:
+    too_big = replace(CANDIDATE, peak_memory_bytes=90 * GIB)
+    nothing = replace(CAPACITY, candidates=(too_big,), advice=("recompute=full", "4 nodes"))
+    return plan_as_json(SPEC, nothing, None)
+
+
+@pytest.fixture
+def sweep(plan: dict[str, Any], infeasible: dict[str, Any]) -> dict[str, Any]:
+    """1 node does not fit; of 2 and 4 the larger keeps 90% of the throughput a device."""
+    four = replace(CANDIDATE, tokens_per_s=262_144 * 1.8, tokens_per_s_per_gpu=16_384 * 0.9, step_time_s=4 / 1.8)
+    spec = replace(SPEC, cluster=replace(SPEC.cluster, num_nodes=4))
+    larger = plan_as_json(spec, replace(CAPACITY, world_size=32, candidates=(four,)), RUN)
+    return sweep_as_json("cluster.num_nodes", [("1", infeasible), ("2", plan), ("4", larger)])
+
 
 BEGIN = {
     "world_size": 2,

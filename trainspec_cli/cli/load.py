@@ -17,6 +17,8 @@ from trainspec_cli.spec.run import RunSpec
 from trainspec_cli.spec.structure import build
 from trainspec_cli.spec.unknown import UNKNOWN, UnknownTouched
 
+DATA_PATHS = ("data.path", "data.tokenizer.path")
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -40,12 +42,24 @@ def load(arguments: Sequence[str], cwd: Path | None = None) -> Loaded:
     return Loaded(examined.draft, examined.composed)
 
 
-def examine(arguments: Sequence[str], cwd: Path | None = None) -> Examined:
+def load_for_planning(arguments: Sequence[str], cwd: Path | None = None) -> Loaded:
+    """As `load`, for a run that is only thought about: its data need not be here, nor this engine able to run it."""
+    examined = examine(arguments, cwd, to_run=False)
+    require([problem for problem in examined.problems if not _lacks_data(problem)])
+    return Loaded(examined.draft, examined.composed)
+
+
+def _lacks_data(problem: Problem) -> bool:
+    return problem.path in DATA_PATHS and problem.code in ("missing_file", "missing_value")
+
+
+def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool = True) -> Examined:
     """Find everything that is wrong with a recipe, whatever the machine."""
     composed = compose_arguments(arguments, cwd)
     draft, mistyped = build(RunSpec, composed.data)
     draft = _without_failed(draft, composed)
-    problems = composed.locate([*mistyped, *check(draft), *check_engine(draft)])
+    unable = check_engine(draft) if to_run else []
+    problems = composed.locate([*mistyped, *check(draft), *unable])
     told = [problem for problem in composed.problems if not _refers_to_missing(problem, mistyped)]
     new = [problem for problem in problems if not _follows(problem, composed)]
     return Examined(draft, composed, sorted([*told, *new], key=_place))

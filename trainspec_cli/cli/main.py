@@ -21,10 +21,12 @@ class Command:
 
 
 COMMANDS = {
+    "plan": Command("trainspec_cli.cli.plan", "rank the layouts of a run, and say what it will take and cost"),
     "launch": Command("trainspec_cli.cli.launch", "train a recipe on this machine"),
     "resume": Command("trainspec_cli.cli.resume", "go on with a run from its newest checkpoint"),
     "runs": Command("trainspec_cli.cli.runs", "list the runs below ./runs"),
     "report": Command("trainspec_cli.cli.report", "say what became of a run, and where the time went"),
+    "backtest": Command("trainspec_cli.cli.backtest", "predict a table of measured runs, and say how far off"),
     "validate": Command("trainspec_cli.cli.validate", "find every problem of a recipe at once"),
     "show": Command("trainspec_cli.cli.show", "print a composed recipe, or what differs from another"),
     "recipes": Command("trainspec_cli.cli.recipes", "list what there is to run"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.planner.workload import transformer
+from trainspec_cli.planner import workload
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.layout import Layout, LayoutSpec
@@ -31,8 +31,8 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
         compute=resolve_compute(spec, machine),
         micro_batch_size=micro_batch_size,
         grad_accum_steps=grad_accum_steps,
-        params=transformer.count_params(spec.model),
-        flops_per_token=transformer.flops_per_token(spec.model, spec.data.seq_len),
+        params=workload.count_params(spec.model),
+        flops_per_token=workload.flops_per_token(spec.model, spec.data.seq_len),
     )
 
 

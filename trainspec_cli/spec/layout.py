@@ -1,4 +1,4 @@
-"""How work is spread: the sizes of the mesh axes. Their product is the world size (ep divides dp_shard x cp)."""
+"""How work is spread: the sizes of the mesh axes. Their product is the world size (ep divides dp_shard x cp x tp)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from trainspec_cli.spec.auto import AUTO, AutoInt
+from trainspec_cli.spec.auto import AUTO, Auto, AutoInt
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Outermost first: neighbouring ranks share the innermost axis, which needs the fastest links."""
+
+ZeroStage = Literal[1, 2, 3]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
 @dataclass(frozen=True)
@@ -22,8 +25,20 @@ class LayoutSpec:
     tp: AutoInt = 1
     pp: AutoInt = 1
     ep: AutoInt = 1
-    zero_stage: Literal[2, 3] = 3
-    """3 frees the gathered parameters after each forward; 2 keeps them until the backward is done."""
+    zero_stage: ZeroStage | Auto = 3
+    """What dp_shard shards (ZeRO, arXiv:1910.02054): 1 the optimizer state, 2 the gradients too, 3 the parameters too.
+
+    In the engine 3 frees the gathered parameters after each forward; 2 keeps them until the backward is done.
+    """
+    etp: AutoInt = 1
+    """Tensor parallelism inside each expert."""
+    sequence_parallel: bool = True
+    """With tp: norms and residuals are split along the sequence (arXiv:2205.05198)."""
+    pipeline_schedule: PipelineSchedule | Auto = "1f1b"
+    virtual_stages: AutoInt = 1
+    """Chunks of layers a pipeline stage holds (the interleaved schedule needs 2 or more)."""
+    stage_layers: tuple[int, ...] | None = None
+    """Layers of each pipeline stage, where they are uneven; null spreads them evenly."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +51,12 @@ class Layout:
     tp: int = 1
     pp: int = 1
     ep: int = 1
-    zero_stage: Literal[2, 3] = 3
+    zero_stage: ZeroStage = 3
+    etp: int = 1
+    sequence_parallel: bool = True
+    pipeline_schedule: PipelineSchedule = "1f1b"
+    virtual_stages: int = 1
+    stage_layers: tuple[int, ...] | None = None
 
     @property
     def world_size(self) -> int:

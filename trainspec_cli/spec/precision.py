@@ -7,10 +7,15 @@ from typing import Literal
 
 from trainspec_cli.spec.auto import AUTO, Auto
 
+ComputeFormat = Literal["bf16", "fp16", "fp32", "tf32"]
+MatmulFormat = Literal["compute", "fp8", "mxfp8", "nvfp4"]
+
 
 @dataclass(frozen=True)
 class PrecisionSpec:
-    compute: Literal["bf16", "fp32"] | Auto = AUTO
+    compute: ComputeFormat | Auto = AUTO
     """auto: bf16 where the chip multiplies it natively, else fp32."""
     reduce: Literal["bf16", "fp32"] = "fp32"
     """Gradients are summed across ranks in this."""
+    matmul: MatmulFormat = "compute"
+    """Linear layers multiply in this; `compute` leaves them in the compute format."""

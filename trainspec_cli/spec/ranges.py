@@ -35,6 +35,7 @@ AT_LEAST_ZERO = Range(0)
 POSITIVE = Range(0, includes_low=False)
 BETWEEN = Range(0, 1, includes_low=False, includes_high=False)
 FRACTION = Range(0, 1)
+PART = Range(0, 1, includes_low=False)
 MOMENT = Range(0, 1, includes_high=False)
 
 BYTE_LEVEL = Range(257)
@@ -73,6 +74,30 @@ RANGES = {
     "checkpoint.keep_last": AT_LEAST_ONE,
     "cluster.num_nodes": AT_LEAST_ONE,
     "cluster.devices_per_node": AT_LEAST_ONE,
+    "cluster.storage_gb_per_s": POSITIVE,
+    "cluster.reliability.mtbf_device_hours": POSITIVE,
+    "cluster.reliability.job_wide_fraction": FRACTION,
+    "cluster.reliability.detect_s": AT_LEAST_ZERO,
+    "cluster.reliability.swap_s": AT_LEAST_ZERO,
+    "cluster.reliability.start_s": AT_LEAST_ZERO,
+    "cluster.reliability.repair_s": AT_LEAST_ZERO,
+    "cluster.reliability.spare_nodes": AT_LEAST_ZERO,
+    "cluster.reliability.shrink_stall_s": AT_LEAST_ZERO,
+    "cluster.reliability.rejoin_stall_s": AT_LEAST_ZERO,
+    "cluster.reliability.heal_gb_per_s": POSITIVE,
+    "cluster.site.pue": AT_LEAST_ONE,
+    "cluster.site.carbon_g_per_kwh": AT_LEAST_ZERO,
+    "cluster.site.electricity_usd_per_kwh": AT_LEAST_ZERO,
+    "cluster.power.busy": AT_LEAST_ZERO,
+    "cluster.power.waiting": AT_LEAST_ZERO,
+    "cluster.power.idle": AT_LEAST_ZERO,
+    "cluster.power.host": AT_LEAST_ZERO,
+    "cluster.cost.price_usd_per_device_hour": AT_LEAST_ZERO,
+    "cluster.cost.device_price_usd": AT_LEAST_ZERO,
+    "cluster.cost.useful_years": POSITIVE,
+    "cluster.cost.utilisation": PART,
+    "cluster.cost.operation_ratio": AT_LEAST_ZERO,
+    "resilience.min_replica_groups": AT_LEAST_ONE,
     "layout.dp_replicate": AT_LEAST_ONE,
     "layout.dp_shard": AT_LEAST_ONE,
     "layout.cp": AT_LEAST_ONE,

@@ -17,6 +17,7 @@ from trainspec_cli.errors import Problem
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.cluster import Machine
 from trainspec_cli.spec.layout import MESH_AXES
+from trainspec_cli.spec.model import ConvModel, DecoderModel
 from trainspec_cli.spec.ranges import RANGES, check_range
 from trainspec_cli.spec.run import RunSpec
 from trainspec_cli.spec.unknown import UnknownTouched
@@ -27,7 +28,8 @@ Rule = Callable[[RunSpec], Iterable[Problem]]
 def check(spec: RunSpec) -> list[Problem]:
     """Everything that can be said without a machine."""
     ranges = [_range_rule(path) for path in RANGES]
-    return _apply([*ranges, heads, rotary_width, world_size, batch, schedule, vocabulary, data_path, tokenizer], spec)
+    rules = [heads, rotary_width, world_size, batch, schedule, vocabulary, data_path, tokenizer, uncertainty, ownership]
+    return _apply([*ranges, *rules], spec)
 
 
 def check_engine(spec: RunSpec) -> list[Problem]:
@@ -51,11 +53,21 @@ def _apply(rules: Iterable[Rule], spec: RunSpec) -> list[Problem]:
 
 
 def _range_rule(path: str) -> Rule:
-    return lambda spec: filter(None, [check_range(spec, path)])
+    """Model sizes are those of a decoder: other families have other sizes, and some that may be 0."""
+
+    def rule(spec: RunSpec) -> Iterator[Problem]:
+        applies = not path.startswith("model.") or isinstance(spec.model, DecoderModel)
+        problem = check_range(spec, path) if applies else None
+        if problem:
+            yield problem
+
+    return rule
 
 
 def heads(spec: RunSpec) -> Iterator[Problem]:
     model = spec.model
+    if isinstance(model, ConvModel):
+        return
     if model.num_kv_heads > 0 and model.num_heads % model.num_kv_heads:
         yield _not_divisible(
             "model.num_kv_heads",
@@ -66,7 +78,7 @@ def heads(spec: RunSpec) -> Iterator[Problem]:
 
 
 def rotary_width(spec: RunSpec) -> Iterator[Problem]:
-    if spec.model.head_dim % 2:
+    if isinstance(spec.model, DecoderModel) and spec.model.head_dim % 2:
         message = f"`model.head_dim` is {spec.model.head_dim}; rotary embeddings turn pairs and need an even number"
         hint = f"type model.head_dim={spec.model.head_dim + 1}"
         yield Problem(code="not_divisible", path="model.head_dim", message=message, hint=hint)
@@ -115,7 +127,8 @@ def batch(spec: RunSpec) -> Iterator[Problem]:
     """The global batch is cut into whole micro-batches on every data-parallel rank."""
     processes, sizes = count_processes(spec), _fixed_axes(spec)
     model_parallel = math.prod(sizes.get(axis, 1) for axis in ("pp", "cp", "tp"))
-    if processes is None or processes % model_parallel:
+    searched = any(axis not in sizes for axis in ("pp", "cp", "tp"))
+    if processes is None or searched or processes % model_parallel:
         return
     ranks, size, micro = processes // model_parallel, spec.batching.global_batch_size, spec.batching.micro_batch_size
     if ranks < 1 or size < 1:
@@ -147,6 +160,8 @@ def schedule(spec: RunSpec) -> Iterator[Problem]:
 
 def vocabulary(spec: RunSpec) -> Iterator[Problem]:
     """Every token has a row in the embedding."""
+    if isinstance(spec.model, ConvModel):
+        return
     wanted, rows = spec.data.tokenizer.vocab_size, spec.model.vocab_size
     if spec.data.source != "tokens" and spec.data.tokenizer.path is None and wanted > rows:
         path = "data.tokenizer.vocab_size"
@@ -185,6 +200,32 @@ def _missing_file(path: str, value: str, kind: str) -> Problem:
     place = "" if Path(value).expanduser().is_absolute() else f" in {Path.cwd()}"
     message = f"`{path}` is {value}; there is no such {kind}{place}"
     return Problem(code="missing_file", path=path, message=message, hint=f"type {path}=<the {kind}'s path>")
+
+
+def uncertainty(spec: RunSpec) -> Iterator[Problem]:
+    """What is known within a factor is a number of its section, and the factor is at least 1."""
+    for section in ("reliability", "site", "power", "cost"):
+        values = getattr(spec.cluster, section)
+        for key, factor in values.known_within.items():
+            path = f"cluster.{section}.known_within.{key}"
+            if not isinstance(getattr(values, key, ""), (int, float, type(None))):
+                message = f"`{path}` speaks of a number that `cluster.{section}` does not have"
+                yield Problem(code="unknown_key", path=path, message=message, hint=f"type ~{path}")
+            elif factor < 1:
+                message = f"`{path}` is {factor:g}; a factor of at least 1 is needed (2: between half and twice)"
+                yield Problem(
+                    code="out_of_range",
+                    path=path,
+                    message=message,
+                    hint=f"type {path}={1 / factor:g}" if factor > 0 else "",
+                )
+
+
+def ownership(spec: RunSpec) -> Iterator[Problem]:
+    if spec.cluster.cost.owned and spec.cluster.cost.device_price_usd is None:
+        path = "cluster.cost.device_price_usd"
+        message = f"`cluster.cost.owned` is true, and `{path}` has no value"
+        yield Problem(code="missing_value", path=path, message=message, hint=f"type {path}=<dollars>, or cost=owned")
 
 
 def data_parallel_only(spec: RunSpec) -> Iterator[Problem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from trainspec_cli.spec.auto import AUTO, Auto
 from trainspec_cli.spec.batching import BatchingSpec
@@ -13,6 +14,10 @@ from trainspec_cli.spec.layout import LayoutSpec
 from trainspec_cli.spec.model import ModelSpec
 from trainspec_cli.spec.optim import OptimSpec
 from trainspec_cli.spec.precision import PrecisionSpec
+from trainspec_cli.spec.resilience import ResilienceSpec
+
+Recompute = Literal["none", "selective", "full"]
+Offload = Literal["none", "optimizer"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,12 @@ class RunSpec:
     precision: PrecisionSpec = field(default_factory=PrecisionSpec)
     compile: bool = False
     """torch.compile each block."""
+    recompute: Recompute | Auto = "none"
+    """Activations computed again in the backward: selective those of the attention core, full a whole block's."""
+    offload: Offload | Auto = "none"
+    """What lives in host memory between its uses."""
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
+    resilience: ResilienceSpec = field(default_factory=ResilienceSpec)
     sample: SampleSection = field(default_factory=SampleSection)
     tracking: TrackingSection = field(default_factory=TrackingSection)
     run: RunSection = field(default_factory=RunSection)

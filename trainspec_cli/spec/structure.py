@@ -11,6 +11,7 @@ import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any, Literal, TypeVar, Union
 
 from trainspec_cli.errors import Problem, closest
@@ -37,7 +38,7 @@ def structure(data: Mapping[str, Any]) -> tuple[RunSpec | None, list[Problem]]:
 
 def build(cls: type[T], data: Mapping[str, Any], path: str = "") -> tuple[T, list[Problem]]:
     """-> a draft of dataclass `cls` in which `UNKNOWN` stands for whatever was wrong, and the problems."""
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     problems = [_unknown_key(cls, key, path) for key in data if key not in fields]
     values: dict[str, Any] = {}
@@ -52,19 +53,53 @@ def build(cls: type[T], data: Mapping[str, Any], path: str = "") -> tuple[T, lis
 
 
 def _build_value(wanted: Any, value: Any, path: str) -> tuple[Any, list[Problem]]:
-    if dataclasses.is_dataclass(wanted) and isinstance(value, Mapping):
-        return build(wanted, value, f"{path}.")  # type: ignore[arg-type]
+    section = choose_section(wanted, value) if isinstance(value, Mapping) else None
+    if section is not None:
+        return build(section, value, f"{path}.")
+    by_name = next((member for member in _members(wanted) if typing.get_origin(member) is dict), None)
+    if by_name and isinstance(value, Mapping):
+        return _build_items(typing.get_args(by_name)[1], value, path)
     try:
         return convert(wanted, value), []
     except WrongValueError:
         return UNKNOWN, [_wrong_value(wanted, value, path)]
 
 
+def _build_items(wanted: Any, items: Mapping[str, Any], path: str) -> tuple[dict[str, Any], list[Problem]]:
+    built = {str(key): _build_value(wanted, item, f"{path}.{key}") for key, item in items.items()}
+    return {key: item for key, (item, _) in built.items()}, [wrong for _, found in built.values() for wrong in found]
+
+
+def choose_section(wanted: Any, value: Mapping[str, Any]) -> type | None:
+    """The dataclass that a mapping is meant to fill: of several the one whose `family` it names, else the first."""
+    sections = sections_of(wanted)
+    named = [section for section in sections if value.get("family") in choices_of(_hints(section).get("family"))]
+    return next(iter([*named, *sections]), None)
+
+
+def sections_of(wanted: Any) -> list[type]:
+    """The dataclass itself, or those of a union."""
+    return [member for member in _members(wanted) if isinstance(member, type) and dataclasses.is_dataclass(member)]
+
+
+def _members(wanted: Any) -> tuple[Any, ...]:
+    return typing.get_args(wanted) if _is_union(wanted) else (wanted,)
+
+
+@cache
+def _hints(section: type) -> dict[str, Any]:
+    return typing.get_type_hints(section)
+
+
+def _is_union(wanted: Any) -> bool:
+    return typing.get_origin(wanted) in (Union, types.UnionType)
+
+
 def convert(wanted: Any, value: Any) -> Any:
     """Raises WrongValueError. Of a union the first member that takes the value decides."""
     if typing.get_origin(wanted) is Literal:
         return _convert_choice(typing.get_args(wanted), value)
-    if typing.get_origin(wanted) in (Union, types.UnionType):
+    if _is_union(wanted):
         return _convert_union(typing.get_args(wanted), value)
     if typing.get_origin(wanted) is tuple and isinstance(value, (list, tuple)):
         return tuple(convert(typing.get_args(wanted)[0], item) for item in value)
@@ -128,7 +163,7 @@ def _guess(key: str, path: str, siblings: list[str]) -> list[str]:
     if near:
         return [f"{path}{near}"]
     names: dict[str, list[str]] = {}
-    for known in known_paths(RunSpec):
+    for known in dict.fromkeys(known_paths(RunSpec)):
         names.setdefault(known.rpartition(".")[2], []).append(known)
     holding = [known for name, paths in names.items() if len(key) > 3 and key in name for known in paths]
     guesses = names.get(key) or holding or names.get(closest(key, names) or "", [])
@@ -137,11 +172,11 @@ def _guess(key: str, path: str, siblings: list[str]) -> list[str]:
 
 def known_paths(cls: type, prefix: str = "") -> Iterator[str]:
     """Every dotted path below `cls`."""
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]
     for field in dataclasses.fields(cls):
         yield f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from known_paths(hints[field.name], f"{prefix}{field.name}.")  # type: ignore[arg-type]
+        for section in sections_of(hints[field.name]):
+            yield from known_paths(section, f"{prefix}{field.name}.")
 
 
 def _wrong_value(wanted: Any, value: Any, path: str) -> Problem:
@@ -174,7 +209,7 @@ def choices_of(wanted: Any) -> tuple[Any, ...]:
 
 
 def _only_choices(wanted: Any) -> bool:
-    if typing.get_origin(wanted) in (Union, types.UnionType):
+    if _is_union(wanted):
         return all(member is type(None) or _only_choices(member) for member in typing.get_args(wanted))
     return typing.get_origin(wanted) is Literal
 
@@ -190,7 +225,7 @@ def describe(wanted: Any, *, with_null: bool = True) -> str:
 def _alternatives(wanted: Any, with_null: bool) -> Iterator[str]:
     if typing.get_origin(wanted) is Literal:
         yield from (str(choice) for choice in typing.get_args(wanted))
-    elif typing.get_origin(wanted) in (Union, types.UnionType):
+    elif _is_union(wanted):
         for member in typing.get_args(wanted):
             if with_null or member is not type(None):
                 yield from _alternatives(member, with_null)
@@ -198,6 +233,8 @@ def _alternatives(wanted: Any, with_null: bool) -> Iterator[str]:
         yield f"a section with the keys {', '.join(field.name for field in dataclasses.fields(wanted))}"
     elif typing.get_origin(wanted) is tuple:
         yield "a list"
+    elif typing.get_origin(wanted) is dict:
+        yield "a section of values by name"
     else:
         yield _WORDS[wanted]
 

@@ -1,1 +1,45 @@
-"""What a model costs, family by family: parameters and FLOPs."""
+"""What each family of models costs: parameters, model FLOPs, and the work of its layers."""
+
+from __future__ import annotations
+
+from trainspec_cli.planner.workload import cnn, ssm, transformer
+from trainspec_cli.spec.model import ConvModel, HybridModel, ModelSpec
+
+
+def count_params(model: ModelSpec) -> int:
+    """Every parameter once."""
+    if isinstance(model, ConvModel):
+        return cnn.count_params(model)
+    if isinstance(model, HybridModel):
+        return ssm.count_params(model)
+    return transformer.count_params(model)
+
+
+def count_active_params(model: ModelSpec) -> int:
+    """Those that one token meets."""
+    if isinstance(model, ConvModel):
+        return cnn.count_params(model)
+    if isinstance(model, HybridModel):
+        return ssm.count_params(model, active=True)
+    return transformer.count_active_params(model)
+
+
+def flops_per_token(model: ModelSpec, seq_len: int) -> float:
+    """Model FLOPs of forward and backward, a token (a sample, for images)."""
+    if isinstance(model, ConvModel):
+        return cnn.flops_per_sample(model)
+    if isinstance(model, HybridModel):
+        return ssm.flops_per_token(model, seq_len)
+    return transformer.flops_per_token(model, seq_len)
+
+
+def attention_flops_per_token(model: ModelSpec, seq_len: int) -> float:
+    """The part of the model FLOPs that no weight takes part in: scores and values, or the state-space scan."""
+    if isinstance(model, ConvModel):
+        return 0.0
+    if isinstance(model, HybridModel):
+        return ssm.mixing_flops_per_token(model, seq_len)
+    return transformer.core_flops_per_token(model, seq_len)
+
+
+__all__ = ["attention_flops_per_token", "count_active_params", "count_params", "flops_per_token"]

@@ -1,21 +1,84 @@
-"""Parameters and model FLOPs of a decoder."""
+"""Parameters, model FLOPs and work of a decoder: attention (grouped or latent), feed-forward or experts, head."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+from trainspec_cli.planner.workload.moe import active_expert_params, expert_layer_params, expert_work, is_expert_layer
+from trainspec_cli.planner.workload.work import Gemm, Work
+from trainspec_cli.spec.layout import Layout
 from trainspec_cli.spec.model import DecoderModel
 
 
-def count_block_matmul_params(model: DecoderModel) -> int:
-    """Weights of one block's matrices: q, k, v, output, and the three of SwiGLU."""
-    attention = model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
-    return attention + 3 * model.hidden_size * model.ffn_size
+def attention_params(model: DecoderModel) -> int:
+    """Weights of the attention's matrices in one layer."""
+    mla = model.mla
+    if mla is None:
+        return model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
+    head = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    query = model.hidden_size * model.num_heads * head
+    if mla.q_lora_rank:
+        query = mla.q_lora_rank * (model.hidden_size + model.num_heads * head)
+    key_value = model.hidden_size * (mla.kv_lora_rank + mla.qk_rope_head_dim)
+    key_value += mla.kv_lora_rank * model.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    return query + key_value + model.num_heads * mla.v_head_dim * model.hidden_size
+
+
+def mlp_params(model: DecoderModel) -> int:
+    return (3 if model.gated_mlp else 2) * model.hidden_size * model.ffn_size
+
+
+def layer_matmul_params(model: DecoderModel, layer: int, active: bool) -> int:
+    """Weights of one layer's matrices; with `active` those that one token meets."""
+    attention = attention_params(model)
+    if not is_expert_layer(model.experts, layer):
+        return attention + mlp_params(model)
+    count = active_expert_params if active else expert_layer_params
+    assert model.experts is not None
+    return attention + count(model.experts, model.hidden_size, model.gated_mlp)
+
+
+@lru_cache(maxsize=256)
+def matmul_params(model: DecoderModel, active: bool = True) -> int:
+    """Of all layers, the extra prediction layers included, without the head."""
+    layers = sum(layer_matmul_params(model, layer, active) for layer in range(model.num_layers))
+    extra = layer_matmul_params(model, model.num_layers - 1, active) + 2 * model.hidden_size**2
+    return layers + model.prediction_layers * extra
+
+
+def embedding_params(model: DecoderModel) -> int:
+    tables = 1 if model.tied_embeddings else 2
+    return (tables * model.vocab_size + model.learned_positions) * model.hidden_size
 
 
 def count_params(model: DecoderModel) -> int:
     """Every parameter once; tied embeddings count once."""
-    embeddings = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
     norms = (2 * model.num_layers + 1) * model.hidden_size
-    return embeddings + model.num_layers * count_block_matmul_params(model) + norms
+    return embedding_params(model) + matmul_params(model, active=False) + norms
+
+
+def count_active_params(model: DecoderModel) -> int:
+    """Those that one token meets."""
+    norms = (2 * model.num_layers + 1) * model.hidden_size
+    return embedding_params(model) + matmul_params(model) + norms
+
+
+def attention_width(model: DecoderModel) -> float:
+    """Half the sum of a query's and a value's width, over all heads: FLOPs of the core are 4 x this a pair."""
+    if model.mla is None:
+        return model.num_heads * model.head_dim
+    return model.num_heads * (model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim + model.mla.v_head_dim) / 2
+
+
+@lru_cache(maxsize=1024)
+def mean_context(model: DecoderModel, seq_len: int) -> float:
+    """Tokens that a query attends to, on average over positions and layers: seq_len / 2 without windows."""
+    full = seq_len / 2
+    if model.sliding_window is None or model.sliding_window >= seq_len:
+        return full
+    window = model.sliding_window * (1 - model.sliding_window / (2 * seq_len))
+    global_share = 1 / model.global_attention_every if model.global_attention_every else 0.0
+    return global_share * full + (1 - global_share) * window
 
 
 def flops_per_token(model: DecoderModel, seq_len: int) -> float:
@@ -25,6 +88,95 @@ def flops_per_token(model: DecoderModel, seq_len: int) -> float:
     two products over the causal half of the sequence: 6 * layers * heads * head_dim * seq_len.
     PaLM (arXiv:2204.02311, appendix B) counts the full square instead; recomputed work never counts.
     """
-    matmul_params = model.num_layers * count_block_matmul_params(model) + model.vocab_size * model.hidden_size
-    attention = 6.0 * model.num_layers * model.num_heads * model.head_dim * seq_len
-    return 6.0 * matmul_params + attention
+    heads = (1 + model.prediction_layers) * model.vocab_size * model.hidden_size
+    return 6.0 * (matmul_params(model) + heads) + core_flops_per_token(model, seq_len)
+
+
+def core_flops_per_token(model: DecoderModel, seq_len: int) -> float:
+    """Attention's two products, forward and backward, a token."""
+    layers = model.num_layers + model.prediction_layers
+    return 12.0 * layers * attention_width(model) * mean_context(model, seq_len)
+
+
+def attention_gemms(model: DecoderModel, tokens: float, tp: int) -> tuple[Gemm, ...]:
+    mla, hidden = model.mla, model.hidden_size
+    if mla is None:
+        query, key = model.num_heads * model.head_dim, max(model.num_kv_heads, 1) * model.head_dim
+        return (Gemm(tokens, (query + 2 * key) / tp, hidden), Gemm(tokens, hidden, query / tp))
+    head = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    down = mla.q_lora_rank + mla.kv_lora_rank + mla.qk_rope_head_dim
+    gemms = [Gemm(tokens, down, hidden)]
+    source = mla.q_lora_rank or hidden
+    gemms.append(Gemm(tokens, model.num_heads * head / tp, source))
+    gemms.append(Gemm(tokens, model.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim) / tp, mla.kv_lora_rank))
+    gemms.append(Gemm(tokens, hidden, model.num_heads * mla.v_head_dim / tp))
+    return tuple(gemms)
+
+
+def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Layout) -> Work:
+    """Norm, projections, core and residual of one layer."""
+    tp, hidden = layout.tp, model.hidden_size
+    split = tp if layout.sequence_parallel else 1
+    query = model.num_heads * model.head_dim
+    key = model.num_kv_heads * model.head_dim
+    if model.mla is not None:
+        query = key = attention_width(model)
+    # The core reads q, k, v and keeps its output, which is also the input of the output projection.
+    # The residual stream itself is the norm's saved input; the norm's output is the projections'.
+    inner = (2 * query + 2 * key) / tp
+    latent = 0.0
+    if model.mla is not None:
+        latent = 2.0 * (model.mla.q_lora_rank + model.mla.kv_lora_rank + model.mla.qk_rope_head_dim)
+    return Work(
+        gemms=attention_gemms(model, tokens, tp),
+        attention_flops=4.0 * tokens * attention_width(model) / tp * mean_context(model, seq_len),
+        attention_head_dim=attention_width(model) / model.num_heads,
+        score_bytes=2.0 * tokens * seq_len * model.num_heads / tp,
+        pass_bytes=2.0 * tokens * (7 * hidden / split + 2 * (query + key) / tp + 2 * latent),
+        tensor_bytes=2.0 * tokens * hidden / split,
+        kernels=16 if model.mla is None else 34,
+        tp_bytes=2.0 * tokens * hidden,
+        tp_exchanges=1,
+        cp_bytes=4.0 * tokens * layout.cp * key / tp,
+        params=attention_params(model) / tp + hidden,
+        saved_bytes=2.0 * tokens * (2 * hidden / split + inner + latent),
+        saved_gemm_bytes=2.0 * tokens * (hidden / split + query / tp),
+        saved_eager_bytes=4.0 * tokens * hidden / split if model.gated_mlp else 0.0,
+        input_bytes=2.0 * tokens * hidden / split,
+    )
+
+
+def mlp_work(model: DecoderModel, tokens: float, layout: Layout) -> Work:
+    """Norm, feed-forward and residual of one layer."""
+    tp, hidden, width = layout.tp, model.hidden_size, model.ffn_size / layout.tp
+    split = tp if layout.sequence_parallel else 1
+    gates = 2 if model.gated_mlp else 1
+    return Work(
+        gemms=(Gemm(tokens, gates * width, hidden), Gemm(tokens, hidden, width)),
+        pass_bytes=2.0 * tokens * (7 * hidden / split + (gates + 1) * width),
+        tensor_bytes=2.0 * tokens * hidden / split,
+        kernels=10 if model.gated_mlp else 8,
+        tp_bytes=2.0 * tokens * hidden,
+        tp_exchanges=1,
+        params=mlp_params(model) / tp + hidden,
+        saved_bytes=2.0 * tokens * (2 * hidden / split + (gates + 1) * width),
+        saved_gemm_bytes=2.0 * tokens * (hidden / split + width),
+        saved_eager_bytes=tokens * (4.0 * hidden / split + 2.0 * width) if model.gated_mlp else 0.0,
+        input_bytes=2.0 * tokens * hidden / split,
+    )
+
+
+@lru_cache(maxsize=4096)
+def layer_works(model: DecoderModel, tokens: float, seq_len: int, layout: Layout) -> tuple[tuple[float, tuple[Work, ...]], ...]:
+    """Kinds of layers: (how many, their parts), over the whole model."""
+    expert_layers = sum(is_expert_layer(model.experts, layer) for layer in range(model.num_layers))
+    plain_layers = model.num_layers - expert_layers
+    attention = attention_work(model, tokens, seq_len, layout)
+    kinds: list[tuple[float, tuple[Work, ...]]] = []
+    if plain_layers:
+        kinds.append((plain_layers, (attention, mlp_work(model, tokens, layout))))
+    if expert_layers:
+        assert model.experts is not None
+        experts = expert_work(model.experts, model.hidden_size, model.gated_mlp, tokens, layout)
+        kinds.append((expert_layers, (attention, experts)))
+    return tuple(kinds)

@@ -1,0 +1,109 @@
+"""`trainspec plan` from the command line to what is printed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainspec_cli.__main__ import run
+
+EIGHT_GPUS = ["recipe=llama3_8b", "cluster.num_nodes=1"]
+TOO_SMALL = ["recipe=llama3_405b", "cluster.num_nodes=2"]
+
+
+def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+    assert run(["plan", *arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_ranks_layouts_and_forecasts_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_json(capsys, *EIGHT_GPUS)
+    times = [candidate["step_time_s"] for candidate in plan["candidates"]]
+    assert times == sorted(times) and len(times) > 1
+    assert plan["best"] == plan["candidates"][0] and plan["best"]["fits"]
+    assert plan["cluster"]["world_size"] == 8
+    run_ = plan["run"]
+    assert run_["wall_time_s"] == pytest.approx(run_["steps"] * times[0] / run_["goodput"])
+    assert all(run_[key] > 0 for key in ("energy_joules", "carbon_kg", "cost_usd"))
+
+
+def test_the_same_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", *EIGHT_GPUS]) == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("llama3_8b", "8 H100", "MFU", "goodput", "carbon", "money"))
+
+
+def test_neither_data_nor_gpus_are_needed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plan = plan_json(capsys, *EIGHT_GPUS, f"data.path={tmp_path}/not-there", "layout.tp=2")
+    assert plan["best"]["layout"]["tp"] == 2
+
+
+def test_where_and_how_it_is_paid_changes_the_forecast_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    world = plan_json(capsys, *EIGHT_GPUS)
+    norway = plan_json(capsys, *EIGHT_GPUS, "site=norway", "cost=owned")
+    assert norway["best"] == world["best"]
+    assert norway["run"]["energy_joules"] == world["run"]["energy_joules"]
+    assert norway["run"]["carbon_kg"] / world["run"]["carbon_kg"] == pytest.approx(30.08 / 475)
+    assert set(norway["run"]["cost_parts_usd"]) == {"machines", "operation", "electricity"}
+
+
+def test_what_does_not_fit_exits_3_and_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", *TOO_SMALL]) == 3
+    printed = capsys.readouterr()
+    assert "What would fit" in printed.out
+    assert "no layout of llama3_405b fits on 16 H100" in printed.err and "cluster.num_nodes=" in printed.err
+
+
+def test_what_does_not_fit_is_one_object_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_json(capsys, *TOO_SMALL, code=3)
+    assert plan["best"] is None and plan["run"] is None
+    assert plan["advice"] and plan["rejected"]
+
+
+def test_the_advice_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+    advice = plan_json(capsys, *TOO_SMALL, code=3)["advice"][-1]
+    changes = [word for word in advice.split() if "=" in word]
+    names = {change.partition("=")[0] for change in changes}
+    kept = [argument for argument in TOO_SMALL if argument.partition("=")[0] not in names]
+    assert plan_json(capsys, *kept, *changes)["best"]["fits"]
+
+
+def test_a_sweep_plans_each_value_and_draws_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    sweep = plan_json(capsys, *EIGHT_GPUS, "--sweep", "cluster.num_nodes=1,2,4", "--html", str(page))
+    assert [point["plan"]["cluster"]["world_size"] for point in sweep["points"]] == [8, 16, 32]
+    assert "Scaling over cluster.num_nodes" in page.read_text()
+
+
+def test_one_page_for_one_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    assert run(["plan", *EIGHT_GPUS, "--html", str(page)]) == 0
+    assert "llama3_8b on 8 H100" in page.read_text()
+
+
+@pytest.mark.parametrize("sweep", ["cluster.num_nodes", "cluster.num_nodes=", "=1,2"])
+def test_a_sweep_without_key_or_values_is_refused(sweep: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", *EIGHT_GPUS, "--sweep", sweep]) == 2
+    assert "such as --sweep cluster.num_nodes=1,2,4,8" in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["plan", *EIGHT_GPUS, "--html", str(tmp_path / "no" / "plan.html")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_wrong_values_are_told_with_their_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", *EIGHT_GPUS, "cluster.site.pue=0.8", "cluster.reliability.detct_s=5"]) == 2
+    said = capsys.readouterr().err
+    assert "cluster.site.pue" in said and "did you mean `cluster.reliability.detect_s`" in said
+
+
+def test_planning_imports_no_torch() -> None:
+    code = (
+        "import sys; from trainspec_cli.__main__ import run; "
+        f"code = run(['plan', *{EIGHT_GPUS!r}, '--json']); sys.exit(code or ('torch' in sys.modules) * 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0

@@ -1,0 +1,48 @@
+"""The checkpoint interval against the papers' own claims, and against brute force."""
+
+import math
+
+import pytest
+
+from trainspec_cli.policy.cadence import (
+    checkpoint_interval_s,
+    checkpoint_interval_steps,
+    daly_interval_s,
+    expected_efficiency,
+    young_interval_s,
+)
+
+
+def test_young_is_the_root_of_two_c_m() -> None:
+    assert young_interval_s(checkpoint_s=50, mtbf_s=10_000) == pytest.approx(1000)
+
+
+@pytest.mark.parametrize("mtbf_s", [600.0, 11_000.0, 1e6])
+@pytest.mark.parametrize("checkpoint_part", [0.001, 0.01, 0.1])
+def test_daly_loses_hardly_more_than_the_best_interval(mtbf_s: float, checkpoint_part: float) -> None:
+    checkpoint_s = checkpoint_part * mtbf_s
+    tried = [mtbf_s * 1.01**power for power in range(-900, 200)]
+    best = max(expected_efficiency(interval_s, checkpoint_s, 60, mtbf_s) for interval_s in tried)
+    daly = expected_efficiency(daly_interval_s(checkpoint_s, mtbf_s), checkpoint_s, 60, mtbf_s)
+    assert daly >= best * 0.9999
+
+
+def test_daly_approaches_young_where_checkpoints_are_cheap() -> None:
+    assert daly_interval_s(1e-3, 1e6) == pytest.approx(young_interval_s(1e-3, 1e6), rel=1e-4)
+
+
+def test_checkpoints_dearer_than_two_failures_are_written_once_a_failure() -> None:
+    assert daly_interval_s(checkpoint_s=500, mtbf_s=200) == 200
+
+
+def test_without_failures_no_checkpoint_pays() -> None:
+    assert math.isinf(daly_interval_s(10, math.inf))
+
+
+def test_a_checkpoint_is_whole_before_the_next_begins() -> None:
+    assert checkpoint_interval_s(blocked_s=0.01, written_s=300, mtbf_s=3600) == 300
+
+
+@pytest.mark.parametrize(("interval_s", "steps"), [(100, 10), (104, 10), (3, 1)])
+def test_the_interval_is_whole_steps_and_at_least_one(interval_s: float, steps: int) -> None:
+    assert checkpoint_interval_steps(interval_s, step_time_s=10) == steps

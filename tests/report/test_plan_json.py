@@ -1,0 +1,72 @@
+"""The plan as JSON: the names that programs rely on."""
+
+import json
+from typing import Any
+
+import pytest
+
+
+def test_the_schema_has_the_promised_names(plan: dict[str, Any]) -> None:
+    assert plan["schema"] == "trainspec.plan/1"
+    assert {"schema", "model", "cluster", "best", "candidates", "rejected", "run"} <= plan.keys()
+    assert {"params", "active_params", "flops_per_token"} <= plan["model"].keys()
+    promised = {
+        "layout",
+        "step_time_s",
+        "tokens_per_s",
+        "tokens_per_s_per_gpu",
+        "mfu",
+        "peak_memory_bytes",
+        "memory",
+        "time",
+        "fits",
+    }
+    assert all(promised <= candidate.keys() for candidate in plan["candidates"])
+    promised = {"tokens", "wall_time_s", "goodput", "energy_joules", "carbon_kg", "cost_usd", "assumptions"}
+    assert promised <= plan["run"].keys()
+
+
+def test_it_survives_being_written_and_read(plan: dict[str, Any]) -> None:
+    assert json.loads(json.dumps(plan, allow_nan=False)) == plan
+
+
+def test_memory_is_that_of_the_fullest_stage_and_sums_to_the_peak(plan: dict[str, Any]) -> None:
+    best = plan["best"]
+    assert sum(best["memory"].values()) == best["peak_memory_bytes"]
+    assert [sum(stage.values()) for stage in best["memory_by_stage"]] == [40 * 2**30, 20 * 2**30]
+
+
+def test_phases_sum_to_the_step(plan: dict[str, Any]) -> None:
+    assert sum(plan["best"]["time"].values()) == pytest.approx(plan["best"]["step_time_s"])
+
+
+def test_figures_of_the_run_are_plain_numbers_with_bounds_beside_them(plan: dict[str, Any]) -> None:
+    run = plan["run"]
+    assert run["goodput"] == 0.9
+    assert run["intervals"]["goodput"] == [0.85, 0.95]
+    assert run["cost_usd"] is None and run["intervals"]["cost_usd"] is None
+
+
+def test_refusals_come_most_frequent_first(plan: dict[str, Any]) -> None:
+    assert list(plan["rejected"].values()) == [400, 40]
+
+
+def test_what_a_layout_does_not_have_is_not_told(plan: dict[str, Any]) -> None:
+    piped, sharded = (candidate["layout"] for candidate in plan["candidates"])
+    assert piped["pipeline_schedule"] == "1f1b" and "sequence_parallel" in piped
+    assert "pipeline_schedule" not in sharded and "sequence_parallel" not in sharded
+
+
+def test_without_a_layout_that_fits_there_is_no_best_and_no_run(infeasible: dict[str, Any]) -> None:
+    assert infeasible["best"] is None and infeasible["run"] is None
+    assert infeasible["candidates"][0]["fits"] is False
+    assert infeasible["advice"] == ["recompute=full", "4 nodes"]
+
+
+def test_a_sweep_holds_one_plan_a_value(sweep: dict[str, Any]) -> None:
+    assert sweep["schema"] == "trainspec.plan-sweep/1"
+    assert [(point["value"], point["plan"]["cluster"]["world_size"]) for point in sweep["points"]] == [
+        ("1", 16),
+        ("2", 16),
+        ("4", 32),
+    ]

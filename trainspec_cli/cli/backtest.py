@@ -1,0 +1,78 @@
+"""`trainspec backtest FILE.csv`: predict every row of a table of measured runs, and say how far off."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainspec_cli.cli.options import AsJson
+from trainspec_cli.errors import Problem, RecipeError
+
+if TYPE_CHECKING:
+    from trainspec_cli.planner.backtest import Backtest
+    from trainspec_cli.planner.hardware import Efficiency
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def backtest(
+    file: Annotated[Path, typer.Argument(help="The table: columns as in tests/data/measured/throughput.csv.")],
+    as_json: AsJson = False,
+    fit: Annotated[Path | None, typer.Option(help="Write efficiencies fitted to the rows to this YAML file.")] = None,
+    profile: Annotated[Path | None, typer.Option(help="Predict with the efficiencies of this YAML file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw predicted against measured to this SVG file.")] = None,
+) -> None:
+    """Predict every row with exactly the layout it states; print the error by source, model and chip."""
+    from trainspec_cli.planner.backtest import as_json as result_as_json
+    from trainspec_cli.planner.backtest import backtest as run_backtest
+    from trainspec_cli.report.backtest_text import render_backtest
+
+    eff = _read_profile(profile)
+    result = run_backtest(_read_rows(file), eff)
+    if fit is not None:
+        _write_profile(fit, result, eff)
+    if plot is not None:
+        from trainspec_cli.report.scatter import render_scatter
+
+        runs = [p for p in result.predictions if p.judged and p.step_error is not None]
+        points = [(p.measured_step_time_s, p.step_time_s, p.row.get("source") or "?") for p in runs]
+        plot.write_text(render_scatter(points), encoding="utf-8")
+    data = result_as_json(result)
+    print(json.dumps(data, indent=2) if as_json else render_backtest(data))
+
+
+def _read_rows(file: Path) -> list[dict[str, str]]:
+    import csv
+
+    if not file.is_file():
+        raise RecipeError(Problem(code="missing_file", message=f"there is no file {file}", file=str(file)))
+    with file.open(newline="", encoding="utf-8") as lines:
+        rows = list(csv.DictReader(lines))
+    if not rows or not {"gpu", "n_gpus"} <= rows[0].keys():
+        message = "a table of runs has a line of column names, gpu and n_gpus among them"
+        raise RecipeError(Problem(code="wrong_table", message=message, file=str(file), line=1))
+    return rows
+
+
+def _read_profile(profile: Path | None) -> Efficiency:
+    from trainspec_cli.planner.hardware import Efficiency
+
+    if profile is None:
+        return Efficiency()
+    import yaml
+
+    values = yaml.safe_load(profile.read_text(encoding="utf-8"))["efficiency"]
+    return Efficiency(**values)
+
+
+def _write_profile(file: Path, result: Backtest, start: Efficiency) -> None:
+    from trainspec_cli.planner.backtest import fit_table
+
+    fitted = fit_table(result, start).as_dict()
+    lines = [f"  {name}: {value:.5g}" for name, value in fitted.items()]
+    head = "# Efficiencies fitted to measured runs; put them under `cluster:`, or give them to `backtest --profile`."
+    file.write_text("\n".join([head, "efficiency:", *lines, ""]), encoding="utf-8")

@@ -1,0 +1,135 @@
+"""`trainspec plan`: how a run should be laid out, whether it fits, how long it takes and what it costs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainspec_cli.cli.options import AsJson, RecipeArguments
+from trainspec_cli.errors import PlanError, Problem, RecipeError, TrainspecError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from trainspec_cli.spec.cluster import Machine
+    from trainspec_cli.spec.run import RunSpec
+
+Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write one page with charts.")]
+Sweep = Annotated[
+    str | None,
+    typer.Option(metavar="KEY=A,B,...", help="Plan for each value, such as cluster.num_nodes=1,2,4,8."),
+]
+
+PIPED_WIDTH = 150
+"""Columns where there is no terminal to ask."""
+
+app = typer.Typer()
+
+
+@app.command()
+def plan(arguments: RecipeArguments, as_json: AsJson = False, html: Html = None, sweep: Sweep = None) -> None:
+    """Rank the layouts of a recipe on a cluster, and forecast the run: time, goodput, energy, carbon, money.
+
+    Needs no GPU and starts nothing. Exit code 3 says that nothing fits; what would is told.
+    """
+    if sweep is None:
+        _plan_one(arguments, as_json, html)
+    else:
+        _plan_many(arguments, sweep, as_json, html)
+
+
+def _plan_one(arguments: Sequence[str], as_json: bool, html: Path | None) -> None:
+    from trainspec_cli.report.plan_page import render_plan_page
+    from trainspec_cli.report.plan_text import render_plan
+
+    planned = _plan(arguments)
+    if html:
+        _write_page(html, render_plan_page(planned))
+    _show(planned, as_json, lambda width: render_plan(planned, width))
+    if not planned["best"]:
+        _refuse(planned, as_json)
+
+
+def _plan_many(arguments: Sequence[str], sweep: str, as_json: bool, html: Path | None) -> None:
+    from trainspec_cli.report.plan_json import sweep_as_json
+    from trainspec_cli.report.plan_page import render_sweep_page
+    from trainspec_cli.report.plan_text import render_sweep
+
+    key, values = _read_sweep(sweep)
+    others = [argument for argument in arguments if argument.partition("=")[0] != key]
+    swept = sweep_as_json(key, [(value, _plan([*others, f"{key}={value}"])) for value in values])
+    if html:
+        _write_page(html, render_sweep_page(swept))
+    _show(swept, as_json, lambda width: render_sweep(swept))
+    if not any(point["plan"]["best"] for point in swept["points"]):
+        _refuse(swept["points"][-1]["plan"], as_json)
+
+
+def _plan(arguments: Sequence[str]) -> dict[str, Any]:
+    from trainspec_cli.cli.load import load_for_planning
+    from trainspec_cli.planner.capacity import plan_capacity
+    from trainspec_cli.planner.forecast import forecast_run
+    from trainspec_cli.report.plan_json import plan_as_json
+
+    loaded = load_for_planning(arguments)
+    spec, machine = _on_machine(loaded.spec)
+    try:
+        capacity = plan_capacity(spec, machine)
+    except TrainspecError as error:
+        raise type(error)(loaded.composed.locate(error.problems)) from error
+    run = forecast_run(spec, capacity, capacity.best) if capacity.best else None
+    return plan_as_json(spec, capacity, run)
+
+
+def _on_machine(spec: RunSpec) -> tuple[RunSpec, Machine | None]:
+    """A cluster that names no accelerator is this machine."""
+    if spec.cluster.accelerator is not None:
+        return spec, None
+    from trainspec_cli.cli.load import detect_machine
+    from trainspec_cli.planner.capacity import accelerator_of
+
+    machine = detect_machine(spec)
+    return replace(spec, cluster=replace(spec.cluster, accelerator=accelerator_of(machine))), machine
+
+
+def _read_sweep(sweep: str) -> tuple[str, list[str]]:
+    key, _, text = sweep.partition("=")
+    values = [value for value in text.split(",") if value]
+    if not key or not values:
+        message = f"--sweep is `{sweep}`; a key and its values are needed"
+        raise RecipeError(Problem(code="usage", message=message, hint="such as --sweep cluster.num_nodes=1,2,4,8"))
+    return key, values
+
+
+def _write_page(file: Path, page: str) -> None:
+    try:
+        file.write_text(page, encoding="utf-8")
+    except OSError as error:
+        message = f"--html {file} cannot be written: {error.strerror}"
+        hint = "choose a file in a folder that is there"
+        raise RecipeError(Problem(code="output_exists", message=message, hint=hint)) from error
+
+
+def _show(result: Any, as_json: bool, render: Callable[[int], RenderableType]) -> None:
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    console.print(render(console.width))
+
+
+def _refuse(planned: dict[str, Any], as_json: bool) -> None:
+    """With `--json` the plan itself, without a best layout, is the answer."""
+    if as_json:
+        raise typer.Exit(PlanError.exit_code)
+    devices = f"{planned['cluster']['world_size']:,} {planned['cluster']['accelerator']}"
+    message = f"no layout of {planned['model']['name'] or 'the model'} fits on {devices}"
+    raise PlanError(Problem(code="does_not_fit", message=message, hint="; ".join(planned["advice"])))

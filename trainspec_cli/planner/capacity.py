@@ -1,0 +1,229 @@
+"""RunSpec and cluster -> the ranked layouts, what was refused and why, and what would make an infeasible run fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.planner import workload
+from trainspec_cli.planner.hardware import Efficiency, peak_flops_per_s
+from trainspec_cli.planner.memory import estimate_memory, memory_limit_bytes
+from trainspec_cli.planner.search import Found, Search, recompute_names, share_recomputed
+from trainspec_cli.planner.setup import Setup, Software
+from trainspec_cli.planner.space import Space
+from trainspec_cli.planner.step import estimate_step
+from trainspec_cli.planner.topology import Fabric
+from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.cluster import AcceleratorSpec, ClusterSpec, Machine
+from trainspec_cli.spec.layout import Layout
+from trainspec_cli.spec.model import ConvModel
+from trainspec_cli.spec.prediction import Candidate, CapacityPlan
+from trainspec_cli.spec.run import RunSpec
+from trainspec_cli.units import GIB, format_bytes
+
+SHOWN = 10
+MORE_NODES = (2, 4, 8, 16, 32, 64)
+
+
+def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SHOWN) -> CapacityPlan:
+    """Search every axis that `spec` leaves open. What it pins stays pinned. Raises RecipeError without an accelerator."""
+    fabric = describe_fabric(spec.cluster, machine)
+    eff = Efficiency(**(spec.cluster.efficiency or {}))
+    search, found = run_search(spec, fabric, eff, shown)
+    candidates = [candidate_of(item, spec, eff) for item in found]
+    advice: tuple[str, ...] = ()
+    if not candidates:
+        if search.smallest is not None:
+            candidates = [candidate_of(search.smallest, spec, eff)]
+        advice = tuple(advise(spec, fabric, eff))
+    return CapacityPlan(
+        params=workload.count_params(spec.model),
+        active_params=workload.count_active_params(spec.model),
+        flops_per_token=workload.flops_per_token(spec.model, spec.data.seq_len),
+        world_size=fabric.num_devices,
+        tokens_per_step=spec.batching.global_batch_size * _length(spec),
+        candidates=tuple(candidates),
+        rejected=dict(search.refused),
+        advice=advice,
+        assumptions=tuple(assumptions(spec, fabric)),
+        considered=search.considered,
+    )
+
+
+def run_search(spec: RunSpec, fabric: Fabric, eff: Efficiency, keep: int) -> tuple[Search, list[Found]]:
+    search = Search(
+        template=template_of(spec, fabric),
+        softwares={sharded: software_of(spec, sharded) for sharded in (True, False)},
+        recomputes=recompute_names(spec.recompute),
+        offloads=(False, True) if spec.offload == AUTO else (spec.offload == "optimizer",),
+        eff=eff,
+        keep=keep,
+    )
+    return search, search.run(Space(spec, fabric.num_devices, fabric.scaleup_devices))
+
+
+def describe_fabric(cluster: ClusterSpec, machine: Machine | None) -> Fabric:
+    """The cluster as described; what it leaves open is taken from this machine."""
+    chip = cluster.accelerator or accelerator_of(machine)
+    per_node = cluster.devices_per_node
+    if per_node == AUTO:
+        per_node = 8 if machine is None else len(machine.gpu_names) or min(2, machine.cpu_cores)
+    devices = cluster.num_nodes * int(per_node)
+    return Fabric(
+        chip=replace(chip, sources=None),
+        num_devices=devices,
+        devices_per_node=int(per_node),
+        scaleup_devices=cluster.scaleup_devices or int(per_node),
+        link_gb_per_s=cluster.link_gb_per_s or chip.link_gb_per_s,
+        nic_gbit_per_s=cluster.nic_gbit_per_s,
+        nic_kind=cluster.nic_kind,
+        host_link_gb_per_s=cluster.host_link_gb_per_s,
+    )
+
+
+def accelerator_of(machine: Machine | None) -> AcceleratorSpec:
+    """The catalogue's entry for this machine's GPU, or a rough description of its CPU."""
+    from trainspec_cli.planner.catalogue import find_accelerator
+
+    hint = "choose one: cluster=h100, or describe your own in conf/accelerator and conf/cluster"
+    if machine is None:
+        raise RecipeError(Problem("no_accelerator", "the cluster names no accelerator", "cluster.accelerator", hint))
+    if not machine.gpu_names:
+        return cpu_of(machine)
+    chip = find_accelerator(machine.gpu_names[0])
+    if chip is None:
+        message = f"the catalogue has no accelerator like {machine.gpu_names[0]}"
+        raise RecipeError(Problem("unknown_accelerator", message, "cluster.accelerator", hint))
+    return chip if not machine.gpu_memory_bytes else replace(chip, memory_gb=machine.gpu_memory_bytes / GIB)
+
+
+def cpu_of(machine: Machine) -> AcceleratorSpec:
+    """Half of the cores for each of two processes: 0.47 Tflop/s a core with AMX, 0.11 without; 6 GB/s of memory."""
+    cores = max(1.0, machine.cpu_cores / 2)
+    return AcceleratorSpec(
+        name="CPU",
+        vendor="cpu",
+        bf16_tflops=(0.47 if machine.bf16 else 0.11) * cores,
+        fp32_tflops=0.11 * cores,
+        memory_gb=machine.memory_bytes / GIB / 2,
+        memory_tb_per_s=0.006 * cores,
+        link_gb_per_s=2.0,
+        link_kind="pcie",
+    )
+
+
+def template_of(spec: RunSpec, fabric: Fabric) -> Setup:
+    compute = spec.precision.compute
+    if compute == AUTO:
+        compute = "bf16" if fabric.chip.bf16_tflops else "fp16"
+    matmul = compute if spec.precision.matmul == "compute" else spec.precision.matmul
+    return Setup(
+        model=spec.model,
+        layout=Layout(),
+        fabric=fabric,
+        seq_len=_length(spec),
+        micro_batch_size=1.0,
+        grad_accum=1,
+        compute=compute,
+        matmul=matmul,
+    )
+
+
+def software_of(spec: RunSpec, sharded: bool) -> Software:
+    """Parameters sharded (ZeRO-3): one fp32 copy; else weights in the compute format and fp32 masters."""
+    gradient = 2.0 if spec.precision.reduce == "bf16" else 4.0
+    moments = 8.0 if spec.optim.name == "adamw" else 0.0
+    return Software(
+        fused_kernels=spec.compile,
+        reduce_bytes=gradient,
+        grad_bytes=gradient,
+        moment_bytes=moments,
+        weight_bytes=4.0 if sharded else 2.0,
+        master_bytes=0.0 if sharded else 4.0,
+    )
+
+
+def candidate_of(found: Found, spec: RunSpec, eff: Efficiency) -> Candidate:
+    setup = found.setup
+    time = estimate_step(setup, eff)
+    stages = estimate_memory(setup)
+    devices = setup.fabric.num_devices
+    tokens_per_s = spec.batching.global_batch_size * _length(spec) / time.total_s
+    model_flops = workload.flops_per_token(spec.model, spec.data.seq_len)
+    mfu = tokens_per_s * model_flops / devices / peak_flops_per_s(setup.fabric.chip, setup.matmul)
+    attention = workload.attention_flops_per_token(spec.model, spec.data.seq_len)
+    again = share_recomputed(setup.recompute, model_flops - attention, attention)
+    return Candidate(
+        layout=setup.layout,
+        micro_batch_size=int(setup.micro_batch_size),
+        grad_accum_steps=setup.grad_accum,
+        recompute=found.recompute,
+        step_time_s=time.total_s,
+        tokens_per_s=tokens_per_s,
+        tokens_per_s_per_gpu=tokens_per_s / devices,
+        mfu=mfu,
+        hfu=mfu * (1 + again),
+        peak_memory_bytes=max(stage.total_bytes for stage in stages),
+        memory_limit_bytes=memory_limit_bytes(setup.fabric.chip),
+        memory=stages,
+        time=time,
+    )
+
+
+def advise(spec: RunSpec, fabric: Fabric, eff: Efficiency) -> Iterator[str]:
+    """Single changes that would make the run fit, each tried; the first number of nodes that does."""
+    for words, changed in changes(spec):
+        _, found = run_search(changed, fabric, eff, 1)
+        if found:
+            yield f"{words} fits, with {format_bytes(found[0].peak_bytes)} a device"
+    wide = replace(spec, layout=open_layout(spec), recompute=AUTO)
+    for factor in MORE_NODES:
+        nodes = spec.cluster.num_nodes * factor
+        larger = replace(fabric, num_devices=fabric.num_devices * factor)
+        larger = replace(larger, nic_gbit_per_s=larger.nic_gbit_per_s or 400.0)
+        _, found = run_search(wide, larger, eff, 1)
+        if found:
+            peak = format_bytes(found[0].peak_bytes)
+            yield f"cluster.num_nodes={nodes} layout=search recompute=auto fits, with {peak} a device"
+            return
+
+
+def changes(spec: RunSpec) -> Iterator[tuple[str, RunSpec]]:
+    if spec.recompute not in ("full", AUTO):
+        yield "recompute=full", replace(spec, recompute="full")
+    if spec.batching.micro_batch_size not in (1, AUTO):
+        yield "batching.micro_batch_size=1", replace(spec, batching=replace(spec.batching, micro_batch_size=1))
+    if spec.layout != open_layout(spec):
+        yield "layout=search recompute=auto", replace(spec, layout=open_layout(spec), recompute=AUTO)
+    if spec.offload == "none":
+        yield "offload=optimizer", replace(spec, offload="optimizer")
+        both = replace(spec, layout=open_layout(spec), recompute=AUTO, offload="optimizer")
+        yield "layout=search recompute=auto offload=optimizer", both
+
+
+def open_layout(spec: RunSpec):  # type: ignore[no-untyped-def]
+    """Every axis left open."""
+    return replace(
+        spec.layout,
+        **dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "zero_stage"), AUTO),
+        **dict.fromkeys(("pipeline_schedule", "virtual_stages"), AUTO),
+    )
+
+
+def assumptions(spec: RunSpec, fabric: Fabric) -> Iterator[str]:
+    chip = fabric.chip
+    yield "MFU counts attention over the causal half of the sequence and no recomputed work"
+    if chip.vendor == "cpu":
+        yield "the CPU's rates are those of a typical server core; nothing was measured here"
+    elif not chip.matmul_bf16_tflops:
+        yield f"{chip.name}: no measured matmul rate; a usual part of the peak is taken, by its board power"
+    if fabric.num_devices > fabric.scaleup_devices and not fabric.nic_gbit_per_s:
+        yield "the cluster names no network between nodes (cluster.nic_gbit_per_s)"
+    if not spec.compile:
+        yield "kernels are launched one by one (compile: false)"
+
+
+def _length(spec: RunSpec) -> int:
+    """Tokens a sample; 1 for images, whose samples are counted whole."""
+    return 1 if isinstance(spec.model, ConvModel) else spec.data.seq_len

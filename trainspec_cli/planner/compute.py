@@ -1,0 +1,165 @@
+"""Time of a layer's work on one device: matrix products, attention, element-wise kernels, host launches.
+
+A roofline that adds the part of the memory traffic its arithmetic does not hide (so that efficiency is a curve
+over size), a fixed time a kernel, and a loss where dimensions do not fill the tensor cores' tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from trainspec_cli.planner.hardware import Efficiency, exponentials_per_s, matmul_flops_per_s, memory_bytes_per_s
+from trainspec_cli.planner.setup import Setup
+from trainspec_cli.planner.workload.work import Gemm, Work
+from trainspec_cli.spec.cluster import AcceleratorSpec
+from trainspec_cli.spec.model import ConvModel
+
+EIGHT_BIT = ("fp8", "mxfp8", "nvfp4")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """A chip's achieved rates under one setup's number formats."""
+
+    matmul: float
+    plain_matmul: float
+    """In the compute format."""
+    memory: float
+    exponentials: float
+    cache_bytes: float
+    element_bytes: float
+    wide_element_bytes: float
+    has_eight_bit: bool
+    """Hopper's generation or later."""
+
+
+@lru_cache(maxsize=512)
+def rates_of(chip: AcceleratorSpec, matmul: str, compute: str, eff: Efficiency) -> Rates:
+    return Rates(
+        matmul=matmul_flops_per_s(chip, matmul, eff),
+        plain_matmul=matmul_flops_per_s(chip, compute, eff),
+        memory=memory_bytes_per_s(chip, eff),
+        exponentials=exponentials_per_s(chip),
+        cache_bytes=chip.cache_mb * 1e6,
+        element_bytes=4.0 if compute in ("fp32", "tf32") else 2.0,
+        wide_element_bytes={"nvfp4": 0.56, "fp8": 1.0, "mxfp8": 1.03}.get(matmul, 2.0),
+        has_eight_bit=chip.fp8_tflops > 0,
+    )
+
+
+def alignment(size: float) -> int:
+    """Halvings by which a dimension's largest power of two falls short of 64."""
+    whole = int(size)
+    if whole != size or whole == 0:
+        return 6
+    power = whole & -whole
+    return max(0, 7 - power.bit_length())
+
+
+def gemm_s(gemm: Gemm, rates: Rates, eff: Efficiency) -> float:
+    """One forward product (or one of the two backward ones, which are as large)."""
+    rate, size = (rates.matmul, rates.wide_element_bytes) if gemm.wide else (rates.plain_matmul, rates.element_bytes)
+    loss = 1.0 + eff.misalignment * (alignment(gemm.n) + alignment(gemm.k)) / 2
+    traffic = size * (gemm.m * gemm.k + gemm.k * gemm.n) + rates.element_bytes * gemm.m * gemm.n
+    arithmetic = 2.0 * gemm.m * gemm.n * gemm.k / rate * loss
+    return gemm.count * (arithmetic + eff.gemm_memory * traffic / rates.memory) + eff.kernel_s
+
+
+def conv_s(gemm: Gemm, rates: Rates, eff: Efficiency) -> float:
+    """A convolution as an implicit matrix product; its memory traffic is counted with the element-wise passes."""
+    loss = 1.0 + eff.misalignment * (alignment(gemm.n) + alignment(gemm.k)) / 2
+    return gemm.flops / (rates.plain_matmul * eff.conv) * loss + eff.kernel_s
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Forward and backward of some work on one device, without communication. Seconds."""
+
+    matmul_f: float = 0.0
+    matmul_b: float = 0.0
+    attention_f: float = 0.0
+    attention_b: float = 0.0
+    memory_f: float = 0.0
+    memory_b: float = 0.0
+    kernels: float = 0.0
+    experts: float = 0.0
+
+    def plus(self, other: LayerTime, times: float = 1.0) -> LayerTime:
+        return LayerTime(
+            self.matmul_f + times * other.matmul_f,
+            self.matmul_b + times * other.matmul_b,
+            self.attention_f + times * other.attention_f,
+            self.attention_b + times * other.attention_b,
+            self.memory_f + times * other.memory_f,
+            self.memory_b + times * other.memory_b,
+            self.kernels + times * other.kernels,
+            self.experts + times * other.experts,
+        )
+
+    @property
+    def forward(self) -> float:
+        return self.matmul_f + self.attention_f + self.memory_f
+
+    @property
+    def backward(self) -> float:
+        return self.matmul_b + self.attention_b + self.memory_b
+
+
+def attention_s(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> tuple[float, float]:
+    """-> (forward, backward). Fused: FLOPs of the causal half, 2.5 times as many backward (FlashAttention-2,
+    arXiv:2307.08691). Unfused: the whole square twice over, and its score matrix through memory six and eight times.
+    """
+    if not work.attention_flops:
+        return 0.0, 0.0
+    if setup.software.fused_attention:
+        softmax = eff.exponentials * work.attention_flops / (4.0 * work.attention_head_dim * rates.exponentials)
+        older = rates.has_eight_bit and not setup.software.native_attention
+        rate = rates.plain_matmul * (eff.attention_older if older else 1.0)
+        forward = work.attention_flops / (rate * eff.attention_forward) + softmax
+        backward = 2.5 * work.attention_flops / (rate * eff.attention_backward) + softmax
+        return forward, backward
+    arithmetic = 2.0 * work.attention_flops / (rates.plain_matmul * 0.7)
+    traffic = work.score_bytes / rates.memory
+    return arithmetic + 6 * traffic, 2 * arithmetic + 8 * traffic
+
+
+def layer_time(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> LayerTime:
+    """Of one part of a layer."""
+    conv = isinstance(setup.model, ConvModel)
+    one = conv_s if conv else gemm_s
+    products = sum(one(gemm, rates, eff) for gemm in work.gemms)
+    if work.expert_params:
+        products *= 1.0 + eff.expert_imbalance
+    backward = products * (2.0 if setup.trainable >= 1.0 else 1.0)
+    if setup.trainable >= 1.0:
+        weights = sum(gemm.k * gemm.n * gemm.count for gemm in work.gemms)
+        backward += eff.gemm_memory * 2 * setup.software.grad_bytes * weights / rates.memory
+    attention_f, attention_b = attention_s(work, setup, rates, eff)
+    scale = eff.elementwise if setup.software.fused_kernels else eff.elementwise_eager
+    if conv:
+        scale *= eff.conv_memory / eff.elementwise
+    cached = rates.cache_bytes / (rates.cache_bytes + work.tensor_bytes)
+    passes = scale * (1 - eff.cache_reuse * cached) * work.pass_bytes * rates.element_bytes / 2 / rates.memory
+    casts = cast_s(work, setup, rates, eff)
+    slow = ungrouped(work, setup, eff)
+    products, backward, passes, casts = slow * products, slow * backward, slow * passes, slow * casts
+    memory = (passes + casts, 2 * passes + casts)
+    return LayerTime(products, backward, attention_f, attention_b, *memory, work.kernels, work.experts)
+
+
+def ungrouped(work: Work, setup: Setup, eff: Efficiency) -> float:
+    """Slowness of experts that run one after the other: none with one expert a rank, `experts_ungrouped` with 16."""
+    if setup.software.grouped_experts or work.experts <= 1:
+        return 1.0
+    return 1.0 + (eff.experts_ungrouped - 1.0) * math.log2(work.experts) / 4
+
+
+def cast_s(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> float:
+    """Scaling and casting of a matmul's inputs to 8 bits or fewer: read in 2 bytes, written twice (transposed too)."""
+    if setup.matmul not in EIGHT_BIT:
+        return 0.0
+    weights = 1.0 / setup.grad_accum  # once a step
+    elements = sum((g.m * g.k + weights * g.k * g.n) * g.count for g in work.gemms if g.wide)
+    return eff.cast_fp8 * elements * (2.0 + 2.0 * rates.wide_element_bytes) / rates.memory

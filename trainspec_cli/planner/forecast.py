@@ -1,0 +1,147 @@
+"""The whole run of one layout: time, goodput, energy, carbon and money, each with its interval and what it rests on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from trainspec_cli.planner import goodput
+from trainspec_cli.planner.assumptions import gather_assumptions
+from trainspec_cli.planner.expense import expect_carbon, expect_energy, expect_money, occupation
+from trainspec_cli.planner.uncertainty import propagate, within
+from trainspec_cli.policy import cadence, recovery
+from trainspec_cli.spec.forecast import Goodput, Interval, RunForecast
+from trainspec_cli.spec.prediction import Candidate, CapacityPlan
+from trainspec_cli.spec.resilience import RecoveryMode, ResilienceSpec
+from trainspec_cli.spec.run import RunSpec
+
+SEEDS = 24
+STEP_TIME_KNOWN_WITHIN = 1.15
+"""Of the planner's step times, nine in ten lie this close to those measured (`trainspec backtest`)."""
+CHECKPOINT_BYTES = {"adamw": 12.0, "sgd": 4.0}
+"""A parameter: fp32 values, and AdamW's two moments. Published checkpoints weigh 12.8 to 13.2."""
+
+
+def forecast_run(spec: RunSpec, plan: CapacityPlan, candidate: Candidate) -> RunForecast:
+    """Expect what `candidate` makes of the recipe, from its first step to `train.max_steps`."""
+    modes = recovery_modes(spec.resilience, candidate.layout.dp_replicate)
+    chosen, *others = (expect_goodput(spec, plan, candidate, mode) for mode in modes)
+    steps = spec.train.max_steps
+    wall_time_s = expect_wall_time(steps, candidate.step_time_s, chosen.goodput)
+    spent = occupation(chosen, candidate.time)
+    energy, energy_parts = expect_energy(spec.cluster, plan.world_size, wall_time_s, spent)
+    money, money_parts = expect_money(spec.cluster, plan.world_size, wall_time_s, energy)
+    return RunForecast(
+        steps=steps,
+        tokens=steps * plan.tokens_per_step,
+        wall_time_s=wall_time_s,
+        goodput=chosen,
+        energy_joules=energy,
+        carbon_kg=expect_carbon(spec.cluster, energy),
+        cost_usd=money,
+        alternatives=tuple(others),
+        energy_parts_joules=energy_parts,
+        cost_parts_usd=money_parts,
+        assumptions=gather_assumptions(spec, candidate, STEP_TIME_KNOWN_WITHIN),
+        notes=tuple(_notes(spec, candidate, chosen)),
+    )
+
+
+def recovery_modes(wanted: ResilienceSpec, replica_groups: int) -> tuple[ResilienceSpec, ...]:
+    """What the run does about failures, and what it could do instead. One group alone can only restart."""
+    if replica_groups == 1:
+        return (replace(wanted, mode="restart"),)
+    other: RecoveryMode = "elastic" if wanted.mode == "restart" else "restart"
+    return wanted, replace(wanted, mode=other)
+
+
+def expect_goodput(spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resilience: ResilienceSpec) -> Goodput:
+    """Simulate the run SEEDS times under one way of recovering; the median, and the middle nine in ten."""
+    cluster = spec.cluster.reliability
+    job = describe_job(spec, plan, candidate, resilience)
+    outcomes = goodput.simulate_many(job, cluster, resilience, SEEDS)
+    parts = [{cause: lost / outcome.wall_s for cause, lost in outcome.lost_s.items()} for outcome in outcomes]
+    kept = [outcome.goodput for outcome in outcomes]
+    mtbf_s = goodput.job_mtbf_s(cluster, plan.world_size)
+    blocked_s, _ = checkpoint_times(spec, plan)
+    rollback_s = recovery.rollback_mtbf_s(resilience, cluster, mtbf_s, job.replica_groups)
+    return Goodput(
+        mode=resilience.mode,
+        goodput=Interval(_quantile(kept, 0.5), _quantile(kept, 0.05), _quantile(kept, 0.95)),
+        lost=_scale_lost(parts, 1 - _quantile(kept, 0.5)),
+        failures=job.work_s / _quantile(kept, 0.5) / mtbf_s,
+        mtbf_s=mtbf_s,
+        checkpoint_interval_s=job.interval_s,
+        checkpoint_interval_steps=cadence.checkpoint_interval_steps(job.interval_s, job.step_time_s),
+        optimal_interval_s=cadence.checkpoint_interval_s(blocked_s, blocked_s, rollback_s),
+        checkpoint_s=blocked_s,
+        checkpoint_bytes=checkpoint_bytes(spec, plan.params),
+        restart_s=recovery.durations(cluster, job.state_bytes_per_device, job.load_s).restart_s,
+    )
+
+
+def describe_job(spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resilience: ResilienceSpec) -> goodput.Job:
+    """The run as the simulation sees it, with the recipe's checkpoint interval or else the best."""
+    groups = candidate.layout.dp_replicate
+    work_s = spec.train.max_steps * candidate.step_time_s
+    blocked_s, load_s = checkpoint_times(spec, plan)
+    steps = spec.checkpoint.interval_steps
+    if steps is None:
+        mtbf_s = goodput.job_mtbf_s(spec.cluster.reliability, plan.world_size)
+        rollback_s = recovery.rollback_mtbf_s(resilience, spec.cluster.reliability, mtbf_s, groups)
+        best_s = cadence.checkpoint_interval_s(blocked_s, blocked_s, rollback_s)
+        steps = cadence.checkpoint_interval_steps(min(best_s, work_s), candidate.step_time_s)
+    return goodput.Job(
+        work_s=work_s,
+        step_time_s=candidate.step_time_s,
+        devices=plan.world_size,
+        replica_groups=groups,
+        interval_s=steps * candidate.step_time_s,
+        blocked_s=blocked_s,
+        written_s=blocked_s,
+        state_bytes_per_device=checkpoint_bytes(spec, plan.params) / (plan.world_size / groups),
+        load_s=load_s,
+    )
+
+
+def checkpoint_bytes(spec: RunSpec, params: int) -> float:
+    """Size of one checkpoint: parameters and optimizer state."""
+    return CHECKPOINT_BYTES[spec.optim.name] * params
+
+
+def checkpoint_times(spec: RunSpec, plan: CapacityPlan) -> tuple[float, float]:
+    """-> (seconds training waits for one to be written, seconds to read it back): all nodes share the work."""
+    write_s = checkpoint_bytes(spec, plan.params) / (spec.cluster.num_nodes * spec.cluster.storage_gb_per_s * 1e9)
+    return write_s, write_s
+
+
+def expect_wall_time(steps: int, step_time_s: float, useful: Interval) -> Interval:
+    inputs = {"step_time_s": within(step_time_s, STEP_TIME_KNOWN_WITHIN), "goodput": useful}
+    return propagate(lambda of: steps * of["step_time_s"] / of["goodput"], inputs)
+
+
+def _notes(spec: RunSpec, candidate: Candidate, useful: Goodput) -> list[str]:
+    notes = []
+    if spec.checkpoint.interval_steps is None:
+        notes.append(
+            f"checkpoint.interval_steps is null; this counts on {useful.checkpoint_interval_steps}, the best interval"
+        )
+    if spec.resilience.mode == "elastic" and candidate.layout.dp_replicate == 1:
+        notes.append("resilience.mode=elastic needs layout.dp_replicate above 1: one group alone restarts")
+    return notes
+
+
+def _quantile(ordered: list[float], part: float) -> float:
+    """Linear between the ordered values."""
+    place = part * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def _scale_lost(parts: list[dict[str, float]], total: float) -> dict[str, float]:
+    """Mean parts of the simulated runs, scaled so that they and the median goodput sum to 1."""
+    causes = sorted({cause for part in parts for cause in part})
+    mean = {cause: sum(part.get(cause, 0.0) for part in parts) / len(parts) for cause in causes}
+    whole = sum(mean.values())
+    return {cause: value * total / whole if whole else 0.0 for cause, value in mean.items() if value > 0}

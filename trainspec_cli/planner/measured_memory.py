@@ -1,0 +1,58 @@
+"""What a measured memory figure counts, and the part of a prediction that it is compared with.
+
+nvidia-smi sees the device's context, communication buffers and the allocator's cache; PyTorch's counters see
+tensors alone; papers give activations or states by formula.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trainspec_cli.planner.memory import estimate_memory, kept_activation_bytes
+from trainspec_cli.planner.setup import RECOMPUTE, Setup
+from trainspec_cli.planner.table import Row, number
+from trainspec_cli.spec.prediction import MemoryBreakdown
+from trainspec_cli.units import GIB
+
+
+def memory_figure(row: Row, setup: Setup) -> tuple[float | None, float | None]:
+    """-> (predicted, measured) in bytes, or (None, None) where the row measures no memory."""
+    if number(row, "peak_mem_gib"):
+        return predicted_as(row.get("mem_kind") or "", setup), number(row, "peak_mem_gib", 0.0) * GIB  # type: ignore[operator]
+    value, metric, unit = number_or_none(row), (row.get("metric") or "").lower(), (row.get("unit") or "")
+    if value is None:
+        return None, None
+    if unit == "%":
+        return relative_activations(setup), value / 100
+    scale = {"GiB": GIB, "MiB": 2**20, "MB": 1e6}.get(unit, GIB)  # tools that print GB count in 2**30
+    return predicted_as(metric, setup), value * scale
+
+
+def number_or_none(row: Row) -> float | None:
+    return number(row, "value") if row.get("metric") else None
+
+
+def predicted_as(metric: str, setup: Setup) -> float:
+    """The part of the fullest stage that a metric of that name counts."""
+    metric = metric.lower()
+    stages = estimate_memory(setup)
+    if "activations" in metric:
+        return kept_activation_bytes(setup)
+    if "weights+optimizer" in metric:
+        return stages[0].parameters_bytes + stages[0].gradients_bytes + stages[0].optimizer_bytes
+    fullest = max(stages, key=lambda stage: stage.total_bytes)
+    if "torch" in metric or "lora max" in metric or "allocated" in metric:
+        return tensors_bytes(fullest)
+    return fullest.total_bytes
+
+
+def tensors_bytes(memory: MemoryBreakdown) -> float:
+    """What PyTorch's allocator hands out."""
+    return memory.total_bytes - memory.context_bytes - memory.fragmentation_bytes - memory.comm_buffers_bytes
+
+
+def relative_activations(setup: Setup) -> float:
+    """Over the same run with neither sequence parallelism nor recomputation."""
+    layout = replace(setup.layout, sequence_parallel=False)
+    baseline = replace(setup, layout=layout, recompute=RECOMPUTE["none"])
+    return kept_activation_bytes(setup) / kept_activation_bytes(baseline)

@@ -1,0 +1,96 @@
+"""One run as the estimators see it: nothing open, nothing prose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trainspec_cli.planner.topology import Fabric
+from trainspec_cli.spec.layout import Layout
+from trainspec_cli.spec.model import ModelSpec
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Parts of the forward that the backward does again, and which layers do so."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    layers: float = 1.0
+    """Part of the layers it applies to."""
+
+    @property
+    def full(self) -> bool:
+        return self.matmul >= 1.0
+
+
+RECOMPUTE = {
+    "none": Recompute(),
+    "selective": Recompute(attention=1.0),
+    "selective_op": Recompute(matmul=0.5, elementwise=1.0),
+    "full": Recompute(1.0, 1.0, 1.0),
+}
+"""selective: the attention core (arXiv:2205.05198). selective_op: every second matmul's output is kept."""
+
+
+@dataclass(frozen=True)
+class Software:
+    """What the training framework does, as far as it changes time and memory."""
+
+    fused_attention: bool = True
+    """FlashAttention or alike; False materialises the score matrix."""
+    native_attention: bool = True
+    """Attention kernels of the chip's own generation (cuDNN, FlashAttention-3), not of the one before."""
+    fused_kernels: bool = True
+    """Norms, activations, losses as single kernels (Transformer Engine, torch.compile, XLA)."""
+    overlap_dp: bool = True
+    """Gradients are reduced, and parameters gathered, while others are computed."""
+    overlap_tp: bool = True
+    grouped_experts: bool = True
+    """Experts run as one grouped kernel, and their tokens cross the network once a node."""
+    graphs: bool = False
+    """Launches are replayed (CUDA graphs) or few (compiled programs)."""
+    grad_bytes: float = 4.0
+    """Of a gradient while it is accumulated."""
+    reduce_bytes: float = 4.0
+    """Of a gradient on the wire."""
+    master_bytes: float = 4.0
+    """Of the parameter that the optimizer updates, when weights are kept in the compute format beside it."""
+    moment_bytes: float = 8.0
+    """Of the optimizer's moments, a parameter."""
+    step_bytes: float = 0.0
+    """A parameter, while the optimizer steps: copies of gradients and temporaries of kernels that are not fused."""
+    weight_bytes: float = 2.0
+    """Of a parameter as kept between steps; 4 where a sharded fp32 copy is all there is (FSDP)."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model, how it is spread, and on what."""
+
+    model: ModelSpec
+    layout: Layout
+    fabric: Fabric
+    seq_len: int
+    micro_batch_size: float
+    grad_accum: int
+    """Micro-batches a step."""
+    compute: str = "bf16"
+    matmul: str = "bf16"
+    """Format of the linear layers: bf16, fp8, mxfp8, nvfp4, ..."""
+    recompute: Recompute = field(default_factory=Recompute)
+    software: Software = field(default_factory=Software)
+    trainable: float = 1.0
+    """Part of the parameters that have gradients: below 1 for adapters (LoRA), whose base needs no weight gradients."""
+    offload_optimizer: bool = False
+    offload_layers: float = 0.0
+    """Part of the layers whose activations wait in host memory."""
+
+    @property
+    def tokens(self) -> float:
+        """Of a rank's micro-batch, after context parallelism."""
+        return self.micro_batch_size * self.seq_len / self.layout.cp
+
+    @property
+    def samples_per_step(self) -> float:
+        return self.micro_batch_size * self.grad_accum * self.layout.data_parallel_size

@@ -1,0 +1,71 @@
+"""Expert layers: router, dispatch, expert matmuls, combination."""
+
+from __future__ import annotations
+
+from trainspec_cli.planner.workload.work import Gemm, Work
+from trainspec_cli.spec.layout import Layout
+from trainspec_cli.spec.model import ExpertSpec
+
+
+def is_expert_layer(experts: ExpertSpec | None, layer: int) -> bool:
+    if experts is None or layer < experts.first_dense_layers:
+        return False
+    return (layer - experts.first_dense_layers) % experts.every == experts.every - 1
+
+
+def shared_width(experts: ExpertSpec) -> int:
+    """Feed-forward width of all shared experts together."""
+    return experts.shared_experts * (experts.shared_expert_ffn_size or experts.expert_ffn_size)
+
+
+def expert_layer_params(experts: ExpertSpec, hidden: int, gated: bool) -> int:
+    """Weights of all experts, the shared ones and the router."""
+    matrices = 3 if gated else 2
+    routed = experts.num_experts * matrices * hidden * experts.expert_ffn_size
+    return routed + matrices * hidden * shared_width(experts) + hidden * experts.num_experts
+
+
+def active_expert_params(experts: ExpertSpec, hidden: int, gated: bool) -> int:
+    """Those that one token meets."""
+    matrices = 3 if gated else 2
+    width = experts.top_k * experts.expert_ffn_size + shared_width(experts)
+    return matrices * hidden * width + hidden * experts.num_experts
+
+
+def expert_work(experts: ExpertSpec, hidden: int, gated: bool, tokens: float, layout: Layout) -> Work:
+    """Norm, router, experts and residual of one layer, its copies of tokens spread evenly over the experts.
+
+    Experts are split by `etp`; the tokens of a tensor-parallel group are spread over it first (sequence parallel).
+    """
+    tp, etp, ep = layout.tp, layout.etp, layout.ep
+    split = tp if layout.sequence_parallel else 1
+    gates = 2 if gated else 1
+    copies = tokens * experts.top_k * etp / tp
+    local = experts.num_experts / ep
+    width, shared = experts.expert_ffn_size / etp, shared_width(experts) / tp
+    rows = copies / local
+    gemms = [Gemm(rows, gates * width, hidden, local), Gemm(rows, hidden, width, local)]
+    if shared:
+        gemms += [Gemm(tokens, gates * shared, hidden), Gemm(tokens, hidden, shared)]
+    matrices = 3 if gated else 2
+    routed = matrices * hidden * experts.expert_ffn_size * experts.num_experts / (ep * etp)
+    # Each copy is permuted before and after the experts, and weighed and summed on its return.
+    permute = 2.0 * copies * hidden * 6
+    return Work(
+        gemms=(*gemms, Gemm(tokens / split, experts.num_experts, hidden, wide=False)),
+        pass_bytes=2.0 * (tokens * 7 * hidden / split + copies * (gates + 1) * width + tokens * (gates + 1) * shared)
+        + permute,
+        tensor_bytes=2.0 * copies * hidden,
+        kernels=60,
+        tp_bytes=2.0 * tokens * hidden,
+        tp_exchanges=1 if (shared and tp > 1) or etp > 1 else 0,
+        ep_bytes=2.0 * copies * hidden,
+        expert_copies=experts.top_k,
+        experts=local,
+        params=matrices * hidden * shared + hidden * (experts.num_experts + 1),
+        expert_params=routed,
+        saved_bytes=2.0
+        * (2 * tokens * hidden / split + copies * (hidden + (gates + 1) * width) + tokens * (gates + 1) * shared),
+        saved_gemm_bytes=2.0 * (copies * (hidden + width) + tokens * (hidden / split + shared)),
+        input_bytes=2.0 * tokens * hidden / split,
+    )

@@ -1,0 +1,71 @@
+"""The work of one layer (or head) on one rank for one micro-batch, forward: what the estimators time and weigh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """`count` matrix products of m x k by k x n."""
+
+    m: float
+    n: float
+    k: float
+    count: float = 1.0
+    wide: bool = True
+    """Multiplies in the linear layers' format (fp8, ...); the router, the head and frozen parts stay in bf16."""
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k * self.count
+
+
+@dataclass(frozen=True)
+class Work:
+    """Sizes are of one rank. Bytes of activations are of the compute format (2 bytes an element)."""
+
+    gemms: tuple[Gemm, ...] = ()
+    attention_flops: float = 0.0
+    """Forward, over the causal half (or the window) alone."""
+    attention_head_dim: float = 128.0
+    score_bytes: float = 0.0
+    """Of the score matrix, were it materialised in 2 bytes."""
+    pass_bytes: float = 0.0
+    """Memory traffic of the element-wise kernels, forward."""
+    tensor_bytes: float = 1e9
+    """Of one activation that passes from kernel to kernel."""
+    kernels: int = 0
+    """Launched by an eager framework, forward."""
+    tp_bytes: float = 0.0
+    """Of one tensor-parallel exchange (a whole activation); the forward has `tp_exchanges`."""
+    tp_exchanges: int = 0
+    cp_bytes: float = 0.0
+    """Keys and values that context parallelism passes on, whole sequence."""
+    ep_bytes: float = 0.0
+    """What a rank sends to the experts, one way."""
+    expert_copies: int = 1
+    """Experts that each token is sent to."""
+    experts: float = 0.0
+    """Held by this rank."""
+    params: float = 0.0
+    """Shared by the data-parallel ranks, on this rank."""
+    expert_params: float = 0.0
+    saved_bytes: float = 0.0
+    """Activations kept for the backward."""
+    saved_gemm_bytes: float = 0.0
+    """The part of them that are inputs of matmuls alone, kept in 8 bits where those multiply in 8 bits."""
+    saved_eager_bytes: float = 0.0
+    """Kept besides by a framework without fused norms and activations: fp32 copies, the gate's output."""
+    input_bytes: float = 0.0
+    """The layer's input: all that full recomputation keeps."""
+    matmul_backward: float = 2.0
+    """Backward products over forward ones: 2, or 1 where the weights are frozen."""
+
+    @property
+    def gemm_flops(self) -> float:
+        return sum(gemm.flops for gemm in self.gemms)
+
+    @property
+    def all_params(self) -> float:
+        return self.params + self.expert_params

@@ -1,0 +1,135 @@
+"""The words of a plan: names of its parts in the order in which they are drawn, and quantities as people say them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainspec_cli.units import GIB, format_count, format_si
+
+Json = Mapping[str, Any]
+Words = Callable[[float], str]
+"""Says a quantity."""
+
+MEMORY_PARTS = {
+    "parameters_bytes": "parameters",
+    "gradients_bytes": "gradients",
+    "optimizer_bytes": "optimizer",
+    "activations_bytes": "activations",
+    "logits_bytes": "logits",
+    "comm_buffers_bytes": "communication buffers",
+    "fragmentation_bytes": "fragmentation",
+    "context_bytes": "device context",
+}
+TIME_PARTS = {
+    "matmul_s": "matrix products",
+    "attention_s": "attention",
+    "memory_bound_s": "memory-bound kernels",
+    "recompute_s": "recomputation",
+    "optimizer_s": "optimizer",
+    "tp_comm_s": "tensor-parallel communication",
+    "cp_comm_s": "context-parallel communication",
+    "ep_comm_s": "expert-parallel communication",
+    "pp_comm_s": "pipeline communication",
+    "dp_comm_s": "data-parallel communication",
+    "bubble_s": "pipeline bubble",
+    "data_s": "data wait",
+    "host_s": "host",
+}
+LOST_PARTS = {
+    "restart": "job down, starting again",
+    "rework": "work undone by failures",
+    "checkpoint": "writing checkpoints",
+    "stall": "survivors waiting",
+    "shrunk": "replica groups away",
+}
+MODES = {"restart": "restart from checkpoints", "elastic": "shrink and heal"}
+AXES = (
+    ("dp_replicate", "replicate"),
+    ("dp_shard", "shard"),
+    ("tp", "tp"),
+    ("cp", "cp"),
+    ("pp", "pp"),
+    ("ep", "ep"),
+    ("etp", "etp"),
+)
+
+
+def present(breakdown: Json, names: Mapping[str, str], least: float = 5e-4) -> list[tuple[str, str, float]]:
+    """(key, name, value) of the parts that are more than `least` of the whole; the page and the table omit the rest."""
+    whole = sum(breakdown.values()) or 1.0
+    return [(key, name, breakdown[key]) for key, name in names.items() if breakdown.get(key, 0.0) / whole > least]
+
+
+def layout_words(candidate: Json) -> str:
+    """`replicate 32 · tp 8 · pp 8 interleaved x2 · zero 1`: what is not 1."""
+    layout = candidate["layout"]
+    words = [f"{name} {layout[axis]}" for axis, name in AXES if layout.get(axis, 1) > 1]
+    if layout["pp"] > 1:
+        chunks = f" x{layout['virtual_stages']}" if layout.get("virtual_stages", 1) > 1 else ""
+        words.append(f"{layout['pipeline_schedule'].replace('_', '-')}{chunks}")
+    if layout["dp_shard"] > 1:
+        words.append(f"zero {layout['zero_stage']}")
+    return " · ".join(words) or "one device"
+
+
+def micro_batch_words(candidate: Json) -> str:
+    """`2 x 8`: samples in a micro-batch, micro-batches in a step."""
+    return f"{candidate['micro_batch_size']:g} x {candidate['grad_accum_steps']}"
+
+
+def devices_words(cluster: Json) -> str:
+    nodes = cluster["num_nodes"]
+    return f"{cluster['world_size']:,} {cluster['accelerator']} on {nodes:,} node{'s' * (nodes != 1)}"
+
+
+def model_words(model: Json) -> str:
+    active = f", {format_count(model['active_params'])} active" if model["active_params"] < model["params"] else ""
+    return f"{model['name'] or model['family']}, {format_count(model['params'])} parameters{active}"
+
+
+def unit_of(model: Json) -> str:
+    """What a step takes in: tokens, or samples of a model of images."""
+    return "samples" if model["family"] == "conv" else "tokens"
+
+
+def rate_words(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def percent(part: float, digits: int = 0) -> str:
+    return f"{100 * part:.{digits}f}%"
+
+
+def goodput_percent(part: float) -> str:
+    return percent(part, 1)
+
+
+def energy_words(joules: float) -> str:
+    """In watt-hours, which bills are in."""
+    return format_si(joules / 3600, "Wh")
+
+
+def mass_words(kilograms: float) -> str:
+    if kilograms < 1:
+        return f"{kilograms * 1000:.3g} g"
+    return f"{kilograms:.3g} kg" if kilograms < 1000 else f"{format_grouped(kilograms / 1000)} t"
+
+
+def money_words(usd: float) -> str:
+    if usd < 1000:
+        return f"${usd:,.2f}"
+    return f"${format_count(usd)}"
+
+
+def format_grouped(value: float) -> str:
+    """Three figures, thousands apart: `11400` -> `11,400`."""
+    return f"{float(f'{value:.3g}'):,.12g}"
+
+
+def range_words(bounds: list[float] | None, say: Words) -> str:
+    return f"{say(bounds[0])} to {say(bounds[1])}" if bounds else ""
+
+
+def gib(value: float) -> str:
+    return f"{value / GIB:.1f}"

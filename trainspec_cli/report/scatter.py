@@ -1,0 +1,82 @@
+"""Predicted against measured as one self-contained SVG, both axes logarithmic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+SIZE, MARGIN = 560, 56
+COLOURS = ("#3b6fb6", "#d1662a", "#3d9a50", "#a84fa0", "#b59a1c", "#5aa7b0", "#8a5a44", "#777777")
+
+Point = tuple[float, float, str]
+
+
+def render_scatter(points: Sequence[Point]) -> str:
+    """(measured seconds, predicted seconds, group) -> SVG, with the line of no error and its 15% band."""
+    low = math.floor(math.log10(min(min(p[0], p[1]) for p in points)))
+    high = math.ceil(math.log10(max(max(p[0], p[1]) for p in points)))
+    scale = _Scale(low, max(high, low + 1))
+    groups = sorted({group for _, _, group in points})
+    parts = [*_frame(scale), *_dots(points, groups, scale), *_legend(groups)]
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SIZE} {SIZE}" font-family="sans-serif" font-size="11">'
+    )
+    return "\n".join([head, f'<rect width="{SIZE}" height="{SIZE}" fill="white"/>', *parts, "</svg>", ""])
+
+
+class _Scale:
+    def __init__(self, low: int, high: int):
+        self.low, self.high = low, high
+
+    def x(self, value: float) -> float:
+        return round(MARGIN + (math.log10(value) - self.low) / (self.high - self.low) * (SIZE - 2 * MARGIN), 1)
+
+    def y(self, value: float) -> float:
+        return round(SIZE - self.x(value), 1)
+
+
+def _frame(scale: _Scale) -> list[str]:
+    start, end = 10.0**scale.low, 10.0**scale.high
+    band = (
+        f"{scale.x(start)},{scale.y(start * 1.15)} {scale.x(end / 1.15)},{scale.y(end)} {scale.x(end)},{scale.y(end)}"
+    )
+    band += f" {scale.x(end)},{scale.y(end * 0.85)} {scale.x(start / 0.85)},{scale.y(start)}"
+    parts = [f'<polygon points="{band}" fill="#eef2f7"/>']
+    parts.append(_line(scale.x(start), scale.y(start), scale.x(end), scale.y(end), "#99a"))
+    for power in range(scale.low, scale.high + 1):
+        value = 10.0**power
+        parts.append(_line(scale.x(value), scale.y(start), scale.x(value), scale.y(end), "#e4e4e4"))
+        parts.append(_line(scale.x(start), scale.y(value), scale.x(end), scale.y(value), "#e4e4e4"))
+        label = f"{value:g} s"
+        parts.append(f'<text x="{scale.x(value)}" y="{SIZE - MARGIN + 16}" text-anchor="middle">{label}</text>')
+        parts.append(f'<text x="{MARGIN - 6}" y="{scale.y(value) + 4}" text-anchor="end">{label}</text>')
+    parts.append(f'<text x="{SIZE / 2}" y="{SIZE - 14}" text-anchor="middle">measured step time</text>')
+    turn = f'transform="rotate(-90 14 {SIZE / 2})"'
+    parts.append(f'<text x="14" y="{SIZE / 2}" text-anchor="middle" {turn}>predicted step time</text>')
+    return parts
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:
+    return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{colour}"/>'
+
+
+def _dots(points: Sequence[Point], groups: Sequence[str], scale: _Scale) -> list[str]:
+    return [
+        f'<circle cx="{scale.x(measured)}" cy="{scale.y(predicted)}" r="2.2" fill="{_colour(groups.index(group))}" '
+        f'fill-opacity="0.6"/>'
+        for measured, predicted, group in points
+    ]
+
+
+def _legend(groups: Sequence[str]) -> list[str]:
+    parts = []
+    for index, group in enumerate(groups):
+        y = MARGIN + 8 + 15 * index
+        parts.append(f'<circle cx="{MARGIN + 12}" cy="{y}" r="4" fill="{_colour(index)}"/>')
+        parts.append(f'<text x="{MARGIN + 21}" y="{y + 4}">{escape(group)}</text>')
+    return parts
+
+
+def _colour(index: int) -> str:
+    return COLOURS[index % len(COLOURS)]

@@ -1,0 +1,145 @@
+"""Charts as inline SVG: stacked bars that grow with the page, and lines on logarithmic axes. No script, no network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+BAR_HEIGHT = 22
+CHART_WIDTH, CHART_HEIGHT = 760, 320
+MARGIN_LEFT, MARGIN_RIGHT, MARGIN_TOP, MARGIN_BOTTOM = 64, 24, 34, 44
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One part of a bar. `kind` is the CSS class that colours it."""
+
+    kind: str
+    label: str
+    value: float
+    said: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """A series of a chart: (x, y) with x rising, both positive."""
+
+    kind: str
+    label: str
+    points: Sequence[tuple[float, float]]
+    marked: bool = True
+    """With a dot on every point."""
+
+
+def render_bar(segments: Sequence[Segment], scale: float, limit: float | None = None) -> str:
+    """A stack of segments whose lengths are parts of `scale`; `limit` is drawn as a line across."""
+    drawn, at = [], 0.0
+    for segment in segments:
+        tip = escape(f"{segment.label}: {segment.said}")
+        width = segment.value / scale
+        drawn.append(
+            f'<rect class="segment {segment.kind}" x="{at:.3%}" width="{width:.3%}" height="{BAR_HEIGHT}">'
+            f"<title>{tip}</title></rect>"
+        )
+        at += width
+    if limit is not None:
+        place = f"{limit / scale:.3%}"
+        drawn.append(f'<line class="limit" x1="{place}" x2="{place}" y1="0" y2="{BAR_HEIGHT}"/>')
+    said = escape("; ".join(f"{segment.label} {segment.said}" for segment in segments))
+    return f'<svg class="bar" height="{BAR_HEIGHT}" role="img" aria-label="{said}">{"".join(drawn)}</svg>'
+
+
+def render_legend(segments: Sequence[Segment], with_values: bool = True) -> str:
+    entries = [
+        f'<li><i class="swatch {segment.kind}"></i>{escape(segment.label)}'
+        + (f" <b>{escape(segment.said)}</b>" if with_values and segment.said else "")
+        + "</li>"
+        for segment in segments
+    ]
+    return f'<ul class="legend">{"".join(entries)}</ul>'
+
+
+def render_lines(lines: Sequence[Line], x_title: str, y_title: str, ticks: Sequence[tuple[float, str]]) -> str:
+    """A chart on two logarithmic axes, on which even scaling is straight. `ticks` name places of the x axis."""
+    xs = [x for line in lines for x, _ in line.points]
+    ys = [y for line in lines for _, y in line.points]
+    frame = _Frame(min(xs), max(xs), *_padded(min(ys), max(ys)))
+    parts = [_grid(frame, ticks), *(_draw(line, frame) for line in lines), _titles(x_title, y_title)]
+    view = f'viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}"'
+    return f'<svg class="chart" {view} role="img" aria-label="{escape(y_title)}">{"".join(parts)}</svg>'
+
+
+@dataclass(frozen=True)
+class _Frame:
+    x_low: float
+    x_high: float
+    y_low: float
+    y_high: float
+
+    def x(self, value: float) -> float:
+        inner = CHART_WIDTH - MARGIN_LEFT - MARGIN_RIGHT
+        return MARGIN_LEFT + inner * _log_part(value, self.x_low, self.x_high)
+
+    def y(self, value: float) -> float:
+        inner = CHART_HEIGHT - MARGIN_TOP - MARGIN_BOTTOM
+        return MARGIN_TOP + inner * (1 - _log_part(value, self.y_low, self.y_high))
+
+
+def _log_part(value: float, low: float, high: float) -> float:
+    return 0.5 if low == high else math.log(value / low) / math.log(high / low)
+
+
+def _padded(low: float, high: float) -> tuple[float, float]:
+    return low / 1.15, high * 1.15
+
+
+def _grid(frame: _Frame, ticks: Sequence[tuple[float, str]]) -> str:
+    left, right = MARGIN_LEFT, CHART_WIDTH - MARGIN_RIGHT
+    bottom = CHART_HEIGHT - MARGIN_BOTTOM
+    parts = []
+    for value in nice_ticks(frame.y_low, frame.y_high):
+        y = frame.y(value)
+        parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{_short(value)}</text>')
+    for value, label in ticks:
+        x = frame.x(value)
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{escape(label)}</text>')
+    parts.append(f'<line class="axis" x1="{left}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
+    return "".join(parts)
+
+
+def nice_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times the powers of ten between the two, or the powers alone where there are many."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = (1, 2, 5) if len(powers) <= 4 else (1,)
+    return [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
+
+
+def _draw(line: Line, frame: _Frame) -> str:
+    places = [(frame.x(x), frame.y(y)) for x, y in line.points]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    drawn = [f'<polyline class="line {line.kind}" points="{path}"/>']
+    if line.marked:
+        for (x, y), (at, value) in zip(places, line.points, strict=True):
+            tip = escape(f"{line.label}: {_short(value)} at {at:,.0f}")
+            drawn.append(
+                f'<circle class="dot {line.kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{tip}</title></circle>'
+            )
+    return "".join(drawn)
+
+
+def _titles(x_title: str, y_title: str) -> str:
+    middle = (MARGIN_LEFT + CHART_WIDTH - MARGIN_RIGHT) / 2
+    return (
+        f'<text class="title" x="{middle}" y="{CHART_HEIGHT - 6}" text-anchor="middle">{escape(x_title)}</text>'
+        f'<text class="title" x="{MARGIN_LEFT}" y="{MARGIN_TOP - 16}">{escape(y_title)}</text>'
+    )
+
+
+def _short(value: float) -> str:
+    for scale, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= scale:
+            return f"{value / scale:.3g}{suffix}"
+    return f"{value:.3g}"

@@ -1,0 +1,58 @@
+"""What running costs: where the machines stand, what they draw, and how they are paid for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class SiteSpec:
+    """The building and the grid behind it."""
+
+    name: str = "world average"
+    pue: float = 1.2
+    """Power usage effectiveness: power into the building over power into the machines."""
+    carbon_g_per_kwh: float = 475.0
+    """Of the grid, by location (what a contract buys elsewhere is not counted)."""
+    electricity_usd_per_kwh: float = 0.08
+    """Paid for owned machines; a rent includes it."""
+    known_within: dict[str, float] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    unverified: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PowerSpec:
+    """Power of a node, in parts of the thermal design power (TDP) of its accelerators."""
+
+    busy: float = 0.9
+    """An accelerator that computes."""
+    waiting: float = 0.5
+    """One that waits for a collective, a pipeline stage or data."""
+    idle: float = 0.15
+    """One without work: the job is down."""
+    host: float = 0.45
+    """All else in the node (CPUs, switches, NICs, fans), whatever the accelerators do."""
+    known_within: dict[str, float] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    unverified: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CostSpec:
+    """Money: a rent, or the share of what was bought."""
+
+    price_usd_per_device_hour: float | None = None
+    """Rent; null: the accelerator's own."""
+    owned: bool = False
+    """Bought machines: their price over their useful hours, plus electricity and operation."""
+    device_price_usd: float | None = None
+    """owned: one device with its share of node, network and storage."""
+    useful_years: float = 4.0
+    utilisation: float = 0.8
+    """Part of those years in which some job pays for the device."""
+    operation_ratio: float = 0.08
+    """A year's staff, space and repairs over the price."""
+    known_within: dict[str, float] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    unverified: tuple[str, ...] = ()
