@@ -6,7 +6,7 @@ import pytest
 
 from trainspec_cli.spec.cluster import Machine
 from trainspec_cli.spec.ranges import RANGES, value_at
-from trainspec_cli.spec.rules import check, check_engine, check_machine
+from trainspec_cli.spec.rules import check, check_machine
 from trainspec_cli.spec.run import RunSpec
 from trainspec_cli.spec.structure import build, known_paths
 
@@ -19,7 +19,7 @@ def told(problems) -> list[tuple[str, str, str, str]]:
 
 def test_a_sound_spec(make_spec) -> None:
     spec = make_spec({})
-    assert (check(spec), check_engine(spec)) == ([], [])
+    assert check(spec) == []
 
 
 @pytest.mark.parametrize(
@@ -147,15 +147,6 @@ def test_data_files(make_spec, tmp_path, monkeypatch) -> None:
         ("missing_file", "data.tokenizer.path", f"`data.tokenizer.path` is t.json; there is no such file in {tmp_path}",
          "type data.tokenizer.path=<the file's path>")
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("axis", ["cp", "tp", "pp", "ep"])
-def test_the_engine_spreads_data_alone(make_spec, axis: str) -> None:
-    message = f"`layout.{axis}` is 2; the engine of this version spreads data alone (dp_replicate, dp_shard)"
-    assert told(check_engine(make_spec({f"layout.{axis}": 2}))) == [
-        ("unsupported", f"layout.{axis}", message, f"type layout.{axis}=1")
-    ]
-    assert check_engine(make_spec({f"layout.{axis}": "auto"})) == []
 
 
 def host(*gpus: str) -> Machine:

@@ -81,7 +81,8 @@ def _change(run_dir: RunDir, old: Plan, changes: list[str]) -> Loaded:
     from trainspec_cli.compose.amend import amend
     from trainspec_cli.rundir.files import read_json
     from trainspec_cli.spec.canonical import to_plain
-    from trainspec_cli.spec.rules import check, check_engine
+    from trainspec_cli.spec.engine_rules import check_engine
+    from trainspec_cli.spec.rules import check
     from trainspec_cli.spec.run import RunSpec
     from trainspec_cli.spec.structure import build
 
