@@ -38,9 +38,7 @@ def backtest(
     if plot is not None:
         from trainspec_cli.report.scatter import render_scatter
 
-        runs = [p for p in result.predictions if p.judged and p.step_error is not None]
-        points = [(p.measured_step_time_s, p.step_time_s, p.row.get("source") or "?") for p in runs]
-        plot.write_text(render_scatter(points), encoding="utf-8")
+        plot.write_text(render_scatter(result.points()), encoding="utf-8")
     data = result_as_json(result)
     print(json.dumps(data, indent=2) if as_json else render_backtest(data))
 

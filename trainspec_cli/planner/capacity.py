@@ -16,7 +16,7 @@ from trainspec_cli.planner.step import estimate_step
 from trainspec_cli.planner.topology import Fabric
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.cluster import AcceleratorSpec, ClusterSpec, Machine
-from trainspec_cli.spec.layout import Layout
+from trainspec_cli.spec.layout import Layout, LayoutSpec
 from trainspec_cli.spec.model import ConvModel
 from trainspec_cli.spec.prediction import Candidate, CapacityPlan
 from trainspec_cli.spec.run import RunSpec
@@ -27,7 +27,10 @@ MORE_NODES = (2, 4, 8, 16, 32, 64)
 
 
 def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SHOWN) -> CapacityPlan:
-    """Search every axis that `spec` leaves open. What it pins stays pinned. Raises RecipeError without an accelerator."""
+    """Search every axis that `spec` leaves open; what it pins stays pinned.
+
+    Raises RecipeError where neither the cluster nor the machine says what the accelerator is.
+    """
     fabric = describe_fabric(spec.cluster, machine)
     eff = Efficiency(**(spec.cluster.efficiency or {}))
     search, found = run_search(spec, fabric, eff, shown)
@@ -202,13 +205,10 @@ def changes(spec: RunSpec) -> Iterator[tuple[str, RunSpec]]:
         yield "layout=search recompute=auto offload=optimizer", both
 
 
-def open_layout(spec: RunSpec):  # type: ignore[no-untyped-def]
+def open_layout(spec: RunSpec) -> LayoutSpec:
     """Every axis left open."""
-    return replace(
-        spec.layout,
-        **dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "zero_stage"), AUTO),
-        **dict.fromkeys(("pipeline_schedule", "virtual_stages"), AUTO),
-    )
+    wide = replace(spec.layout, dp_replicate=AUTO, dp_shard=AUTO, cp=AUTO, tp=AUTO, pp=AUTO, ep=AUTO)
+    return replace(wide, zero_stage=AUTO, pipeline_schedule=AUTO, virtual_stages=AUTO)
 
 
 def assumptions(spec: RunSpec, fabric: Fabric) -> Iterator[str]:

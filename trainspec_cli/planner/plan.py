@@ -49,9 +49,13 @@ def resolve_devices_per_node(cluster: ClusterSpec, device: str, machine: Machine
 
 
 def resolve_compute(spec: RunSpec, machine: Machine) -> Literal["bf16", "fp32"]:
-    if spec.precision.compute != AUTO:
-        return spec.precision.compute
-    return "bf16" if machine.bf16 else "fp32"
+    wanted = spec.precision.compute
+    if wanted == AUTO:
+        return "bf16" if machine.bf16 else "fp32"
+    if wanted in ("fp16", "tf32"):
+        message = f"the engine computes in bf16 or fp32, not in {wanted}"
+        raise RecipeError(Problem("unsupported", message, "precision.compute", "precision.compute=auto"))
+    return "bf16" if wanted == "bf16" else "fp32"
 
 
 def resolve_layout(wanted: LayoutSpec, world_size: int) -> Layout:
@@ -67,7 +71,8 @@ def resolve_layout(wanted: LayoutSpec, world_size: int) -> Layout:
         replicate = _divide(data_parallel, int(shard), "layout.dp_shard", "dp_shard")
     elif shard == AUTO:
         shard = _divide(data_parallel, int(replicate), "layout.dp_replicate", "dp_replicate")
-    layout = Layout(dp_replicate=int(replicate), dp_shard=int(shard), zero_stage=wanted.zero_stage)
+    stage = 3 if wanted.zero_stage == AUTO else wanted.zero_stage
+    layout = Layout(dp_replicate=int(replicate), dp_shard=int(shard), zero_stage=stage)
     if layout.world_size != world_size:
         raise RecipeError(
             Problem(
@@ -93,7 +98,7 @@ def resolve_batch(spec: RunSpec, layout: Layout) -> tuple[int, int]:
     if micro == AUTO:
         fitting = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
         micro = max((n for n in fitting if n * spec.data.seq_len <= MAX_MICRO_BATCH_TOKENS), default=1)
-    return micro, _divide(per_rank, micro, "batching.micro_batch_size", "samples a micro-batch")
+    return int(micro), _divide(per_rank, int(micro), "batching.micro_batch_size", "samples a micro-batch")
 
 
 def _divide(total: int, part: int, path: str, what: str) -> int:

@@ -99,7 +99,7 @@ FUSED = r"megatron|nemo|maxtext|paxml|pax|jax|xla|nvidia|ngc|mxnet|rocm|apex|tra
 
 
 UNFUSED_STEP_BYTES = 12.0
-"""Gradients copied to fp32 and the temporaries of AdamW over lists of tensors (tables of BLOOM's trials and InternEvo)."""
+"""Gradients copied to fp32, and AdamW's temporaries over lists of tensors (tables of BLOOM's trials and InternEvo)."""
 TORCH_STEP_BYTES = 4.0
 """One temporary of PyTorch's AdamW over lists of tensors."""
 
@@ -128,7 +128,7 @@ def step_bytes_of(row: Mapping[str, str], name: str) -> float:
 
 
 def base_weight_bytes(row: Mapping[str, str]) -> float | None:
-    """Of a quantised base under adapters (bitsandbytes): 4 bits, scales, and what it keeps besides (litgpt's tables)."""
+    """Of a quantised base under adapters: 4 bits, scales, and what bitsandbytes keeps besides (litgpt's tables)."""
     found = re.search(r"quant=(\S+)", row.get("dtype") or "")
     return {"nf4": 0.92, "nf4-dq": 0.87, "fp4": 0.92, "int8": 1.1}.get(found.group(1)) if found else None
 

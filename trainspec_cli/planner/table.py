@@ -20,7 +20,7 @@ ADAPTER_SHARE = 0.002
 """Parameters of rank-16 adapters over the base's."""
 
 
-class RowRefused(ValueError):
+class RowRefused(ValueError):  # noqa: N818 - an answer, not a fault
     """The row lacks what a prediction needs; the message says what."""
 
 
@@ -132,7 +132,7 @@ def decoder_of(row: Row) -> tuple[DecoderModel, tuple[str, ...]]:
 
 
 def hybrid_of(row: Row) -> tuple[HybridModel, tuple[str, ...]]:
-    """Tables state layers but not their pattern: a tenth attention, the rest half Mamba, half feed-forward or experts."""
+    """Tables state layers, not their pattern: a tenth attention, the rest half Mamba, half feed-forward or experts."""
     layers, hidden = int(need(row, "layers")), int(need(row, "hidden"))
     heads = whole(row, "heads", 1)
     attention = max(1, round(layers * 0.1)) if number(row, "heads") else 0
