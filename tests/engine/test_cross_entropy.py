@@ -3,8 +3,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainspec_cli.engine.batch import IGNORED_TARGET
 from trainspec_cli.engine.models import cross_entropy
-from trainspec_cli.engine.models.cross_entropy import IGNORED_TARGET, LinearCrossEntropy
+from trainspec_cli.engine.models.cross_entropy import LinearCrossEntropy
 
 TOKENS, HIDDEN, VOCAB = 300, 24, 97
 

@@ -5,9 +5,9 @@ import torch
 from trainspec_cli.corpus.prepare import prepare
 from trainspec_cli.corpus.samples import num_samples
 from trainspec_cli.corpus.shards import TokenFolder
+from trainspec_cli.engine.batch import IGNORED_TARGET
 from trainspec_cli.engine.data.heldout import heldout_batches
 from trainspec_cli.engine.data.loader import BatchPlan, batches, read_step
-from trainspec_cli.engine.models.cross_entropy import IGNORED_TARGET
 from trainspec_cli.spec.data import DataSpec, TokenizerSpec
 
 SEQ_LEN = 32

@@ -92,7 +92,7 @@ def test_the_exception_that_began_it_is_shown_with_its_rank_and_traceback(make_j
     assert outcome.explanation.headline == "rank 1 (host here, step 3): ValueError: the loss is not finite at step 3"
     assert outcome.explanation.detail.startswith("Traceback (most recent call last):")
     assert 'raise ValueError(f"the loss' in outcome.explanation.detail
-    assert outcome.explanation.detail.endswith("rank 0 lost the connection to rank 1, or was stopped with it.")
+    assert outcome.explanation.detail.endswith("rank 0 lost the connection to rank 1, or ended with it.")
     assert "ChildFailedError" not in outcome.explanation.detail
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainspec_cli.spec.cluster import Machine
     from trainspec_cli.spec.plan import Plan
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show command, environment and plan; start nothing.")]
 

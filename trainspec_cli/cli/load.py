@@ -12,7 +12,8 @@ from trainspec_cli.compose.origins import COMMAND_LINE
 from trainspec_cli.errors import MachineError, Problem, RecipeError, TrainspecError
 from trainspec_cli.spec.cluster import Machine
 from trainspec_cli.spec.plan import Plan
-from trainspec_cli.spec.rules import check, check_engine, check_machine
+from trainspec_cli.spec.engine_rules import check_engine
+from trainspec_cli.spec.rules import check, check_machine
 from trainspec_cli.spec.run import RunSpec
 from trainspec_cli.spec.structure import build
 from trainspec_cli.spec.unknown import UNKNOWN, UnknownTouched
@@ -60,9 +61,9 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
     draft = _without_failed(draft, composed)
     unable = check_engine(draft) if to_run else []
     problems = composed.locate([*mistyped, *check(draft), *unable])
-    said = {problem.path for problem in composed.problems}
-    new = [problem for problem in problems if not _follows(problem, composed, said)]
-    return Examined(draft, composed, sorted([*composed.problems, *new], key=_place))
+    told = [problem for problem in composed.problems if not _refers_to_missing(problem, mistyped)]
+    new = [problem for problem in problems if not _follows(problem, composed)]
+    return Examined(draft, composed, sorted([*told, *new], key=_place))
 
 
 def plan_on(loaded: Loaded, machine: Machine) -> Plan:
@@ -100,11 +101,18 @@ def _without_failed(draft: RunSpec, composed: Composed) -> RunSpec:
     return RunSpec(**{name: UNKNOWN if name in unknown else getattr(draft, name) for name in names})
 
 
-def _follows(problem: Problem, composed: Composed, said: set[str]) -> bool:
+def _follows(problem: Problem, composed: Composed) -> bool:
     """A value misses because the recipe or option that gives it was not found, or because its own was refused."""
+    refused = {told.path for told in composed.problems}
     group = problem.path.partition(".")[0]
-    missed = RECIPE in composed.failed or group in composed.failed or problem.path in said
+    missed = RECIPE in composed.failed or group in composed.failed or problem.path in refused
     return problem.code == "missing_value" and missed
+
+
+def _refers_to_missing(problem: Problem, mistyped: Sequence[Problem]) -> bool:
+    """An interpolation leads nowhere because its target misses, which is told by itself."""
+    missing = [f"${{{other.path}}}" for other in mistyped if other.code == "missing_value"]
+    return problem.code == "bad_interpolation" and any(target in problem.message for target in missing)
 
 
 def _place(problem: Problem) -> tuple[bool, str, int, int]:

@@ -75,13 +75,13 @@ def _usage_error() -> type[Exception]:
 def _usage_problem(name: str, error: Any) -> Problem:
     if type(error).__name__ == "NoArgsIsHelpError":
         return Problem(code="usage", message=f"trainspec {name} needs a command", hint=f"see trainspec {name} --help")
-    message, hint = error.format_message(), f"see trainspec {name} --help"
+    hint = f"see trainspec {name} --help"
     option = getattr(error, "option_name", "").lstrip("-")
     if option == "recipe" or "." in option:
         hint = f"values are given without dashes: {option}=<value>"
-    elif type(error).__name__ == "MissingParameter":
+    elif type(error).__name__ == "MissingParameter" and error.param.name == "arguments":
         hint = f"such as trainspec {name} recipe=quickstart; trainspec recipes lists what there is"
-    return Problem(code="usage", message=message, hint=hint)
+    return Problem(code="usage", message=error.format_message(), hint=hint)
 
 
 def _unknown_command(name: str, rest: Sequence[str]) -> Problem:
@@ -108,8 +108,8 @@ def render_help(style: Style) -> str:
         "  trainspec COMMAND --help says more of one; trainspec --version names this one.",
         "",
         style.bold("to begin"),
+        "  trainspec launch recipe=quickstart",
         "  trainspec recipes",
-        "  trainspec validate recipe=quickstart",
         "",
         style.bold("exit codes"),
         *codes,

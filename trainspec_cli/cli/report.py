@@ -10,7 +10,7 @@ import typer
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.cli.runs import RunArgument
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 @app.command()

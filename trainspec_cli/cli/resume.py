@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trainspec_cli.rundir.paths import RunDir
     from trainspec_cli.spec.plan import Plan
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 FIXED = ("model", "data", "optim.name", "batching.global_batch_size", "train.seed", "run.dir")
 """What the checkpoint, and the position in the data, depend on."""
@@ -30,7 +30,7 @@ MACHINE_BOUND = ("device", "world_size", "compute", "micro_batch_size", "grad_ac
 
 Changes = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[key=value]...", help="What to change, such as train.max_steps=800.", show_default=False),
+    typer.Argument(metavar="key=value", help="What to change, such as train.max_steps=800.", show_default=False),
 ]
 
 
@@ -81,7 +81,8 @@ def _change(run_dir: RunDir, old: Plan, changes: list[str]) -> Loaded:
     from trainspec_cli.compose.amend import amend
     from trainspec_cli.rundir.files import read_json
     from trainspec_cli.spec.canonical import to_plain
-    from trainspec_cli.spec.rules import check, check_engine
+    from trainspec_cli.spec.engine_rules import check_engine
+    from trainspec_cli.spec.rules import check
     from trainspec_cli.spec.run import RunSpec
     from trainspec_cli.spec.structure import build
 

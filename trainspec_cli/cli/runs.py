@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trainspec_cli.report.runs import RunLine
     from trainspec_cli.rundir.paths import RunDir
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 LAST = "last"
 

@@ -81,6 +81,8 @@ def _compose_files(selection: Selection) -> tuple[DictConfig, list[Part], list[P
 
 
 def _in_hydras_words(error: Exception, selection: Selection) -> Problem:
+    if isinstance(error, RecursionError):
+        error = ValueError("defaults lists name one another in a circle")
     said = [str(error), *(str(cause) for cause in (error.__cause__,) if cause)]
     lines = [line.strip() for text in said for line in text.splitlines() if line.strip()]
     shown = [line for line in lines if "search path" not in line.lower() and not line.startswith("provider=")]

@@ -47,9 +47,7 @@ class _Session:
 _session: ContextVar[_Session] = ContextVar("session")
 
 
-def load(
-    folders: Folders, choices: Sequence[str], skipped: Mapping[str, set[int]]
-) -> tuple[DictConfig, list[Part]]:
+def load(folders: Folders, choices: Sequence[str], skipped: Mapping[str, set[int]]) -> tuple[DictConfig, list[Part]]:
     """Compose the root with `choices` (`recipe=tiny`, `model=...`); -> the config, and its files, last wins.
 
     `skipped` names entries of recipes' defaults lists to leave out: config name -> their numbers from 0.

@@ -18,9 +18,7 @@ def render_yaml(composed: Composed, paint_origin: Callable[[str], str] = str) ->
     """Valid YAML: origins are comments. `paint_origin` may colour them."""
     lines = list(_lines(composed.data, composed.origins, ""))
     column = max((len(text) for text, _ in lines if len(text) <= WIDEST_ALIGNED), default=0)
-    rendered = [
-        f"{text:<{column}}  {paint_origin(f'# {origin}')}" if origin else text for text, origin in lines
-    ]
+    rendered = [f"{text:<{column}}  {paint_origin(f'# {origin}')}" if origin else text for text, origin in lines]
     return "\n".join(rendered) + "\n"
 
 

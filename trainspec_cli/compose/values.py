@@ -85,8 +85,7 @@ def resolve(config: DictConfig, prefix: str = "") -> tuple[dict[str, Any], list[
 def _bad_interpolation(config: DictConfig, key: str, path: str, error: Exception) -> Problem:
     written = str(_as_written(config)[key])
     said = "it refers to itself" if isinstance(error, RecursionError) else _first_line(error)
-    others = [other for other in _paths(config._get_root()) if other != path]
-    hint = did_you_mean(written.strip("${}"), others)
+    hint = did_you_mean(written.strip("${}"), _paths(config._get_root())) if "not found" in said else ""
     return Problem(code="bad_interpolation", path=path, message=f"`{path}` is {written}: {said}", hint=hint)
 
 

@@ -122,9 +122,7 @@ def _check_keys(node: yaml.Node, shown: str) -> Iterator[Problem]:
 
 def _problem(node: yaml.Node, shown: str, message: str, hint: str = "") -> Problem:
     origin = _origin(node, shown)
-    return Problem(
-        code="bad_yaml", message=message, hint=hint, file=shown, line=origin.line, column=origin.column
-    )
+    return Problem(code="bad_yaml", message=message, hint=hint, file=shown, line=origin.line, column=origin.column)
 
 
 def _walk(node: yaml.MappingNode, prefix: str, shown: str) -> Iterator[tuple[str, Origin]]:

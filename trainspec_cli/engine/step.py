@@ -10,11 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.optim.update import gradient_norm, guarded_update
-
-MicroBatch = tuple[Tensor, Tensor]
-"""(tokens, targets), both (B, S) int64 on the device."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from trainspec_cli.corpus.decode import decode, encode
 from trainspec_cli.corpus.shards import TokenFolder
+from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build import DTYPES, Machinery
 from trainspec_cli.engine.checkpoint import store
 from trainspec_cli.engine.data.loader import BatchPlan, batches
@@ -22,7 +23,7 @@ from trainspec_cli.engine.observe.journal import Journal
 from trainspec_cli.engine.optim.build import set_learning_rate
 from trainspec_cli.engine.result import RunTally, write_result
 from trainspec_cli.engine.signals import StopRequest
-from trainspec_cli.engine.step import MicroBatch, StepOutcome, train_step
+from trainspec_cli.engine.step import StepOutcome, train_step
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.policy.schedule import learning_rate
 from trainspec_cli.rundir.paths import RunDir

@@ -133,7 +133,7 @@ def _explain_others(first: WorkerFailure, others: list[WorkerFailure]) -> Iterat
     if alike:
         yield f"{_ranks(alike)} ended in the same way."
     if lost:
-        yield f"{_ranks(lost)} lost the connection to rank {first.rank}, or was stopped with it."
+        yield f"{_ranks(lost)} lost the connection to rank {first.rank}, or ended with it."
     for other in others:
         if other not in alike and other not in lost:
             yield _sentence(f"also rank {other.rank}", other)

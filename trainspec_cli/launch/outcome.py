@@ -50,9 +50,9 @@ def conclude(job: Job, ending: Ending) -> Outcome:
 
 def _explain_torchrun(job: Job, ending: Ending) -> Explanation | None:
     """For the case that no worker is known to have failed."""
-    if ending.exit_code == 0 or ending.killed:
+    if ending.exit_code in (0, None):
         return None
-    if ending.exit_code is not None and ending.exit_code < 0:
+    if ending.exit_code < 0:
         return Explanation(f"torchrun was ended by {signal.Signals(-ending.exit_code).name}, and its workers with it")
     return Explanation(f"torchrun ended with exit code {ending.exit_code}", tail(job.torchrun_log))
 

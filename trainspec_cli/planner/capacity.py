@@ -188,7 +188,7 @@ def advise(spec: RunSpec, fabric: Fabric, eff: Efficiency) -> Iterator[str]:
         _, found = run_search(wide, larger, eff, 1)
         if found:
             peak = format_bytes(found[0].peak_bytes)
-            yield f"cluster.num_nodes={nodes} layout=search recompute=auto fits, with {peak} a device"
+            yield f"cluster.num_nodes={nodes} layout=auto recompute=auto fits, with {peak} a device"
             return
 
 
@@ -198,11 +198,11 @@ def changes(spec: RunSpec) -> Iterator[tuple[str, RunSpec]]:
     if spec.batching.micro_batch_size not in (1, AUTO):
         yield "batching.micro_batch_size=1", replace(spec, batching=replace(spec.batching, micro_batch_size=1))
     if spec.layout != open_layout(spec):
-        yield "layout=search recompute=auto", replace(spec, layout=open_layout(spec), recompute=AUTO)
+        yield "layout=auto recompute=auto", replace(spec, layout=open_layout(spec), recompute=AUTO)
     if spec.offload == "none":
         yield "offload=optimizer", replace(spec, offload="optimizer")
         both = replace(spec, layout=open_layout(spec), recompute=AUTO, offload="optimizer")
-        yield "layout=search recompute=auto offload=optimizer", both
+        yield "layout=auto recompute=auto offload=optimizer", both
 
 
 def open_layout(spec: RunSpec) -> LayoutSpec:

@@ -71,8 +71,8 @@ def resolve_layout(wanted: LayoutSpec, world_size: int) -> Layout:
         replicate = _divide(data_parallel, int(shard), "layout.dp_shard", "dp_shard")
     elif shard == AUTO:
         shard = _divide(data_parallel, int(replicate), "layout.dp_replicate", "dp_replicate")
-    stage = 3 if wanted.zero_stage == AUTO else wanted.zero_stage
-    layout = Layout(dp_replicate=int(replicate), dp_shard=int(shard), zero_stage=stage)
+    zero_stage = 3 if wanted.zero_stage == AUTO else wanted.zero_stage
+    layout = Layout(dp_replicate=int(replicate), dp_shard=int(shard), zero_stage=zero_stage)
     if layout.world_size != world_size:
         raise RecipeError(
             Problem(

@@ -110,7 +110,7 @@ def collect(root: Path | str, *, running: bool = False) -> Report:
         world_size=begin.get("world_size"),
         device_name=begin.get("device_name", ""),
         params=begin.get("params"),
-        final_loss=_finite(steps[-1]["loss"]) if steps else None,
+        final_loss=finite(steps[-1]["loss"]) if steps else None,
         peak_memory_bytes=result.get("peak_memory_bytes"),
         weights_sha256=result.get("weights_sha256"),
         speed=_measure_speed(histories),
@@ -135,10 +135,11 @@ def _read_if_there(path: Path) -> dict[str, Any]:
 
 
 def _curve(steps: Sequence[Event], key: str) -> Curve:
-    return tuple((event["step"], _finite(event[key])) for event in steps)
+    return tuple((event["step"], finite(event[key])) for event in steps)
 
 
-def _finite(value: float | None) -> float | None:
+def finite(value: float | None) -> float | None:
+    """None for what JSON cannot hold."""
     return value if value is not None and math.isfinite(value) else None
 
 

@@ -18,6 +18,9 @@ from trainspec_cli.report.text import describe_event, describe_progress
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.plan import Plan
 
+REFRESH_PER_S = 4
+"""Drawing takes time from the workers on a small machine."""
+
 
 @contextmanager
 def showing_progress(console: Console) -> Iterator[Callable[[str, float], None]]:
@@ -83,7 +86,7 @@ class LiveView:
     def _phase(self, stop_requested: bool) -> str:
         """Empty while steps go by."""
         if stop_requested:
-            return "stopping, with a checkpoint (Ctrl-C again: at once)"
+            return "stopping, with a checkpoint (Ctrl-C again: at once)" if self._progress.begin else "stopping"
         if self._progress.has_stepped:
             return ""
         return self._before_first_step if self._progress.begin else "starting workers"
@@ -97,6 +100,7 @@ class TerminalScreen:
             TextColumn("{task.fields[figures]}"),
             console=console,
             transient=True,
+            refresh_per_second=REFRESH_PER_S,
         )
         self._task = self._bar.add_task("", total=None, figures="")
         self._phase, self._since = "", time.monotonic()

@@ -102,10 +102,13 @@ def _sample(report: Report) -> Section:
 
 
 def _warnings(report: Report) -> list[str]:
-    told = [f"rank {event['rank']}, step {event['step']}: {event['message']}" for event in report.warnings]
-    skipped = [f"updates that were not finite were left out at steps {_join(report.skipped_steps)}"]
-    missing = [f"no events of ranks {_join(report.missing_ranks)}"]
-    return told + skipped * bool(report.skipped_steps) + missing * bool(report.missing_ranks)
+    """One line for what several ranks say alike."""
+    told: dict[str, list[int]] = {}
+    for event in report.warnings:
+        told.setdefault(f"step {event['step']}: {event['message']}", []).append(event["rank"])
+    lines = [f"{text} (rank {_join(ranks)})" for text, ranks in told.items()]
+    missing = [f"no events of rank {_join(report.missing_ranks)}"] if report.missing_ranks else []
+    return lines + missing
 
 
 def _join(numbers: Sequence[int]) -> str:

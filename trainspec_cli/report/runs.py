@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainspec_cli.report.collect import KILLED, RUNNING
+from trainspec_cli.report.collect import KILLED, RUNNING, finite
 from trainspec_cli.report.history import Event
 from trainspec_cli.rundir.events import parse_lines
 from trainspec_cli.rundir.files import read_json
@@ -55,7 +55,7 @@ def _describe(run: RunDir, is_running: Callable[[RunDir], bool]) -> RunLine:
         status=status,
         step=step.get("step", 0),
         max_steps=read_json(run.plan_json)["spec"]["train"]["max_steps"] if run.plan_json.is_file() else None,
-        loss=step.get("loss"),
+        loss=finite(step.get("loss")),
         created_at=about["created_at"],
     )
 

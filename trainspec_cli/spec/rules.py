@@ -29,20 +29,15 @@ def check(spec: RunSpec) -> list[Problem]:
     """Everything that can be said without a machine."""
     ranges = [_range_rule(path) for path in RANGES]
     rules = [heads, rotary_width, world_size, batch, schedule, vocabulary, data_path, tokenizer, uncertainty, ownership]
-    return _apply([*ranges, *rules], spec)
-
-
-def check_engine(spec: RunSpec) -> list[Problem]:
-    """What this version's engine cannot run."""
-    return _apply([data_parallel_only], spec)
+    return apply([*ranges, *rules], spec)
 
 
 def check_machine(spec: RunSpec, machine: Machine) -> list[Problem]:
     """What this host lacks, where the recipe is right."""
-    return _apply([lambda spec: gpus(spec, machine), packages], spec)
+    return apply([lambda spec: gpus(spec, machine), packages], spec)
 
 
-def _apply(rules: Iterable[Rule], spec: RunSpec) -> list[Problem]:
+def apply(rules: Iterable[Rule], spec: RunSpec) -> list[Problem]:
     problems: list[Problem] = []
     for rule in rules:
         try:
@@ -226,15 +221,6 @@ def ownership(spec: RunSpec) -> Iterator[Problem]:
         path = "cluster.cost.device_price_usd"
         message = f"`cluster.cost.owned` is true, and `{path}` has no value"
         yield Problem(code="missing_value", path=path, message=message, hint=f"type {path}=<dollars>, or cost=owned")
-
-
-def data_parallel_only(spec: RunSpec) -> Iterator[Problem]:
-    for axis in ("cp", "tp", "pp", "ep"):
-        size = getattr(spec.layout, axis)
-        if size not in (1, AUTO):
-            path = f"layout.{axis}"
-            message = f"`{path}` is {size}; the engine of this version spreads data alone (dp_replicate, dp_shard)"
-            yield Problem(code="unsupported", path=path, message=message, hint=f"type {path}=1")
 
 
 def gpus(spec: RunSpec, machine: Machine) -> Iterator[Problem]:

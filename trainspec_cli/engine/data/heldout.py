@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainspec_cli.corpus.shards import TokenFolder
-from trainspec_cli.engine.models.cross_entropy import IGNORED_TARGET
+from trainspec_cli.engine.batch import IGNORED_TARGET
 
 
 @dataclass(frozen=True)

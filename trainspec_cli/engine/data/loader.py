@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainspec_cli.corpus.samples import locate, num_samples, rank_positions
 from trainspec_cli.corpus.shards import TokenFolder
-from trainspec_cli.engine.step import MicroBatch
+from trainspec_cli.engine.batch import MicroBatch
 
 PREFETCHED_STEPS = 2
 

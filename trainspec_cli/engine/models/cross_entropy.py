@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-IGNORED_TARGET = -1
-"""A target that takes no part in the loss."""
+from trainspec_cli.engine.batch import IGNORED_TARGET
+
 CHUNK_BYTES = 128 * 2**20
 """Logits held at once, as fp32."""
 

@@ -90,6 +90,9 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Token ids -> summed cross-entropy of the next token (or logits, to write text)."""
 
+    cos_SE: Tensor
+    sin_SE: Tensor
+
     def __init__(self, model: DecoderModel, seq_len: int):
         super().__init__()
         self.model = model

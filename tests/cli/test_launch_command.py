@@ -1,0 +1,189 @@
+"""launch, resume, runs and report on the real engine: a whole run, one that is stopped, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.rundir.paths import RunDir
+
+CLI = (sys.executable, "-m", "trainspec_cli")
+TINY = ("recipe=tiny", "data.max_bytes=200000", "train.log_interval_steps=5")
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory, with prepared data beside it."""
+    return tmp_path_factory.mktemp("place")
+
+
+@pytest.fixture(scope="module")
+def environment(place: Path) -> dict[str, str]:
+    home = str(Path(__file__).resolve().parents[2])
+    return {**os.environ, "TRAINSPEC_CACHE": str(place / "cache"), "PYTHONPATH": home}
+
+
+@pytest.fixture(scope="module")
+def trainspec(place: Path, environment: dict[str, str]) -> Command:
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*CLI, *arguments], cwd=place, env=environment, capture_output=True, text=True)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def done(trainspec: Command) -> subprocess.CompletedProcess[str]:
+    return trainspec("launch", *TINY, "run.dir=runs/tiny/done")
+
+
+def test_a_recipe_is_trained_and_summed_up(done: subprocess.CompletedProcess[str], place: Path) -> None:
+    assert done.returncode == 0, done.stderr
+    assert "step 20/20: loss" in done.stdout
+    assert "bits per byte (xz" in done.stdout
+    assert "run folder  runs/tiny/done\nreport      trainspec report runs/tiny/done\n" in done.stdout
+    result = read_json(place / "runs/tiny/done/result.json")
+    assert (result["status"], result["exit_code"], result["steps"]) == ("done", 0, 20)
+
+
+def test_the_report_agrees_with_the_result(
+    done: subprocess.CompletedProcess[str], trainspec: Command, place: Path
+) -> None:
+    report = json.loads(trainspec("report", "runs/tiny/done", "--json").stdout)
+    result = read_json(place / "runs/tiny/done/result.json")
+    assert report["status"] == "done"
+    assert [report["steps"], report["final_loss"]] == [20, result["final_loss"]]
+    assert report["speed"]["tokens_per_s"] == pytest.approx(result["tokens_per_s"])
+    assert report["speed"]["mfu"] == pytest.approx(result["mfu"])
+    assert sum(part["share"] for part in report["speed"]["parts"]) == pytest.approx(1.0)
+    assert report["missing_ranks"] == []
+    assert "where the time went" in trainspec("report", "last").stdout
+
+
+def test_a_done_run_is_listed_and_has_nothing_left_to_do(
+    done: subprocess.CompletedProcess[str], trainspec: Command
+) -> None:
+    listed = trainspec("runs").stdout.splitlines()
+    assert listed[0].split() == ["recipe", "status", "step", "loss", "age", "path"]
+    assert listed[1].split()[:3] == ["tiny", "done", "20/20"]
+    (row,) = json.loads(trainspec("runs", "--json").stdout)
+    assert (row["path"], row["status"]) == ("runs/tiny/done", "done")
+    again = trainspec("resume", "last")
+    assert again.returncode == 2
+    assert "nothing is left to do" in again.stderr
+    assert "trainspec resume runs/tiny/done train.max_steps=40" in again.stderr
+
+
+def test_a_folder_with_a_run_is_not_launched_into(done: subprocess.CompletedProcess[str], trainspec: Command) -> None:
+    again = trainspec("launch", *TINY, "run.dir=runs/tiny/done")
+    assert again.returncode == 2
+    assert "runs/tiny/done holds a run already" in again.stderr
+    assert "hint: go on with it: trainspec resume runs/tiny/done" in again.stderr
+
+
+def test_a_resume_refuses_what_the_checkpoint_depends_on(
+    done: subprocess.CompletedProcess[str], trainspec: Command
+) -> None:
+    changes = ("model.num_layers=3", "train.max_steps=many", "train.what=1")
+    refused = trainspec("resume", "runs/tiny/done", *changes, "--json")
+    errors = json.loads(refused.stdout)["errors"]
+    assert refused.returncode == 2
+    assert {(error["code"], error["path"], error["line"]) for error in errors} == {
+        ("fixed_value", "model.num_layers", 1),
+        ("wrong_type", "train.max_steps", 2),
+        ("unknown_key", "train.what", 3),
+    }
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on(
+    trainspec: Command, place: Path, environment: dict[str, str]
+) -> None:
+    run = RunDir(place / "runs/tiny/stopped")
+    command = [*CLI, "launch", *TINY, "train.max_steps=1e6", "run.dir=runs/tiny/stopped", "--json"]
+    running = subprocess.Popen(command, cwd=place, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    wait_for(lambda: run.events(0).is_file() and b'"step": 5,' in run.events(0).read_bytes())
+    descendants = psutil.Process(running.pid).children(recursive=True)
+    refused = trainspec("resume", "runs/tiny/stopped")
+    running.send_signal(signal.SIGINT)
+    output = running.communicate()[0]
+
+    assert (refused.returncode, "is still running" in refused.stderr) == (2, True)
+    assert running.returncode == 6
+    result = json.loads(output)
+    assert (result["status"], result["exit_code"], result["run"]) == ("stopped", 6, str(run.root))
+    assert run.checkpoint_steps() == [result["steps"]]
+    assert len(descendants) == 4  # the guard, torchrun and two workers
+    assert not any(process.is_running() for process in descendants)
+
+    steps = result["steps"] + 3
+    resumed = trainspec("resume", "runs/tiny/stopped", f"train.max_steps={steps}")
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"goes on from step {result['steps']}" in resumed.stdout
+    assert read_json(run.result_json)["steps"] == steps
+    report = json.loads(trainspec("report", "runs/tiny/stopped", "--json").stdout)
+    assert report["start_steps"] == [0, result["steps"]]
+    assert [step for step, _ in report["loss"]] == list(range(1, steps + 1))
+
+
+def test_an_error_of_a_worker_is_shown_as_its_own(trainspec: Command, place: Path) -> None:
+    launched = trainspec("launch", *TINY, "run.dir=runs/tiny/failed", "optim.lr=1e30", "optim.grad_clip_norm=null")
+    assert launched.returncode == 5
+    assert "not finite for 10 steps in a row" in launched.stderr
+    assert "ChildFailedError" not in launched.stdout + launched.stderr
+    assert read_json(place / "runs/tiny/failed/result.json")["status"] == "failed"
+
+
+def test_a_dry_run_shows_everything_and_leaves_nothing(trainspec: Command, place: Path) -> None:
+    before = sorted(place.rglob("*"))
+    shown = trainspec("launch", *TINY, "--dry-run")
+    assert shown.returncode == 0
+    assert "torch.distributed.run" in shown.stdout
+    assert "OMP_NUM_THREADS=" in shown.stdout
+    plan = json.loads(trainspec("launch", *TINY, "--dry-run", "--json", "run.dir=somewhere").stdout)
+    assert plan["plan"]["devices_per_node"] == 2
+    assert plan["run"] == plan["command"][-1] == str(place / "somewhere")
+    assert sorted(place.rglob("*")) == before
+
+
+def test_a_place_that_cannot_be_written_is_the_machines_fault(trainspec: Command, place: Path) -> None:
+    (place / "file").touch()
+    refused = trainspec("launch", *TINY, "run.dir=file/run")
+    assert refused.returncode == 4
+    assert "cannot write file/run: Not a directory" in refused.stderr
+
+
+def test_a_run_that_is_not_there_is_refused(trainspec: Command) -> None:
+    for command in ("report", "resume"):
+        refused = trainspec(command, "nowhere")
+        assert (refused.returncode, "nowhere holds no run" in refused.stderr) == (2, True)
+
+
+def test_a_run_whose_data_is_gone_is_not_resumed(
+    done: subprocess.CompletedProcess[str], trainspec: Command, place: Path
+) -> None:
+    about = read_json(place / "runs/tiny/done/run.json")
+    moved = RunDir(place / "moved")
+    write_json(moved.run_json, {**about, "token_dir": str(place / "gone")})
+    write_json(moved.plan_json, read_json(place / "runs/tiny/done/plan.json"))
+    refused = trainspec("resume", "moved")
+    assert refused.returncode == 4
+    assert f"the token folder of this run is gone ({place / 'gone'})" in refused.stderr

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli import __main__, __version__
+from trainspec_cli.cli import main
+from trainspec_cli.cli.style import Style
+from trainspec_cli.errors import EXIT_CODES, MachineError, Stopped
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
+def test_help_names_every_command_and_exit_code(capsys, arguments: list[str]) -> None:
+    assert __main__.run(arguments) == 0
+    text = capsys.readouterr().out
+    for name, command in main.COMMANDS.items():
+        assert name in text
+        assert command.summary in text
+    for code, meaning in EXIT_CODES.items():
+        assert f"{code}  {meaning}" in text
+
+
+def test_version(capsys) -> None:
+    assert __main__.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"trainspec {__version__}\n"
+
+
+@pytest.mark.parametrize("name", list(main.COMMANDS))
+def test_every_command_explains_itself(capsys, name: str) -> None:
+    assert __main__.run([name, "--help"]) == 0
+    assert f"trainspec {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"),
+    [
+        (["lanch"], "there is no command `lanch`", "did you mean trainspec launch?"),
+        (["--verbose"], "there is no option `--verbose`", "commands: plan"),
+        (["recipe=tiny", "a=1"], "a command comes first", "such as trainspec launch recipe=tiny a=1"),
+        (["validate", "--jsn", "recipe=tiny"], "No such option: --jsn", "see trainspec validate --help"),
+        (["validate", "--recipe", "tiny"], "No such option: --recipe", "values are given without dashes: recipe="),
+        (["show", "--optim.lr=3"], "No such option: --optim.lr", "values are given without dashes: optim.lr="),
+        (["validate"], "Missing argument 'recipe=NAME|key=value'.", "such as trainspec validate recipe=quickstart"),
+        (["data", "prepar"], "No such command 'prepar'", "see trainspec data --help"),
+    ],
+)
+def test_errors_of_usage(capsys, arguments: list[str], message: str, hint: str) -> None:
+    assert __main__.run(arguments) == 2
+    captured = capsys.readouterr()
+    first, *others = captured.err.splitlines()
+    assert first.startswith(f"error: {message}")
+    assert others[-1].startswith(f"  hint: {hint}")
+    assert captured.out == ""
+
+
+def test_a_command_of_commands_shows_them(capsys) -> None:
+    assert __main__.run(["data"]) == 2
+    captured = capsys.readouterr()
+    assert "prepare" in captured.out
+    assert captured.err == "error: trainspec data needs a command\n  hint: see trainspec data --help\n"
+
+
+def test_errors_of_usage_as_json(capsys) -> None:
+    assert __main__.run(["validate", "--json", "--nonsense"]) == 2
+    captured = capsys.readouterr()
+    (error,) = json.loads(captured.out)["errors"]
+    assert (error["code"], error["message"], captured.err) == ("usage", "No such option: --nonsense", "")
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "text"),
+    [
+        (MachineError("no disk", hint="buy one"), 4, "error: no disk\n  hint: buy one\n"),
+        (Stopped("stopped at step 3"), 6, "stopped: stopped at step 3\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_exit_codes(capsys, monkeypatch, raised: BaseException, code: int, text: str) -> None:
+    def fail(*_: object) -> int:
+        raise raised
+
+    monkeypatch.setattr(__main__, "dispatch", fail)
+    assert __main__.run(["launch"]) == code
+    assert capsys.readouterr().err == text
+
+
+def test_a_fault_of_the_program_leaves_its_traceback_in_a_file(capsys, monkeypatch) -> None:
+    def fail(*_: object) -> int:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr(__main__, "dispatch", fail)
+    assert __main__.run(["launch"]) == 1
+    summary, place = capsys.readouterr().err.splitlines()
+    assert summary == "trainspec failed, by a fault of its own: ZeroDivisionError: oh"
+    file = Path(place.removeprefix("the traceback is in "))
+    assert "in fail" in file.read_text()
+    file.unlink()
+
+
+def test_a_reader_that_has_gone_is_no_error() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    shown = subprocess.run(
+        [sys.executable, "-m", "trainspec_cli", "--help"], stdout=write_end, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write_end)
+    assert (shown.returncode, shown.stderr) == (141, "")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_colour_is_for_terminals(monkeypatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert Style.of(Terminal()).red("x") == "\x1b[31mx\x1b[0m"
+    assert Style.of(io.StringIO()).red("x") == "x"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert Style.of(Terminal()).red("x") == "x"

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import json
+
+from trainspec_cli.__main__ import run
+
+EVERYTHING_WRONG = """\
+defaults:
+  - override /data: text
+  - override /cluster: cpu
+
+train:
+  max_steps: four
+  sed: 3
+batching:
+  global_batch_size: 7
+optim:
+  schedule:
+    kind: cosin
+layout:
+  dp_shard: 3
+data:
+  path: nothere.txt
+"""
+
+
+def errors(capsys, *arguments: str) -> tuple[int, list[dict]]:
+    code = run(["validate", "--json", *arguments])
+    return code, json.loads(capsys.readouterr().out)["errors"]
+
+
+def test_a_sound_recipe(capsys) -> None:
+    assert run(["validate", "recipe=tiny", "precision=fp32", "train.max_steps=1e3"]) == 0
+    assert capsys.readouterr().out == (
+        "tiny is valid: llama_tiny, 152k parameters, 1000 steps of 8 x 64 tokens (512k in all), 2 x cpu in fp32\n"
+    )
+    assert errors(capsys, "recipe=quickstart") == (0, [])
+
+
+def test_every_fault_at_once_with_its_place(capsys, write) -> None:
+    write("recipes/mine.yaml", EVERYTHING_WRONG)
+    code, found = errors(capsys, "recipe=mine", "+foo=1", "optim.lr=1", "optim.lr=2", "compile=yes")
+    assert code == 2
+    assert [(e["code"], e["path"], f"{e['file']}:{e['line']}:{e['column']}") for e in found] == [
+        ("unknown_key", "foo", "command line:2:None"),
+        ("duplicate_override", "optim.lr", "command line:4:None"),
+        ("wrong_type", "compile", "command line:5:None"),
+        ("wrong_type", "train.max_steps", "recipes/mine.yaml:6:3"),
+        ("unknown_key", "train.sed", "recipes/mine.yaml:7:3"),
+        ("not_divisible", "batching.global_batch_size", "recipes/mine.yaml:9:3"),
+        ("wrong_choice", "optim.schedule.kind", "recipes/mine.yaml:12:5"),
+        ("not_divisible", "layout.dp_shard", "recipes/mine.yaml:14:3"),
+        ("missing_file", "data.path", "recipes/mine.yaml:16:3"),
+    ]
+    assert set(found[0]) == {"code", "path", "message", "hint", "file", "line", "column"}
+
+
+def test_for_people_with_the_line_it_stands_in(capsys, write) -> None:
+    write("recipes/mine.yaml", "batching: {global_batch_size: 8}\ntrain:\n  max_steps: four\n")
+    assert run(["validate", "recipe=mine", "optim.lrr=3", "cluster=cpu"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        "error: unknown key `optim.lrr`\n"
+        "  --> command line:2\n"
+        "    2 | optim.lrr=3\n"
+        "      | ^^^^^^^^^^^\n"
+        "  hint: did you mean `optim.lr`?\n"
+        "\n"
+        "error: `train.max_steps` is 'four'; a whole number is needed\n"
+        "  --> recipes/mine.yaml:3:3\n"
+        "    3 |   max_steps: four\n"
+        "      |   ^^^^^^^^^^^^^^^\n"
+        "  hint: type train.max_steps=<a whole number>\n"
+        "\n"
+        "2 problems\n"
+    )
+
+
+def test_what_is_open_is_named_with_the_file_that_leaves_it_open(capsys, write) -> None:
+    write("recipes/mine.yaml", "train: {seed: 1}\n")
+    code, found = errors(capsys, "recipe=mine", "data=text")
+    assert (code, [(e["code"], e["path"]) for e in found]) == (
+        2,
+        [("missing_value", path) for path in ("batching.global_batch_size", "data.path", "train.max_steps")],
+    )
+    assert [e["file"].rpartition("/conf/")[2] for e in found] == [
+        "batching/default.yaml", "data/text.yaml", "trainspec.yaml",
+    ]  # fmt: skip
+
+
+def test_what_follows_from_another_fault_is_not_told(capsys, write) -> None:
+    """Neither values that an unknown recipe would have given, nor rules on an option that stands in for another."""
+    assert [e["code"] for e in errors(capsys, "recipe=tinny")[1]] == ["unknown_recipe"]
+    assert [e["code"] for e in errors(capsys, "recipe=tiny", "data=jsnl", "data.path=x")[1]] == ["unknown_option"]
+    write("conf/model/bare.yaml", "name: bare\n")
+    paths = [e["path"] for e in errors(capsys, "recipe=tiny", "model=bare")[1]]
+    assert "model.vocab_size" in paths
+    assert "data.tokenizer.vocab_size" not in paths
+
+
+def test_a_broken_file_does_not_hide_the_command_lines_faults(capsys, write) -> None:
+    write("recipes/mine.yaml", "train:\n\tmax_steps: 3\n")
+    code, found = errors(capsys, "recipe=mine", "optim.lrr=3", "layout.tp=two")
+    assert (code, [(e["code"], e["line"], e["column"]) for e in found]) == (
+        2, [("unknown_key", 2, None), ("wrong_type", 3, None), ("bad_yaml", 2, 1)],
+    )  # fmt: skip
+
+
+def test_a_gpu_that_lacks_is_the_machines_fault(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("trainspec_cli.launch.machine.visible_gpus", lambda: ())
+    code, (error,) = errors(capsys, "recipe=tiny", "cluster.device=cuda")
+    assert (code, error["code"], error["path"], error["line"]) == (4, "no_gpu", "cluster.device", 2)
+    code, found = errors(capsys, "recipe=tiny", "cluster.device=cuda", "optim.lr=x")
+    assert (code, [e["code"] for e in found]) == (2, ["wrong_type", "no_gpu"])
+
+
+def test_what_only_the_plan_can_see_has_its_place_too(capsys) -> None:
+    code, (error,) = errors(capsys, "recipe=tiny", "layout=fsdp", "layout.dp_shard=1", "layout.cp=auto")
+    assert (code, error["code"], error["path"].split(".")[0]) == (2, "not_divisible", "layout")
+    assert error["file"] is not None

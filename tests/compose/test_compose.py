@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.compose.compose import Composed, compose, compose_arguments
+
+RECIPE = "batching: {global_batch_size: 8}\ntrain:\n  max_steps: 5\n"
+
+
+def told(composed: Composed) -> list[tuple[str, str, str, str]]:
+    return [(problem.code, problem.where(), problem.message, problem.hint) for problem in composed.problems]
+
+
+def test_a_shipped_recipe_with_the_origin_of_every_value(tmp_path: Path) -> None:
+    composed = compose("tiny", ["optim.lr=0.5", "optim=sgd"], tmp_path)
+    assert composed.problems == ()
+    assert (composed.data["optim"]["name"], composed.data["optim"]["lr"]) == ("sgd", 0.5)
+    assert str(composed.origins["optim.lr"]) == "command line:2"
+    assert composed.origins["optim.name"].file.endswith("conf/optim/sgd.yaml")
+    assert composed.origins["train.max_steps"].file.endswith("recipes/tiny.yaml")
+    assert composed.origins["train.seed"].file.endswith("conf/trainspec.yaml")
+
+
+def test_origins_point_at_the_line_that_says_it(tmp_path: Path, write) -> None:
+    write("recipes/mine.yaml", RECIPE)
+    composed = compose("mine", [], tmp_path)
+    for path, origin in composed.origins.items():
+        line = (tmp_path / origin.file).read_text().splitlines()[origin.line - 1]
+        key = path.rpartition(".")[2]
+        assert line[origin.column - 1 :].startswith(key) or "." not in path
+
+
+def test_interpolations_are_resolved(tmp_path: Path) -> None:
+    composed = compose("tiny", ["model.vocab_size=700", "train.seed=${model.num_layers}"], tmp_path)
+    assert composed.data["data"]["tokenizer"]["vocab_size"] == 700
+    assert composed.data["train"]["seed"] == 2
+
+
+def test_the_users_own_come_first(tmp_path: Path, write) -> None:
+    write("recipes/tiny.yaml", f"defaults: [override /model: llama_tiny]\n{RECIPE}")
+    write("conf/model/llama_tiny.yaml", "name: my_own\nvocab_size: 300\n")
+    composed = compose("tiny", [], tmp_path)
+    assert composed.problems == ()
+    assert (composed.data["model"], composed.data["train"]["max_steps"]) == ({"name": "my_own", "vocab_size": 300}, 5)
+    assert str(composed.origins["model.name"]) == "conf/model/llama_tiny.yaml:1"
+    assert str(composed.origins["train.max_steps"]) == "recipes/tiny.yaml:4"
+
+
+@pytest.mark.parametrize("folder", ["a,b=c", "it's ${x}", 'q"[1]', "naïve ~"])
+def test_a_folder_may_have_any_name(tmp_path: Path, folder: str) -> None:
+    project = tmp_path / folder
+    (project / "recipes").mkdir(parents=True)
+    (project / "recipes" / "mine.yaml").write_text(RECIPE)
+    (project / "conf" / "model").mkdir(parents=True)
+    (project / "conf" / "model" / "own.yaml").write_text("name: own\nvocab_size: 300\n")
+    composed = compose("mine", ["model=own"], project)
+    assert (composed.problems, composed.data["model"]["name"]) == ((), "own")
+
+
+def test_another_hydra_program_in_the_folder_does_no_harm(tmp_path: Path, write) -> None:
+    write("conf/config.yaml", "defaults: [nothing]\nfoo: 1\n")
+    write("conf/hydra/default.yaml", "nonsense: 1\n")
+    composed = compose("tiny", [], tmp_path)
+    assert composed.problems == ()
+    assert "foo" not in composed.data
+
+
+def test_a_recipe_by_its_path(tmp_path: Path, write) -> None:
+    write("else where/my own.yaml", RECIPE)
+    write("else where/tiny.yaml", RECIPE)
+    composed = compose("else where/my own.yaml", [], tmp_path)
+    assert (composed.problems, composed.recipe, composed.data["train"]["max_steps"]) == ((), "my own", 5)
+    assert compose("tiny", [], tmp_path).data["train"]["max_steps"] == 20
+
+
+def test_a_recipe_in_a_folder_and_one_built_on_another(tmp_path: Path, write) -> None:
+    write("recipes/team/base.yaml", RECIPE)
+    write("recipes/child.yaml", "defaults: [team/base, _self_]\ntrain: {seed: 7}\n")
+    composed = compose("child", [], tmp_path)
+    assert composed.problems == ()
+    assert (composed.data["train"]["seed"], composed.data["train"]["max_steps"]) == (7, 5)
+    assert str(composed.origins["train.max_steps"]) == "recipes/team/base.yaml:3"
+
+
+def test_the_command_line_outranks_a_recipes_choice(tmp_path: Path) -> None:
+    assert compose("tiny", ["model=llama_6m"], tmp_path).data["model"]["name"] == "llama_6m"
+
+
+def test_open_values_stay_open(tmp_path: Path, write) -> None:
+    write("recipes/mine.yaml", "train: {seed: 1}\n")
+    assert compose("mine", [], tmp_path).data["train"]["max_steps"] == "???"
+
+
+def test_keys_that_no_file_has_are_left_for_others_to_judge(tmp_path: Path) -> None:
+    composed = compose("tiny", ["optim.lrr=1", "+new.key=2"], tmp_path)
+    assert (composed.problems, composed.data["optim"]["lrr"], composed.data["new"]) == ((), 1, {"key": 2})
+
+
+def test_taking_a_key_out(tmp_path: Path) -> None:
+    composed = compose("tiny", ["~optim.schedule"], tmp_path)
+    assert "schedule" not in composed.data["optim"]
+    assert str(composed.origins["optim.schedule"]) == "command line:2"
+    assert told(compose("tiny", ["~optim.schedul"], tmp_path)) == [
+        ("unknown_key", "command line:2", "there is no `optim.schedul` to take out", "did you mean `optim.schedule`?")
+    ]
+
+
+def test_a_key_below_a_single_value(tmp_path: Path) -> None:
+    assert told(compose("tiny", ["compile.foo=3"], tmp_path)) == [
+        ("unknown_key", "command line:2", "`compile` is a single value: it has no key `foo`", "type compile=<value>")
+    ]
+
+
+def test_unknown_recipe(tmp_path: Path, write) -> None:
+    write("recipes/old.yml", RECIPE)
+    assert told(compose("quickstrat", [], tmp_path)) == [
+        (
+            "unknown_recipe",
+            "command line:1",
+            "there is no recipe `quickstrat`",
+            "did you mean recipe=quickstart? there are: quickstart, tiny",
+        )
+    ]
+    assert told(compose("old", [], tmp_path))[0][3] == "its file must end in .yaml, not .yml: rename it"
+    assert f"no such file is in {tmp_path}" in told(compose("x/y.yaml", [], tmp_path))[0][3]
+
+
+def test_no_recipe(tmp_path: Path) -> None:
+    hint = "type recipe=quickstart; there are: quickstart, tiny"
+    assert told(compose_arguments([], tmp_path)) == [("missing_value", "", "no recipe is named", hint)]
+    assert told(compose("", [], tmp_path)) == [("missing_value", "command line:1", "no recipe is named", hint)]
+
+
+def test_unknown_option_on_the_command_line_and_in_a_recipe(tmp_path: Path, write) -> None:
+    write("recipes/mine.yaml", f"defaults:\n  - override /optim: adam\n{RECIPE}")
+    composed = compose("mine", ["model=llama6m"], tmp_path)
+    assert sorted(told(composed), reverse=True) == [
+        ("unknown_option", "recipes/mine.yaml:2:5", "`optim` has no option `adam`",
+         "did you mean `adamw`? Options: adamw, sgd"),
+        ("unknown_option", "command line:2", "`model` has no option `llama6m`",
+         "did you mean model=llama_6m? Options: llama_6m, llama_tiny"),
+    ]  # fmt: skip
+    assert composed.failed == {"optim", "model"}
+    assert composed.data["train"]["max_steps"] == 5
+
+
+def test_every_wrong_line_of_a_defaults_list(tmp_path: Path, write) -> None:
+    write(
+        "recipes/mine.yaml",
+        """\
+        defaults:
+          - override /modle: llama_6m
+          - optim: sgd
+          - override data: text
+          - quickstrat
+          - override /layout: ddp
+        train: {max_steps: 5}
+        """,
+    )
+    composed = compose("mine", [], tmp_path)
+    groups = "batching, checkpoint, cluster, data, layout, model, optim, precision"
+    assert told(composed) == [
+        ("unknown_group", "recipes/mine.yaml:2:5", "there is no group `modle` to choose an option of",
+         f"did you mean `override /model`? Groups: {groups}"),
+        ("bad_defaults", "recipes/mine.yaml:3:5", "`optim: sgd` would add a second optim, not replace the first",
+         "write - override /optim: sgd"),
+        ("bad_defaults", "recipes/mine.yaml:4:5",
+         "`override data: text` would add a second data, not replace the first", "write - override /data: text"),
+        ("unknown_recipe", "recipes/mine.yaml:5:5", "there is no recipe `quickstrat` to build on",
+         "did you mean `quickstart`?"),
+    ]  # fmt: skip
+    assert (composed.data["layout"]["dp_shard"], composed.data["train"]["max_steps"]) == (1, 5)
+
+
+def test_a_broken_recipe_does_not_hide_faults_of_the_command_line(tmp_path: Path, write) -> None:
+    write("recipes/mine.yaml", "train: [1\n")
+    composed = compose("mine", ["optim.lr:3", "data=jsnl"], tmp_path)
+    assert [(problem.code, problem.where()) for problem in composed.problems] == [
+        ("bad_override", "command line:2"),
+        ("bad_yaml", "recipes/mine.yaml:1:8"),
+        ("unknown_option", "command line:3"),
+    ]
+    assert composed.failed == {"recipe", "data"}
+
+
+def test_faults_inside_a_users_own_groups(tmp_path: Path, write) -> None:
+    write("conf/model/broken.yaml", "a: [1\n")
+    write("conf/model/orphan.yaml", "defaults: [llama_6]\na: 1\n")
+    write("conf/model/lost.yaml", "defaults:\n  - /nowhere: x\na: 1\n")
+    write("conf/model/round.yaml", "defaults: [about]\n")
+    write("conf/model/about.yaml", "defaults: [round]\n")
+
+    def fault(option: str) -> tuple[str, str, str]:
+        (code, where, message, _), *others = told(compose("tiny", [f"model={option}"], tmp_path))
+        assert not others
+        return code, where, message
+
+    assert fault("broken")[:2] == ("bad_yaml", "conf/model/broken.yaml:1:4")
+    assert fault("orphan") == ("unknown_option", "conf/model/orphan.yaml:1:12", "`model` has no option `llama_6`")
+    assert fault("lost") == ("bad_defaults", "conf/model/lost.yaml", "In 'model/lost': Could not find 'nowhere/x'")
+    assert fault("round") == ("bad_defaults", "", "defaults lists name one another in a circle")
+
+
+def test_interpolations_that_lead_nowhere(tmp_path: Path) -> None:
+    composed = compose("tiny", ["train.seed=${train.max_step}", "optim.lr=${optim.lr}"], tmp_path)
+    assert told(composed) == [
+        ("bad_interpolation", "command line:3", "`optim.lr` is ${optim.lr}: Recursive interpolation detected", ""),
+        ("bad_interpolation", "command line:2",
+         "`train.seed` is ${train.max_step}: Interpolation key 'train.max_step' not found",
+         "did you mean `train.max_steps`?"),
+    ]  # fmt: skip
+    assert composed.data["train"]["seed"] == "???"
+
+
+def test_problems_carry_the_text_they_stand_in(tmp_path: Path, write) -> None:
+    write("recipes/mine.yaml", f"defaults:\n  - override /optim: adam\n{RECIPE}")
+    excerpts = {problem.excerpt for problem in compose("mine", ["model=x"], tmp_path).problems}
+    assert excerpts == {"  - override /optim: adam", "model=x"}

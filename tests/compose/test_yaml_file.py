@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.compose.yaml_file import read_yaml
+from trainspec_cli.errors import RecipeError
+
+
+def faults(file: Path) -> list[tuple[str, str, str]]:
+    with pytest.raises(RecipeError) as raised:
+        read_yaml(file, file.parent)
+    assert {problem.code for problem in raised.value.problems} == {"bad_yaml"}
+    return [(problem.where(), problem.message, problem.hint) for problem in raised.value.problems]
+
+
+def test_every_key_has_its_place(write) -> None:
+    file = write("a.yaml", "# first\ndescription: x\noptim:\n  lr: 1\n  schedule: {kind: cosine}\n")
+    read = read_yaml(file, file.parent)
+    places = {path: (origin.line, origin.column) for path, origin in read.origins.items()}
+    assert places == {
+        "description": (2, 1), "optim": (3, 1), "optim.lr": (4, 3),
+        "optim.schedule": (5, 3), "optim.schedule.kind": (5, 14),
+    }  # fmt: skip
+    assert (read.description, str(read.start)) == ("x", "a.yaml:2")
+
+
+def test_the_defaults_list_is_read_and_is_no_value(write) -> None:
+    file = write("a.yaml", "defaults:\n  - base\n  - override /model: small\nlr: 1\n")
+    read = read_yaml(file, file.parent)
+    entries = [(entry.key, entry.value, entry.origin.line) for entry in read.defaults]
+    assert entries == [("", "base", 2), ("override /model", "small", 3)]
+    assert list(read.origins) == ["lr"]
+
+
+def test_an_empty_file_holds_nothing(write) -> None:
+    file = write("a.yaml", "# nothing yet\n")
+    assert read_yaml(file, file.parent).origins == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "message", "hint"),
+    [
+        ("train:\n\tmax_steps: 3\n", "2:1", "a tab indents this line; YAML takes spaces alone",
+         "replace the tab with two spaces"),
+        ("train:\n  max_steps:3\n  seed: 4\n", "3:7", "this is not YAML: mapping values are not allowed here",
+         "put a space after the colon in line 2"),
+        ("description: a: b\n", "1:15", "this is not YAML: mapping values are not allowed here",
+         "indent it like its neighbours, and quote text that holds `: `"),
+        ("train:\n  seed: 1\n   log: 2\n", "3:7", "this is not YAML: mapping values are not allowed here",
+         "indent it like its neighbours, and quote text that holds `: `"),
+        ('description: "abc\n', "1:14",
+         "this is not YAML: found unexpected end of stream while scanning a quoted scalar", "close the quotes"),
+        ("a: [1, 2\nb: 3\n", "1:4", "this is not YAML: expected ',' or ']', but got ':' while parsing a flow sequence",
+         "close the list with `]`"),
+        ("- a\n- b\n", "1:1", "a file of `key: value` lines is needed", ""),
+    ],
+)  # fmt: skip
+def test_says_where_a_file_is_no_yaml(write, text: str, where: str, message: str, hint: str) -> None:
+    assert faults(write("a.yaml", text)) == [(f"a.yaml:{where}", message, hint)]
+
+
+def test_every_key_that_stands_twice_is_told(write) -> None:
+    assert faults(write("a.yaml", "a: 1\nb: {c: 1, c: 2}\na: 3\n")) == [
+        ("a.yaml:2:11", "the key `c` stands twice, first in line 2", "keep one"),
+        ("a.yaml:3:1", "the key `a` stands twice, first in line 1", "keep one"),
+    ]
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_bytes(b"\xff\xfe\x00")
+    where, message, _ = faults(file)[0]
+    assert (where, message.startswith("a.yaml cannot be read as text: ")) == ("a.yaml:1:1", True)

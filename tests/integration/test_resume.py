@@ -1,0 +1,140 @@
+"""Killed, stopped and resumed runs end with the weights of one that was left alone, bit for bit."""
+
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+
+from trainspec_cli.rundir.events import read_events
+from trainspec_cli.rundir.paths import RunDir
+
+STEPS = 30
+RECIPE = ("recipe=tiny", f"train.max_steps={STEPS}", "checkpoint.interval_steps=4")
+
+
+@pytest.fixture
+def undisturbed(trainspec, read_result):
+    """The weights' digest of a run that nobody touched."""
+    ended = trainspec("launch", *RECIPE, "run.dir=undisturbed")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return read_result("undisturbed")["weights_sha256"]
+
+
+def wait_for_step(run_dir: RunDir, step: int, process: subprocess.Popen[str], timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not any(e["type"] == "step" and e["step"] >= step for e in read_events(run_dir.events(0))):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"step {step} was not reached"
+        time.sleep(0.005)
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    family = psutil.Process(process.pid).children(recursive=True)
+    return [p for p in family if "trainspec_cli.engine" in p.cmdline() and "torch.distributed.run" not in p.cmdline()]
+
+
+def kill_everything(process: subprocess.Popen[str]) -> None:
+    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for member in family:
+        member.kill()
+    psutil.wait_procs(family, timeout=30)
+    process.wait()
+
+
+@pytest.mark.slow
+def test_kill_9_at_random_moments_and_resume(start_trainspec, trainspec, tmp_path, read_result, undisturbed):
+    moments = random.Random(7)
+    for attempt in range(5):
+        run = f"killed{attempt}"
+        process = start_trainspec("launch", *RECIPE, f"run.dir={run}")
+        wait_for_step(RunDir(tmp_path / run), moments.randrange(1, STEPS - 8), process)
+        time.sleep(moments.uniform(0, 0.2))
+        kill_everything(process)
+        killed_at = max(e["step"] for e in read_events(RunDir(tmp_path / run).events(0)) if e["type"] == "step")
+        ended = trainspec("resume", run)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert read_result(run)["weights_sha256"] == undisturbed, f"killed after step {killed_at}"
+
+
+def test_kill_9_of_one_worker_then_resume(start_trainspec, trainspec, tmp_path, read_result, undisturbed):
+    process = start_trainspec("launch", *RECIPE, "run.dir=killed")
+    wait_for_step(RunDir(tmp_path / "killed"), 6, process)
+    workers_of(process)[1].kill()
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 5, said
+    assert "SIGKILL" in said
+    assert read_result("killed")["status"] == "failed"
+    assert read_result("killed")["exit_code"] == 5
+    ended = trainspec("resume", "killed")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert read_result("killed")["weights_sha256"] == undisturbed
+    events = list(read_events(RunDir(tmp_path / "killed").events(0)))
+    starts = [event["step"] for event in events if event["type"] == "start"]
+    assert starts[0] == 0
+    assert starts[1] % 4 == 0
+    assert starts[1] > 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_a_stopped_run_goes_on_at_the_next_sample(
+    start_trainspec, trainspec, tmp_path, read_result, undisturbed, number
+):
+    process = start_trainspec("launch", "recipe=tiny", f"train.max_steps={STEPS}", "run.dir=stopped")
+    wait_for_step(RunDir(tmp_path / "stopped"), 5, process)
+    process.send_signal(number)
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 6, said
+    stopped = read_result("stopped")
+    assert (stopped["status"], stopped["exit_code"]) == ("stopped", 6)
+    assert 5 <= stopped["steps"] < STEPS
+    assert RunDir(tmp_path / "stopped").checkpoint_steps() == [stopped["steps"]]
+    ended = trainspec("resume", "stopped")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert read_result("stopped")["weights_sha256"] == undisturbed
+    steps = [e["step"] for e in read_events(RunDir(tmp_path / "stopped").events(0)) if e["type"] == "step"]
+    assert steps == list(range(1, STEPS + 1)), "no step twice, none left out"
+
+
+def test_an_altered_checkpoint_is_refused_by_name(trainspec, tmp_path):
+    ended = trainspec("launch", "recipe=tiny", "train.max_steps=4", "run.dir=altered")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    part = RunDir(tmp_path / "altered").checkpoint(4) / "__1_0.distcp"
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1
+    part.write_bytes(content)
+    refused = trainspec("resume", "altered", "train.max_steps=8")
+    assert refused.returncode != 0
+    said = " ".join((refused.stdout + refused.stderr).split())
+    assert re.search(r"step_00000004/\s*__1_0.distcp", said), said
+    assert "altered" in said
+    assert "Traceback" not in said
+
+
+def test_what_a_killed_save_left_is_passed_over(trainspec, tmp_path, read_result):
+    assert trainspec("launch", "recipe=tiny", "train.max_steps=4", "run.dir=half").returncode == 0
+    run_dir = RunDir(tmp_path / "half")
+    shutil.copytree(run_dir.checkpoint(4), run_dir.checkpoints / ".step_00000006.partial")
+    ended = trainspec("resume", "half", "train.max_steps=6")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert read_result("half")["steps"] == 6
+    assert not list(run_dir.checkpoints.glob(".*"))
+
+
+def test_a_run_goes_on_with_another_number_of_processes(trainspec, tmp_path):
+    """The samples are the same and the sums nearly so: the losses go on as if nothing had changed."""
+
+    def losses(run):
+        return [e["loss"] for e in read_events(RunDir(tmp_path / run).events(0)) if e["type"] == "step"]
+
+    common = ("recipe=tiny", "precision=fp32", "optim.schedule.kind=constant")
+    for run, steps in (("whole", 8), ("half", 4)):
+        ended = trainspec("launch", *common, f"train.max_steps={steps}", f"run.dir={run}")
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+    ended = trainspec("resume", "half", "train.max_steps=8", "cluster.devices_per_node=1")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert losses("half") == pytest.approx(losses("whole"), rel=2e-6)

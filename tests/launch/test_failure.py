@@ -1,0 +1,103 @@
+"""Which of several failures is the one to show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from trainspec_cli.launch.failure import explain, find_failures
+from trainspec_cli.launch.job import Job
+from trainspec_cli.rundir.files import write_json
+
+SUMMARY = """
+[{index}]:
+  time      : 2026-11-21_03:45:05
+  host      : localhost
+  rank      : {rank} (local_rank: {rank})
+  exitcode  : {code} (pid: {pid}) (SOMETHING)
+  error_file: <N/A>
+"""
+LOST = "[pair.cc:537] Read error [127.0.0.1]:63156: Connection reset by peer"
+
+
+@pytest.fixture
+def job(make_job: Callable[..., Job]) -> Job:
+    made = make_job("train")
+    made.logs.mkdir(parents=True)
+    return made
+
+
+def say(job: Job, rank: int, message: str, time: float, **more: Any) -> None:
+    words = {"rank": rank, "host": "h", "type": "ValueError", "message": message, "traceback": "Traceback\n", **more}
+    write_json(job.run.error(rank), {**words, "time": time})
+
+
+def note_exits(job: Job, codes: dict[int, int], before: str = "") -> None:
+    blocks = [SUMMARY.format(index=rank, rank=rank, code=code, pid=100 + rank) for rank, code in codes.items()]
+    job.torchrun_log.write_text(before + "".join(blocks))
+
+
+def order(job: Job) -> list[int]:
+    return [failure.rank for failure in find_failures(job)]
+
+
+def test_the_earliest_goes_first(job: Job) -> None:
+    say(job, 0, "later", time=20.0)
+    say(job, 1, "earlier", time=10.0)
+    assert order(job) == [1, 0]
+
+
+def test_a_lost_peer_comes_after_what_was_lost(job: Job) -> None:
+    say(job, 0, LOST, time=10.0)
+    say(job, 2, LOST, time=11.0)
+    say(job, 1, "out of luck", time=12.0)
+    assert order(job) == [1, 0, 2]
+    assert explain(find_failures(job)).detail.endswith("ranks 0, 2 lost the connection to rank 1, or ended with it.")
+
+
+def test_a_killed_worker_goes_before_the_words_of_its_peers(job: Job) -> None:
+    say(job, 0, "something that does not look like a lost peer", time=10.0)
+    note_exits(job, {0: 1, 1: -9})
+    failures = find_failures(job)
+    assert [failure.rank for failure in failures] == [1, 0]
+    assert "was killed by SIGKILL" in explain(failures).headline
+
+
+def test_who_torchrun_had_to_end_is_not_the_cause(job: Job) -> None:
+    say(job, 0, "out of luck", time=10.0)
+    note_exits(job, {0: 1, 1: -9, 2: -15}, before="Unable to shutdown process 101 via SIGTERM, forcefully exiting\n")
+    assert order(job) == [0, 1, 2]
+    assert [failure.consequence for failure in find_failures(job)] == [False, True, True]
+
+
+def test_a_crash_in_native_code_shows_the_end_of_the_log(job: Job) -> None:
+    log = job.logs / "workers_x" / "attempt_0" / "1" / "stderr.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("".join(f"line {number}\n" for number in range(100)) + "Fatal Python error: Segmentation fault\n")
+    note_exits(job, {1: -11})
+    explanation = explain(find_failures(job))
+    assert explanation.headline.endswith("crashed in native code (SIGSEGV)")
+    assert explanation.detail.endswith("Fatal Python error: Segmentation fault")
+    assert "line 10\n" not in explanation.detail
+
+
+def test_an_error_that_was_foreseen_comes_without_its_traceback(job: Job) -> None:
+    for rank in (0, 1):
+        say(job, rank, "not finite for 10 steps", time=10.0, code="not_finite", hint="lower optim.lr")
+    explanation = explain(find_failures(job))
+    assert explanation.headline == "rank 0 (host h): not finite for 10 steps"
+    assert (explanation.detail, explanation.hint) == ("rank 1 ended in the same way.", "lower optim.lr")
+
+
+def test_other_causes_are_told_too(job: Job) -> None:
+    say(job, 0, "first", time=1.0)
+    say(job, 1, "second", time=2.0)
+    assert explain(find_failures(job)).detail == "Traceback\n\nalso rank 1: ValueError: second"
+
+
+def test_without_words_or_exits_there_is_no_failure(job: Job) -> None:
+    assert find_failures(job) == []
+    note_exits(job, {}, before="all is well\n")
+    assert find_failures(job) == []

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import math
+
+from trainspec_cli.report.chart import render_chart
+
+
+def test_a_falling_line_runs_from_corner_to_corner() -> None:
+    lines = render_chart([(0.0, 8.0), (8.0, 0.0)], width=4, height=2).splitlines()
+    assert lines == [
+        "8 ┤⠑⢄",
+        "0 ┤⠀⠀⠑⢄",
+        "  └────",
+        "   0  8",
+    ]
+
+
+def test_a_flat_curve_is_drawn_in_the_middle() -> None:
+    lines = render_chart([(1.0, 5.0), (9.0, 5.0)], width=4, height=3).splitlines()
+    drawn = [line for line in lines[:3] if line.partition("┤")[2]]
+    assert drawn == [lines[1]]
+
+
+def test_many_points_on_a_dot_are_drawn_as_their_mean() -> None:
+    noisy = [(float(x), 4.0 + (-1.0) ** x) for x in range(1000)]
+    highest = render_chart(noisy, width=5, height=8).splitlines()[0]
+    assert float(highest.split("┤")[0]) < 4.1
+
+
+def test_points_that_are_not_finite_are_passed_over() -> None:
+    assert render_chart([(0.0, 1.0), (1.0, math.nan), (2.0, 3.0)]) == render_chart([(0.0, 1.0), (2.0, 3.0)])
+    assert render_chart([(0.0, math.nan)]) == ""
+    assert render_chart([]) == ""
+
+
+def test_the_title_stands_above_and_labels_are_aligned() -> None:
+    lines = render_chart([(1.0, 10.5), (400.0, 2.25)], title="loss", width=20, height=10).splitlines()
+    assert lines[0] == "loss"
+    assert [lines[1][:5], lines[10][:5]] == ["10.5 ", "2.25 "]
+    assert len({line.index("┤") for line in lines[1:11]}) == 1
+    assert lines[-1].split() == ["1", "400"]

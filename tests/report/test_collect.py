@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from trainspec_cli.report.collect import collect
+from trainspec_cli.rundir.events import PARTS
+
+
+def trained(run: Any, ranks: int = 2, steps: int = 10) -> None:
+    for rank in range(ranks):
+        run.start(rank=rank)
+        for step in range(1, steps + 1):
+            run.step(step, rank, seconds=30.0 if step == 1 else 1.0 + rank)
+
+
+def test_speed_leaves_out_the_steps_that_compile(fake_run: Any) -> None:
+    trained(fake_run, ranks=1)
+    speed = collect(fake_run.dir.root).speed
+    assert speed is not None
+    assert speed.left_out_steps == (1, 2, 3)
+    assert (speed.first_step, speed.last_step) == (4, 10)
+    assert speed.tokens_per_s == pytest.approx(100.0)
+    assert speed.mfu == pytest.approx(100.0 * 1e6 / (2 * 1e9))
+    assert speed.peak_source == "best matmul measured"
+
+
+def test_the_parts_sum_to_the_step_and_show_the_ranks_apart(fake_run: Any) -> None:
+    trained(fake_run)
+    speed = collect(fake_run.dir.root).speed
+    assert speed is not None
+    assert [part.name for part in speed.parts] == list(PARTS)
+    assert speed.step_time_s == pytest.approx(1.5)
+    assert sum(part.mean_s for part in speed.parts) == pytest.approx(speed.step_time_s)
+    assert sum(part.share for part in speed.parts) == pytest.approx(1.0)
+    assert (speed.parts[0].min_s, speed.parts[0].max_s) == pytest.approx((1 / len(PARTS), 2 / len(PARTS)))
+
+
+def test_a_rank_that_left_nothing_is_named_and_the_others_count(fake_run: Any) -> None:
+    trained(fake_run, ranks=1)
+    report = collect(fake_run.dir.root)
+    assert report.missing_ranks == (1,)
+    assert report.speed is not None
+    assert report.speed.ranks == (0,)
+
+
+def test_half_a_line_at_the_end_is_passed_over(fake_run: Any) -> None:
+    trained(fake_run, ranks=1)
+    with fake_run.dir.events(0).open("ab") as file:
+        file.write(b'{"type": "step", "step": 11, "lo')
+    assert collect(fake_run.dir.root).steps == 10
+
+
+def test_what_a_resume_makes_again_counts_once(fake_run: Any) -> None:
+    fake_run.start()
+    for step in range(1, 9):
+        fake_run.step(step, loss=1.0)
+    fake_run.write("checkpoint", step=5, path="p", bytes=1, seconds=0.1)
+    fake_run.start(step=5)
+    for step in (6, 7):
+        fake_run.step(step, loss=9.0)
+    report = collect(fake_run.dir.root)
+    assert report.loss == (*((step, 1.0) for step in range(1, 6)), (6, 9.0), (7, 9.0))
+    assert (report.steps, report.final_loss, report.start_steps) == (7, 9.0, (0, 5))
+    assert [event["step"] for event in report.checkpoints] == [5]
+
+
+def test_a_start_that_made_no_step_leaves_the_speed_of_the_one_before(fake_run: Any) -> None:
+    trained(fake_run, ranks=1)
+    fake_run.start(step=10)
+    speed = collect(fake_run.dir.root).speed
+    assert speed is not None
+    assert speed.last_step == 10
+
+
+def test_a_loss_that_is_not_finite_is_null_in_strict_json(fake_run: Any) -> None:
+    fake_run.start()
+    fake_run.step(1, loss=math.nan, skipped=True)
+    report = collect(fake_run.dir.root)
+    assert (report.loss, report.final_loss, report.skipped_steps) == (((1, None),), None, (1,))
+    json.dumps(asdict(report), allow_nan=False)
+
+
+def test_evaluations_samples_and_warnings(fake_run: Any) -> None:
+    trained(fake_run)
+    for step in (5, 10):
+        fake_run.write("eval", step=step, heldout_loss=1.0, heldout_bits_per_byte=2.0, xz_bits_per_byte=3.0)
+        fake_run.write("sample", step=step, prompt="def ", text=f"main{step}")
+    fake_run.write("warning", rank=1, step=3, message="odd")
+    report = collect(fake_run.dir.root)
+    assert [event["step"] for event in report.evaluations] == [5, 10]
+    assert report.sample is not None
+    assert report.sample["text"] == "main10"
+    assert [(event["rank"], event["message"]) for event in report.warnings] == [(1, "odd")]
+
+
+@pytest.mark.parametrize(
+    ("result", "running", "status"), [(None, True, "running"), (None, False, "killed"), ("stopped", False, "stopped")]
+)
+def test_the_status_of_a_run(fake_run: Any, result: str | None, running: bool, status: str) -> None:
+    fake_run.about()
+    if result:
+        fake_run.result(status=result, exit_code=6)
+    report = collect(fake_run.dir.root, running=running)
+    assert (report.status, report.recipe, report.max_steps) == (status, "tiny", 20)
+
+
+def test_a_run_without_a_single_event_is_reported_too(fake_run: Any) -> None:
+    fake_run.about()
+    report = collect(fake_run.dir.root)
+    assert (report.steps, report.speed, report.loss, report.missing_ranks) == (0, None, (), ())

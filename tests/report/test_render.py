@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console, RenderableType
+
+from trainspec_cli.report.collect import collect
+from trainspec_cli.report.render import render_report, render_summary
+
+
+def text_of(rendered: RenderableType) -> str:
+    output = io.StringIO()
+    Console(file=output, width=120).print(rendered)
+    return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
+
+
+def trained(run: Any) -> None:
+    run.about()
+    for rank in (0, 1):
+        run.start(rank=rank)
+        for step in range(1, 11):
+            run.step(step, rank, loss=10.0 - step)
+    run.write("eval", step=10, heldout_loss=1.0, heldout_bits_per_byte=2.0, xz_bits_per_byte=2.5, seconds=1.0)
+    run.write("sample", step=10, prompt="def ", text="main(argv):\n    [return]")
+
+
+def test_the_summary_shows_curve_heldout_sample_and_speed(fake_run: Any) -> None:
+    trained(fake_run)
+    shown = text_of(render_summary(collect(fake_run.dir.root)))
+    assert shown.startswith("loss\n9 ┤")
+    assert "2.000 bits per byte (xz 2.500), loss 1.0000" in shown
+    assert "  def main(argv):\n      [return]\n" in shown
+    assert "100 tokens/s · 5.0% MFU" in shown
+
+
+def test_the_report_says_where_the_time_went_and_how_that_was_measured(fake_run: Any) -> None:
+    trained(fake_run)
+    fake_run.result(peak_memory_bytes=2**30, weights_sha256="ab12")
+    shown = text_of(render_report(collect(fake_run.dir.root)))
+    assert "done (exit code 0), 10 of 20 steps" in shown
+    assert "1.00 GiB at most" in shown
+    assert "MFU = tokens/s x 1 MFLOP a token / (2 x 1 GFLOP/s, the best matmul measured)" in shown
+    assert "over steps 4-10; steps 1-3, which compile and allocate, are left out" in shown
+    rows = [line.split() for line in shown.splitlines() if line.strip().startswith(("forward", "whole step"))]
+    assert rows[0][:3] == ["forward", "143", "ms"]
+    assert rows[1] == ["whole", "step", "1.0", "s", "100.0%"]
+
+
+def test_long_lists_show_their_end(fake_run: Any) -> None:
+    trained(fake_run)
+    for step in range(20):
+        fake_run.write("checkpoint", step=step, path="p", bytes=1024, seconds=0.1)
+    shown = text_of(render_report(collect(fake_run.dir.root)))
+    assert "(12 earlier)" in shown
+    assert "step 11: checkpoint" not in shown
+    assert "step 19: checkpoint, 1.00 KiB in 100 ms" in shown
+
+
+def test_what_is_amiss_is_told(fake_run: Any) -> None:
+    fake_run.about()
+    fake_run.start()
+    fake_run.step(1, skipped=True)
+    for rank in (0, 2):
+        fake_run.write("warning", rank, step=1, message="odd")
+    shown = text_of(render_report(collect(fake_run.dir.root)))
+    assert "killed, 1 of 20 steps" in shown
+    assert "step 1: odd (rank 0, 2)" in shown
+    assert "no events of rank 1" in shown
+
+
+def test_a_run_without_events_has_a_report(fake_run: Any) -> None:
+    fake_run.about()
+    assert "killed, 0 of 20 steps" in text_of(render_report(collect(fake_run.dir.root)))

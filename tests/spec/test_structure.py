@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainspec_cli.spec.data import DataSpec
+from trainspec_cli.spec.run import RunSpec
+from trainspec_cli.spec.structure import build, describe, known_paths, structure
+from trainspec_cli.spec.unknown import UNKNOWN
+
+
+def told(data: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    return [(problem.code, problem.path, problem.message, problem.hint) for problem in structure(data)[1]]
+
+
+def with_value(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    *sections, name = path.split(".")
+    node = data
+    for section in sections:
+        node = node.setdefault(section, {})
+    node[name] = value
+    return data
+
+
+def test_a_whole_recipe(data) -> None:
+    spec, problems = structure(data)
+    assert isinstance(spec, RunSpec)
+    assert (spec.optim.lr, spec.optim.beta2, spec.layout.dp_shard, problems) == (0.1, 0.95, "auto", [])
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "taken"),
+    [
+        ("train.max_steps", 1e3, 1000),
+        ("optim.lr", 1, 1.0),
+        ("layout.tp", "auto", "auto"),
+        ("layout.tp", 2.0, 2),
+        ("layout.zero_stage", 2, 2),
+        ("checkpoint.interval_steps", None, None),
+        ("optim.grad_clip_norm", None, None),
+        ("optim.grad_clip_norm", 2, 2.0),
+        ("cluster.device", "cuda", "cuda"),
+        ("data.path", "x", "x"),
+    ],
+)
+def test_what_is_accepted(data, path: str, given: Any, taken: Any) -> None:
+    spec, problems = structure(with_value(data, path, given))
+    section, name = path.split(".")
+    value = getattr(getattr(spec, section), name)
+    assert (value, type(value), problems) == (taken, type(taken), [])
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "code", "message", "hint"),
+    [
+        ("train.max_steps", "four", "wrong_type", "`train.max_steps` is 'four'; a whole number is needed",
+         "type train.max_steps=<a whole number>"),
+        ("train.max_steps", 2.5, "wrong_type", "`train.max_steps` is 2.5; a whole number is needed",
+         "type train.max_steps=<a whole number>"),
+        ("train.max_steps", True, "wrong_type", "`train.max_steps` is true; a whole number is needed",
+         "type train.max_steps=<a whole number>"),
+        ("train.max_steps", "", "wrong_type", "`train.max_steps` is empty; a whole number is needed",
+         "type train.max_steps=<a whole number>"),
+        ("train.max_steps", [1], "wrong_type", "`train.max_steps` is [1]; a whole number is needed",
+         "type train.max_steps=<a whole number>"),
+        ("optim.lr", None, "wrong_type", "`optim.lr` is null; a number is needed", "type optim.lr=<a number>"),
+        ("optim.lr", float("nan"), "wrong_type", "`optim.lr` is nan; a number is needed", "type optim.lr=<a number>"),
+        ("optim.lr", float("inf"), "wrong_type", "`optim.lr` is inf; a number is needed", "type optim.lr=<a number>"),
+        ("optim.lr", True, "wrong_type", "`optim.lr` is true; a number is needed", "type optim.lr=<a number>"),
+        ("compile", "yes", "wrong_type", "`compile` is 'yes'; true or false is needed",
+         "type compile=true or compile=false"),
+        ("compile", 1, "wrong_type", "`compile` is 1; true or false is needed", "type compile=true or compile=false"),
+        ("sample.prompt", 5, "wrong_type", "`sample.prompt` is 5; text is needed",
+         "quote it, to make it text: 'sample.prompt=\"5\"'"),
+        ("data.path", {"x": 1}, "wrong_type", "`data.path` is a section (keys x); text or null is needed",
+         "type data.path=<text or null>"),
+        ("optim.name", "adam", "wrong_choice", "`optim.name` is 'adam'; adamw or sgd is needed",
+         "did you mean optim.name=adamw?"),
+        ("cluster.device", "gpu", "wrong_choice", "`cluster.device` is 'gpu'; cpu, cuda or auto is needed",
+         "type cluster.device=<cpu, cuda or auto>"),
+        ("layout.zero_stage", 4, "wrong_choice", "`layout.zero_stage` is 4; 2 or 3 is needed",
+         "type layout.zero_stage=<2 or 3>"),
+        ("layout.tp", "aut", "wrong_type", "`layout.tp` is 'aut'; a whole number or auto is needed",
+         "did you mean layout.tp=auto?"),
+        ("train", "max_steps:3", "wrong_type",
+         "`train` is 'max_steps:3'; a section with the keys max_steps, seed, eval_interval_steps, log_interval_steps "
+         "is needed", "put a space after the colon"),
+        ("sample", None, "wrong_type",
+         "`sample` is null; a section with the keys prompt, max_new_tokens, temperature is needed",
+         "its keys are set one by one, such as sample.prompt"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(data, path: str, value: Any, code: str, message: str, hint: str) -> None:
+    assert told(with_value(data, path, value)) == [(code, path, message, hint)]
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("optim.lrr", "did you mean `optim.lr`?"),
+        ("optm", "did you mean `optim`?"),
+        ("lr", "did you mean `optim.lr`?"),
+        ("train.lr", "did you mean `optim.lr`?"),
+        ("batch_size", "did you mean `batching.global_batch_size` or `batching.micro_batch_size`?"),
+        ("name", "did you mean `model.name`, `optim.name` or `cluster.name`?"),
+        ("optim.warmup-step", "did you mean `optim.schedule.warmup_steps`?"),
+        ("optim.zzz", "`optim` has: lr, name, beta1, beta2, eps, weight_decay, grad_clip_norm, schedule"),
+        ("zzz", "a recipe has: model, data, optim, batching, train, description, cluster, layout, precision, compile, "
+                "checkpoint, sample, tracking, run"),
+    ],
+)  # fmt: skip
+def test_unknown_keys(data, path: str, hint: str) -> None:
+    assert told(with_value(data, path, 1)) == [("unknown_key", path, f"unknown key `{path}`", hint)]
+
+
+def test_missing_values(data) -> None:
+    del data["train"]
+    data["optim"]["lr"] = "???"
+    data["data"]["path"] = "???"
+    assert told(data) == [
+        ("missing_value", "data.path", "`data.path` has no value; text is needed", "type data.path=<text>"),
+        ("missing_value", "optim.lr", "`optim.lr` has no value; a number is needed", "type optim.lr=<a number>"),
+        ("missing_value", "train.max_steps", "`train.max_steps` has no value; a whole number is needed",
+         "type train.max_steps=<a whole number>"),
+    ]  # fmt: skip
+
+
+def test_all_faults_at_once_and_the_rest_is_kept_in_a_draft(data) -> None:
+    data["optim"] |= {"lr": "x", "eps": "y", "foo": 1}
+    spec, problems = structure(data)
+    draft, _ = build(RunSpec, data)
+    assert (spec, [problem.path for problem in problems]) == (None, ["optim.foo", "optim.lr", "optim.eps"])
+    assert (draft.optim.lr is UNKNOWN, draft.optim.beta1, draft.train.max_steps) == (True, 0.9, 20)
+
+
+def test_types_in_words() -> None:
+    assert describe(int | None) == "a whole number or null"
+    assert describe(int | None, with_null=False) == "a whole number"
+    assert describe(tuple[str, ...]) == "a list"
+
+
+def test_known_paths_reach_into_sections() -> None:
+    assert {"seq_len", "tokenizer", "tokenizer.vocab_size"} <= set(known_paths(DataSpec))

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import operator
+
+import pytest
+
+from trainspec_cli.spec.unknown import UNKNOWN, UnknownTouched
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda value: value == 1, lambda value: value != "auto", lambda value: value < 1, lambda value: 2 * value,
+        lambda value: 7 % value, lambda value: value.name, lambda value: f"{value}", lambda value: [*value],
+        lambda value: {value}, bool, int, operator.index,
+    ],
+)  # fmt: skip
+def test_nothing_can_be_concluded_from_it(use) -> None:
+    with pytest.raises(UnknownTouched):
+        use(UNKNOWN)

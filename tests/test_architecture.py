@@ -1,0 +1,126 @@
+"""Who may import whom: the rooms of the package have doors, and torch lives in one of them."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.cli.main import COMMANDS
+
+PACKAGE = Path(__file__).parent.parent / "trainspec_cli"
+
+DOORS = {
+    "compose": set(),
+    "spec": set(),
+    "policy": {"spec"},
+    "rundir": {"spec"},
+    "corpus": {"spec"},
+    "planner": {"spec", "policy"},
+    "launch": {"spec", "policy", "rundir", "corpus"},
+    "engine": {"spec", "policy", "rundir", "corpus"},
+    "report": {"spec", "rundir"},
+    "cli": {"compose", "spec", "rundir", "corpus", "planner", "launch", "report"},
+}
+"""Room -> the rooms it may import. `errors`, `units` and the package's version are free to all."""
+
+FREE = {"errors", "units", "__version__"}
+TORCH = {"torch", "torchft", "torchao"}
+ASSEMBLERS = {"trainer", "build", "step", "state", "evaluate", "result", "__main__"}
+"""Modules of the engine that join its folders; the folders do not import one another."""
+
+
+def rooms() -> list[str]:
+    return sorted(folder.name for folder in PACKAGE.iterdir() if (folder / "__init__.py").is_file())
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Dotted names that `file` imports anywhere in it: `from a.b import c` gives `a.b.c`."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} imports relatively; write the whole name"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imported_rooms(folder: Path) -> set[tuple[str, str]]:
+    """(room, file that imports it)"""
+    return {
+        (parts[1], file.relative_to(PACKAGE).as_posix())
+        for file in folder.rglob("*.py")
+        for parts in (name.split(".") for name in imports(file))
+        if parts[0] == PACKAGE.name and len(parts) > 1
+    }
+
+
+@pytest.mark.parametrize("room", rooms())
+def test_rooms_keep_to_their_doors(room: str) -> None:
+    allowed = DOORS[room] | FREE | {room}
+    imported = imported_rooms(PACKAGE / room)
+    assert sorted(f"{file} imports {other}" for other, file in imported if other not in allowed) == []
+
+
+def test_doors_lead_to_no_circle() -> None:
+    left = {room: set(others) for room, others in DOORS.items()}
+    while left:
+        leaves = {room for room, others in left.items() if not others & left.keys()}
+        assert leaves, f"these import one another in a circle: {sorted(left)}"
+        left = {room: others for room, others in left.items() if room not in leaves}
+
+
+def test_what_is_free_to_all_imports_no_room() -> None:
+    for module in ("errors.py", "units.py", "__init__.py"):
+        assert not [name for name in imports(PACKAGE / module) if name.startswith(PACKAGE.name)], module
+
+
+def test_torch_is_imported_in_the_engine_alone() -> None:
+    importers = {
+        file.relative_to(PACKAGE).parts[0]
+        for file in PACKAGE.rglob("*.py")
+        if any(name.split(".")[0] in TORCH for name in imports(file))
+    }
+    assert importers <= {"engine"}
+
+
+def test_folders_of_the_engine_do_not_import_one_another() -> None:
+    engine = PACKAGE / "engine"
+    folders = {folder.name for folder in engine.iterdir() if folder.is_dir() and folder.name != "__pycache__"}
+    pairs = [
+        f"{file.relative_to(engine)} imports {parts[2]}"
+        for folder in sorted(folders)
+        for file in (engine / folder).rglob("*.py")
+        for parts in (name.split(".") for name in imports(file))
+        if parts[:2] == [PACKAGE.name, "engine"] and parts[2] in (folders | ASSEMBLERS) - {folder}
+    ]
+    assert pairs == []
+
+
+FORBIDDEN = {
+    "--help": ("torch", "hydra", "omegaconf", "rich", "typer"),
+    **{f"{name} --help": ("torch", "hydra") for name in COMMANDS},
+    "validate recipe=tiny": ("torch",),
+    "show recipe=tiny": ("torch",),
+    "recipes": ("torch", "hydra"),
+}
+"""Command line -> modules it must not load."""
+
+LOADED = """
+import sys
+from trainspec_cli.__main__ import run
+code = run(sys.argv[1:])
+print("loaded:", *sorted({name.partition(".")[0] for name in sys.modules}))
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("command_line", list(FORBIDDEN))
+def test_commands_load_no_more_than_they_need(command_line: str) -> None:
+    ran = subprocess.run([sys.executable, "-c", LOADED, *command_line.split()], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    loaded = ran.stdout.rpartition("loaded:")[2].split()
+    assert [module for module in FORBIDDEN[command_line] if module in loaded] == []

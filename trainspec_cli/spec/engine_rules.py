@@ -1,0 +1,70 @@
+"""What can be said and planned, but not yet trained: the engine refuses it instead of passing over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+from trainspec_cli.errors import Problem
+from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.model import DecoderModel
+from trainspec_cli.spec.rules import apply
+from trainspec_cli.spec.run import RunSpec
+
+PLAIN_DECODER: dict[str, Any] = {
+    "gated_mlp": True,
+    "learned_positions": 0,
+    "sliding_window": None,
+    "mla": None,
+    "experts": None,
+    "prediction_layers": 0,
+}
+"""What the engine's decoder is; every other value is a model that only the planner knows."""
+TRAINED: dict[str, tuple[Any, ...]] = {
+    "layout.cp": (1, AUTO),
+    "layout.tp": (1, AUTO),
+    "layout.pp": (1, AUTO),
+    "layout.ep": (1, AUTO),
+    "layout.etp": (1, AUTO),
+    "layout.zero_stage": (2, 3, AUTO),
+    "precision.compute": ("bf16", "fp32", AUTO),
+    "precision.matmul": ("compute",),
+    "recompute": ("none", AUTO),
+    "offload": ("none", AUTO),
+    "resilience.mode": ("restart",),
+    "cluster.num_nodes": (1,),
+    "cluster.device": ("cpu", "cuda", AUTO),
+}
+"""The values that this version's engine and launcher take; the first is the one to type."""
+
+
+def check_engine(spec: RunSpec) -> list[Problem]:
+    """What this version's engine cannot run."""
+    return apply([plain_decoder, *(partial(trained_value, path) for path in TRAINED)], spec)
+
+
+def plain_decoder(spec: RunSpec) -> Iterator[Problem]:
+    if not isinstance(spec.model, DecoderModel):
+        message = f"the engine of this version trains dense decoders; a {spec.model.family} model can be planned"
+        yield Problem(code="unsupported", path="model.family", message=message, hint=_PLAN)
+        return
+    for field, plain in PLAIN_DECODER.items():
+        value = getattr(spec.model, field)
+        if value != plain:
+            shown = value if isinstance(value, (int, bool)) else "set"
+            message = f"`model.{field}` is {shown}; the engine of this version trains plain llama-style decoders"
+            yield Problem(code="unsupported", path=f"model.{field}", message=message, hint=_PLAN)
+
+
+def trained_value(path: str, spec: RunSpec) -> Iterator[Problem]:
+    value, allowed = attrgetter(path)(spec), TRAINED[path]
+    if value not in allowed:
+        choices = " or ".join(str(choice) for choice in allowed)
+        message = f"`{path}` is {value}; this version trains with {choices}"
+        hint = f"type {path}={allowed[0]}, or {_PLAN}"
+        yield Problem(code="unsupported", path=path, message=message, hint=hint)
+
+
+_PLAN = "trainspec plan with the same arguments says what it would take"
