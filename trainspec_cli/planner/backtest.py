@@ -199,9 +199,13 @@ def rank_sweeps(predictions: Sequence[Prediction]) -> list[Ranking]:
 
 
 def fit_table(result: Backtest, start: Efficiency, prior: float = 0.3) -> Efficiency:
-    """Efficiencies corrected by the measured rows; each source weighs by the root of its rows."""
+    """Efficiencies corrected by the measured rows."""
     runs = [p for p in result.predictions if p.judged and p.setup and p.measured_step_time_s]
     return fit(cases_of(runs), start, prior)
+
+
+CASE_WEIGHT = 0.2
+"""Five runs say as much as one parameter's prior."""
 
 
 def cases_of(runs: Sequence[Prediction]) -> list[Case]:
@@ -210,14 +214,10 @@ def cases_of(runs: Sequence[Prediction]) -> list[Case]:
     for run in runs:
         assert run.setup is not None and run.measured_step_time_s is not None
         groups[run.setup, run.row.get("source") or ""].append(run.measured_step_time_s)
-    sizes: dict[str, int] = defaultdict(int)
-    for (_, source), times in groups.items():
-        sizes[source] += len(times)
-    cases = []
-    for (setup, source), times in groups.items():
-        weight = 2 * math.sqrt(len(times) / sizes[source])
-        cases.append(Case(setup, sorted(times)[len(times) // 2], weight))
-    return cases
+    return [
+        Case(setup, sorted(times)[len(times) // 2], CASE_WEIGHT * math.sqrt(len(times)))
+        for (setup, _), times in groups.items()
+    ]
 
 
 def as_json(result: Backtest) -> dict[str, Any]:
