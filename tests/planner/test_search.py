@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from trainspec_cli.errors import RecipeError
 from trainspec_cli.planner.capacity import describe_fabric, plan_capacity, template_of
 from trainspec_cli.planner.catalogue import find_accelerator, models
 from trainspec_cli.planner.hardware import Efficiency
@@ -107,3 +108,18 @@ def test_a_cpu_without_description_gets_a_rough_one() -> None:
     machine = Machine("host", cpu_cores=2, memory_bytes=8 * 2**30, bf16=True)
     plan = plan_capacity(spec, machine)
     assert plan.best is not None and any("CPU" in line for line in plan.assumptions)
+
+
+def test_a_chip_without_rates_is_refused_by_key() -> None:
+    spec = run_of("llama3_8b", nodes=1)
+    chip = replace(spec.cluster.accelerator, memory_tb_per_s=0.0)  # type: ignore[type-var]
+    with pytest.raises(RecipeError, match="memory_tb_per_s"):
+        plan_capacity(replace(spec, cluster=replace(spec.cluster, accelerator=chip)))
+
+
+def test_corrections_change_the_plan_and_unknown_ones_are_refused() -> None:
+    spec = run_of("llama3_8b", nodes=1)
+    slower = replace(spec, cluster=replace(spec.cluster, efficiency={"matmul": 0.5}))
+    assert plan_capacity(slower).candidates[0].step_time_s > 1.2 * plan_capacity(spec).candidates[0].step_time_s
+    with pytest.raises(RecipeError, match="warp"):
+        plan_capacity(replace(spec, cluster=replace(spec.cluster, efficiency={"warp": 9.0})))
