@@ -118,7 +118,7 @@ def year_of(row: Mapping[str, str]) -> float:
     return float(row.get("year") or (cited.group(1) if cited else 2024))
 
 
-def step_bytes_of(row: Mapping[str, str], name: str) -> float:
+def step_bytes_of(name: str) -> float:
     if "deepspeed" in name:
         return UNFUSED_STEP_BYTES
     if re.search(FUSED, name) or "korthikanti" in name:
@@ -152,7 +152,7 @@ def software_of(row: Mapping[str, str]) -> Software:
         graphs=mlperf or bool(re.search(r"maxtext|pax|jax", name)),
         reduce_bytes=2.0 if pure or half_gradients else 4.0,
         grad_bytes=2.0 if pure or half_gradients else 4.0,
-        step_bytes=step_bytes_of(row, name),
+        step_bytes=step_bytes_of(name),
         weight_bytes=base_weight_bytes(row) or (4.0 if sharded else 2.0),
         master_bytes=0.0 if sharded else 4.0,
     )
