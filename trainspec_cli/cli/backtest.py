@@ -38,9 +38,7 @@ def backtest(
     if plot is not None:
         from trainspec_cli.report.scatter import render_scatter
 
-        runs = [p for p in result.predictions if p.judged and p.step_error is not None]
-        points = [(p.measured_step_time_s, p.step_time_s, p.row.get("source") or "?") for p in runs]
-        plot.write_text(render_scatter(points), encoding="utf-8")
+        plot.write_text(render_scatter(result.points()), encoding="utf-8")
     data = result_as_json(result)
     print(json.dumps(data, indent=2) if as_json else render_backtest(data))
 
@@ -65,14 +63,19 @@ def _read_profile(profile: Path | None) -> Efficiency:
         return Efficiency()
     import yaml
 
-    values = yaml.safe_load(profile.read_text(encoding="utf-8"))["efficiency"]
-    return Efficiency(**values)
+    try:
+        values = yaml.safe_load(profile.read_text(encoding="utf-8"))["efficiency"]
+        return Efficiency(**{name: float(value) for name, value in values.items()})
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
+        message = f"{profile} is no profile of efficiencies: {error}"
+        hint = "write one with trainspec backtest FILE.csv --fit PROFILE.yaml"
+        raise RecipeError(Problem(code="wrong_profile", message=message, file=str(profile), hint=hint)) from error
 
 
 def _write_profile(file: Path, result: Backtest, start: Efficiency) -> None:
     from trainspec_cli.planner.backtest import fit_table
 
     fitted = fit_table(result, start).as_dict()
-    lines = [f"  {name}: {value:.5g}" for name, value in fitted.items()]
+    lines = [f"  {name}: {value:.4e}" for name, value in fitted.items()]
     head = "# Efficiencies fitted to measured runs; put them under `cluster:`, or give them to `backtest --profile`."
     file.write_text("\n".join([head, "efficiency:", *lines, ""]), encoding="utf-8")

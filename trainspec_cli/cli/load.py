@@ -11,8 +11,8 @@ from trainspec_cli.compose.compose import Composed, compose_arguments
 from trainspec_cli.compose.origins import COMMAND_LINE
 from trainspec_cli.errors import MachineError, Problem, RecipeError, TrainspecError
 from trainspec_cli.spec.cluster import Machine
-from trainspec_cli.spec.plan import Plan
 from trainspec_cli.spec.engine_rules import check_engine
+from trainspec_cli.spec.plan import Plan
 from trainspec_cli.spec.rules import check, check_machine
 from trainspec_cli.spec.run import RunSpec
 from trainspec_cli.spec.structure import build

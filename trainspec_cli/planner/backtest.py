@@ -37,7 +37,8 @@ class Prediction:
     @property
     def judged(self) -> bool:
         """Rows that their table marks as unfit or incomplete are predicted, and left out of the errors."""
-        return all((self.row.get(flag) or "1") in ("1", "1.0", "true", "True") for flag in ("fit_ok", "config_complete"))
+        flags = (self.row.get("fit_ok"), self.row.get("config_complete"))
+        return all((flag or "1").lower() in ("1", "1.0", "true") for flag in flags)
 
     @property
     def step_error(self) -> float | None:
@@ -85,6 +86,14 @@ class Backtest:
     def memory_errors(self) -> list[float]:
         return [p.memory_error for p in self.predictions if p.memory_error is not None]
 
+    def points(self) -> list[tuple[float, float, str]]:
+        """(measured, predicted, source) of the judged rows."""
+        return [
+            (p.measured_step_time_s, p.step_time_s, p.row.get("source") or "?")
+            for p in self.predictions
+            if p.judged and p.measured_step_time_s and p.step_time_s
+        ]
+
     def by(self, column: str) -> dict[str, ErrorSummary]:
         groups: dict[str, list[float]] = defaultdict(list)
         for prediction in self.predictions:
@@ -111,6 +120,13 @@ class Ranking:
     layouts: int
     loss: float
     """By which the layout predicted fastest was measured slower than the fastest measured."""
+
+
+SWEEP_KEYS = (
+    *("source", "model", "gpu", "table", "layers", "hidden", "heads", "n_gpus", "dtype", "gbs", "seq_len"),
+    *("task", "framework"),
+)
+"""Rows that agree in all of these differ in how the same work is spread."""
 
 
 def backtest(rows: Iterable[Row], eff: Efficiency) -> Backtest:
@@ -171,9 +187,7 @@ def rank_sweeps(predictions: Sequence[Prediction]) -> list[Ranking]:
     sweeps: dict[tuple[str, ...], list[Prediction]] = defaultdict(list)
     for prediction in predictions:
         if prediction.judged and prediction.step_error is not None:
-            keys = ("source", "model", "gpu", "table", "layers", "hidden", "heads", "n_gpus", "dtype", "gbs", "seq_len")
-            keys += ("task", "framework")
-            sweeps[tuple(prediction.row.get(key) or "" for key in keys)].append(prediction)
+            sweeps[tuple(prediction.row.get(key) or "" for key in SWEEP_KEYS)].append(prediction)
     found = []
     for key, runs in sweeps.items():
         layouts = {(p.setup.layout, p.setup.micro_batch_size, p.setup.recompute) for p in runs if p.setup}
@@ -185,9 +199,13 @@ def rank_sweeps(predictions: Sequence[Prediction]) -> list[Ranking]:
 
 
 def fit_table(result: Backtest, start: Efficiency, prior: float = 0.3) -> Efficiency:
-    """Efficiencies corrected by the measured rows; each source weighs by the root of its rows."""
+    """Efficiencies corrected by the measured rows."""
     runs = [p for p in result.predictions if p.judged and p.setup and p.measured_step_time_s]
     return fit(cases_of(runs), start, prior)
+
+
+CASE_WEIGHT = 0.2
+"""Five runs say as much as one parameter's prior."""
 
 
 def cases_of(runs: Sequence[Prediction]) -> list[Case]:
@@ -196,14 +214,10 @@ def cases_of(runs: Sequence[Prediction]) -> list[Case]:
     for run in runs:
         assert run.setup is not None and run.measured_step_time_s is not None
         groups[run.setup, run.row.get("source") or ""].append(run.measured_step_time_s)
-    sizes: dict[str, int] = defaultdict(int)
-    for (_, source), times in groups.items():
-        sizes[source] += len(times)
-    cases = []
-    for (setup, source), times in groups.items():
-        weight = 2 * math.sqrt(len(times) / sizes[source])
-        cases.append(Case(setup, sorted(times)[len(times) // 2], weight))
-    return cases
+    return [
+        Case(setup, sorted(times)[len(times) // 2], CASE_WEIGHT * math.sqrt(len(times)))
+        for (setup, _), times in groups.items()
+    ]
 
 
 def as_json(result: Backtest) -> dict[str, Any]:
@@ -211,7 +225,7 @@ def as_json(result: Backtest) -> dict[str, Any]:
     total = ErrorSummary.of(result.errors())
     memory = ErrorSummary.of(result.memory_errors())
     refused = sum(p.refused is not None for p in result.predictions)
-    summary = {
+    summary: dict[str, Any] = {
         "rows": len(result.predictions),
         "predicted": len(result.predictions) - refused,
         "refused": refused,

@@ -9,6 +9,7 @@ from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner import workload
 from trainspec_cli.planner.hardware import Efficiency, peak_flops_per_s
 from trainspec_cli.planner.memory import estimate_memory, memory_limit_bytes
+from trainspec_cli.planner.prose import usual_gbit
 from trainspec_cli.planner.search import Found, Search, recompute_names, share_recomputed
 from trainspec_cli.planner.setup import Setup, Software
 from trainspec_cli.planner.space import Space
@@ -16,7 +17,7 @@ from trainspec_cli.planner.step import estimate_step
 from trainspec_cli.planner.topology import Fabric
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.cluster import AcceleratorSpec, ClusterSpec, Machine
-from trainspec_cli.spec.layout import Layout
+from trainspec_cli.spec.layout import Layout, LayoutSpec
 from trainspec_cli.spec.model import ConvModel
 from trainspec_cli.spec.prediction import Candidate, CapacityPlan
 from trainspec_cli.spec.run import RunSpec
@@ -27,9 +28,12 @@ MORE_NODES = (2, 4, 8, 16, 32, 64)
 
 
 def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SHOWN) -> CapacityPlan:
-    """Search every axis that `spec` leaves open. What it pins stays pinned. Raises RecipeError without an accelerator."""
+    """Search every axis that `spec` leaves open; what it pins stays pinned.
+
+    Raises RecipeError where neither the cluster nor the machine says what the accelerator is.
+    """
     fabric = describe_fabric(spec.cluster, machine)
-    eff = Efficiency(**(spec.cluster.efficiency or {}))
+    eff = efficiency_of(spec.cluster)
     search, found = run_search(spec, fabric, eff, shown)
     candidates = [candidate_of(item, spec, eff) for item in found]
     advice: tuple[str, ...] = ()
@@ -63,12 +67,48 @@ def run_search(spec: RunSpec, fabric: Fabric, eff: Efficiency, keep: int) -> tup
     return search, search.run(Space(spec, fabric.num_devices, fabric.scaleup_devices))
 
 
+def efficiency_of(cluster: ClusterSpec) -> Efficiency:
+    """The planner's own, with the cluster's corrections."""
+    known, given = Efficiency().as_dict(), cluster.efficiency or {}
+    unknown = [
+        Problem(
+            code="unknown_key",
+            path=f"cluster.efficiency.{name}",
+            message=f"the planner has no efficiency `{name}`",
+            hint=f"it has {', '.join(known)}",
+        )
+        for name in given
+        if name not in known
+    ]
+    if unknown:
+        raise RecipeError(unknown)
+    return Efficiency(**given)
+
+
+def check_accelerator(chip: AcceleratorSpec) -> None:
+    """Raises RecipeError for rates that nothing can be computed with."""
+    wanted = {"memory_gb": chip.memory_gb, "memory_tb_per_s": chip.memory_tb_per_s}
+    wanted["bf16_tflops"] = chip.bf16_tflops or chip.fp16_tflops
+    problems = [
+        Problem(
+            code="out_of_range",
+            path=f"cluster.accelerator.{key}",
+            message=f"{chip.name}: `{key}` is {value:g}; more than 0 is needed",
+        )
+        for key, value in wanted.items()
+        if value <= 0
+    ]
+    if problems:
+        raise RecipeError(problems)
+
+
 def describe_fabric(cluster: ClusterSpec, machine: Machine | None) -> Fabric:
     """The cluster as described; what it leaves open is taken from this machine."""
     chip = cluster.accelerator or accelerator_of(machine)
     per_node = cluster.devices_per_node
     if per_node == AUTO:
         per_node = 8 if machine is None else len(machine.gpu_names) or min(2, machine.cpu_cores)
+    check_accelerator(chip)
     devices = cluster.num_nodes * int(per_node)
     return Fabric(
         chip=replace(chip, sources=None),
@@ -76,7 +116,7 @@ def describe_fabric(cluster: ClusterSpec, machine: Machine | None) -> Fabric:
         devices_per_node=int(per_node),
         scaleup_devices=cluster.scaleup_devices or int(per_node),
         link_gb_per_s=cluster.link_gb_per_s or chip.link_gb_per_s,
-        nic_gbit_per_s=cluster.nic_gbit_per_s,
+        nic_gbit_per_s=cluster.nic_gbit_per_s or usual_gbit(chip),
         nic_kind=cluster.nic_kind,
         host_link_gb_per_s=cluster.host_link_gb_per_s,
     )
@@ -181,11 +221,10 @@ def advise(spec: RunSpec, fabric: Fabric, eff: Efficiency) -> Iterator[str]:
     for factor in MORE_NODES:
         nodes = spec.cluster.num_nodes * factor
         larger = replace(fabric, num_devices=fabric.num_devices * factor)
-        larger = replace(larger, nic_gbit_per_s=larger.nic_gbit_per_s or 400.0)
         _, found = run_search(wide, larger, eff, 1)
         if found:
             peak = format_bytes(found[0].peak_bytes)
-            yield f"cluster.num_nodes={nodes} layout=search recompute=auto fits, with {peak} a device"
+            yield f"cluster.num_nodes={nodes} layout=auto recompute=auto fits, with {peak} a device"
             return
 
 
@@ -195,20 +234,17 @@ def changes(spec: RunSpec) -> Iterator[tuple[str, RunSpec]]:
     if spec.batching.micro_batch_size not in (1, AUTO):
         yield "batching.micro_batch_size=1", replace(spec, batching=replace(spec.batching, micro_batch_size=1))
     if spec.layout != open_layout(spec):
-        yield "layout=search recompute=auto", replace(spec, layout=open_layout(spec), recompute=AUTO)
+        yield "layout=auto recompute=auto", replace(spec, layout=open_layout(spec), recompute=AUTO)
     if spec.offload == "none":
         yield "offload=optimizer", replace(spec, offload="optimizer")
         both = replace(spec, layout=open_layout(spec), recompute=AUTO, offload="optimizer")
-        yield "layout=search recompute=auto offload=optimizer", both
+        yield "layout=auto recompute=auto offload=optimizer", both
 
 
-def open_layout(spec: RunSpec):  # type: ignore[no-untyped-def]
+def open_layout(spec: RunSpec) -> LayoutSpec:
     """Every axis left open."""
-    return replace(
-        spec.layout,
-        **dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "zero_stage"), AUTO),
-        **dict.fromkeys(("pipeline_schedule", "virtual_stages"), AUTO),
-    )
+    wide = replace(spec.layout, dp_replicate=AUTO, dp_shard=AUTO, cp=AUTO, tp=AUTO, pp=AUTO, ep=AUTO)
+    return replace(wide, zero_stage=AUTO, pipeline_schedule=AUTO, virtual_stages=AUTO)
 
 
 def assumptions(spec: RunSpec, fabric: Fabric) -> Iterator[str]:
@@ -218,8 +254,8 @@ def assumptions(spec: RunSpec, fabric: Fabric) -> Iterator[str]:
         yield "the CPU's rates are those of a typical server core; nothing was measured here"
     elif not chip.matmul_bf16_tflops:
         yield f"{chip.name}: no measured matmul rate; a usual part of the peak is taken, by its board power"
-    if fabric.num_devices > fabric.scaleup_devices and not fabric.nic_gbit_per_s:
-        yield "the cluster names no network between nodes (cluster.nic_gbit_per_s)"
+    if fabric.num_devices > fabric.scaleup_devices and not spec.cluster.nic_gbit_per_s:
+        yield f"the cluster names no network between nodes: {fabric.nic_gbit_per_s:g} Gbit/s a device, as is usual"
     if not spec.compile:
         yield "kernels are launched one by one (compile: false)"
 

@@ -54,23 +54,28 @@ def accelerators() -> tuple[AcceleratorSpec, ...]:
     return tuple(specs)
 
 
+VARIANTS = frozenset({"pcie", "nvl", "500w", "hbm2e"})
+"""Words that a label has when it means them: `NVIDIA H100 80GB HBM3` is the SXM part."""
+
+
 @lru_cache(maxsize=256)
 def find_accelerator(label: str) -> AcceleratorSpec | None:
     """The chip a label names: the same first word, and most of the others; among equals the shorter name."""
     wanted = words(label)
     if not wanted:
         return None
-    best: tuple[int, int, AcceleratorSpec] | None = None
+    best: tuple[tuple[int, int, int], AcceleratorSpec] | None = None
     for chip in accelerators():
         has = words(chip.name)
         if "".join(has) == "".join(wanted):
             return chip
         if not any(word in has for word in wanted if re.search(r"\d", word) and not word.endswith("gb")):
             continue
-        score = (len(set(has) & set(wanted)), -len(has), chip)
-        if best is None or score[:2] > best[:2]:
-            best = score
-    return best[2] if best else None
+        unsaid = len(VARIANTS & set(has) - set(wanted))
+        score = (len(set(has) & set(wanted)), -unsaid, -len(has))
+        if best is None or score > best[0]:
+            best = score, chip
+    return best[1] if best else None
 
 
 @lru_cache(maxsize=1)

@@ -43,7 +43,7 @@ def all_to_all_s(group: Group, sent_bytes: float, copies: int, eff: Efficiency) 
     """
     if group.size <= 1 or sent_bytes <= 0:
         return 0.0
-    inside = sent_bytes * (group.per_domain - 1) / group.size / group.link_bytes_per_s
+    inside = sent_bytes * (group.per_domain - 1) / group.size / (group.link_bytes_per_s * eff.all_to_all)
     crossings = (group.size - group.per_domain) / group.size * copies
     domains = group.domains
     if copies > 1 and domains > 1:

@@ -17,70 +17,72 @@ class Efficiency:
     Fractions are of the chip's sustained matmul rate, its memory bandwidth or a link's bandwidth.
     """
 
-    matmul: float = 0.89
+    matmul: float = 0.874
     """Of the best matmul measured on a chip: clocks under a training load, cold caches."""
-    matmul_fp8: float = 0.946
-    matmul_fp4: float = 0.696
-    gemm_memory: float = 0.485
+    matmul_fp8: float = 0.95
+    matmul_fp4: float = 0.717
+    gemm_memory: float = 0.481
     """Part of a matrix product's memory traffic that its arithmetic does not hide."""
-    kernel_s: float = 6.21e-06
+    kernel_s: float = 6.37e-06
     """Ramp-up and tail of one kernel on the device."""
-    misalignment: float = 0.339
+    misalignment: float = 0.401
     """Rate lost each time a matrix dimension's largest power of two halves below 64 elements (tensor-core tiles)."""
-    attention_forward: float = 0.58
+    attention_forward: float = 0.608
     """Fused attention's rate over the sustained bf16 matmul rate."""
-    attention_backward: float = 0.434
-    attention_older: float = 0.54
+    attention_backward: float = 0.433
+    attention_older: float = 0.537
     """Rate of attention kernels written for the generation before the chip's (no Hopper or later instructions)."""
-    exponentials: float = 0.507
+    exponentials: float = 0.506
     """Part of attention's exponentials that its products do not hide."""
-    memory: float = 0.899
+    memory: float = 0.927
     """Of the memory bandwidth, in element-wise kernels."""
-    cache_reuse: float = 0.382
+    cache_reuse: float = 0.367
     """Part of the memory traffic that a cache much larger than the tensors saves."""
-    elementwise: float = 1.09
+    elementwise: float = 0.968
     """Passes over memory actually made, over those counted for lightly fused kernels."""
-    elementwise_eager: float = 1.61
+    elementwise_eager: float = 1.6
     """The same when each operation of a framework is a kernel of its own."""
-    cast_fp8: float = 0.759
+    cast_fp8: float = 0.752
     """Passes over a matmul's inputs that fp8 scaling and casting take."""
     launch_s: float = 6e-06
     """Host time to launch one kernel without graphs or compilation."""
-    link_nvswitch: float = 0.474
-    link_mesh: float = 0.712
-    link_pcie: float = 0.484
-    nic: float = 0.735
-    collective_latency_s: float = 1.51e-05
+    link_nvswitch: float = 0.56
+    link_mesh: float = 0.728
+    link_pcie: float = 0.47
+    nic: float = 0.742
+    all_to_all: float = 0.608
+    """Rate of an all-to-all inside a scale-up domain over a ring's: many small messages, permutations."""
+    collective_latency_s: float = 1.52e-05
     hop_latency_s: float = 1.51e-06
     """Added by each further rank of a ring."""
-    tp_overlap: float = 0.47
+    tp_overlap: float = 0.459
     """Part of tensor-parallel traffic hidden behind matmuls."""
-    cp_overlap: float = 0.722
-    ep_overlap: float = 0.292
-    ep_overlap_network: float = 0.503
+    cp_overlap: float = 0.729
+    ep_overlap: float = 0.319
+    ep_overlap_network: float = 0.505
     """The same where experts are spread over nodes, and the schedule is built to hide it."""
-    dp_overlap: float = 0.766
+    dp_overlap: float = 0.783
     """Part of the backward (or forward) that data-parallel traffic can hide behind."""
-    pp_overlap: float = 0.493
-    contention: float = 0.21
+    pp_overlap: float = 0.489
+    contention: float = 0.223
     """Hidden traffic takes this part of its time from the compute beside it."""
-    expert_imbalance: float = 0.206
+    expert_imbalance: float = 0.203
     """The fullest expert's share over the mean, less one."""
-    experts_ungrouped: float = 1.53
+    experts_ungrouped: float = 1.47
     """Time of an expert layer over a grouped kernel's, where 16 experts of a rank run one after the other."""
-    jitter: float = 0.0102
+    jitter: float = 0.0104
     """Step time added by waiting for the slowest, for each doubling of the devices."""
-    optimizer_passes: float = 1.2
+    optimizer_passes: float = 1.21
     """Of the optimizer's traffic of memory, over its ideal."""
-    step_s: float = 0.0203
+    step_s: float = 0.0199
     """Host work between steps: clipping, logging, the data loader's hand-over."""
-    step_graphed_s: float = 0.00438
+    step_graphed_s: float = 0.00468
     """The same where launches are replayed."""
-    bubble: float = 0.952
+    bubble: float = 0.991
     """Of the ideal pipeline bubble."""
-    conv: float = 1.02
+    conv: float = 1.16
     """Convolutions' rate over that of a matrix product of the same size."""
-    conv_memory: float = 0.957
+    conv_memory: float = 1.03
     """Passes over activations of a convolutional network, over those counted."""
 
     def as_dict(self) -> dict[str, float]:
@@ -88,13 +90,13 @@ class Efficiency:
 
 
 def sustained_fraction(chip: AcceleratorSpec) -> float:
-    """Best large matmul over the bf16 peak: as measured, else 0.82, less where board power is short for the peak."""
+    """Best large matmul over the bf16 peak: as measured, else 0.8, less where board power is short for the peak."""
     if chip.matmul_bf16_tflops:
         return chip.matmul_bf16_tflops / chip.bf16_tflops
     if not chip.tdp_w or not chip.bf16_tflops:
         return 0.75
     power = chip.tdp_w / chip.bf16_tflops / REFERENCE_W_PER_TFLOP
-    return 0.80 * min(1.0, power) ** 0.5
+    return 0.80 * min(1.0, power) ** 0.3
 
 
 EXPONENTIALS_PER_FLOP = 1 / 250

@@ -28,7 +28,7 @@ def stage_layers(num_layers: int, layout: Layout, head_layers: float = 0.0) -> t
     return tuple(counts)
 
 
-def bubble_s(stage_s: Sequence[float], layout: Layout, forward_share: float = 1 / 3) -> float:
+def bubble_s(stage_s: Sequence[float], layout: Layout) -> float:
     """Time a step's slowest stage waits while the pipeline fills and drains.
 
     1F1B and GPipe: the other stages' one micro-batch; interleaved divides it by the chunks a stage holds

@@ -49,9 +49,13 @@ def resolve_devices_per_node(cluster: ClusterSpec, device: str, machine: Machine
 
 
 def resolve_compute(spec: RunSpec, machine: Machine) -> Literal["bf16", "fp32"]:
-    if spec.precision.compute != AUTO:
-        return spec.precision.compute
-    return "bf16" if machine.bf16 else "fp32"
+    wanted = spec.precision.compute
+    if wanted == AUTO:
+        return "bf16" if machine.bf16 else "fp32"
+    if wanted in ("fp16", "tf32"):
+        message = f"the engine computes in bf16 or fp32, not in {wanted}"
+        raise RecipeError(Problem("unsupported", message, "precision.compute", "precision.compute=auto"))
+    return "bf16" if wanted == "bf16" else "fp32"
 
 
 def resolve_layout(wanted: LayoutSpec, world_size: int) -> Layout:

@@ -99,7 +99,7 @@ FUSED = r"megatron|nemo|maxtext|paxml|pax|jax|xla|nvidia|ngc|mxnet|rocm|apex|tra
 
 
 UNFUSED_STEP_BYTES = 12.0
-"""Gradients copied to fp32 and the temporaries of AdamW over lists of tensors (tables of BLOOM's trials and InternEvo)."""
+"""Gradients copied to fp32, and AdamW's temporaries over lists of tensors (tables of BLOOM's trials and InternEvo)."""
 TORCH_STEP_BYTES = 4.0
 """One temporary of PyTorch's AdamW over lists of tensors."""
 
@@ -118,7 +118,7 @@ def year_of(row: Mapping[str, str]) -> float:
     return float(row.get("year") or (cited.group(1) if cited else 2024))
 
 
-def step_bytes_of(row: Mapping[str, str], name: str) -> float:
+def step_bytes_of(name: str) -> float:
     if "deepspeed" in name:
         return UNFUSED_STEP_BYTES
     if re.search(FUSED, name) or "korthikanti" in name:
@@ -128,7 +128,7 @@ def step_bytes_of(row: Mapping[str, str], name: str) -> float:
 
 
 def base_weight_bytes(row: Mapping[str, str]) -> float | None:
-    """Of a quantised base under adapters (bitsandbytes): 4 bits, scales, and what it keeps besides (litgpt's tables)."""
+    """Of a quantised base under adapters: 4 bits, scales, and what bitsandbytes keeps besides (litgpt's tables)."""
     found = re.search(r"quant=(\S+)", row.get("dtype") or "")
     return {"nf4": 0.92, "nf4-dq": 0.87, "fp4": 0.92, "int8": 1.1}.get(found.group(1)) if found else None
 
@@ -152,7 +152,7 @@ def software_of(row: Mapping[str, str]) -> Software:
         graphs=mlperf or bool(re.search(r"maxtext|pax|jax", name)),
         reduce_bytes=2.0 if pure or half_gradients else 4.0,
         grad_bytes=2.0 if pure or half_gradients else 4.0,
-        step_bytes=step_bytes_of(row, name),
+        step_bytes=step_bytes_of(name),
         weight_bytes=base_weight_bytes(row) or (4.0 if sharded else 2.0),
         master_bytes=0.0 if sharded else 4.0,
     )

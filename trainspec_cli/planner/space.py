@@ -112,7 +112,7 @@ class Space:
             fits = per_rank % int(pinned) == 0
             return (int(pinned),) if self._keep(fits, "the micro-batch does not divide a rank's batch") else ()
         powers = [size for size in divisors(per_rank) if size & (size - 1) == 0][:MAX_MICRO_BATCHES]
-        return powers or [1]
+        return powers if per_rank in powers else [*powers, per_rank]
 
     def _schedules(self, base: Layout, accum: int) -> Iterator[Layout]:
         wanted = self.spec.layout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from trainspec_cli.planner.collectives import all_gather_s, all_reduce_s, all_to_all_s, send_s
 from trainspec_cli.planner.compute import LayerTime, Rates, layer_time, rates_of, ungrouped
@@ -46,8 +46,8 @@ def layer_comm(work: Work, setup: Setup, groups: dict[str, Group], eff: Efficien
 class Part:
     """Some layers, one micro-batch: compute, communication, parameters of a rank."""
 
-    time: LayerTime = LayerTime()
-    comm: LayerComm = LayerComm()
+    time: LayerTime = field(default_factory=LayerTime)
+    comm: LayerComm = field(default_factory=LayerComm)
     params: float = 0.0
     expert_params: float = 0.0
 
@@ -188,7 +188,8 @@ def host_wait_s(part: Part, device_s: float, setup: Setup, eff: Efficiency) -> f
     """By which launching a micro-batch's kernels takes longer than running them."""
     if setup.software.graphs:
         return 0.0
-    launches = (part.time.kernels + (0 if setup.software.grouped_experts else 6 * part.time.experts)) * (3.0 + (setup.recompute.matmul * setup.recompute.layers))
+    kernels = part.time.kernels + (0 if setup.software.grouped_experts else 6 * part.time.experts)
+    launches = kernels * (3.0 + setup.recompute.matmul * setup.recompute.layers)
     if setup.software.fused_kernels:
         launches *= 0.7
     return max(0.0, launches * eff.launch_s - device_s)

@@ -20,7 +20,7 @@ ADAPTER_SHARE = 0.002
 """Parameters of rank-16 adapters over the base's."""
 
 
-class RowRefused(ValueError):
+class RowRefused(ValueError):  # noqa: N818 - an answer, not a fault
     """The row lacks what a prediction needs; the message says what."""
 
 
@@ -70,7 +70,7 @@ def model_of(row: Row) -> tuple[ModelSpec, tuple[str, ...]]:
     return decoder_of(row)
 
 
-def experts_of(row: Row, layers: int, active: float | None, plain: DecoderModel) -> ExpertSpec | None:
+def experts_of(row: Row, layers: int, plain: DecoderModel) -> ExpertSpec | None:
     """`every` and `first_dense_layers` follow from the parameters: a table states neither."""
     count = number(row, "n_experts")
     if not count or count <= 1:
@@ -118,7 +118,7 @@ def decoder_of(row: Row) -> tuple[DecoderModel, tuple[str, ...]]:
         mla=latent_of(row),
     )
     total = number(row, "params_b")
-    experts = experts_of(row, layers, number(row, "active_params_b"), model)
+    experts = experts_of(row, layers, model)
     model = replace(model, experts=experts)
     if total and experts is None:
         from trainspec_cli.planner.workload import count_params
@@ -132,7 +132,7 @@ def decoder_of(row: Row) -> tuple[DecoderModel, tuple[str, ...]]:
 
 
 def hybrid_of(row: Row) -> tuple[HybridModel, tuple[str, ...]]:
-    """Tables state layers but not their pattern: a tenth attention, the rest half Mamba, half feed-forward or experts."""
+    """Tables state layers, not their pattern: a tenth attention, the rest half Mamba, half feed-forward or experts."""
     layers, hidden = int(need(row, "layers")), int(need(row, "hidden"))
     heads = whole(row, "heads", 1)
     attention = max(1, round(layers * 0.1)) if number(row, "heads") else 0
@@ -184,7 +184,7 @@ def layout_of(row: Row, num_devices: int, model: ModelSpec) -> Layout:
     tp, pp, cp = whole(row, "tp", 1), whole(row, "pp", 1), whole(row, "cp", 1)
     dp = whole(row, "dp", max(1, num_devices // (tp * pp * cp)))
     mode = (row.get("dp_mode") or "ddp").lower()
-    shard, stage = sharding_of(mode, dp, cp, number(row, "shard_group"), chip_count=num_devices)
+    shard, stage = sharding_of(mode, dp, cp, number(row, "shard_group"))
     vpp = whole(row, "vpp", 1) if pp > 1 else 1
     schedule: PipelineSchedule = "interleaved" if vpp > 1 or "interleaved" in (row.get("pp_schedule") or "") else "1f1b"
     etp = re.search(r"ETP=(\d+)", row.get("notes") or "")
@@ -204,7 +204,7 @@ def layout_of(row: Row, num_devices: int, model: ModelSpec) -> Layout:
     )
 
 
-def sharding_of(mode: str, dp: int, cp: int, group: float | None, chip_count: int) -> tuple[int, ZeroStage]:
+def sharding_of(mode: str, dp: int, cp: int, group: float | None) -> tuple[int, ZeroStage]:
     """-> (dp_shard, ZeRO stage). A shard group counts context-parallel ranks, which share the shards."""
     if "fsdp" in mode or "zero3" in mode or "hsdp" in mode or "zero2" in mode:
         shard = max(1, min(dp, round(group / cp))) if group else (min(8, dp) if "hsdp" in mode else dp)

@@ -21,8 +21,11 @@ class TokenizerSpec:
 class DataSpec:
     seq_len: int
     """Tokens a sample."""
-    source: Literal["python_stdlib", "text", "jsonl", "tokens"]
-    """`tokens` is a folder that `trainspec data prepare` wrote; the others are prepared on the spot and cached."""
+    source: Literal["python_stdlib", "text", "jsonl", "tokens", "images"]
+    """`tokens` is a folder that `trainspec data prepare` wrote; text is prepared on the spot and cached.
+
+    `images` (and volumes) can be planned for; the engine does not read them.
+    """
     path: str | None = None
     """File, folder or glob; python_stdlib needs none."""
     text_field: str = "text"

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from trainspec_cli.planner.workload.work import Gemm, Work
+from trainspec_cli.planner.workload.work import Gemm, Kinds, Work
 from trainspec_cli.spec.model import ConvModel
 
 
@@ -81,7 +81,7 @@ def retinanet(model: ConvModel) -> list[Conv]:
 
 
 def maskrcnn(model: ConvModel) -> list[Conv]:
-    """Pyramid, proposals, 512 boxes through two dense layers, 128 masks through four convolutions (arXiv:1703.06870)."""
+    """Pyramid, proposals, 512 boxes through two dense layers, 128 masks through four (arXiv:1703.06870)."""
     area, levels = math.prod(model.input_size), [2, 3, 4, 5, 6]
     outputs = [width * 4 for width in model.widths]
     convs = resnet(model) + pyramid(model, outputs, levels)
@@ -89,7 +89,8 @@ def maskrcnn(model: ConvModel) -> list[Conv]:
     convs += [Conv(positions, 256, 256, 9, normed=False), Conv(positions, 256, 15, 1, normed=False)]
     convs += [Conv(512, 256 * 49, 1024, 1, normed=False), Conv(512, 1024, 1024, 1, normed=False)]
     convs += [Conv(128 * 196, 256, 256, 9, normed=False)] * 4
-    return convs + [Conv(128 * 784, 256, 256, 4, normed=False), Conv(128 * 784, 256, model.num_classes, 1, normed=False)]
+    masks = 128 * 784
+    return [*convs, Conv(masks, 256, 256, 4, normed=False), Conv(masks, 256, model.num_classes, 1, normed=False)]
 
 
 def unet(model: ConvModel) -> list[Conv]:
@@ -100,14 +101,15 @@ def unet(model: ConvModel) -> list[Conv]:
     convs: list[Conv] = []
     channels = model.in_channels
     for level, width in enumerate(model.widths):
-        convs += [Conv(positions / half**level, channels, width, taps, in_positions=positions / half ** max(0, level - 1))]
-        convs += [Conv(positions / half**level, width, width, taps)]
+        here, above = positions / half**level, positions / half ** max(0, level - 1)
+        convs += [Conv(here, channels, width, taps, in_positions=above), Conv(here, width, width, taps)]
         channels = width
     bottom = positions / half ** len(model.widths)
     convs += [Conv(bottom, channels, channels, taps)] * 2
     for level in reversed(range(len(model.widths))):
         width, here = model.widths[level], positions / half**level
-        convs += [Conv(here, channels, width, half, normed=False), Conv(here, 2 * width, width, taps), Conv(here, width, width, taps)]
+        convs += [Conv(here, channels, width, half, normed=False)]
+        convs += [Conv(here, 2 * width, width, taps), Conv(here, width, width, taps)]
         channels = width
     return [*convs, Conv(positions, channels, model.num_classes, 1, normed=False)]
 
@@ -131,7 +133,7 @@ def flops_per_sample(model: ConvModel) -> float:
 
 
 @lru_cache(maxsize=1024)
-def layer_works(model: ConvModel, samples: float) -> tuple[tuple[float, tuple[Work, ...]], ...]:
+def layer_works(model: ConvModel, samples: float) -> Kinds:
     """One kind: the whole network. A norm and its activation read twice and write once; channels-last, 2 bytes."""
     works = []
     for conv in convolutions(model):

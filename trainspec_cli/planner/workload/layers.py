@@ -5,14 +5,12 @@ from __future__ import annotations
 from functools import lru_cache
 
 from trainspec_cli.planner.workload import cnn, ssm, transformer
-from trainspec_cli.planner.workload.work import Gemm, Work
+from trainspec_cli.planner.workload.work import Gemm, Kinds, Work
 from trainspec_cli.spec.layout import Layout
 from trainspec_cli.spec.model import ConvModel, HybridModel, ModelSpec
 
 LOSS_BYTES = 12.0
 """Memory traffic of a logit's softmax and loss, forward: written in 2 bytes, read, kept in 4, read."""
-
-Kinds = tuple[tuple[float, tuple[Work, ...]], ...]
 
 
 def layer_kinds(model: ModelSpec, tokens: float, seq_len: int, layout: Layout) -> Kinds:

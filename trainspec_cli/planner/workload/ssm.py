@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from trainspec_cli.planner.workload import transformer
 from trainspec_cli.planner.workload.moe import active_expert_params, expert_layer_params, expert_work
-from trainspec_cli.planner.workload.work import Gemm, Work
+from trainspec_cli.planner.workload.work import Gemm, Kinds, Work
 from trainspec_cli.spec.layout import Layout
 from trainspec_cli.spec.model import DecoderModel, HybridModel
 
@@ -106,7 +106,7 @@ def mamba_work(model: HybridModel, tokens: float, layout: Layout) -> Work:
 
 
 @lru_cache(maxsize=1024)
-def layer_works(model: HybridModel, tokens: float, seq_len: int, layout: Layout) -> tuple[tuple[float, tuple[Work, ...]], ...]:
+def layer_works(model: HybridModel, tokens: float, seq_len: int, layout: Layout) -> Kinds:
     """Kinds of layers: (how many, their parts)."""
     decoder = as_decoder(model)
     kinds: list[tuple[float, tuple[Work, ...]]] = [(model.mamba_layers, (mamba_work(model, tokens, layout),))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from trainspec_cli.planner.workload.moe import active_expert_params, expert_layer_params, expert_work, is_expert_layer
-from trainspec_cli.planner.workload.work import Gemm, Work
+from trainspec_cli.planner.workload.work import Gemm, Kinds, Work
 from trainspec_cli.spec.layout import Layout
 from trainspec_cli.spec.model import DecoderModel
 
@@ -117,8 +117,8 @@ def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Lay
     """Norm, projections, core and residual of one layer."""
     tp, hidden = layout.tp, model.hidden_size
     split = tp if layout.sequence_parallel else 1
-    query = model.num_heads * model.head_dim
-    key = model.num_kv_heads * model.head_dim
+    query: float = model.num_heads * model.head_dim
+    key: float = model.num_kv_heads * model.head_dim
     if model.mla is not None:
         query = key = attention_width(model)
     # The core reads q, k, v and keeps its output, which is also the input of the output projection.
@@ -167,7 +167,7 @@ def mlp_work(model: DecoderModel, tokens: float, layout: Layout) -> Work:
 
 
 @lru_cache(maxsize=4096)
-def layer_works(model: DecoderModel, tokens: float, seq_len: int, layout: Layout) -> tuple[tuple[float, tuple[Work, ...]], ...]:
+def layer_works(model: DecoderModel, tokens: float, seq_len: int, layout: Layout) -> Kinds:
     """Kinds of layers: (how many, their parts), over the whole model."""
     expert_layers = sum(is_expert_layer(model.experts, layer) for layer in range(model.num_layers))
     plain_layers = model.num_layers - expert_layers

@@ -69,3 +69,7 @@ class Work:
     @property
     def all_params(self) -> float:
         return self.params + self.expert_params
+
+
+Kinds = tuple[tuple[float, tuple[Work, ...]], ...]
+"""(how many, their parts) for each kind of layer of a model."""

@@ -1,0 +1,71 @@
+"""`trainspec backtest`: the JSON that others read, the profile it writes and reads, the plot."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.__main__ import run
+
+TABLE = Path(__file__).parents[1] / "data" / "measured" / "throughput.csv"
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """Every fortieth row."""
+    with TABLE.open(newline="", encoding="utf-8") as lines:
+        rows = list(csv.DictReader(lines))[::40]
+    path = tmp_path / "runs.csv"
+    with path.open("w", newline="", encoding="utf-8") as out:
+        writer = csv.DictWriter(out, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def test_json_has_the_keys_others_rely_on(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["backtest", str(table), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"rows", "predicted", "refused", "step_time_mape", "step_time_median_ape", "bias", "by_source"} <= set(
+        found["summary"]
+    )
+    keys = {"id", "predicted_step_time_s", "measured_step_time_s", "predicted_tokens_s_gpu", "peak_memory_bytes"}
+    assert all({*keys, "refused"} <= set(row) for row in found["rows"])
+    assert len(found["rows"]) == found["summary"]["rows"] == 30
+
+
+def test_text_shows_errors_and_what_was_assumed(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["backtest", str(table)]) == 0
+    shown = capsys.readouterr().out
+    assert "step time: mean error" in shown and "mosaicml/llm-foundry" in shown and "assumed" in shown
+
+
+def test_a_fitted_profile_predicts_better(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = tmp_path / "mine.yaml"
+    assert run(["backtest", str(table), "--json", "--fit", str(profile)]) == 0
+    before = json.loads(capsys.readouterr().out)["summary"]["step_time_mape"]
+    assert profile.read_text(encoding="utf-8").splitlines()[1] == "efficiency:"
+    assert run(["backtest", str(table), "--json", "--profile", str(profile)]) == 0
+    assert json.loads(capsys.readouterr().out)["summary"]["step_time_mape"] < before
+
+
+def test_the_plot_holds_a_dot_a_run(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot = tmp_path / "plot.svg"
+    assert run(["backtest", str(table), "--json", "--plot", str(plot)]) == 0
+    judged = json.loads(capsys.readouterr().out)["summary"]["judged"]
+    assert plot.read_text(encoding="utf-8").count('fill-opacity="0.6"') == judged
+
+
+def test_a_missing_table_ends_with_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["backtest", str(tmp_path / "none.csv")]) == 2
+    assert "there is no file" in capsys.readouterr().err
+
+
+def test_no_profile_ends_with_exit_2(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = tmp_path / "odd.yaml"
+    profile.write_text("efficiency:\n  warp: 9\n", encoding="utf-8")
+    assert run(["backtest", str(table), "--profile", str(profile)]) == 2
+    assert "warp" in capsys.readouterr().err

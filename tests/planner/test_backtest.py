@@ -1,0 +1,94 @@
+"""The planner's error on published runs, recomputed: it must not grow."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.planner.backtest import Backtest, as_json, backtest, cases_of
+from trainspec_cli.planner.fit import fit
+from trainspec_cli.planner.hardware import Efficiency
+
+MEASURED = Path(__file__).parents[1] / "data" / "measured"
+
+
+def read(name: str) -> list[dict[str, str]]:
+    with (MEASURED / name).open(newline="", encoding="utf-8") as lines:
+        return list(csv.DictReader(lines))
+
+
+@pytest.fixture(scope="module")
+def throughput() -> Backtest:
+    return backtest(read("throughput.csv"), Efficiency())
+
+
+@pytest.fixture(scope="module")
+def memory() -> Backtest:
+    return backtest(read("memory.csv"), Efficiency())
+
+
+def test_step_time_error_does_not_grow(throughput: Backtest) -> None:
+    summary = as_json(throughput)["summary"]
+    assert summary["judged"] == 1092
+    assert summary["step_time_mape"] < 0.11
+    assert summary["step_time_median_ape"] < 0.085
+    assert abs(summary["bias"]) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("source", "most"),
+    [
+        ("MLPerf Training", 0.13),
+        ("NVIDIA/dgxc-benchmarking", 0.125),
+        ("NVIDIA-NeMo/Megatron-Bridge", 0.14),
+        ("mosaicml/llm-foundry", 0.08),
+        ("bigscience-workshop/bigscience", 0.10),
+    ],
+)
+def test_no_source_is_bought_with_another(throughput: Backtest, source: str, most: float) -> None:
+    assert throughput.by("source")[source].mape < most
+
+
+def test_few_rows_are_refused_and_each_says_why(throughput: Backtest) -> None:
+    refused = [p for p in throughput.predictions if p.refused]
+    assert len(refused) <= 0.03 * len(throughput.predictions)
+    assert all("column" in (p.refused or "") or "model" in (p.refused or "") for p in refused)
+    assert not any(p.judged for p in refused)
+
+
+def test_activations_follow_the_published_formula(memory: Backtest) -> None:
+    rows = [p for p in memory.predictions if "activation" in p.row["metric"]]
+    assert len(rows) == 28
+    assert max(abs(p.memory_error or 0) for p in rows) < 0.02
+
+
+@pytest.mark.parametrize(("source", "most"), [("InternLM/InternEvo", 0.07), ("Lightning-AI/litgpt", 0.05)])
+def test_memory_error_does_not_grow(memory: Backtest, source: str, most: float) -> None:
+    errors = [abs(p.memory_error or 0) for p in memory.predictions if p.row["source"] == source and not p.refused]
+    assert sum(errors) / len(errors) < most
+
+
+def test_rows_without_measurements_are_predicted_alone() -> None:
+    row = read("throughput.csv")[0] | {"step_time_s": "", "tokens_s_gpu": "", "samples_s_gpu": ""}
+    found = as_json(backtest([row], Efficiency()))
+    assert found["rows"][0]["predicted_step_time_s"] > 0
+    assert found["rows"][0]["measured_step_time_s"] is None
+    assert found["summary"]["step_time_mape"] is None
+
+
+def test_unknown_chip_is_refused_by_name() -> None:
+    row = read("throughput.csv")[0] | {"gpu": "Abacus-9000"}
+    assert "Abacus-9000" in (backtest([row], Efficiency()).predictions[0].refused or "")
+
+
+def test_fit_recovers_a_slower_cluster() -> None:
+    """Runs that all take a quarter longer than predicted: the fit takes most of it back, by few rows."""
+    rows = [row for row in read("throughput.csv") if row["source"] == "mosaicml/llm-foundry"][:20]
+    predicted = backtest(rows, Efficiency()).predictions
+    slower = [row | {"step_time_s": str(1.25 * (p.step_time_s or 0))} for row, p in zip(rows, predicted, strict=True)]
+    before = backtest(slower, Efficiency())
+    fitted = fit(cases_of(before.predictions), Efficiency(), iterations=3)
+    after = [abs(error) for error in backtest(slower, fitted).errors()]
+    assert sum(after) / len(after) < 0.08
