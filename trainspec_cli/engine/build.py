@@ -17,6 +17,7 @@ from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.optim.build import build_optimizer
 from trainspec_cli.engine.parallel.data_parallel import apply_data_parallel
 from trainspec_cli.engine.parallel.materialise import materialise
+from trainspec_cli.spec.model import DecoderModel
 from trainspec_cli.spec.plan import Plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -68,6 +69,7 @@ def build_machinery(plan: Plan, device: torch.device) -> Machinery:
     return Machinery(device, mesh, clock, model, optimizer, data_parallel_rank(mesh, plan.layout))
 
 
-def build_model(plan: Plan) -> Any:
+def build_model(plan: Plan) -> Decoder:
+    assert isinstance(plan.spec.model, DecoderModel), "other families are refused before launch"
     with torch.device("meta"):
         return Decoder(plan.spec.model, plan.spec.data.seq_len)

@@ -163,9 +163,10 @@ def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory, cons
     logits = logit_bytes(setup, constants) if last else 0.0
     transient = max(0.0, working - logits) if last else working
     activations = kept + transient
-    stepped = setup.software.step_bytes * setup.trainable * (
-        (layers * layer.params + outside) / shards
-        + layers * layer.expert_params / expert_shards
+    stepped = (
+        setup.software.step_bytes
+        * setup.trainable
+        * ((layers * layer.params + outside) / shards + layers * layer.expert_params / expert_shards)
     )
     buffers = constants.bucket_bytes if setup.fabric.num_devices > 1 else 0.0
     return MemoryBreakdown(

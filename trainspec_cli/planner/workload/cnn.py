@@ -138,8 +138,13 @@ def layer_works(model: ConvModel, samples: float) -> Kinds:
     works = []
     for conv in convolutions(model):
         out = samples * conv.positions * conv.out_channels
-        gemm = Gemm(samples * conv.positions, conv.out_channels / conv.groups,
-                    conv.in_channels / conv.groups * conv.taps, conv.groups, wide=False)
+        gemm = Gemm(
+            samples * conv.positions,
+            conv.out_channels / conv.groups,
+            conv.in_channels / conv.groups * conv.taps,
+            conv.groups,
+            wide=False,
+        )
         into = samples * (conv.in_positions or conv.positions) * conv.in_channels
         works.append(
             Work(
