@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import types
+import typing
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from trainspec_cli.spec.cluster import Machine
-from trainspec_cli.spec.ranges import RANGES, value_at
+from trainspec_cli.spec.ranges import RANGES
 from trainspec_cli.spec.rules import check, check_machine
 from trainspec_cli.spec.run import RunSpec
-from trainspec_cli.spec.structure import build, known_paths
+from trainspec_cli.spec.structure import build, sections_of
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
@@ -44,11 +47,18 @@ def test_ranges(make_spec, path: str, value: Any, message: str, hint: str) -> No
     assert told(check(make_spec({path: value}))) == [("out_of_range", path, message, hint)]
 
 
-def test_every_number_of_a_spec_has_a_range(make_spec) -> None:
-    make_spec({"data.max_bytes": 1, "train.eval_interval_steps": 1, "checkpoint.interval_steps": 1})
-    spec = make_spec(dict.fromkeys([*(f"layout.{axis}" for axis in AXES), "batching.micro_batch_size"], 1))
-    numbers = {path for path in known_paths(RunSpec) if type(value_at(spec, path)) in (int, float)}
-    assert numbers - {"layout.zero_stage"} == set(RANGES)
+def numbers_below(cls: type, prefix: str = "") -> Iterator[str]:
+    """Dotted paths of all fields that hold a number, those of optional sections and of every model family too."""
+    for name, hint in typing.get_type_hints(cls).items():
+        members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+        if {int, float} & set(members):
+            yield f"{prefix}{name}"
+        for section in sections_of(hint):
+            yield from numbers_below(section, f"{prefix}{name}.")
+
+
+def test_every_number_of_a_spec_has_a_range() -> None:
+    assert set(numbers_below(RunSpec)) == set(RANGES)
 
 
 DIVISION = [

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -79,8 +80,8 @@ def test_what_is_accepted(data, path: str, given: Any, taken: Any) -> None:
          "did you mean optim.name=adamw?"),
         ("cluster.device", "gpu", "wrong_choice", "`cluster.device` is 'gpu'; cpu, cuda or auto is needed",
          "type cluster.device=<cpu, cuda or auto>"),
-        ("layout.zero_stage", 4, "wrong_choice", "`layout.zero_stage` is 4; 2 or 3 is needed",
-         "type layout.zero_stage=<2 or 3>"),
+        ("layout.zero_stage", 4, "wrong_choice", "`layout.zero_stage` is 4; 1, 2, 3 or auto is needed",
+         "type layout.zero_stage=<1, 2, 3 or auto>"),
         ("layout.tp", "aut", "wrong_type", "`layout.tp` is 'aut'; a whole number or auto is needed",
          "did you mean layout.tp=auto?"),
         ("train", "max_steps:3", "wrong_type",
@@ -103,11 +104,10 @@ def test_what_is_refused(data, path: str, value: Any, code: str, message: str, h
         ("lr", "did you mean `optim.lr`?"),
         ("train.lr", "did you mean `optim.lr`?"),
         ("batch_size", "did you mean `batching.global_batch_size` or `batching.micro_batch_size`?"),
-        ("name", "did you mean `model.name`, `optim.name` or `cluster.name`?"),
+        ("path", "did you mean `data.path` or `data.tokenizer.path`?"),
         ("optim.warmup-step", "did you mean `optim.schedule.warmup_steps`?"),
         ("optim.zzz", "`optim` has: lr, name, beta1, beta2, eps, weight_decay, grad_clip_norm, schedule"),
-        ("zzz", "a recipe has: model, data, optim, batching, train, description, cluster, layout, precision, compile, "
-                "checkpoint, sample, tracking, run"),
+        ("zzz", f"a recipe has: {', '.join(field.name for field in dataclasses.fields(RunSpec))}"),
     ],
 )  # fmt: skip
 def test_unknown_keys(data, path: str, hint: str) -> None:

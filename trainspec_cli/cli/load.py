@@ -11,7 +11,7 @@ from trainspec_cli.compose.compose import Composed, compose_arguments
 from trainspec_cli.compose.origins import COMMAND_LINE
 from trainspec_cli.errors import MachineError, Problem, RecipeError, TrainspecError
 from trainspec_cli.spec.cluster import Machine
-from trainspec_cli.spec.engine_rules import check_engine
+from trainspec_cli.spec.engine_rules import check_engine, close_axes
 from trainspec_cli.spec.plan import Plan
 from trainspec_cli.spec.rules import check, check_machine
 from trainspec_cli.spec.run import RunSpec
@@ -59,8 +59,8 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
     composed = compose_arguments(arguments, cwd)
     draft, mistyped = build(RunSpec, composed.data)
     draft = _without_failed(draft, composed)
-    unable = check_engine(draft) if to_run else []
-    problems = composed.locate([*mistyped, *check(draft), *unable])
+    checked = [*check(close_axes(draft)), *check_engine(draft)] if to_run else check(draft)
+    problems = composed.locate([*mistyped, *checked])
     told = [problem for problem in composed.problems if not _refers_to_missing(problem, mistyped)]
     new = [problem for problem in problems if not _follows(problem, composed)]
     return Examined(draft, composed, sorted([*told, *new], key=_place))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -12,7 +13,9 @@ from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.model import DecoderModel
 from trainspec_cli.spec.rules import apply
 from trainspec_cli.spec.run import RunSpec
+from trainspec_cli.spec.unknown import UNKNOWN
 
+UNSPREAD_AXES = ("cp", "tp", "pp", "ep", "etp")
 PLAIN_DECODER: dict[str, Any] = {
     "gated_mlp": True,
     "learned_positions": 0,
@@ -23,11 +26,7 @@ PLAIN_DECODER: dict[str, Any] = {
 }
 """What the engine's decoder is; every other value is a model that only the planner knows."""
 TRAINED: dict[str, tuple[Any, ...]] = {
-    "layout.cp": (1, AUTO),
-    "layout.tp": (1, AUTO),
-    "layout.pp": (1, AUTO),
-    "layout.ep": (1, AUTO),
-    "layout.etp": (1, AUTO),
+    **{f"layout.{axis}": (1, AUTO) for axis in UNSPREAD_AXES},
     "layout.zero_stage": (2, 3, AUTO),
     "precision.compute": ("bf16", "fp32", AUTO),
     "precision.matmul": ("compute",),
@@ -38,6 +37,18 @@ TRAINED: dict[str, tuple[Any, ...]] = {
     "cluster.device": ("cpu", "cuda", AUTO),
 }
 """The values that this version's engine and launcher take; the first is the one to type."""
+
+
+def close_axes(spec: RunSpec) -> RunSpec:
+    """`spec` with the axes that this engine cannot spread over set to 1, where they are `auto`."""
+    if spec.layout is UNKNOWN:
+        return spec
+    unspread: dict[str, Any] = {axis: 1 for axis in UNSPREAD_AXES if _is_auto(getattr(spec.layout, axis))}
+    return replace(spec, layout=replace(spec.layout, **unspread))
+
+
+def _is_auto(value: Any) -> bool:
+    return value is not UNKNOWN and value == AUTO
 
 
 def check_engine(spec: RunSpec) -> list[Problem]:
