@@ -188,3 +188,15 @@ def test_unknown_values_hide_no_faults_of_others(data) -> None:
     draft, mistyped = build(RunSpec, data)
     assert [problem.path for problem in mistyped] == ["optim.schedule.kind", "train.max_steps"]
     assert [problem.path for problem in check(draft)] == ["optim.lr", "batching.global_batch_size"]
+
+
+def test_compiling_without_a_compiler_is_told_before_the_workers_start(make_spec, monkeypatch, tmp_path) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (problem,) = check_machine(make_spec({"compile": True, "cluster.device": "cpu"}), host())
+    assert (problem.code, problem.environment) == ("missing_compiler", True)
+    assert problem.hint == "type compile=false, or install one (apt install g++)"
+    assert check_machine(make_spec({"compile": False, "cluster.device": "cpu"}), host()) == []
+    (tmp_path / "clang++").write_text("#!/bin/sh")
+    (tmp_path / "clang++").chmod(0o755)
+    assert check_machine(make_spec({"compile": True, "cluster.device": "cpu"}), host()) == []

@@ -9,6 +9,8 @@ from __future__ import annotations
 import glob
 import importlib.util
 import math
+import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ def check(spec: RunSpec) -> list[Problem]:
 
 def check_machine(spec: RunSpec, machine: Machine) -> list[Problem]:
     """What this host lacks, where the recipe is right."""
-    return apply([lambda spec: gpus(spec, machine), packages], spec)
+    return apply([lambda spec: gpus(spec, machine), packages, compiler], spec)
 
 
 def apply(rules: Iterable[Rule], spec: RunSpec) -> list[Problem]:
@@ -242,6 +244,14 @@ def packages(spec: RunSpec) -> Iterator[Problem]:
         message = "`tracking.tensorboard` is true, and the package tensorboard is not installed"
         hint = "type pip install 'trainspec[tensorboard]'"
         yield _lacking("missing_package", "tracking.tensorboard", message, hint)
+
+
+def compiler(spec: RunSpec) -> Iterator[Problem]:
+    """torch.compile writes C++ for a CPU, and a C launcher for each GPU kernel."""
+    candidates = [os.environ.get("CXX") or "g++", "g++", "clang++", "c++"]
+    if spec.compile and not any(map(shutil.which, candidates)):
+        message = "`compile` is true, and no C++ compiler (g++, clang++) is on the PATH"
+        yield _lacking("missing_compiler", "compile", message, "type compile=false, or install one (apt install g++)")
 
 
 def _lacking(code: str, path: str, message: str, hint: str) -> Problem:
