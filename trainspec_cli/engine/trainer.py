@@ -18,7 +18,7 @@ from trainspec_cli.engine.checkpoint import store
 from trainspec_cli.engine.data.loader import BatchPlan, batches
 from trainspec_cli.engine.evaluate import heldout_loss, write_text
 from trainspec_cli.engine.observe.clock import Segments
-from trainspec_cli.engine.observe.device import device_name, measure_peak
+from trainspec_cli.engine.observe.device import Peak, device_name, measure_peak
 from trainspec_cli.engine.observe.journal import Journal
 from trainspec_cli.engine.optim.build import set_learning_rate
 from trainspec_cli.engine.result import RunTally, write_result
@@ -83,7 +83,10 @@ class Trainer:
             self.step = self.saved_step = manifest.step
 
     def _announce(self) -> None:
-        self.tally.peak = measure_peak(self.built.device, DTYPES[self.plan.compute])
+        if self.plan.peak_flops is None:
+            self.tally.peak = measure_peak(self.built.device, DTYPES[self.plan.compute])
+        else:
+            self.tally.peak = Peak(self.plan.peak_flops, self.plan.peak_source)
         self.journal.write(
             "start",
             step=self.step,

@@ -6,6 +6,7 @@ from typing import Literal
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner import workload
+from trainspec_cli.planner.catalogue import find_accelerator
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.layout import Layout, LayoutSpec
@@ -22,18 +23,32 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
     devices_per_node = resolve_devices_per_node(spec.cluster, device, machine)
     layout = resolve_layout(spec.layout, spec.cluster.num_nodes * devices_per_node)
     micro_batch_size, grad_accum_steps = resolve_batch(spec, layout)
+    compute = resolve_compute(spec, machine)
+    peak_flops, peak_source = known_peak(spec.cluster, machine, device, compute)
     return Plan(
         spec=spec,
         layout=layout,
         device=device,
         num_nodes=spec.cluster.num_nodes,
         devices_per_node=devices_per_node,
-        compute=resolve_compute(spec, machine),
+        compute=compute,
         micro_batch_size=micro_batch_size,
         grad_accum_steps=grad_accum_steps,
         params=workload.count_params(spec.model),
         flops_per_token=workload.flops_per_token(spec.model, spec.data.seq_len),
+        peak_flops=peak_flops,
+        peak_source=peak_source,
     )
+
+
+def known_peak(cluster: ClusterSpec, machine: Machine, device: str, compute: str) -> tuple[float | None, str]:
+    """The data sheet's dense bf16 rate of the GPU at hand (or of the one the recipe names) and its source."""
+    if device != "cuda" or compute != "bf16":
+        return None, ""
+    chip = find_accelerator(machine.gpu_names[0]) if machine.gpu_names else cluster.accelerator
+    if chip is None:
+        return None, ""
+    return chip.bf16_tflops * 1e12, f"dense bf16 peak of {chip.name} by its data sheet"
 
 
 def resolve_device(cluster: ClusterSpec, machine: Machine) -> Literal["cpu", "cuda"]:

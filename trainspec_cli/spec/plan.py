@@ -25,6 +25,9 @@ class Plan:
     params: int
     flops_per_token: float
     """Model FLOPs of forward and backward a token: 6 per matmul parameter, and attention over the causal half."""
+    peak_flops: float | None = None
+    """FLOP/s of one device that MFU is taken of; None: the workers measure their best matmul."""
+    peak_source: str = ""
 
     @property
     def world_size(self) -> int:
