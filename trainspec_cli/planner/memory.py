@@ -7,7 +7,7 @@ keeps copies that it does not document.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainspec_cli.planner.compute import EIGHT_BIT
 from trainspec_cli.planner.pipeline import stage_layers
@@ -30,11 +30,13 @@ class MemoryModel:
     """Buffers of one communicator (NCCL's channels)."""
     fragmentation: float = 0.3
     """Of the allocator's activations and temporaries."""
-    logit_bytes: float = 8.0
-    """A logit: 2 in the compute format, 4 in the loss, 2 its gradient."""
+    logit_bytes: float = 10.0
+    """A logit: 2 in the compute format, 4 in the loss, 4 its gradient before it is cast back."""
     logit_bytes_eager: float = 12.0
-    bucket_bytes: float = 0.3 * GIB
-    """Flat gradient and parameter buckets in flight."""
+    """And that cast."""
+    reserve: float = 0.03
+    """Of everything, added: runs of one configuration differ by that much (published pairs: 2 to 15%), and a plan
+    that is under ends out of memory where one that is over wastes a little."""
 
 
 DEFAULT_MEMORY = MemoryModel()
@@ -57,6 +59,8 @@ class LayerMemory:
     """Kept from forward to backward."""
     working_bytes: float
     """Live while the layer itself runs."""
+    output_bytes: float
+    """What it hands to the next."""
 
 
 def saved_of(work: Work, setup: Setup) -> float:
@@ -91,13 +95,14 @@ def kept_of(works: tuple[Work, ...], setup: Setup) -> float:
 
 def mean_layer_memory(setup: Setup) -> LayerMemory:
     count = num_layers(setup.model)
-    params = experts = kept = working = 0.0
+    params = experts = kept = working = output = 0.0
     for number, works in layer_kinds(setup.model, setup.tokens, setup.seq_len, setup.layout):
         params += number * sum(work.params for work in works)
         experts += number * sum(work.expert_params for work in works)
         kept += number * kept_of(works, setup)
         working = max(working, sum(saved_of(work, setup) for work in works))
-    return LayerMemory(params / count, experts / count, kept / count, working)
+        output = max(output, works[0].input_bytes)
+    return LayerMemory(params / count, experts / count, kept / count, working, output)
 
 
 def in_flight(setup: Setup, stage: int) -> float:
@@ -158,7 +163,8 @@ def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory, cons
     dense = add(state_bytes(layers * layer.params, shards, setup), state_bytes(outside, shards, setup, True))
     experts = state_bytes(layers * layer.expert_params, expert_shards, setup)
     flying = in_flight(setup, stage)
-    kept = layers * layer.kept_bytes * flying
+    sent = layer.output_bytes if layout.pp > 1 and not setup.software.fused_kernels else 0.0  # Megatron frees it
+    kept = (layers * layer.kept_bytes + sent) * flying
     working = max(0.0, layer.working_bytes - layer.kept_bytes)
     logits = logit_bytes(setup, constants) if last else 0.0
     transient = max(0.0, working - logits) if last else working
@@ -167,8 +173,8 @@ def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory, cons
         (layers * layer.params + outside) / shards
         + layers * layer.expert_params / expert_shards
     )
-    buffers = constants.bucket_bytes if setup.fabric.num_devices > 1 else 0.0
-    return MemoryBreakdown(
+    buffers = setup.software.bucket_bytes if setup.fabric.num_devices > 1 else 0.0
+    memory = MemoryBreakdown(
         parameters_bytes=dense[0] + experts[0] + gathered_bytes(layer, outside, setup),
         gradients_bytes=dense[1] + experts[1],
         optimizer_bytes=dense[2] + experts[2] + stepped,
@@ -178,6 +184,8 @@ def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory, cons
         fragmentation_bytes=constants.fragmentation * (activations + logits),
         context_bytes=constants.context_bytes,
     )
+    reserve = constants.reserve * memory.total_bytes
+    return replace(memory, fragmentation_bytes=memory.fragmentation_bytes + reserve)
 
 
 def logit_bytes(setup: Setup, constants: MemoryModel) -> float:
