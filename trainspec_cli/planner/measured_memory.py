@@ -50,7 +50,7 @@ def predicted_as(metric: str, setup: Setup) -> float:
 
 def resident_bytes(memory: MemoryBreakdown, setup: Setup) -> float:
     """What nvidia-smi shows: before a device is full, the allocator hands its unused blocks back."""
-    needed = memory.total_bytes - memory.fragmentation_bytes
+    needed = (memory.total_bytes - memory.fragmentation_bytes) * (1 + DEFAULT_MEMORY.reserve)
     return max(needed, min(memory.total_bytes, setup.fabric.chip.memory_gb * GIB))
 
 
