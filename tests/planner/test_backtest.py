@@ -64,10 +64,37 @@ def test_activations_follow_the_published_formula(memory: Backtest) -> None:
     assert max(abs(p.memory_error or 0) for p in rows) < 0.02
 
 
-@pytest.mark.parametrize(("source", "most"), [("InternLM/InternEvo", 0.07), ("Lightning-AI/litgpt", 0.05)])
-def test_memory_error_does_not_grow(memory: Backtest, source: str, most: float) -> None:
-    errors = [abs(p.memory_error or 0) for p in memory.predictions if p.row["source"] == source and not p.refused]
-    assert sum(errors) / len(errors) < most
+@pytest.mark.parametrize(
+    ("source", "most", "within_5", "furthest_under"),
+    [
+        ("InternLM/InternEvo", 0.047, 10, 0.065),
+        ("Lightning-AI/litgpt", 0.035, 11, 0.075),
+        ("bigscience-workshop/bigscience", 0.066, 64, 0.302),
+    ],
+)
+def test_memory_error_does_not_grow(
+    memory: Backtest, source: str, most: float, within_5: int, furthest_under: float
+) -> None:
+    errors = [p.memory_error for p in memory.predictions if p.row["source"] == source and p.memory_error is not None]
+    assert mean_size(errors) < most
+    assert sum(abs(error) <= 0.05 for error in errors) >= within_5
+    assert min(errors) > -furthest_under
+
+
+def test_memory_error_where_columns_agree_with_their_source() -> None:
+    """memory_corrections.csv: rows whose columns name other sizes than the section of the source they stand in."""
+    corrections = {row["id"]: row for row in read("memory_corrections.csv")}
+    rows = [row | corrections.get(row["id"], {}) for row in read("memory.csv") if "bigscience" in row["source"]]
+    predictions = backtest(rows, Efficiency()).predictions
+    # m43: the source gives 65 GB for a micro-batch of 2, and 56 GB for one of 4 in the line below.
+    errors = [p.memory_error or 0.0 for p in predictions if p.row["id"] != "m43"]
+    assert mean_size(errors) < 0.046
+    assert sum(abs(error) <= 0.05 for error in errors) >= 69
+    assert min(errors) > -0.09
+
+
+def mean_size(errors: list[float]) -> float:
+    return sum(map(abs, errors)) / len(errors)
 
 
 def test_rows_without_measurements_are_predicted_alone() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from trainspec_cli.planner.catalogue import find_accelerator, models
-from trainspec_cli.planner.memory import estimate_memory, in_flight, kept_activation_bytes, peak_bytes
+from trainspec_cli.planner.memory import DEFAULT_MEMORY, estimate_memory, in_flight, kept_activation_bytes, peak_bytes
 from trainspec_cli.planner.setup import RECOMPUTE, Setup, Software
 from trainspec_cli.planner.topology import Fabric
 from trainspec_cli.planner.workload import count_params
@@ -38,7 +38,8 @@ def test_fully_sharded_states_fall_with_the_ranks() -> None:
     software = Software(weight_bytes=4.0, master_bytes=0.0)
     small = peak_bytes(setup_of(layout=Layout(dp_shard=64), software=software))
     large = peak_bytes(setup_of(layout=Layout(dp_shard=8), software=software))
-    assert large - small == pytest.approx(16 * count_params(models()["llama3_8b"]) * (1 / 8 - 1 / 64), rel=0.02)
+    states = 16 * count_params(models()["llama3_8b"]) * (1 / 8 - 1 / 64)
+    assert large - small == pytest.approx((1 + DEFAULT_MEMORY.reserve) * states, rel=0.02)
 
 
 def test_recomputation_saves_in_order() -> None:
@@ -72,3 +73,19 @@ def test_sequence_parallelism_splits_what_tensor_parallelism_leaves_whole() -> N
 
 def test_offloading_the_optimizer_leaves_weights_and_gradients() -> None:
     assert estimate_memory(setup_of(offload_optimizer=True))[0].optimizer_bytes == 0
+
+
+def test_the_reserve_is_a_part_of_everything() -> None:
+    bare = replace(DEFAULT_MEMORY, reserve=0.0)
+    for setup in (setup_of(), setup_of(layout=Layout(pp=4))):
+        assert peak_bytes(setup) == pytest.approx((1 + DEFAULT_MEMORY.reserve) * peak_bytes(setup, bare))
+
+
+def test_stages_keep_what_they_sent_where_the_framework_does_not_free_it() -> None:
+    """One boundary tensor for each of the first stage's four micro-batches in flight."""
+    held = []
+    for fused in (True, False):
+        software = Software(fused_kernels=fused, fused_attention=False)  # eager copies aside
+        setup = setup_of(layout=Layout(pp=4), software=software, recompute=RECOMPUTE["full"])
+        held.append(estimate_memory(setup)[0].activations_bytes)
+    assert held[1] - held[0] == pytest.approx(4 * 2 * 8192 * 4096)

@@ -56,3 +56,16 @@ def test_frameworks_by_name_and_year() -> None:
     eager = software_of({"framework": "torchtitan", "compile": "0", "dp_mode": "fsdp_zero3"})
     assert not eager.fused_kernels and eager.weight_bytes == 4.0
     assert software_of({"framework": "torchtitan", "compile": "1"}).fused_kernels
+
+
+def test_deepspeed_keeps_bf16_gradients_beside_their_fp32_sums() -> None:
+    row = {"framework": "Megatron-DeepSpeed", "dp_mode": "ddp_zero1", "dtype": "bf16"}
+    assert software_of(row | {"year": "2024"}).grad_bytes == 6.0
+    assert software_of(row | {"year": "2024", "dtype": "fp16"}).grad_bytes == 2.0
+    assert software_of(row | {"year": "2022"}).grad_bytes == 2.0
+    assert software_of(row | {"year": "2022", "notes": "gradients accumulated in fp32"}).grad_bytes == 6.0
+
+
+def test_flat_buckets_are_held_where_gradients_are_flattened() -> None:
+    flat = software_of({"framework": "DeepSpeed", "dp_mode": "ddp_zero1"})
+    assert flat.bucket_bytes > software_of({"framework": "torchtitan", "dp_mode": "fsdp_zero3"}).bucket_bytes

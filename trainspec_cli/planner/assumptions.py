@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from trainspec_cli.planner.memory import DEFAULT_MEMORY, MemoryModel
 from trainspec_cli.spec.forecast import Assumption
 from trainspec_cli.spec.prediction import Candidate
 from trainspec_cli.spec.run import RunSpec
+from trainspec_cli.units import GIB
 
 RESTART_KEYS = ("mtbf_device_hours", "detect_s", "swap_s", "start_s")
 ELASTIC_KEYS = ("job_wide_fraction", "shrink_stall_s", "rejoin_stall_s", "heal_gb_per_s")
 SITE_KEYS = ("pue", "carbon_g_per_kwh")
 POWER_KEYS = ("busy", "waiting", "idle", "host")
 OWNED_KEYS = ("device_price_usd", "useful_years", "utilisation", "operation_ratio")
+MEMORY_KNOWN_WITHIN = 1.1
+MEMORY_SOURCE = (
+    "predicted, {reserve:.0%} added for the spread between like runs; {fragmentation:.0%} of the activations held idle"
+    " by the allocator, {context:.1f} GiB for the device's context, {group:.2f} GiB for each communicator"
+)
 STORAGE_SOURCE = "a node, to checkpoint storage; BLOOM wrote 2.3 TB in 40 s from 48 nodes (stas00/ml-engineering)"
 
 
@@ -23,17 +30,29 @@ def gather_assumptions(spec: RunSpec, candidate: Candidate, step_time_known_with
     step_time = Assumption(
         "step_time_s", candidate.step_time_s, step_time_known_within, "predicted; see trainspec backtest"
     )
+    memory = Assumption("peak_memory_bytes", candidate.peak_memory_bytes, MEMORY_KNOWN_WITHIN, memory_source())
     storage = Assumption("cluster.storage_gb_per_s", cluster.storage_gb_per_s, source=STORAGE_SOURCE)
     elastic = ELASTIC_KEYS if candidate.layout.dp_replicate > 1 else ()
     spares = ("spare_nodes", "repair_s") if cluster.reliability.spare_nodes is not None else ()
     return (
         step_time,
+        memory,
         storage,
         *_of("cluster.reliability", cluster.reliability, (*RESTART_KEYS, *spares, *elastic)),
         *_of_accelerator(spec, "tdp_w"),
         *_of("cluster.power", cluster.power, POWER_KEYS),
         *_of("cluster.site", cluster.site, SITE_KEYS),
         *_of_price(spec),
+    )
+
+
+def memory_source(constants: MemoryModel = DEFAULT_MEMORY) -> str:
+    """What a peak counts beside what tensors need."""
+    return MEMORY_SOURCE.format(
+        reserve=constants.reserve,
+        fragmentation=constants.fragmentation,
+        context=constants.context_bytes / GIB,
+        group=constants.group_bytes / GIB,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainspec_cli.planner.memory import estimate_memory, kept_activation_bytes
+from trainspec_cli.planner.memory import DEFAULT_MEMORY, communicators, estimate_memory, kept_activation_bytes
 from trainspec_cli.planner.setup import RECOMPUTE, Setup
 from trainspec_cli.planner.table import Row, number
 from trainspec_cli.spec.prediction import MemoryBreakdown
@@ -41,14 +41,28 @@ def predicted_as(metric: str, setup: Setup) -> float:
     if "weights+optimizer" in metric:
         return stages[0].parameters_bytes + stages[0].gradients_bytes + stages[0].optimizer_bytes
     fullest = max(stages, key=lambda stage: stage.total_bytes)
+    if "reserved" in metric:
+        return resident_bytes(fullest, setup) - outside_bytes(fullest, setup)
     if "torch" in metric or "lora max" in metric or "allocated" in metric:
-        return tensors_bytes(fullest)
-    return fullest.total_bytes
+        return tensors_bytes(fullest, setup)
+    return resident_bytes(fullest, setup)
 
 
-def tensors_bytes(memory: MemoryBreakdown) -> float:
-    """What PyTorch's allocator hands out."""
-    return memory.total_bytes - memory.context_bytes - memory.fragmentation_bytes - memory.comm_buffers_bytes
+def resident_bytes(memory: MemoryBreakdown, setup: Setup) -> float:
+    """What nvidia-smi shows: before a device is full, the allocator hands its unused blocks back."""
+    needed = (memory.total_bytes - memory.fragmentation_bytes) * (1 + DEFAULT_MEMORY.reserve)
+    return max(needed, min(memory.total_bytes, setup.fabric.chip.memory_gb * GIB))
+
+
+def outside_bytes(memory: MemoryBreakdown, setup: Setup) -> float:
+    """What PyTorch's allocator does not see: the device's context and NCCL's own buffers."""
+    return memory.context_bytes + DEFAULT_MEMORY.group_bytes * communicators(setup)
+
+
+def tensors_bytes(memory: MemoryBreakdown, setup: Setup) -> float:
+    """What PyTorch's allocator hands out, with the same reserve as the whole."""
+    tensors = memory.total_bytes - memory.fragmentation_bytes - outside_bytes(memory, setup)
+    return tensors * (1 + DEFAULT_MEMORY.reserve)
 
 
 def relative_activations(setup: Setup) -> float:

@@ -98,10 +98,19 @@ def recompute_of(row: Mapping[str, str], model: ModelSpec, layout: Layout) -> tu
 FUSED = r"megatron|nemo|maxtext|paxml|pax|jax|xla|nvidia|ngc|mxnet|rocm|apex|transformer.?engine|mlperf|habana|optimum"
 
 
+FLAT_STEP_BYTES = 6.0
+"""A shard's gradients copied to fp32, and flat in 2 bytes before (DeepSpeed's ZeRO-1 with a fused Adam): with the
+states' 12, the 18 bytes that fall with the ranks in the tables of BLOOM's trials (17.8 by least squares)."""
+FLAT_BUCKET_BYTES = 3 * 5e8 * 2.0
+"""Two reduce buckets and a gather bucket of 5e8 elements (DeepSpeed's default; InternEvo's are of 2**29)."""
 UNFUSED_STEP_BYTES = 12.0
-"""Gradients copied to fp32, and AdamW's temporaries over lists of tensors (tables of BLOOM's trials and InternEvo)."""
+"""Those 6, and AdamW's temporaries over lists of tensors (tables of InternEvo)."""
 TORCH_STEP_BYTES = 4.0
 """One temporary of PyTorch's AdamW over lists of tensors."""
+
+
+BLOOM_FRAMEWORK, BLOOM_YEAR = "megatron-deepspeed", 2022.0
+"""Of bigscience's trials, where a table of them states neither."""
 
 
 def framework_of(row: Mapping[str, str]) -> str:
@@ -110,21 +119,32 @@ def framework_of(row: Mapping[str, str]) -> str:
     if stated:
         return stated
     source = (row.get("source") or "").lower()
-    return f"{source} megatron-deepspeed" if "bigscience" in source else source
+    return f"{source} {BLOOM_FRAMEWORK}" if "bigscience" in source else source
 
 
 def year_of(row: Mapping[str, str]) -> float:
-    cited = re.search(r"\b(20[12]\d)\b", row.get("source") or "")
-    return float(row.get("year") or (cited.group(1) if cited else 2024))
+    source = row.get("source") or ""
+    cited = re.search(r"\b(20[12]\d)\b", source)
+    usual = BLOOM_YEAR if "bigscience" in source else 2024
+    return float(row.get("year") or (cited.group(1) if cited else usual))
 
 
 def step_bytes_of(name: str) -> float:
     if "deepspeed" in name:
-        return UNFUSED_STEP_BYTES
+        return FLAT_STEP_BYTES
     if re.search(FUSED, name) or "korthikanti" in name:
         return 0.0
     torch_alone = re.search(r"torch|composer|foundry|litgpt|hugging|accelerate|titan", name)
     return TORCH_STEP_BYTES if torch_alone else UNFUSED_STEP_BYTES
+
+
+def grad_bytes_of(row: Mapping[str, str], name: str, half: bool) -> float:
+    """2 in the compute format, 4 in fp32; DeepSpeed's bf16 optimizer keeps both (its first tables, of 2022, do not)."""
+    stated = bool(re.search(r"gradients? (?:are )?accumulated? in fp32|fp32 grad", (row.get("notes") or "").lower()))
+    if "deepspeed" in name:
+        late = year_of(row) > 2022 and (row.get("dtype") or "bf16").lower() == "bf16"
+        return 6.0 if stated or late else 2.0
+    return 2.0 if half and not stated else 4.0
 
 
 def base_weight_bytes(row: Mapping[str, str]) -> float | None:
@@ -142,6 +162,7 @@ def software_of(row: Mapping[str, str]) -> Software:
     pure = "pure" in (row.get("notes") or "").lower()
     half_gradients = mlperf or bool(re.search(r"nemo|bridge|deepspeed", name))
     sharded = any(word in (row.get("dp_mode") or "") for word in ("fsdp", "hsdp", "zero2", "zero3"))
+    step_bytes = step_bytes_of(name)
     return Software(
         fused_attention=not old,
         native_attention=mlperf or bool(re.search(FUSED, name)),
@@ -151,8 +172,9 @@ def software_of(row: Mapping[str, str]) -> Software:
         grouped_experts=year >= 2026 or not year,
         graphs=mlperf or bool(re.search(r"maxtext|pax|jax", name)),
         reduce_bytes=2.0 if pure or half_gradients else 4.0,
-        grad_bytes=2.0 if pure or half_gradients else 4.0,
-        step_bytes=step_bytes_of(name),
+        grad_bytes=grad_bytes_of(row, name, pure or half_gradients),
+        bucket_bytes=FLAT_BUCKET_BYTES if step_bytes > TORCH_STEP_BYTES and not sharded else Software.bucket_bytes,
+        step_bytes=step_bytes,
         weight_bytes=base_weight_bytes(row) or (4.0 if sharded else 2.0),
         master_bytes=0.0 if sharded else 4.0,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from trainspec_cli.planner.topology import Fabric
 from trainspec_cli.spec.layout import Layout
 from trainspec_cli.spec.model import ModelSpec
+from trainspec_cli.units import GIB
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Software:
     """Of the parameter that the optimizer updates, when weights are kept in the compute format beside it."""
     moment_bytes: float = 8.0
     """Of the optimizer's moments, a parameter."""
+    bucket_bytes: float = 0.3 * GIB
+    """Flat gradient and parameter buckets in flight."""
     step_bytes: float = 0.0
     """A parameter, while the optimizer steps: copies of gradients and temporaries of kernels that are not fused."""
     weight_bytes: float = 2.0
