@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainspec_cli.spec.layout import Layout
+from trainspec_cli.spec.local import LocalPrediction
 from trainspec_cli.spec.run import RunSpec
 
 
@@ -25,6 +26,9 @@ class Plan:
     params: int
     flops_per_token: float
     """Model FLOPs of forward and backward a token: 6 per matmul parameter, and attention over the causal half."""
+
+    prediction: LocalPrediction | None = None
+    """Of a run on this machine's CPU; None where no probe speaks of it."""
 
     @property
     def world_size(self) -> int:
