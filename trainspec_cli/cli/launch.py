@@ -32,6 +32,9 @@ def launch(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show command, environment and plan; start nothing.")
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Train although the plan is predicted not to fit this machine.")
+    ] = False,
     as_json: AsJson = False,
 ) -> int:
     """Train a recipe. Ctrl-C writes a checkpoint and stops (exit code 6); a second one stops at once."""
@@ -46,10 +49,11 @@ def launch(
         if dry_run:
             _show(loaded, plan, machine, as_json=as_json)
             return 0
-        return _launch(loaded, plan, machine, as_json=as_json)
+        return _launch(loaded, plan, machine, force=force, as_json=as_json)
 
 
-def _launch(loaded: Loaded, plan: Plan, machine: Machine, *, as_json: bool) -> int:
+def _launch(loaded: Loaded, plan: Plan, machine: Machine, *, force: bool, as_json: bool) -> int:
+    from trainspec_cli.cli.predict import predict
     from trainspec_cli.cli.train import make_console, train
     from trainspec_cli.launch.claim import claim
     from trainspec_cli.launch.folder import check_free, make_folder, storage, write_launch
@@ -57,6 +61,7 @@ def _launch(loaded: Loaded, plan: Plan, machine: Machine, *, as_json: bool) -> i
 
     console, wanted = make_console(as_json=as_json), plan.spec.run.dir
     check_free(wanted)
+    plan = predict(plan, machine, console, force=force)
     token_folder = _prepare_data(loaded, console)
     with storage(wanted):
         job = build_job(plan, make_folder(wanted, loaded.composed.recipe), machine)

@@ -78,6 +78,15 @@ def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     return not BF16_CPU_FLAGS.isdisjoint(flags.split())
 
 
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Its maker's name for it; "" where the system does not say."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
 def visible_gpus() -> tuple[Gpu, ...]:
     """NVIDIA GPUs that CUDA would show this process; none without a driver."""
     try:

@@ -14,6 +14,8 @@ from trainspec_cli.rundir.events import PARTS, read_events
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.throughput import measure_throughput
+from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.local import LocalPrediction
 
 RUNNING, KILLED = "running", "killed"
 """States beside those of result.json (done, stopped, failed): a run without a result is alive, or nobody could
@@ -78,6 +80,8 @@ class Report:
     weights_sha256: str | None
     speed: Speed | None
     """None before a step was made."""
+    predicted: LocalPrediction | None
+    """What the plan has predicted; None where it has not."""
     loss: Curve
     grad_norm: Curve
     skipped_steps: tuple[int, ...]
@@ -97,6 +101,7 @@ def collect(root: Path | str, *, running: bool = False) -> Report:
     histories = {rank: read_history(read_events(run.events(rank))) for rank in _ranks(run)}
     first = histories.get(0, History())
     result = _read_if_there(run.result_json)
+    plan = _read_if_there(run.plan_json)
     steps, begin = first.steps, first.begin
     return Report(
         path=str(run.root),
@@ -104,7 +109,7 @@ def collect(root: Path | str, *, running: bool = False) -> Report:
         status=RUNNING if running else result.get("status", KILLED),
         exit_code=result.get("exit_code"),
         steps=steps[-1]["step"] if steps else begin.get("step", 0),
-        max_steps=_read_if_there(run.plan_json).get("spec", {}).get("train", {}).get("max_steps"),
+        max_steps=plan.get("spec", {}).get("train", {}).get("max_steps"),
         elapsed_s=first.last_time - first.first_time,
         start_steps=tuple(start.begin["step"] for start in first.starts if start.begin),
         world_size=begin.get("world_size"),
@@ -114,6 +119,7 @@ def collect(root: Path | str, *, running: bool = False) -> Report:
         peak_memory_bytes=result.get("peak_memory_bytes"),
         weights_sha256=result.get("weights_sha256"),
         speed=_measure_speed(histories),
+        predicted=_read_prediction(plan),
         loss=_curve(steps, "loss"),
         grad_norm=_curve(steps, "grad_norm"),
         skipped_steps=tuple(event["step"] for event in steps if event["skipped"]),
@@ -132,6 +138,11 @@ def _ranks(run: RunDir) -> list[int]:
 
 def _read_if_there(path: Path) -> dict[str, Any]:
     return dict(read_json(path)) if path.is_file() else {}
+
+
+def _read_prediction(plan: dict[str, Any]) -> LocalPrediction | None:
+    held = plan.get("prediction")
+    return from_plain(LocalPrediction, held) if held else None
 
 
 def _curve(steps: Sequence[Event], key: str) -> Curve:

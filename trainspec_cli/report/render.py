@@ -12,6 +12,7 @@ from rich.text import Text
 from trainspec_cli.report.chart import render_chart
 from trainspec_cli.report.collect import Curve, Report, Speed
 from trainspec_cli.report.text import describe_evaluation, describe_event, describe_speed
+from trainspec_cli.spec.local import LocalPrediction
 from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
 
 BAR_CELLS = 24
@@ -39,7 +40,7 @@ def render_report(report: Report) -> RenderableType:
         _head(report),
         _chart(report.loss, "loss"),
         _chart(report.grad_norm, "gradient norm", height=5),
-        _speed(report.speed, report.world_size or 1) if report.speed else None,
+        _speed(report.speed, report.world_size or 1, report.predicted) if report.speed else None,
         _lines(
             "held-out text", [f"step {event['step']}: {describe_evaluation(event)}" for event in report.evaluations]
         ),
@@ -74,7 +75,8 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     if report.world_size is not None:
         yield "devices", f"{report.world_size} x {report.device_name}"
     if report.peak_memory_bytes is not None:
-        yield "memory", f"{format_bytes(report.peak_memory_bytes)} at most, on one device"
+        beside = f" (predicted {format_bytes(report.predicted.peak_memory_bytes)})" if report.predicted else ""
+        yield "memory", f"{format_bytes(report.peak_memory_bytes)} at most, on one device{beside}"
     if report.weights_sha256 is not None:
         yield "weights", f"sha256 {report.weights_sha256}"
 
@@ -116,7 +118,7 @@ def _join(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:SHOWN_LINES])) + more
 
 
-def _speed(speed: Speed, world_size: int) -> RenderableType:
+def _speed(speed: Speed, world_size: int, predicted: LocalPrediction | None) -> RenderableType:
     peak = f"({world_size} x {format_si(speed.peak_flops, 'FLOP/s')}, the {speed.peak_source})"
     lines = [
         describe_speed(speed.tokens_per_s, speed.mfu),
@@ -124,7 +126,8 @@ def _speed(speed: Speed, world_size: int) -> RenderableType:
         f"over steps {speed.first_step}-{speed.last_step}{_left_out(speed)}",
     ]
     return Group(
-        Text("where the time went", style="bold"), Padding(Group(*map(Text, lines), "", _parts(speed)), (0, 2))
+        Text("where the time went", style="bold"),
+        Padding(Group(*map(Text, lines), "", _parts(speed, predicted)), (0, 2)),
     )
 
 
@@ -135,8 +138,8 @@ def _left_out(speed: Speed) -> str:
     return f"; steps {steps[0]}-{steps[-1]}, which compile and allocate, are left out"
 
 
-def _parts(speed: Speed) -> Table:
-    """Parts of the mean step with bars; over several ranks also the least and the greatest."""
+def _parts(speed: Speed, predicted: LocalPrediction | None) -> Table:
+    """Parts of the mean step with bars; over several ranks also the least and the greatest; what was predicted."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("part of a step")
     table.add_column("time", justify="right")
@@ -144,11 +147,18 @@ def _parts(speed: Speed) -> Table:
     table.add_column("")
     if len(speed.ranks) > 1:
         table.add_column("by rank", justify="right")
+    if predicted:
+        table.add_column("predicted", justify="right")
     for part in speed.parts:
         bar = "█" * round(part.share * BAR_CELLS)
         row = [part.name.replace("_", " "), format_duration(part.mean_s), f"{part.share:.1%}", bar]
         if len(speed.ranks) > 1:
             row.append(f"{format_duration(part.min_s)} - {format_duration(part.max_s)}")
+        if predicted:
+            row.append(format_duration(predicted.time_s.get(part.name, 0.0)))
         table.add_row(*row)
-    table.add_row("whole step", format_duration(speed.step_time_s), "100.0%", style="bold")
+    whole = ["whole step", format_duration(speed.step_time_s), "100.0%"]
+    if predicted:
+        whole += [""] * (len(table.columns) - 1 - len(whole)) + [format_duration(predicted.step_time_s)]
+    table.add_row(*whole, style="bold")
     return table

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainspec_cli.spec.layout import Layout
+from trainspec_cli.spec.local import LocalPrediction
 from trainspec_cli.spec.run import RunSpec
 
 
@@ -28,6 +29,9 @@ class Plan:
     peak_flops: float | None = None
     """FLOP/s of one device that MFU is taken of; None: the workers measure their best matmul."""
     peak_source: str = ""
+
+    prediction: LocalPrediction | None = None
+    """Of a run on this machine's CPU; None where no probe speaks of it."""
 
     @property
     def world_size(self) -> int:

@@ -1,0 +1,83 @@
+"""The probe of this machine: run once, with the processes and the environment that a run will have, then cached."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+from trainspec_cli import __version__
+from trainspec_cli.corpus.cache import cache_dir
+from trainspec_cli.errors import Interrupted, MachineError, Problem, RecipeError
+from trainspec_cli.launch.job import Job, build_job
+from trainspec_cli.launch.local import LocalExecutor
+from trainspec_cli.launch.machine import cpu_model
+from trainspec_cli.launch.supervise import supervise
+from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.spec.canonical import canonical_json, from_plain
+from trainspec_cli.spec.cluster import Machine
+from trainspec_cli.spec.plan import Plan
+from trainspec_cli.spec.probe import MachineProbe
+
+PROBE = ("-m", "trainspec_cli.engine.probe")
+
+
+def probe_path(plan: Plan, machine: Machine) -> Path:
+    """The name changes with all that the figures depend on."""
+    facts = {
+        "machine": asdict(machine),
+        "cpu": cpu_model() or platform.processor(),
+        "processes": plan.devices_per_node,
+        "compute": plan.compute,
+        "torch": version("torch"),
+        "trainspec": __version__,
+    }
+    name = hashlib.sha256(canonical_json(facts).encode()).hexdigest()[:16]
+    return cache_dir() / "machine" / f"probe-{name}.json"
+
+
+def read_probe(path: Path) -> MachineProbe | None:
+    """None where there is none, or where another version of trainspec has written it."""
+    if not path.is_file():
+        return None
+    try:
+        return from_plain(MachineProbe, read_json(path))
+    except (RecipeError, ValueError):
+        return None
+
+
+def probe_machine(plan: Plan, machine: Machine, on_start: Callable[[], None]) -> MachineProbe:
+    """From the cache, else measured now; `on_start` is told before that takes its seconds.
+
+    Raises MachineError where it fails, Interrupted where a stop was asked for.
+    """
+    path = probe_path(plan, machine)
+    cached = read_probe(path)
+    if cached is not None:
+        return cached
+    on_start()
+    with tempfile.TemporaryDirectory(prefix="trainspec-probe-") as folder:
+        job = build_job(plan, Path(folder), machine, worker=(*PROBE, plan.compute))
+        ending = supervise(job, LocalExecutor(), lambda _: None)
+        if ending.stop_requested:
+            raise Interrupted("the probe of this machine was interrupted", code="interrupted")
+        figures = job.root / "probe.json"
+        if ending.exit_code != 0 or not figures.is_file():
+            raise MachineError(_failure(job))
+        write_json(path, read_json(figures))
+    return from_plain(MachineProbe, read_json(path))
+
+
+def _failure(job: Job) -> Problem:
+    logs = sorted(job.logs.rglob("stderr.log")) or [job.torchrun_log]
+    tail = "\n".join(logs[0].read_text(errors="replace").splitlines()[-10:])
+    return Problem(
+        code="probe_failed",
+        message=f"the probe of this machine failed\n\n{tail}",
+        hint="launch with --force to train without a prediction",
+        environment=True,
+    )
