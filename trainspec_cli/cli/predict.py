@@ -21,7 +21,7 @@ def predict(plan: Plan, machine: Machine, console: Console, *, force: bool) -> P
     """The plan with its prediction, where one can be made. Raises PlanError where it does not fit, unless forced."""
     if not is_predictable(plan):
         return plan
-    probe = _probe(plan, machine, console, force=force)
+    probe = _probe(plan, machine, console)
     if probe is None:
         return plan
     prediction = predict_local(plan, probe)
@@ -34,14 +34,12 @@ def predict(plan: Plan, machine: Machine, console: Console, *, force: bool) -> P
     return replace(plan, prediction=prediction)
 
 
-def _probe(plan: Plan, machine: Machine, console: Console, *, force: bool) -> MachineProbe | None:
-    """None where it failed and the launch is forced: then it goes on without a prediction, and says so."""
+def _probe(plan: Plan, machine: Machine, console: Console) -> MachineProbe | None:
+    """None where it failed: the launch goes on without a prediction, and says so."""
     try:
         return probe_machine(plan, machine, lambda: _say(console, "probing this machine, once"))
     except MachineError as error:
-        if not force:
-            raise
-        _say(console, f"{error}\n\nno prediction; forced")
+        _say(console, f"{error}\n\nso this run starts without a prediction")
         return None
 
 
