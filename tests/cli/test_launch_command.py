@@ -187,3 +187,24 @@ def test_a_run_whose_data_is_gone_is_not_resumed(
     refused = trainspec("resume", "moved")
     assert refused.returncode == 4
     assert f"the token folder of this run is gone ({place / 'gone'})" in refused.stderr
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_any_worker_starts(
+    done: subprocess.CompletedProcess[str], trainspec: Command, place: Path
+) -> None:
+    assert "probing this machine, once\npredicted: " in done.stdout
+    predicted = json.loads(trainspec("report", "runs/tiny/done", "--json").stdout)["predicted"]
+    assert predicted["time_s"]["forward"] > 0
+    (file,) = (place / "cache/machine").glob("probe-*.json")
+    measured = read_json(file)
+    write_json(file, {**measured, "bare_bytes": 1e15})
+    try:
+        refused = trainspec("launch", *TINY, "run.dir=runs/tiny/large")
+        assert refused.returncode == 3
+        assert "the plan does not fit: 2 x 909.49 TiB are needed" in refused.stderr
+        assert "--force launches all the same" in refused.stderr
+        assert not (place / "runs/tiny/large").exists()
+        forced = trainspec("launch", *TINY, "run.dir=runs/tiny/large", "--force")
+        assert (forced.returncode, "forced" in forced.stdout) == (0, True)
+    finally:
+        write_json(file, measured)

@@ -33,7 +33,15 @@ from trainspec_cli.spec.layout import Layout
 from trainspec_cli.spec.model import DecoderModel
 from trainspec_cli.spec.optim import OptimSpec
 from trainspec_cli.spec.plan import Plan
-from trainspec_cli.spec.probe import PROBED_TOKENS, PROBED_WIDTH, Curve, MachineProbe, MatmulCurves, Passes
+from trainspec_cli.spec.probe import (
+    PROBED_HEAD_SIZES,
+    PROBED_HEADS,
+    PROBED_TOKENS,
+    Curve,
+    MachineProbe,
+    MatmulCurves,
+    Passes,
+)
 from trainspec_cli.spec.run import RunSpec, TrainSection
 
 POINT_S = 0.03
@@ -76,7 +84,8 @@ def measure(compute: str) -> MachineProbe:
         bare_bytes=bare_bytes,
         matmul_shape_bytes=kept_bytes,
         matmul=measure_matmul(dtype),
-        attention=measure_attention(dtype),
+        attention=measure_attention(dtype, PROBED_HEAD_SIZES[1]),
+        attention_narrow=measure_attention(dtype, PROBED_HEAD_SIZES[0]),
         norm=measure_passes(lambda n: norm_passes(n, dtype)),
         rope=measure_passes(lambda n: rope_passes(n, dtype)),
         swiglu=measure_passes(lambda n: swiglu_passes(n, dtype)),
@@ -199,7 +208,7 @@ def norm_passes(elements: int, dtype: torch.dtype) -> tuple[Run, Run]:
 
 
 def rope_passes(elements: int, dtype: torch.dtype) -> tuple[Run, Run]:
-    tokens = max(1, elements // PROBED_WIDTH)
+    tokens = max(1, elements // 256)
     head_size = min(64, elements)
     angles = torch.randn(tokens, head_size).to(dtype)
     x = operand(1, tokens, elements // tokens // head_size, head_size, dtype=dtype)
@@ -258,9 +267,9 @@ def measure_matmul(dtype: torch.dtype) -> MatmulCurves:
     )
 
 
-def measure_attention(dtype: torch.dtype) -> Passes:
+def measure_attention(dtype: torch.dtype, head_size: int) -> Passes:
     def runs(seq_len: int) -> tuple[Run, Run]:
-        shape = (PROBED_TOKENS // seq_len, seq_len, PROBED_WIDTH // 64, 64)
+        shape = (PROBED_TOKENS // seq_len, seq_len, PROBED_HEADS, head_size)
         q, k, v = (operand(*shape, dtype=dtype) for _ in range(3))
         return passes(
             lambda q, k, v: F.scaled_dot_product_attention(

@@ -14,7 +14,7 @@ from trainspec_cli.spec.layout import Layout
 from trainspec_cli.spec.local import LocalPrediction
 from trainspec_cli.spec.model import DecoderModel
 from trainspec_cli.spec.plan import Plan
-from trainspec_cli.spec.probe import PROBED_TOKENS, PROBED_WIDTH, Curve, MachineProbe
+from trainspec_cli.spec.probe import PROBED_HEAD_SIZES, PROBED_HEADS, PROBED_TOKENS, Curve, MachineProbe
 
 COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
 CHUNK_BYTES = 128 * 2**20
@@ -99,9 +99,8 @@ def block_pass(plan: Plan, model: DecoderModel, probe: MachineProbe) -> _Pass:
     ):
         forward += operation.forward.beyond_call(elements)
         backward += operation.backward.beyond_call(elements)
-    share = tokens / PROBED_TOKENS * query / PROBED_WIDTH
-    forward += share * probe.attention.forward.at(plan.spec.data.seq_len)
-    backward += share * probe.attention.backward.at(plan.spec.data.seq_len)
+    forward += _attention_s(probe.attention_narrow.forward, probe.attention.forward, plan, model)
+    backward += _attention_s(probe.attention_narrow.backward, probe.attention.backward, plan, model)
     # Residuals: two sums forward; backward their gradients meet, and those of q, k, v and of gate, up.
     forward += 2 * probe.add.beyond_call(tokens * hidden) + probe.cast.beyond_call(params)
     backward += 5 * probe.add.beyond_call(tokens * hidden) + 2 * probe.cast.beyond_call(params)
@@ -122,6 +121,14 @@ def outside_pass(plan: Plan, model: DecoderModel, probe: MachineProbe) -> _Pass:
     # Scaled, cast, the embedding's gradient zeroed and filled, then gathered for the collective.
     backward += 2 * probe.cast.beyond_call(head) + 2 * probe.add.beyond_call(head) + 2 * probe.cast.beyond_call(params)
     return _Pass(forward, backward)
+
+
+def _attention_s(narrow: Curve, wide: Curve, plan: Plan, model: DecoderModel) -> float:
+    """Straight over the head size, through both that were probed."""
+    seq_len, (small, large) = plan.spec.data.seq_len, PROBED_HEAD_SIZES
+    own, wider = narrow.at(seq_len), wide.at(seq_len)
+    probed = max(0.0, own + (wider - own) * (model.head_dim - small) / (large - small))
+    return probed * micro_tokens(plan) / PROBED_TOKENS * model.num_heads / PROBED_HEADS
 
 
 def _products_s(curve: Curve, elements: int, tokens: int) -> float:

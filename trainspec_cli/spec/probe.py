@@ -8,8 +8,9 @@ from itertools import pairwise
 
 PROBED_TOKENS = 1024
 """Tokens that go through the probed matrix products and attention."""
-PROBED_WIDTH = 256
-"""Heads x head size of the probed attention."""
+PROBED_HEADS = 4
+PROBED_HEAD_SIZES = (16, 64)
+"""Of the probed attention: a head costs its scores and softmax, whatever its size, and products that grow with it."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,9 @@ class MachineProbe:
     """What each of its blocks adds."""
     matmul: MatmulCurves
     attention: Passes
-    """Over the sequence length, for `PROBED_TOKENS` tokens and `PROBED_WIDTH`."""
+    """Over the sequence length, for `PROBED_TOKENS` tokens and `PROBED_HEADS`, of the larger head size."""
+    attention_narrow: Passes
+    """Of the smaller head size."""
     norm: Passes
     """This and what follows over elements."""
     rope: Passes
