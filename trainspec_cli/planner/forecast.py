@@ -16,8 +16,9 @@ from trainspec_cli.spec.resilience import RecoveryMode, ResilienceSpec
 from trainspec_cli.spec.run import RunSpec
 
 SEEDS = 24
-STEP_TIME_KNOWN_WITHIN = 1.15
-"""Of the planner's step times, nine in ten lie this close to those measured (`trainspec backtest`)."""
+STEP_TIME_KNOWN_WITHIN = 1.20
+"""The 90th percentile of the absolute step-time error over the judged rows of tests/data/measured/throughput.csv
+(`trainspec backtest`): 20%. Efficiencies were fitted to those rows; on a cluster not among them it errs more."""
 CHECKPOINT_BYTES = {"adamw": 12.0, "sgd": 4.0}
 """A parameter: fp32 values, and AdamW's two moments. Published checkpoints weigh 12.8 to 13.2."""
 
