@@ -106,7 +106,8 @@ class Search:
 
     def _micro_batch(self, setup: Setup) -> MicroBatch:
         layout = setup.layout
-        key = (*_cut(layout), layout.pp == 1, setup.micro_batch_size, setup.grad_accum, id(setup.software))
+        gathered = layout.zero_stage == 3 and layout.dp_shard > 1
+        key = (*_cut(layout), layout.pp == 1, gathered, setup.micro_batch_size, setup.grad_accum, id(setup.software))
         if key not in self._parts:
             groups = axis_groups(layout, setup.fabric, self.eff)
             self._parts[key] = micro_batch(setup, groups, self.eff)
