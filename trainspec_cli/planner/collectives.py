@@ -24,8 +24,10 @@ def all_gather_s(group: Group, total_bytes: float, eff: Efficiency) -> float:
         return 0.0
     bandwidth = group.link_bytes_per_s
     if group.crosses:
-        bandwidth = min(bandwidth, group.nic_bytes_per_s * group.per_domain) if group.per_domain > 1 else (
-            group.nic_bytes_per_s
+        bandwidth = (
+            min(bandwidth, group.nic_bytes_per_s * group.per_domain)
+            if group.per_domain > 1
+            else (group.nic_bytes_per_s)
         )
     return latency_s(group, eff) + total_bytes * (group.size - 1) / group.size / bandwidth
 

@@ -36,7 +36,7 @@ class Rates:
     element_bytes: float
     wide_element_bytes: float
     generation: int
-    """Of its tensor cores, as attention kernels are written for them: 2 Ampere's, 3 Hopper's, 4 Blackwell's (or like)."""
+    """Of its tensor cores, as attention kernels are written for them: 2 Ampere's, 3 Hopper's, 4 Blackwell's."""
 
 
 @lru_cache(maxsize=512)

@@ -273,9 +273,12 @@ def batch_of(row: Row, layout: Layout) -> tuple[float, int, float, tuple[str, ..
             raise RowRefused("columns mbs and gbs are empty")
         samples = micro * (accum or 1) * width
     if micro is None and accum is None:
-        return max(1.0, samples / width) if layout.pp == 1 else 1.0, (
-            1 if layout.pp == 1 else max(1, round(samples / width))
-        ), samples, ("mbs",)
+        return (
+            max(1.0, samples / width) if layout.pp == 1 else 1.0,
+            (1 if layout.pp == 1 else max(1, round(samples / width))),
+            samples,
+            ("mbs",),
+        )
     if micro is None:
         assert accum is not None
         return samples / width / accum, int(accum), samples, ("mbs",)
