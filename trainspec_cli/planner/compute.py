@@ -162,6 +162,8 @@ def layer_time(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> Layer
     if conv:
         scale *= eff.conv_memory / eff.elementwise
     pass_bytes = work.pass_bytes + work.loss_bytes * (FUSED_LOSS if setup.software.fused_loss else 1.0)
+    if not setup.software.fused_kernels:
+        pass_bytes += work.eager_bytes / scale
     cached = rates.cache_bytes / (rates.cache_bytes + work.tensor_bytes)
     passes = scale * (1 - eff.cache_reuse * cached) * pass_bytes * rates.element_bytes / 2 / rates.memory
     casts = cast_s(work, setup, rates, eff)

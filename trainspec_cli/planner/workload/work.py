@@ -35,6 +35,8 @@ class Work:
     """Memory traffic of the element-wise kernels, forward."""
     loss_bytes: float = 0.0
     """The same of the loss over the vocabulary."""
+    eager_bytes: float = 0.0
+    """Besides, where operations are kernels of their own: norms, rotations, gates that a fused kernel does in one."""
     tensor_bytes: float = 1e9
     """Of one activation that passes from kernel to kernel."""
     kernels: int = 0
