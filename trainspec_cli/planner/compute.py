@@ -16,6 +16,10 @@ from trainspec_cli.planner.workload.work import Gemm, Work
 from trainspec_cli.spec.cluster import AcceleratorSpec
 from trainspec_cli.spec.model import ConvModel
 
+FUSED_LOSS = 1 / 3
+"""Traffic of a softmax and loss that read the logits once each way and keep nothing, over one kernel an operation."""
+WAVE_OUTPUTS = 128 * 256 * 128
+"""Outputs of a wave: tiles of 128 x 256 on 128 multiprocessors, near enough for all chips of the table."""
 EIGHT_BIT = ("fp8", "mxfp8", "nvfp4")
 
 
@@ -31,8 +35,8 @@ class Rates:
     cache_bytes: float
     element_bytes: float
     wide_element_bytes: float
-    has_eight_bit: bool
-    """Hopper's generation or later."""
+    generation: int
+    """Of its tensor cores, as attention kernels are written for them: 2 Ampere's, 3 Hopper's, 4 Blackwell's."""
 
 
 @lru_cache(maxsize=512)
@@ -45,7 +49,7 @@ def rates_of(chip: AcceleratorSpec, matmul: str, compute: str, eff: Efficiency) 
         cache_bytes=chip.cache_mb * 1e6,
         element_bytes=4.0 if compute in ("fp32", "tf32") else 2.0,
         wide_element_bytes={"nvfp4": 0.56, "fp8": 1.0, "mxfp8": 1.03}.get(matmul, 2.0),
-        has_eight_bit=chip.fp8_tflops > 0,
+        generation=2 + (chip.fp8_tflops > 0) + (chip.fp4_tflops > 0) if chip.bf16_tflops else 1,
     )
 
 
@@ -58,19 +62,35 @@ def alignment(size: float) -> int:
     return max(0, 7 - power.bit_length())
 
 
-def gemm_s(gemm: Gemm, rates: Rates, eff: Efficiency) -> float:
-    """One forward product (or one of the two backward ones, which are as large)."""
+def product_s(m: float, n: float, k: float, gemm: Gemm, rates: Rates, eff: Efficiency) -> float:
+    """`gemm.count` products of m x k by k x n, launched as one: arithmetic, traffic it does not hide, and its end.
+
+    Tiles are given to multiprocessors in waves; on average a part of the last wave stands idle, for as long as a tile
+    of its inner dimension takes. Long inner dimensions with few tiles (tensor parallelism, small micro-batches) suffer.
+    """
     rate, size = (rates.matmul, rates.wide_element_bytes) if gemm.wide else (rates.plain_matmul, rates.element_bytes)
     loss = 1.0 + eff.misalignment * (alignment(gemm.n) + alignment(gemm.k)) / 2
-    traffic = size * (gemm.m * gemm.k + gemm.k * gemm.n) + rates.element_bytes * gemm.m * gemm.n
-    arithmetic = 2.0 * gemm.m * gemm.n * gemm.k / rate * loss
-    return gemm.count * (arithmetic + eff.gemm_memory * traffic / rates.memory) + eff.kernel_s
+    traffic = size * (m * k + k * n) + rates.element_bytes * m * n
+    arithmetic = 2.0 * m * n * k / rate * loss
+    tail = eff.tail_waves * WAVE_OUTPUTS * 2.0 * k / rate * loss
+    return gemm.count * (arithmetic + eff.gemm_memory * traffic / rates.memory) + tail + eff.kernel_s
 
 
-def conv_s(gemm: Gemm, rates: Rates, eff: Efficiency) -> float:
+def gemm_s(gemm: Gemm, rates: Rates, eff: Efficiency) -> tuple[float, float, float]:
+    """-> (forward, backward of the inputs, backward of the weights)."""
+    m, n, k = gemm.m, gemm.n, gemm.k
+    return (
+        product_s(m, n, k, gemm, rates, eff),
+        product_s(m, k, n, gemm, rates, eff),
+        product_s(k, n, m, gemm, rates, eff),
+    )
+
+
+def conv_s(gemm: Gemm, rates: Rates, eff: Efficiency) -> tuple[float, float, float]:
     """A convolution as an implicit matrix product; its memory traffic is counted with the element-wise passes."""
     loss = 1.0 + eff.misalignment * (alignment(gemm.n) + alignment(gemm.k)) / 2
-    return gemm.flops / (rates.plain_matmul * eff.conv) * loss + eff.kernel_s
+    once = gemm.flops / (rates.plain_matmul * eff.conv) * loss + eff.kernel_s
+    return once, once, once
 
 
 @dataclass(frozen=True)
@@ -84,6 +104,7 @@ class LayerTime:
     memory_f: float = 0.0
     memory_b: float = 0.0
     kernels: float = 0.0
+    """Launched forward."""
     experts: float = 0.0
 
     def plus(self, other: LayerTime, times: float = 1.0) -> LayerTime:
@@ -115,8 +136,8 @@ def attention_s(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> tupl
         return 0.0, 0.0
     if setup.software.fused_attention:
         softmax = eff.exponentials * work.attention_flops / (4.0 * work.attention_head_dim * rates.exponentials)
-        older = rates.has_eight_bit and not setup.software.native_attention
-        rate = rates.plain_matmul * (eff.attention_older if older else 1.0)
+        behind = max(0, rates.generation - setup.software.attention_generation)
+        rate = rates.plain_matmul * eff.attention_older**behind
         forward = work.attention_flops / (rate * eff.attention_forward) + softmax
         backward = 2.5 * work.attention_flops / (rate * eff.attention_backward) + softmax
         return forward, backward
@@ -129,24 +150,51 @@ def layer_time(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> Layer
     """Of one part of a layer."""
     conv = isinstance(setup.model, ConvModel)
     one = conv_s if conv else gemm_s
-    products = sum(one(gemm, rates, eff) for gemm in work.gemms)
-    if work.expert_params:
-        products *= 1.0 + eff.expert_imbalance
-    backward = products * (2.0 if setup.trainable >= 1.0 else 1.0)
+    times = [one(gemm, rates, eff) for gemm in work.gemms]
+    uneven = 1.0 + eff.expert_imbalance if work.expert_params else 1.0
+    products = uneven * sum(time[0] for time in times)
+    backward = uneven * sum(time[1] for time in times)
     if setup.trainable >= 1.0:
-        weights = sum(gemm.k * gemm.n * gemm.count for gemm in work.gemms)
-        backward += eff.gemm_memory * 2 * setup.software.grad_bytes * weights / rates.memory
+        backward += uneven * sum(time[2] for time in times) + accumulate_s(work, setup, rates, eff)
+    backward *= not work.frozen
     attention_f, attention_b = attention_s(work, setup, rates, eff)
     scale = eff.elementwise if setup.software.fused_kernels else eff.elementwise_eager
     if conv:
         scale *= eff.conv_memory / eff.elementwise
+    pass_bytes = work.pass_bytes + work.loss_bytes * (FUSED_LOSS if setup.software.fused_loss else 1.0)
+    if not setup.software.fused_kernels:
+        pass_bytes += work.eager_bytes / scale
     cached = rates.cache_bytes / (rates.cache_bytes + work.tensor_bytes)
-    passes = scale * (1 - eff.cache_reuse * cached) * work.pass_bytes * rates.element_bytes / 2 / rates.memory
+    passes = scale * (1 - eff.cache_reuse * cached) * pass_bytes * rates.element_bytes / 2 / rates.memory
     casts = cast_s(work, setup, rates, eff)
     slow = ungrouped(work, setup, eff)
     products, backward, passes, casts = slow * products, slow * backward, slow * passes, slow * casts
-    memory = (passes + casts, 2 * passes + casts)
-    return LayerTime(products, backward, attention_f, attention_b, *memory, work.kernels, work.experts)
+    memory = (passes + casts, 0.0 if work.frozen else 2 * passes + casts)
+    return LayerTime(products, backward, attention_f, attention_b, *memory, launches(work, setup), work.experts)
+
+
+CAST_KERNELS = {"fp8": 3, "mxfp8": 6, "nvfp4": 8}
+"""Launched a matrix product: its inputs scaled and cast; with a scale a block, the scales arranged for the product."""
+
+
+def launches(work: Work, setup: Setup) -> float:
+    """Launched forward: each expert's inputs and weights are cast apart, even where its products are grouped."""
+    return work.kernels + CAST_KERNELS.get(setup.matmul, 0) * sum(gemm.count for gemm in work.gemms if gemm.wide)
+
+
+def accumulate_s(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> float:
+    """Adding a micro-batch's weight gradients to those before: at the end of the product itself, or a kernel apart."""
+    layout, software = setup.layout, setup.software
+    if setup.grad_accum == 1 or (layout.zero_stage == 3 and layout.dp_shard > 1):
+        return 0.0
+    weights = sum(gemm.k * gemm.n * gemm.count for gemm in work.gemms)
+    if software.fused_accumulation:
+        return eff.gemm_memory * 2 * software.grad_bytes * weights / rates.memory
+    return APART_BYTES * weights / rates.memory
+
+
+APART_BYTES = 10.0
+"""A weight's gradient read in 2 bytes, and added to a sum in 4 that is read and written."""
 
 
 def ungrouped(work: Work, setup: Setup, eff: Efficiency) -> float:

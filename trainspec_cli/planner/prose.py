@@ -165,8 +165,13 @@ def software_of(row: Mapping[str, str]) -> Software:
     step_bytes = step_bytes_of(name)
     return Software(
         fused_attention=not old,
-        native_attention=mlperf or bool(re.search(FUSED, name)),
-        fused_kernels=compiled or mlperf or (not old and bool(re.search(FUSED, name))),
+        attention_generation=9 if mlperf or re.search(FUSED, name) else 1 if year <= 2023 else 2,
+        fused_kernels=compiled
+        or mlperf
+        or (not old and bool(re.search(FUSED, name)))
+        or (old and "deepspeed" not in name),
+        fused_loss=compiled or mlperf or bool(re.search(r"foundry|composer|maxtext|pax|jax|liger|flash", name)),
+        fused_accumulation="deepspeed" not in name and bool(re.search(FUSED, name)),
         overlap_dp="deepspeed" not in name and not old,
         overlap_tp=not old,
         grouped_experts=year >= 2026 or not year,

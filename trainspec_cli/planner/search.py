@@ -1,7 +1,8 @@
 """Exact search: every layout in the space is either predicted, or proven to be too large or too slow.
 
-Memory is checked first. Then a bound that no layout can beat (its slowest stage's work, without bubble, data-parallel
-traffic or optimizer) drops those that cannot enter the shown ones; what is left is predicted in full.
+A bound that no layout can beat (its mean stage's work, without bubble, data-parallel traffic or optimizer) drops those
+that cannot enter the shown ones, before their memory is looked at where the layer's times are already known; memory
+drops others; what is left is predicted in full.
 """
 
 from __future__ import annotations
@@ -10,11 +11,19 @@ import heapq
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+from trainspec_cli.planner.compute import EIGHT_BIT
 from trainspec_cli.planner.hardware import Efficiency
 from trainspec_cli.planner.memory import LayerMemory, mean_layer_memory, memory_limit_bytes, peak_of
 from trainspec_cli.planner.setup import RECOMPUTE, Recompute, Setup, Software
 from trainspec_cli.planner.space import Space
-from trainspec_cli.planner.step import MicroBatch, assemble_step, micro_batch, recompute_part_s
+from trainspec_cli.planner.step import (
+    MicroBatch,
+    assemble_step,
+    micro_batch,
+    own_work_s,
+    recompute_part_s,
+    waiting_share,
+)
 from trainspec_cli.planner.topology import axis_groups
 from trainspec_cli.planner.workload.layers import num_layers
 from trainspec_cli.spec.layout import Layout
@@ -75,8 +84,11 @@ class Search:
         )
 
     def _try(self, setup: Setup, recompute: str, best: list[tuple[float, int, Found]]) -> bool:
-        """-> whether it fits."""
+        """-> whether heavier recomputation is no use: this fits, or is already too slow."""
         self.considered += 1
+        known = self._parts.get(self._part_key(setup))
+        if known is not None and self._too_slow(setup, known, best):
+            return True
         peak = peak_of(setup, self._layer_memory(setup, recompute))
         if peak > self._limit:
             self.refused[TOO_LARGE] += 1
@@ -84,8 +96,7 @@ class Search:
                 self.smallest = Found(setup, recompute, 0.0, peak)
             return False
         once = self._micro_batch(setup)
-        if len(best) == self.keep and self._bound(setup, once) >= -best[0][0]:
-            self.refused[SLOWER] += 1
+        if known is None and self._too_slow(setup, once, best):
             return True
         groups = axis_groups(setup.layout, setup.fabric, self.eff)
         step = assemble_step(setup, once, groups, self.eff).total_s
@@ -97,18 +108,28 @@ class Search:
         heapq.heappushpop(best, entry)
         return True
 
+    def _too_slow(self, setup: Setup, once: MicroBatch, best: list[tuple[float, int, Found]]) -> bool:
+        slow = len(best) == self.keep and self._bound(setup, once) >= -best[0][0]
+        self.refused[SLOWER] += slow
+        return slow
+
     def _bound(self, setup: Setup, once: MicroBatch) -> float:
-        """No schedule is faster than the mean stage's own work."""
-        layer = once.layer
-        work = layer.time.forward + layer.time.backward + 2 * layer.comm.tp + 3 * layer.comm.cp + 2 * layer.comm.ep
-        work += recompute_part_s(layer, setup)
-        return setup.grad_accum * work * num_layers(setup.model) / setup.layout.pp
+        """No schedule is faster than the mean stage's own work, waiting for the slowest device included."""
+        layer, layout = once.layer, setup.layout
+        work = num_layers(setup.model) * (own_work_s(layer) + recompute_part_s(layer, setup))
+        work += own_work_s(once.embedding) + own_work_s(once.head)
+        return setup.grad_accum * work / layout.pp * (1 + waiting_share(setup, self.eff))
+
+    def _part_key(self, setup: Setup) -> tuple[object, ...]:
+        layout = setup.layout
+        gathered = layout.zero_stage == 3 and layout.dp_shard > 1
+        accum = setup.grad_accum if setup.matmul in EIGHT_BIT else setup.grad_accum > 1
+        return *_cut(layout), layout.pp == 1, gathered, setup.micro_batch_size, accum, id(setup.software)
 
     def _micro_batch(self, setup: Setup) -> MicroBatch:
-        layout = setup.layout
-        key = (*_cut(layout), layout.pp == 1, setup.micro_batch_size, setup.grad_accum, id(setup.software))
+        key = self._part_key(setup)
         if key not in self._parts:
-            groups = axis_groups(layout, setup.fabric, self.eff)
+            groups = axis_groups(setup.layout, setup.fabric, self.eff)
             self._parts[key] = micro_batch(setup, groups, self.eff)
         return self._parts[key]
 

@@ -40,10 +40,15 @@ class Software:
 
     fused_attention: bool = True
     """FlashAttention or alike; False materialises the score matrix."""
-    native_attention: bool = True
-    """Attention kernels of the chip's own generation (cuDNN, FlashAttention-3), not of the one before."""
+    attention_generation: int = 9
+    """Of tensor cores that the attention kernels were written for: FlashAttention 1 to 3, and 9 where a maker's library
+    keeps up with its chips (cuDNN, XLA, ROCm)."""
     fused_kernels: bool = True
     """Norms, activations, losses as single kernels (Transformer Engine, torch.compile, XLA)."""
+    fused_loss: bool = False
+    """Softmax and loss over the vocabulary as one kernel each way."""
+    fused_accumulation: bool = True
+    """Weight gradients are added up by the matrix products that make them."""
     overlap_dp: bool = True
     """Gradients are reduced, and parameters gathered, while others are computed."""
     overlap_tp: bool = True

@@ -116,7 +116,7 @@ def estimate_step(setup: Setup, eff: Efficiency) -> StepTime:
 
 def assemble_step(setup: Setup, once: MicroBatch, groups: dict[str, Group], eff: Efficiency) -> StepTime:
     """From the parts of a micro-batch to a whole step under the setup's layout."""
-    layout, fabric, rates = setup.layout, setup.fabric, once.rates
+    layout, rates = setup.layout, once.rates
     counts = stage_layers_of(setup, once.layer, once.head)
     stages = stage_parts(once, counts)
     times = [stage_s(part, setup) for part in stages]
@@ -140,8 +140,12 @@ def assemble_step(setup: Setup, once: MicroBatch, groups: dict[str, Group], eff:
         dp_comm_s=data_parallel_s(part, setup, groups, eff),
         host_s=micro * host_wait_s(part, times[slowest], setup, eff) + between,
     )
-    slow = eff.jitter * math.log2(max(1.0, fabric.num_devices / 8))
-    return replace(busy, host_s=busy.host_s + slow * (busy.total_s - between))
+    return replace(busy, host_s=busy.host_s + waiting_share(setup, eff) * (busy.total_s - between))
+
+
+def waiting_share(setup: Setup, eff: Efficiency) -> float:
+    """Of a step's work, added by waiting for the slowest device."""
+    return eff.jitter * math.log2(max(1.0, setup.fabric.num_devices / 8))
 
 
 def with_prediction_layers(head: Part, layer: Part, setup: Setup) -> Part:
@@ -169,9 +173,13 @@ def stage_parts(once: MicroBatch, counts: tuple[int, ...]) -> list[Part]:
 
 def stage_s(part: Part, setup: Setup) -> float:
     """One micro-batch through one stage and back."""
+    return own_work_s(part) + recompute_part_s(part, setup)
+
+
+def own_work_s(part: Part) -> float:
+    """One micro-batch through it and back, nothing done again."""
     comm = part.comm
-    plain = part.time.forward + part.time.backward + 2 * comm.tp + 3 * comm.cp + 2 * comm.ep
-    return plain + recompute_part_s(part, setup)
+    return part.time.forward + part.time.backward + 2 * comm.tp + 3 * comm.cp + 2 * comm.ep
 
 
 def pipeline_sends_s(setup: Setup, group: Group, eff: Efficiency) -> float:

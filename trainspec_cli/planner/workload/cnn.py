@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from trainspec_cli.planner.workload.work import Gemm, Kinds, Work
@@ -46,6 +46,13 @@ def bottleneck(positions: float, channels_in: int, width: int, stride: int, grou
     return convs
 
 
+def detector_backbone(model: ConvModel) -> list[Conv]:
+    """A pretrained ResNet whose stem and first stage stay frozen, as detectors train it (MLPerf, torchvision)."""
+    convs = resnet(model)
+    first = 1 + 3 * model.blocks[0] + 1
+    return [replace(conv, frozen=True) for conv in convs[:first]] + convs[first:]
+
+
 def resnet(model: ConvModel) -> list[Conv]:
     """Stem and stages; widths are those inside the bottlenecks. ResNeXt's are twice ResNet's for the same output."""
     area = math.prod(model.input_size)
@@ -73,7 +80,7 @@ def retinanet(model: ConvModel) -> list[Conv]:
     area, levels = math.prod(model.input_size), [3, 4, 5, 6, 7]
     expansion = 4 if model.groups == 1 else 2
     outputs = [0] + [width * expansion for width in model.widths[1:]]
-    convs = resnet(model) + pyramid(model, outputs, levels)
+    convs = detector_backbone(model) + pyramid(model, outputs, levels)
     positions = sum(area / 4**level for level in levels)
     convs += [Conv(positions, 256, 256, 9, normed=False)] * 8
     convs += [Conv(positions, 256, 9 * model.num_classes, 9, normed=False), Conv(positions, 256, 36, 9, normed=False)]
@@ -84,7 +91,7 @@ def maskrcnn(model: ConvModel) -> list[Conv]:
     """Pyramid, proposals, 512 boxes through two dense layers, 128 masks through four (arXiv:1703.06870)."""
     area, levels = math.prod(model.input_size), [2, 3, 4, 5, 6]
     outputs = [width * 4 for width in model.widths]
-    convs = resnet(model) + pyramid(model, outputs, levels)
+    convs = detector_backbone(model) + pyramid(model, outputs, levels)
     positions = sum(area / 4**level for level in levels)
     convs += [Conv(positions, 256, 256, 9, normed=False), Conv(positions, 256, 15, 1, normed=False)]
     convs += [Conv(512, 256 * 49, 1024, 1, normed=False), Conv(512, 1024, 1024, 1, normed=False)]
@@ -155,6 +162,7 @@ def layer_works(model: ConvModel, samples: float) -> Kinds:
                 params=conv.params + 2 * conv.out_channels,
                 saved_bytes=2.0 * out * (2 if conv.normed else 1),
                 input_bytes=2.0 * into,
+                frozen=conv.frozen,
             )
         )
     return ((1.0, tuple(works)),)

@@ -49,7 +49,8 @@ def head_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | None:
     tied = model.tied_embeddings and layout.pp == 1
     return Work(
         gemms=(Gemm(tokens, vocab, hidden, wide=False),),
-        pass_bytes=tokens * (LOSS_BYTES * vocab + 8.0 * hidden / split),
+        pass_bytes=tokens * 8.0 * hidden / split,
+        loss_bytes=tokens * LOSS_BYTES * vocab,
         kernels=12,
         tp_bytes=2.0 * tokens * hidden,
         tp_exchanges=1,

@@ -56,7 +56,7 @@ def expert_work(experts: ExpertSpec, hidden: int, gated: bool, tokens: float, la
         pass_bytes=2.0 * (tokens * 7 * hidden / split + copies * (gates + 1) * width + tokens * (gates + 1) * shared)
         + permute,
         tensor_bytes=2.0 * copies * hidden,
-        kernels=60,
+        kernels=100,
         tp_bytes=2.0 * tokens * hidden,
         tp_exchanges=1 if (shared and tp > 1) or etp > 1 else 0,
         ep_bytes=2.0 * copies * hidden,

@@ -113,6 +113,14 @@ def attention_gemms(model: DecoderModel, tokens: float, tp: int) -> tuple[Gemm, 
     return tuple(gemms)
 
 
+EAGER_NORM_BYTES = 24.0
+"""An element of a root-mean-square norm in plain operations: cast to 4 bytes, squared, averaged, scaled, cast back."""
+EAGER_ROTATION_BYTES = 16.0
+"""An element of a query or key, rotated in 4 bytes."""
+EAGER_GATE_BYTES = 4.0
+"""An element of a gate whose activation is written before it is multiplied."""
+
+
 def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Layout) -> Work:
     """Norm, projections, core and residual of one layer."""
     tp, hidden = layout.tp, model.hidden_size
@@ -133,6 +141,9 @@ def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Lay
         attention_head_dim=attention_width(model) / model.num_heads,
         score_bytes=2.0 * tokens * seq_len * model.num_heads / tp,
         pass_bytes=2.0 * tokens * (7 * hidden / split + 2 * (query + key) / tp + 2 * latent),
+        eager_bytes=tokens * (EAGER_NORM_BYTES * hidden / split + EAGER_ROTATION_BYTES * (query + key) / tp)
+        if model.gated_mlp
+        else 0.0,
         tensor_bytes=2.0 * tokens * hidden / split,
         kernels=16 if model.mla is None else 34,
         tp_bytes=2.0 * tokens * hidden,
@@ -154,6 +165,7 @@ def mlp_work(model: DecoderModel, tokens: float, layout: Layout) -> Work:
     return Work(
         gemms=(Gemm(tokens, gates * width, hidden), Gemm(tokens, hidden, width)),
         pass_bytes=2.0 * tokens * (7 * hidden / split + (gates + 1) * width),
+        eager_bytes=tokens * (EAGER_NORM_BYTES * hidden / split + EAGER_GATE_BYTES * width) if model.gated_mlp else 0.0,
         tensor_bytes=2.0 * tokens * hidden / split,
         kernels=10 if model.gated_mlp else 8,
         tp_bytes=2.0 * tokens * hidden,

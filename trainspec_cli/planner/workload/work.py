@@ -33,6 +33,10 @@ class Work:
     """Of the score matrix, were it materialised in 2 bytes."""
     pass_bytes: float = 0.0
     """Memory traffic of the element-wise kernels, forward."""
+    loss_bytes: float = 0.0
+    """The same of the loss over the vocabulary."""
+    eager_bytes: float = 0.0
+    """Besides, where operations are kernels of their own: norms, rotations, gates that a fused kernel does in one."""
     tensor_bytes: float = 1e9
     """Of one activation that passes from kernel to kernel."""
     kernels: int = 0
@@ -59,8 +63,8 @@ class Work:
     """Kept besides by a framework without fused norms and activations: fp32 copies, the gate's output."""
     input_bytes: float = 0.0
     """The layer's input: all that full recomputation keeps."""
-    matmul_backward: float = 2.0
-    """Backward products over forward ones: 2, or 1 where the weights are frozen."""
+    frozen: bool = False
+    """Has no backward: neither it nor anything before it is trained."""
 
     @property
     def gemm_flops(self) -> float:
