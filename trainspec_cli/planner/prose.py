@@ -174,6 +174,7 @@ def software_of(row: Mapping[str, str]) -> Software:
         fused_accumulation="deepspeed" not in name and bool(re.search(FUSED, name)),
         overlap_dp="deepspeed" not in name and not old,
         overlap_tp=not old,
+        split_sends="deepspeed" not in name,
         grouped_experts=year >= 2026 or not year,
         graphs=mlperf or bool(re.search(r"maxtext|pax|jax", name)),
         reduce_bytes=2.0 if pure or half_gradients else 4.0,

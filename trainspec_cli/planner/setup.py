@@ -52,6 +52,8 @@ class Software:
     overlap_dp: bool = True
     """Gradients are reduced, and parameters gathered, while others are computed."""
     overlap_tp: bool = True
+    split_sends: bool = True
+    """Pipeline stages send each tensor-parallel rank's part alone and gather it at the other end (arXiv:2104.04473)."""
     grouped_experts: bool = True
     """Experts run as one grouped kernel, and their tokens cross the network once a node."""
     graphs: bool = False

@@ -32,7 +32,8 @@ class LayerComm:
 def layer_comm(work: Work, setup: Setup, groups: dict[str, Group], eff: Efficiency) -> LayerComm:
     """Exposed, forward, of one part of a layer."""
     copies = work.expert_copies if setup.software.grouped_experts else 1
-    hidden_tp = eff.tp_overlap if setup.software.overlap_tp else 0.0
+    first = 1 / setup.layout.tp  # chunk of a ring, before there is anything to multiply
+    hidden_tp = eff.tp_overlap * (1 - first) if setup.software.overlap_tp else 0.0
     tp = work.tp_exchanges * all_reduce_s(groups["tp"], work.tp_bytes, eff) * (1 - hidden_tp)
     cp = all_gather_s(groups["cp"], work.cp_bytes, eff) * (1 - eff.cp_overlap)
     hidden_ep = eff.ep_overlap
@@ -187,7 +188,8 @@ def pipeline_sends_s(setup: Setup, group: Group, eff: Efficiency) -> float:
     layout = setup.layout
     if layout.pp == 1 or isinstance(setup.model, ConvModel):
         return 0.0
-    message = 2.0 * setup.tokens * setup.model.hidden_size / layout.tp
+    parts = layout.tp if layout.sequence_parallel or setup.software.split_sends else 1
+    message = 2.0 * setup.tokens * setup.model.hidden_size / parts
     one = send_s(group, message, eff) * (1 - eff.pp_overlap)
     return 2 * layout.virtual_stages * setup.grad_accum * one + 2 * (layout.pp - 1) * send_s(group, message, eff)
 
