@@ -171,11 +171,17 @@ def template_of(spec: RunSpec, fabric: Fabric) -> Setup:
 
 
 def software_of(spec: RunSpec, sharded: bool) -> Software:
-    """Parameters sharded (ZeRO-3): one fp32 copy; else weights in the compute format and fp32 masters."""
+    """Of PyTorch as the engine uses it: attention by FlashAttention 2, gradients added up apart from their products.
+
+    Parameters sharded (ZeRO-3): one fp32 copy; else weights in the compute format and fp32 masters.
+    """
     gradient = 2.0 if spec.precision.reduce == "bf16" else 4.0
     moments = 8.0 if spec.optim.name == "adamw" else 0.0
     return Software(
+        attention_generation=2,
         fused_kernels=spec.compile,
+        fused_loss=spec.compile,
+        fused_accumulation=False,
         reduce_bytes=gradient,
         grad_bytes=gradient,
         moment_bytes=moments,

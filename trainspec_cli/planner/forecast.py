@@ -16,9 +16,9 @@ from trainspec_cli.spec.resilience import RecoveryMode, ResilienceSpec
 from trainspec_cli.spec.run import RunSpec
 
 SEEDS = 24
-STEP_TIME_KNOWN_WITHIN = 1.20
-"""The 90th percentile of the absolute step-time error over the judged rows of tests/data/measured/throughput.csv
-(`trainspec backtest`): 20%. Efficiencies were fitted to those rows; on a cluster not among them it errs more."""
+STEP_TIME_KNOWN_WITHIN = 1.21
+"""Nine in ten runs of sources that the efficiencies were not fitted to lie within 20.9% of the prediction, of models
+within 20.6% (tests/bench/planner_generality.py, 1092 published runs); of those fitted to, within 19.0%."""
 CHECKPOINT_BYTES = {"adamw": 12.0, "sgd": 4.0}
 """A parameter: fp32 values, and AdamW's two moments. Published checkpoints weigh 12.8 to 13.2."""
 
