@@ -9,3 +9,11 @@ MicroBatch = tuple[Tensor, Tensor]
 
 IGNORED_TARGET = -1
 """A target that takes no part in the loss."""
+
+
+def held_part(micro_batch: MicroBatch, positions_S: Tensor | None) -> MicroBatch:
+    """The positions that a rank holds of each sequence; None: all."""
+    if positions_S is None:
+        return micro_batch
+    tokens, targets = micro_batch
+    return tokens[:, positions_S], targets[:, positions_S]

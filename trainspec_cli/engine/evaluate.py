@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from trainspec_cli.corpus.shards import TokenFolder
+from trainspec_cli.engine.batch import held_part
+from trainspec_cli.engine.build import Machinery
 from trainspec_cli.engine.data.heldout import HeldoutLoss, heldout_batches, summarise
+from trainspec_cli.engine.passes import forward_only
+
+NO_TOKEN = -1
 
 
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
-def heldout_loss(
-    model: Any, folder: TokenFolder, *, seq_len: int, batch_size: int, rank: int, num_ranks: int, device: torch.device
-) -> HeldoutLoss | None:
+def heldout_loss(built: Machinery, folder: TokenFolder, *, seq_len: int, batch_size: int) -> HeldoutLoss | None:
     """The loss on the held-out text, the same on every rank; None where the folder holds none out."""
     if folder.num_tokens("heldout") < 2:
         return None
-    total = torch.zeros((), device=device)
-    for tokens, targets in heldout_batches(folder, seq_len, batch_size, rank, num_ranks):
-        total += model(tokens.to(device), targets.to(device))
+    total = torch.zeros((), device=built.device)
+    ranks = built.mesh.layout.data_parallel_size
+    for tokens, targets in heldout_batches(folder, seq_len, batch_size, built.mesh.data_rank, ranks):
+        micro_batch = held_part((tokens.to(built.device), targets.to(built.device)), built.positions_S)
+        loss = forward_only(built.stages, *micro_batch)
+        if loss is not None:
+            total += loss / built.mesh.layout.tp
     dist.all_reduce(total)
     return summarise(total.item(), folder)
 
@@ -30,20 +37,47 @@ def heldout_loss(
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
 def write_text(
-    model: Any, prompt_ids: Sequence[int], *, count: int, temperature: float, max_context: int, seed: int
+    built: Machinery, prompt_ids: Sequence[int], *, count: int, temperature: float, max_context: int, seed: int
 ) -> list[int]:
-    """`count` tokens after the prompt. Every rank writes the same text: its shards take part in each forward."""
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
+    """`count` tokens after the prompt. Every rank writes the same text: all take part in each forward."""
+    generator = torch.Generator(built.device).manual_seed(seed)
     ids = list(prompt_ids)
     for _ in range(count):
-        context = torch.tensor([ids[-max_context:]], device=device)
-        logits_V = model(context)[0, -1].float()
-        ids.append(_choose(logits_V, temperature, generator))
+        logits_V = _next_logits(built, ids[-max_context:], max_context)
+        token = NO_TOKEN if logits_V is None else _choose(logits_V, temperature, generator)
+        agreed = torch.tensor(token, device=built.device)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        ids.append(int(agreed))
     return ids[len(prompt_ids) :]
 
 
-def _choose(logits_V: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
+def _next_logits(built: Machinery, context: Sequence[int], seq_len: int) -> Tensor | None:
+    """(V,) after the last token of `context`; None on ranks that hold neither the last stage nor that token."""
+    layout, last = built.mesh.layout, len(context) - 1
+    length = seq_len if layout.cp > 1 else len(context) + -len(context) % layout.tp
+    tokens = torch.zeros((1, length), dtype=torch.int64, device=built.device)
+    tokens[0, : len(context)] = torch.tensor(context, device=built.device)
+    if built.positions_S is not None:
+        tokens = tokens[:, built.positions_S]
+    logits_BSV = forward_only(built.stages, tokens, None)
+    if logits_BSV is None:
+        return None
+    index = last if built.positions_S is None else int((built.positions_S == last).int().argmax())
+    mine = built.positions_S is None or last in built.positions_S
+    logits_V = _all_words(logits_BSV[0, index], built)
+    return logits_V if mine else None
+
+
+def _all_words(logits_V: Tensor, built: Machinery) -> Tensor:
+    """The ranks of tp hold a part of the vocabulary each."""
+    if built.mesh.layout.tp == 1:
+        return logits_V
+    parts = [torch.empty_like(logits_V) for _ in range(built.mesh.layout.tp)]
+    dist.all_gather(parts, logits_V.contiguous(), group=built.mesh.group("tp"))
+    return torch.cat(parts)
+
+
+def _choose(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:
     if temperature == 0:
         return int(logits_V.argmax())
-    return int(torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator))
+    return int(torch.multinomial((logits_V.float() / temperature).softmax(-1), 1, generator=generator))

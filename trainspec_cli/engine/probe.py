@@ -22,6 +22,7 @@ from trainspec_cli.engine.build import DTYPES, build_machinery, join_processes
 from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
 from trainspec_cli.engine.models.decoder import apply_rope
 from trainspec_cli.engine.optim.update import gradient_norm, guarded_update
+from trainspec_cli.engine.shares import Share
 from trainspec_cli.engine.step import train_step
 from trainspec_cli.engine.trainer import Trainer  # noqa: F401 - a worker's memory holds what it imports
 from trainspec_cli.rundir.events import PARTS
@@ -128,7 +129,7 @@ def empty_plan(compute: str, layers: int) -> Plan:
         train=TrainSection(max_steps=EMPTY_STEPS),
     )
     layout = Layout(dp_replicate=world_size)
-    return Plan(spec, layout, "cpu", 1, world_size, compute, 1, 1, 0, 0.0)  # type: ignore[arg-type]
+    return Plan(spec, layout, "cpu", 1, world_size, compute, 1, 1, "none", "none", 0, 0.0)  # type: ignore[arg-type]
 
 
 def empty_steps(compute: str, layers: int) -> dict[str, float]:
@@ -141,13 +142,11 @@ def empty_steps(compute: str, layers: int) -> dict[str, float]:
         if step == 3:
             built.clock.restart()
         train_step(
-            built.model,
-            built.optimizer,
+            built,
             [(tokens, tokens)],
             global_tokens=plan.tokens_per_step,
             clip_norm=1.0,
             stop_requested=False,
-            clock=built.clock,
         )
     for part, seconds in built.clock.cut().parts_s().items():
         parts[part] = seconds / EMPTY_STEPS
@@ -244,7 +243,7 @@ def optimizer_run(elements: int) -> Run:
 
     def run() -> None:
         parameter.grad = gradient
-        guarded_update(optimizer, gradient_norm([parameter]), loss, 1.0)
+        guarded_update(optimizer, gradient_norm([Share("p", parameter)]), loss, 1.0)
 
     return run
 

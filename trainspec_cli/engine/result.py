@@ -42,7 +42,7 @@ def write_result(
     xz_bits_per_byte: float | None,
 ) -> None:
     """Called by every rank together: weights are gathered for their digest, memory is compared."""
-    sha256 = weights_sha256(built.model)
+    sha256 = weights_sha256(built.shares, built.mesh.group("pp"))
     memory = torch.tensor(peak_memory_bytes(built.device), dtype=torch.int64, device=built.device)
     dist.all_reduce(memory, dist.ReduceOp.MAX)
     throughput = measure_throughput(

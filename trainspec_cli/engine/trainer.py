@@ -78,7 +78,7 @@ class Trainer:
         self._finish("done" if self.step == self.spec.train.max_steps else "stopped")
 
     def _resume(self) -> None:
-        manifest = store.load_newest(self.run_dir, self.built.model, self.built.optimizer, self.built.device)
+        manifest = store.load_newest(self.run_dir, self.built.held, self.built.device)
         if manifest:
             self.step = self.saved_step = manifest.step
 
@@ -118,13 +118,11 @@ class Trainer:
         with self.clock.part("data_wait"):
             micro_batches = next(coming)
         outcome = train_step(
-            self.built.model,
-            self.built.optimizer,
+            self.built,
             micro_batches,
             global_tokens=self.plan.tokens_per_step,
             clip_norm=self.spec.optim.grad_clip_norm,
             stop_requested=self.stop_request.requested,
-            clock=self.clock,
         )
         self.step += 1
         if self._checkpoint_is_due():
@@ -188,8 +186,9 @@ class Trainer:
             global_batch_size=self.spec.batching.global_batch_size,
             micro_batch_size=self.plan.micro_batch_size,
             seed=self.spec.train.seed,
-            rank=self.built.data_rank,
+            rank=self.built.mesh.data_rank,
             num_ranks=self.plan.layout.data_parallel_size,
+            positions_S=None if self.built.positions_S is None else self.built.positions_S.cpu(),
         )
 
     # What is left behind
@@ -200,8 +199,7 @@ class Trainer:
         started = time.perf_counter()
         manifest = store.save(
             self.run_dir,
-            self.built.model,
-            self.built.optimizer,
+            self.built.held,
             step=self.step,
             samples=self.step * self.spec.batching.global_batch_size,
             seed=self.spec.train.seed,
@@ -222,13 +220,7 @@ class Trainer:
         """The loss on the held-out text."""
         started = time.perf_counter()
         heldout = heldout_loss(
-            self.built.model,
-            self.folder,
-            seq_len=self.spec.data.seq_len,
-            batch_size=self.plan.micro_batch_size,
-            rank=self.built.data_rank,
-            num_ranks=self.plan.layout.data_parallel_size,
-            device=self.built.device,
+            self.built, self.folder, seq_len=self.spec.data.seq_len, batch_size=self.plan.micro_batch_size
         )
         if heldout is None:
             return
@@ -248,7 +240,7 @@ class Trainer:
             return
         prompt_ids = encode(self.folder.path, sample.prompt) or [self.folder.manifest.end_of_document_id]
         ids = write_text(
-            self.built.model,
+            self.built,
             prompt_ids,
             count=sample.max_new_tokens,
             temperature=sample.temperature,

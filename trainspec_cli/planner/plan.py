@@ -34,6 +34,8 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
         compute=compute,
         micro_batch_size=micro_batch_size,
         grad_accum_steps=grad_accum_steps,
+        recompute="none" if spec.recompute == AUTO else spec.recompute,
+        offload="none" if spec.offload == AUTO else spec.offload,
         params=workload.count_params(spec.model),
         flops_per_token=workload.flops_per_token(spec.model, spec.data.seq_len),
         peak_flops=peak_flops,

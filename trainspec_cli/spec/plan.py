@@ -7,7 +7,7 @@ from typing import Literal
 
 from trainspec_cli.spec.layout import Layout
 from trainspec_cli.spec.local import LocalPrediction
-from trainspec_cli.spec.run import RunSpec
+from trainspec_cli.spec.run import Offload, Recompute, RunSpec
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Plan:
     compute: Literal["bf16", "fp32"]
     micro_batch_size: int
     grad_accum_steps: int
+    recompute: Recompute
+    offload: Offload
     params: int
     flops_per_token: float
     """Model FLOPs of forward and backward a token: 6 per matmul parameter, and attention over the causal half."""

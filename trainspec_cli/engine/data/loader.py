@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainspec_cli.corpus.samples import locate, num_samples, rank_positions
 from trainspec_cli.corpus.shards import TokenFolder
-from trainspec_cli.engine.batch import MicroBatch
+from trainspec_cli.engine.batch import MicroBatch, held_part
 
 PREFETCHED_STEPS = 2
 
@@ -28,6 +28,8 @@ class BatchPlan:
     rank: int
     """Among the data-parallel ranks."""
     num_ranks: int
+    positions_S: Tensor | None = None
+    """Of each sequence, the positions this rank holds (context parallelism); None: all."""
 
 
 def read_step(folder: TokenFolder, plan: BatchPlan, step: int) -> list[tuple[Tensor, Tensor]]:
@@ -37,7 +39,8 @@ def read_step(folder: TokenFolder, plan: BatchPlan, step: int) -> list[tuple[Ten
     _, indices = locate(positions, samples, plan.seed)
     windows = np.stack([folder.tokens("train", int(i) * plan.seq_len, plan.seq_len + 1) for i in indices])
     parts = torch.from_numpy(windows).split(plan.micro_batch_size)
-    return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in parts]
+    pairs = [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in parts]
+    return [held_part(pair, plan.positions_S) for pair in pairs]
 
 
 def batches(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainspec_cli.engine.batch import IGNORED_TARGET
@@ -43,7 +44,7 @@ class ChunkCrossEntropy(nn.Module):
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, chunk: ChunkCrossEntropy, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
+    def forward(ctx: Any, chunk: nn.Module, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
         needs_gradient = any(ctx.needs_input_grad)
         total = x_TD.new_zeros((), dtype=torch.float32)
         dx_TD = torch.empty_like(x_TD)
@@ -67,11 +68,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class LinearCrossEntropy(nn.Module):
-    """Sum over tokens of -log softmax(x weight^T)[target]: a scalar in fp32. `IGNORED_TARGET`s count nothing."""
+    """Sum over tokens of -log softmax(x weight^T)[target]: a scalar in fp32. `IGNORED_TARGET`s count nothing.
+
+    Without targets, the logits (B, S, V).
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.chunk = ChunkCrossEntropy()
+        self.chunk: nn.Module = ChunkCrossEntropy()
 
-    def forward(self, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-        return _LinearCrossEntropy.apply(self.chunk, x_TD, weight_VD, targets_T)
+    def forward(self, x_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor | None) -> Tensor:
+        if targets_BS is None:
+            return F.linear(x_BSD, weight_VD)
+        return _LinearCrossEntropy.apply(self.chunk, x_BSD.flatten(0, -2), weight_VD, targets_BS.flatten())

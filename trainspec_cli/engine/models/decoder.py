@@ -27,9 +27,24 @@ def rope_angles(seq_len: int, head_dim: int, theta: float, device: torch.device 
 
 def apply_rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
     """Rotate the pairs (i, i + E/2) of each head, the order that Hugging Face's llama uses."""
+    seq_len = x_BSHE.shape[1]
     first, second = x_BSHE.chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
-    return x_BSHE * cos_SE[:, None, :] + rotated * sin_SE[:, None, :]
+    return x_BSHE * cos_SE[:seq_len, None, :] + rotated * sin_SE[:seq_len, None, :]
+
+
+class CausalCore(nn.Module):
+    """Scores, softmax and values: the part of attention that crosses the sequence."""
+
+    def forward(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor) -> Tensor:
+        mixed_BHSE = F.scaled_dot_product_attention(
+            q_BSHE.transpose(1, 2),
+            k_BSKE.transpose(1, 2),
+            v_BSKE.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=q_BSHE.shape[2] != k_BSKE.shape[2],
+        )
+        return mixed_BHSE.transpose(1, 2)
 
 
 class Attention(nn.Module):
@@ -38,7 +53,7 @@ class Attention(nn.Module):
     def __init__(self, model: DecoderModel):
         super().__init__()
         self.head_dim = model.head_dim
-        self.grouped = model.num_kv_heads != model.num_heads
+        self.core = CausalCore()
         self.q = nn.Linear(model.hidden_size, model.num_heads * model.head_dim, bias=False)
         self.k = nn.Linear(model.hidden_size, model.num_kv_heads * model.head_dim, bias=False)
         self.v = nn.Linear(model.hidden_size, model.num_kv_heads * model.head_dim, bias=False)
@@ -49,14 +64,7 @@ class Attention(nn.Module):
         q_BSHE = apply_rope(self.q(x_BSD).view(heads), cos_SE, sin_SE)
         k_BSKE = apply_rope(self.k(x_BSD).view(heads), cos_SE, sin_SE)
         v_BSKE = self.v(x_BSD).view(heads)
-        mixed_BHSE = F.scaled_dot_product_attention(
-            q_BSHE.transpose(1, 2),
-            k_BSKE.transpose(1, 2),
-            v_BSKE.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=self.grouped,
-        )
-        return self.out(mixed_BHSE.transpose(1, 2).flatten(2))
+        return self.out(self.core(q_BSHE, k_BSKE, v_BSKE).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -88,43 +96,78 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids -> summed cross-entropy of the next token (or logits, to write text)."""
+    """Token ids -> summed cross-entropy of the next token (or logits, to write text).
+
+    As a pipeline's stage it holds some of the layers: the first stage embeds, the others take hidden states; the last
+    ends in the loss, the others in hidden states.
+    """
 
     cos_SE: Tensor
     sin_SE: Tensor
+    positions_S: Tensor
+    tensor_cuts = {
+        "embed.weight": 0,
+        "head.weight": 0,
+        "blocks.*.attention.[qkv].weight": 0,
+        "blocks.*.attention.out.weight": 1,
+        "blocks.*.ffn.gate.weight": 0,
+        "blocks.*.ffn.up.weight": 0,
+        "blocks.*.ffn.down.weight": 1,
+    }
+    """Which dimension of which parameter tensor parallelism cuts."""
+    tensor_partial: tuple[str, ...] = ()
+    """Whole parameters inside regions: a rank's gradient is its share."""
 
-    def __init__(self, model: DecoderModel, seq_len: int):
+    def __init__(self, model: DecoderModel, seq_len: int, layers: range | None = None):
         super().__init__()
         self.model = model
         self.seq_len = seq_len
-        self.embed = nn.Embedding(model.vocab_size, model.hidden_size)
-        self.blocks = nn.ModuleList(Block(model) for _ in range(model.num_layers))
-        self.norm = nn.RMSNorm(model.hidden_size, eps=model.norm_eps)
-        self.head = None if model.tied_embeddings else nn.Linear(model.hidden_size, model.vocab_size, bias=False)
-        self.loss = LinearCrossEntropy()
+        layers = range(model.num_layers) if layers is None else layers
+        first, last = 0 in layers, model.num_layers - 1 in layers
+        embeds = first or (last and model.tied_embeddings)
+        self.embed = nn.Embedding(model.vocab_size, model.hidden_size) if embeds else None
+        self.blocks = nn.ModuleDict({str(layer): Block(model) for layer in layers})
+        self.norm = nn.RMSNorm(model.hidden_size, eps=model.norm_eps) if last else None
+        self.head = None
+        if last and not model.tied_embeddings:
+            self.head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
+        self.loss = LinearCrossEntropy() if last else None
         for name in ("cos_SE", "sin_SE"):
             self.register_buffer(name, torch.empty(seq_len, model.head_dim), persistent=False)
+        self.register_buffer("positions_S", torch.empty(seq_len, dtype=torch.int64), persistent=False)
 
-    def forward(self, tokens_BS: Tensor, targets_BS: Tensor | None = None) -> Tensor:
-        """-> summed loss (scalar, fp32) where targets are given, else logits (B, S, V)."""
-        x_BSD = self.embed(tokens_BS)
-        cos_SE = self.cos_SE[: tokens_BS.shape[1]].to(x_BSD.dtype)
-        sin_SE = self.sin_SE[: tokens_BS.shape[1]].to(x_BSD.dtype)
-        for block in self.blocks:
+    def forward(self, tokens_or_x: Tensor, targets_BS: Tensor | None = None) -> Tensor:
+        """-> hidden states (B, S, D) of a stage that is not the last; else the summed loss (scalar, fp32) where targets
+        are given, and logits (B, S, V) where none are."""
+        x_BSD = tokens_or_x if tokens_or_x.is_floating_point() else self.embed(tokens_or_x)
+        cos_SE = self.cos_SE[self.positions_S].to(x_BSD.dtype)
+        sin_SE = self.sin_SE[self.positions_S].to(x_BSD.dtype)
+        for block in self.blocks.values():
             x_BSD = block(x_BSD, cos_SE, sin_SE)
-        x_BSD = self.norm(x_BSD)
+        if self.norm is None:
+            return x_BSD
         head_VD = self.embed.weight if self.head is None else self.head.weight
-        if targets_BS is None:
-            return F.linear(x_BSD, head_VD)
-        return self.loss(x_BSD.flatten(0, 1), head_VD, targets_BS.flatten())
+        return self.loss(self.norm(x_BSD), head_VD, targets_BS)
 
     def block_modules(self) -> Sequence[nn.Module]:
         """The units that are sharded and recomputed as one."""
-        return list(self.blocks)
+        return list(self.blocks.values())
 
     def compile_modules(self) -> Sequence[nn.Module]:
         """The units whose arithmetic a compiler may fuse; what lies between them stays eager."""
-        return [*self.blocks, self.loss.chunk]
+        return [*self.blocks.values(), *([self.loss.chunk] if self.loss else [])]
+
+    def region_modules(self) -> Sequence[nn.Module]:
+        """The modules whose matrices tensor parallelism cuts: whole input, summed output."""
+        return [module for block in self.blocks.values() for module in (block.attention, block.ffn)]
+
+    def attention_modules(self) -> Sequence[nn.Module]:
+        """Those that cross the sequence, in their `core`."""
+        return [block.attention for block in self.blocks.values()]
+
+    def expert_modules(self) -> Sequence[nn.Module]:
+        """The mixtures of experts; none here."""
+        return []
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Norms to 1; matrices Normal(0, 0.02), those into the residual stream by sqrt(2 * layers) less (GPT-2)."""
@@ -137,6 +180,7 @@ class Decoder(nn.Module):
         )
 
     def init_buffers(self) -> None:
+        torch.arange(self.seq_len, out=self.positions_S)
         angles = rope_angles(self.seq_len, self.model.head_dim, self.model.rope_theta, self.cos_SE.device)
         both_SE = torch.cat((angles, angles), dim=-1)
         self.cos_SE.copy_(both_SE.cos())

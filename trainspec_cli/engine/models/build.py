@@ -1,0 +1,14 @@
+"""ModelSpec -> the module that trains it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainspec_cli.engine.models.decoder import Decoder
+from trainspec_cli.spec.model import DecoderModel, ModelSpec
+
+
+def build_model(model: ModelSpec, seq_len: int, layers: range | None = None) -> Any:
+    """The whole model, or the stage of a pipeline that holds `layers`."""
+    assert isinstance(model, DecoderModel), "other families are refused before launch"
+    return Decoder(model, seq_len, layers)
