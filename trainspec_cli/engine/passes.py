@@ -17,7 +17,7 @@ from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.parallel.data_parallel import exchange_in_backward, exchange_now
 from trainspec_cli.engine.parallel.pipeline import Hidden, Lines, Mailbox, Message, Schedule, WeightQueue, message_after
-from trainspec_cli.policy.pipeline import Action, Kind, num_stages, rank_of_stage
+from trainspec_cli.policy.pipeline import SPLIT_SCHEDULES, Action, Kind, num_stages, rank_of_stage
 from trainspec_cli.spec.layout import Layout
 
 
@@ -71,7 +71,8 @@ class Passes:
 
     def _backward(self, action: Action) -> None:
         self._left[action.stage] -= 1
-        exchange_in_backward(self.stages.parts[action.stage], self._left[action.stage] == 0)
+        every_time = exchanges_every_backward(self.stages.layout)
+        exchange_in_backward(self.stages.parts[action.stage], every_time or self._left[action.stage] == 0)
         self._backpropagate(action)
 
     def _backward_input(self, action: Action) -> None:
@@ -110,6 +111,15 @@ _PASSES = {
     "backward_weight": Passes._backward_weight,
 }
 _GRADIENTS_DONE: tuple[Kind, ...] = ("backward", "backward_weight")
+
+
+def exchanges_every_backward(layout: Layout) -> bool:
+    """ZeRO-2 and 3 keep gradients sharded from one micro-batch to the next; else they are exchanged once a step.
+
+    So they are with replicas, whose sum is the dearer exchange, and where weights' gradients come after their backward.
+    """
+    sharded = layout.zero_stage >= 2 and layout.dp_shard > 1 and layout.dp_replicate == 1
+    return sharded and layout.pipeline_schedule not in SPLIT_SCHEDULES
 
 
 def _place(action: Action) -> tuple[int, int]:

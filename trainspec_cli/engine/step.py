@@ -60,9 +60,14 @@ def compute_gradients(built: Machinery, micro_batches: Sequence[MicroBatch], glo
 
 
 def sum_late(late: LateSum) -> None:
-    """One exchange for all of a group's gradients."""
-    gradients = [share.gradient for share in late.shares if share.gradient is not None]
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    """One exchange for all of a group's gradients; shares of one name on this rank count as one."""
+    by_name: dict[str, list[Tensor]] = {}
+    for share in late.shares:
+        if share.gradient is not None:
+            by_name.setdefault(share.name, []).append(share.gradient)
+    flat = torch.cat([torch.stack(gradients).sum(0).flatten() for gradients in by_name.values()])
     late.peers.sum_(flat)
-    for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
+    parts = flat.split([gradients[0].numel() for gradients in by_name.values()])
+    for gradients, part in zip(by_name.values(), parts, strict=True):
+        for gradient in gradients:
+            gradient.copy_(part.view_as(gradient))

@@ -9,7 +9,7 @@ from trainspec_cli.planner import workload
 from trainspec_cli.planner.catalogue import find_accelerator
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.cluster import ClusterSpec, Machine
-from trainspec_cli.spec.layout import Layout, LayoutSpec
+from trainspec_cli.spec.layout import Layout, LayoutSpec, PipelineSchedule
 from trainspec_cli.spec.plan import Plan
 from trainspec_cli.spec.run import RunSpec
 
@@ -76,11 +76,10 @@ def resolve_compute(spec: RunSpec, machine: Machine) -> Literal["bf16", "fp32"]:
 
 
 def resolve_layout(wanted: LayoutSpec, world_size: int) -> Layout:
-    """Give what other axes leave to dp_shard; without sharding asked for, to dp_replicate (DDP)."""
-    fixed = 1
-    for size in (wanted.cp, wanted.tp, wanted.pp):
-        fixed *= 1 if size == AUTO else size
-    data_parallel = _divide(world_size, fixed, "layout", "cp x tp x pp")
+    """Axes left open beside data parallelism are 1; what they leave goes to dp_shard, or without sharding asked for to
+    dp_replicate (DDP)."""
+    cp, tp, pp, ep, etp = (_or_one(getattr(wanted, axis)) for axis in ("cp", "tp", "pp", "ep", "etp"))
+    data_parallel = _divide(world_size, cp * tp * pp, "layout", "cp x tp x pp")
     replicate, shard = wanted.dp_replicate, wanted.dp_shard
     if replicate == AUTO and shard == AUTO:
         replicate, shard = data_parallel, 1
@@ -88,8 +87,23 @@ def resolve_layout(wanted: LayoutSpec, world_size: int) -> Layout:
         replicate = _divide(data_parallel, int(shard), "layout.dp_shard", "dp_shard")
     elif shard == AUTO:
         shard = _divide(data_parallel, int(replicate), "layout.dp_replicate", "dp_replicate")
-    zero_stage = 3 if wanted.zero_stage == AUTO else wanted.zero_stage
-    layout = Layout(dp_replicate=int(replicate), dp_shard=int(shard), zero_stage=zero_stage)
+    schedule: PipelineSchedule = "1f1b" if wanted.pipeline_schedule == AUTO else wanted.pipeline_schedule
+    chunks = (2 if schedule == "interleaved" else 1) if wanted.virtual_stages == AUTO else int(wanted.virtual_stages)
+    layout = Layout(
+        dp_replicate=int(replicate),
+        dp_shard=int(shard),
+        cp=cp,
+        tp=tp,
+        pp=pp,
+        ep=ep,
+        zero_stage=3 if wanted.zero_stage == AUTO else wanted.zero_stage,
+        etp=etp,
+        sequence_parallel=wanted.sequence_parallel and tp > 1,
+        pipeline_schedule=schedule,
+        virtual_stages=chunks,
+        stage_layers=wanted.stage_layers,
+        context_method=wanted.context_method,
+    )
     if layout.world_size != world_size:
         raise RecipeError(
             Problem(
@@ -101,6 +115,10 @@ def resolve_layout(wanted: LayoutSpec, world_size: int) -> Layout:
             )
         )
     return layout
+
+
+def _or_one(size: int | str) -> int:
+    return 1 if size == AUTO else int(size)
 
 
 def resolve_batch(spec: RunSpec, layout: Layout) -> tuple[int, int]:
