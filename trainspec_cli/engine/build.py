@@ -28,6 +28,7 @@ from trainspec_cli.engine.parallel.tensor import apply_tensor_parallel, partial_
 from trainspec_cli.engine.passes import Stages
 from trainspec_cli.engine.shares import Cut, Share
 from trainspec_cli.policy.pipeline import SPLIT_SCHEDULES, cut_layers, num_stages, rank_of_stage, stages_of_rank
+from trainspec_cli.spec.model import ConvModel
 from trainspec_cli.spec.plan import Plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -111,7 +112,10 @@ def _spread_stage(plan: Plan, mesh: Mesh, clock: StepClock, stage: int) -> tuple
     -> (the module, which parameters are cut how, names of those whose gradients are partial over tp).
     """
     layout = plan.layout
-    layers = cut_layers(plan.spec.model.num_layers, layout)[stage] if num_stages(layout) > 1 else None
+    layers = None
+    if num_stages(layout) > 1:
+        assert not isinstance(plan.spec.model, ConvModel), "convolutions are not cut into stages"
+        layers = cut_layers(plan.spec.model.num_layers, layout)[stage]
     with torch.device("meta"):
         part = build_model(plan.spec.model, plan.spec.data.seq_len, layers)
     cuts: dict[str, Cut] = {}
@@ -193,4 +197,3 @@ def _ends_group(plan: Plan, mesh: Mesh) -> dist.ProcessGroup | None:
     pairs = [sorted({pipeline[0], pipeline[last]}) for pipeline in mesh.axes.mesh.flatten(1).T.tolist()]
     group, _ = dist.new_subgroups_by_enumeration(pairs)
     return group
-

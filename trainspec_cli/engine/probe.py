@@ -238,12 +238,12 @@ def cast_run(elements: int, dtype: torch.dtype) -> Run:
 
 
 def optimizer_run(elements: int) -> Run:
-    parameter, gradient, loss = nn.Parameter(torch.randn(elements)), torch.randn(elements), torch.tensor(1.0)
-    optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
+    share, gradient, loss = Share("p", nn.Parameter(torch.randn(elements))), torch.randn(elements), torch.tensor(1.0)
+    optimizer = torch.optim.AdamW([share.local], lr=1e-3, fused=True)
 
     def run() -> None:
-        parameter.grad = gradient
-        guarded_update(optimizer, gradient_norm([Share("p", parameter)]), loss, 1.0)
+        share.parameter.grad = gradient
+        guarded_update(optimizer, [share], gradient_norm([share]), loss, 1.0)
 
     return run
 

@@ -1,7 +1,7 @@
 """`torchrun -m trainspec_cli.engine.witness FOLDER`: what a plan's arithmetic comes to, for a judge outside.
 
-Reads FOLDER/plan.json and FOLDER/case.json. Trains on tokens drawn from the seed; leaves FOLDER/gradients.stage*.npz (every
-parameter's full gradient of the first step) and FOLDER/witness.json (losses, gradient norms, digests).
+Reads FOLDER/plan.json and FOLDER/case.json. Trains on tokens drawn from the seed; leaves FOLDER/gradients.stage*.npz
+(every parameter's full gradient of the first step) and FOLDER/witness.json (losses, gradient norms, digests).
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def drawn_batch(plan: Plan, built: Machinery, step: int) -> list[MicroBatch]:
     drawn = torch.randint(model.vocab_size, (samples, seq_len + 1), generator=generator)
     mine = drawn.view(-1, plan.layout.data_parallel_size, seq_len + 1)[:, built.mesh.data_rank]
     pairs = [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in mine.split(plan.micro_batch_size)]
-    return [held_part((tokens.to(built.device), targets.to(built.device)), built.positions_S) for tokens, targets in pairs]
+    return [
+        held_part((tokens.to(built.device), targets.to(built.device)), built.positions_S) for tokens, targets in pairs
+    ]
 
 
 def write_gradients(built: Machinery, folder: Path) -> None:
@@ -77,7 +79,7 @@ def write_gradients(built: Machinery, folder: Path) -> None:
         if share.parameter.grad is not None:
             gradients[share.name] = share.gather(share.parameter.grad).float().cpu().numpy()
     if built.mesh.stage.get_local_rank() == 0:
-        np.savez(folder / f"gradients.stage{built.mesh.rank('pp')}.npz", **gradients)
+        np.savez(folder / f"gradients.stage{built.mesh.rank('pp')}.npz", **gradients)  # type: ignore[arg-type]
     dist.barrier()
 
 

@@ -16,6 +16,9 @@ from trainspec_cli.spec.run import RunSpec
 MAX_MICRO_BATCH_TOKENS = 8192
 """`micro_batch_size: auto` takes the largest divisor of a rank's batch whose tokens stay below this."""
 
+FILLING = 4
+"""Micro-batches a pipeline stage that `auto` gives where the batch allows: the stages then wait a fifth of the time."""
+
 
 def plan(spec: RunSpec, machine: Machine) -> Plan:
     """Resolve `spec` on `machine`. Raises RecipeError where the sizes do not divide."""
@@ -131,9 +134,31 @@ def resolve_batch(spec: RunSpec, layout: Layout) -> tuple[int, int]:
     )
     micro = spec.batching.micro_batch_size
     if micro == AUTO:
-        fitting = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
-        micro = max((n for n in fitting if n * spec.data.seq_len <= MAX_MICRO_BATCH_TOKENS), default=1)
-    return int(micro), _divide(per_rank, int(micro), "batching.micro_batch_size", "samples a micro-batch")
+        micro = choose_micro_batch(per_rank, spec.data.seq_len, layout)
+    accum = _divide(per_rank, int(micro), "batching.micro_batch_size", "samples a micro-batch")
+    if layout.pipeline_schedule == "interleaved" and accum % layout.pp:
+        raise RecipeError(_unturned(accum, layout))
+    return int(micro), accum
+
+
+def choose_micro_batch(per_rank: int, seq_len: int, layout: Layout) -> int:
+    """The largest that is small enough; a pipeline wants micro-batches enough to fill its stages."""
+    sizes = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
+    sizes = [n for n in sizes if n * seq_len <= MAX_MICRO_BATCH_TOKENS] or [1]
+    if layout.pipeline_schedule == "interleaved":
+        sizes = [n for n in sizes if per_rank // n % layout.pp == 0] or sizes
+    filling = [n for n in sizes if layout.pp == 1 or per_rank // n >= FILLING * layout.pp]
+    return max(filling, default=1)
+
+
+def _unturned(accum: int, layout: Layout) -> Problem:
+    return Problem(
+        code="not_divisible",
+        path="layout.pipeline_schedule",
+        message=f"interleaving takes micro-batches in turns of pp={layout.pp}, and a rank has {accum} of them",
+        hint=f"make batching.global_batch_size a multiple of {layout.pp * layout.data_parallel_size} x "
+        "batching.micro_batch_size, or type layout.pipeline_schedule=1f1b",
+    )
 
 
 def _divide(total: int, part: int, path: str, what: str) -> int:

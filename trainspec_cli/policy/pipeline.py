@@ -127,9 +127,7 @@ def _fill_bubbles(layout: Layout, micro_batches: int) -> tuple[tuple[Action, ...
     return tuple(tuple(order) for order in orders)
 
 
-def _choose(
-    layout: Layout, rank: int, micro_batches: int, order: Sequence[Action], done: set[Action]
-) -> Action | None:
+def _choose(layout: Layout, rank: int, micro_batches: int, order: Sequence[Action], done: set[Action]) -> Action | None:
     """What `rank` does next, of what can be done; later stages first, whose gradients are waited for longest."""
     counts = {(kind, stage): 0 for kind in _SPLIT_KINDS for stage in stages_of_rank(layout, rank)}
     for action in order:

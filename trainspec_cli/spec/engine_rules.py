@@ -10,12 +10,12 @@ from typing import Any
 
 from trainspec_cli.errors import Problem
 from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.layout_rules import LAYOUT_RULES
 from trainspec_cli.spec.model import DecoderModel
 from trainspec_cli.spec.rules import apply
 from trainspec_cli.spec.run import RunSpec
 from trainspec_cli.spec.unknown import UNKNOWN
 
-UNSPREAD_AXES = ("cp", "tp", "pp", "ep", "etp")
 PLAIN_DECODER: dict[str, Any] = {
     "gated_mlp": True,
     "learned_positions": 0,
@@ -26,12 +26,8 @@ PLAIN_DECODER: dict[str, Any] = {
 }
 """What the engine's decoder is; every other value is a model that only the planner knows."""
 TRAINED: dict[str, tuple[Any, ...]] = {
-    **{f"layout.{axis}": (1, AUTO) for axis in UNSPREAD_AXES},
-    "layout.zero_stage": (2, 3, AUTO),
     "precision.compute": ("bf16", "fp32", AUTO),
     "precision.matmul": ("compute",),
-    "recompute": ("none", AUTO),
-    "offload": ("none", AUTO),
     "resilience.mode": ("restart",),
     "cluster.num_nodes": (1,),
     "cluster.device": ("cpu", "cuda", AUTO),
@@ -39,12 +35,16 @@ TRAINED: dict[str, tuple[Any, ...]] = {
 """The values that this version's engine and launcher take; the first is the one to type."""
 
 
+CLOSED_AXES = ("cp", "tp", "pp", "ep", "etp")
+"""What a launch sets to 1 where it is `auto`."""
+
+
 def close_axes(spec: RunSpec) -> RunSpec:
-    """`spec` with the axes that this engine cannot spread over set to 1, where they are `auto`."""
+    """`spec` with the axes beside data parallelism set to 1, where they are `auto`."""
     if spec.layout is UNKNOWN:
         return spec
-    unspread: dict[str, Any] = {axis: 1 for axis in UNSPREAD_AXES if _is_auto(getattr(spec.layout, axis))}
-    return replace(spec, layout=replace(spec.layout, **unspread))
+    closed: dict[str, Any] = {axis: 1 for axis in CLOSED_AXES if _is_auto(getattr(spec.layout, axis))}
+    return replace(spec, layout=replace(spec.layout, **closed))
 
 
 def _is_auto(value: Any) -> bool:
@@ -53,7 +53,7 @@ def _is_auto(value: Any) -> bool:
 
 def check_engine(spec: RunSpec) -> list[Problem]:
     """What this version's engine cannot run."""
-    return apply([plain_decoder, *(partial(trained_value, path) for path in TRAINED)], spec)
+    return apply([plain_decoder, *(partial(trained_value, path) for path in TRAINED), *LAYOUT_RULES], spec)
 
 
 def plain_decoder(spec: RunSpec) -> Iterator[Problem]:

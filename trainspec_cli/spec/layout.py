@@ -41,7 +41,7 @@ class LayoutSpec:
     stage_layers: tuple[int, ...] | None = None
     """Layers of each pipeline stage, where they are uneven; null spreads them evenly."""
     context_method: ContextMethod = "ring"
-    """With cp: keys and values go round a ring (arXiv:2310.01889), or all-to-all from sequence to heads (2309.14509)."""
+    """With cp: keys and values go round a ring (arXiv:2310.01889), or go all-to-all (Ulysses, arXiv:2309.14509)."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,18 +13,25 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from trainspec_cli.engine.shares import Share, unique_shares
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(Tensor):
     """A rank's part of a full tensor, for torch.distributed.checkpoint (its `_Checkpointable` protocol).
 
     Loading fills `local` in place from whatever parts the checkpoint was saved in.
     """
 
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     local: Tensor
     offsets: torch.Size
     full_shape: torch.Size
 
-    def size(self) -> torch.Size:
+    @staticmethod
+    def of(local: Tensor, offsets: torch.Size, full_shape: torch.Size) -> Part:
+        part = local.as_subclass(Part)
+        part.local, part.offsets, part.full_shape = local, offsets, full_shape
+        return part
+
+    def size(self) -> torch.Size:  # type: ignore[override]
+        """Of the full tensor, which is what a checkpoint must agree on."""
         return self.full_shape
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -59,7 +65,7 @@ def gather_state(
 
 
 def _part(share: Share, tensor: Tensor) -> Part:
-    return Part(tensor, share.offsets, share.full_shape)
+    return Part.of(tensor, share.offsets, share.full_shape)
 
 
 def kept_buffers(part: nn.Module) -> Iterable[tuple[str, Tensor]]:

@@ -7,7 +7,8 @@ V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -105,7 +106,7 @@ class Decoder(nn.Module):
     cos_SE: Tensor
     sin_SE: Tensor
     positions_S: Tensor
-    tensor_cuts = {
+    tensor_cuts: ClassVar[dict[str, int]] = {
         "embed.weight": 0,
         "head.weight": 0,
         "blocks.*.attention.[qkv].weight": 0,
@@ -115,7 +116,7 @@ class Decoder(nn.Module):
         "blocks.*.ffn.down.weight": 1,
     }
     """Which dimension of which parameter tensor parallelism cuts."""
-    tensor_partial: tuple[str, ...] = ()
+    tensor_partial: ClassVar[tuple[str, ...]] = ()
     """Whole parameters inside regions: a rank's gradient is its share."""
 
     def __init__(self, model: DecoderModel, seq_len: int, layers: range | None = None):
@@ -131,7 +132,7 @@ class Decoder(nn.Module):
         self.head = None
         if last and not model.tied_embeddings:
             self.head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
-        self.loss = LinearCrossEntropy() if last else None
+        self.loss: LinearCrossEntropy | None = LinearCrossEntropy() if last else None
         for name in ("cos_SE", "sin_SE"):
             self.register_buffer(name, torch.empty(seq_len, model.head_dim), persistent=False)
         self.register_buffer("positions_S", torch.empty(seq_len, dtype=torch.int64), persistent=False)
@@ -139,15 +140,16 @@ class Decoder(nn.Module):
     def forward(self, tokens_or_x: Tensor, targets_BS: Tensor | None = None) -> Tensor:
         """-> hidden states (B, S, D) of a stage that is not the last; else the summed loss (scalar, fp32) where targets
         are given, and logits (B, S, V) where none are."""
-        x_BSD = tokens_or_x if tokens_or_x.is_floating_point() else self.embed(tokens_or_x)
+        x_BSD = self.embed(tokens_or_x) if self.embed and not tokens_or_x.is_floating_point() else tokens_or_x
         cos_SE = self.cos_SE[self.positions_S].to(x_BSD.dtype)
         sin_SE = self.sin_SE[self.positions_S].to(x_BSD.dtype)
         for block in self.blocks.values():
             x_BSD = block(x_BSD, cos_SE, sin_SE)
-        if self.norm is None:
+        if self.norm is None or self.loss is None:
             return x_BSD
-        head_VD = self.embed.weight if self.head is None else self.head.weight
-        return self.loss(self.norm(x_BSD), head_VD, targets_BS)
+        head = self.head or self.embed
+        assert head is not None, "the last stage of a tied model holds the embedding too"
+        return self.loss(self.norm(x_BSD), head.weight, targets_BS)
 
     def block_modules(self) -> Sequence[nn.Module]:
         """The units that are sharded and recomputed as one."""
@@ -159,11 +161,12 @@ class Decoder(nn.Module):
 
     def region_modules(self) -> Sequence[nn.Module]:
         """The modules whose matrices tensor parallelism cuts: whole input, summed output."""
-        return [module for block in self.blocks.values() for module in (block.attention, block.ffn)]
+        blocks = cast(Iterable[Block], self.blocks.values())
+        return [module for block in blocks for module in (block.attention, block.ffn)]
 
     def attention_modules(self) -> Sequence[nn.Module]:
         """Those that cross the sequence, in their `core`."""
-        return [block.attention for block in self.blocks.values()]
+        return [block.attention for block in cast(Iterable[Block], self.blocks.values())]
 
     def expert_modules(self) -> Sequence[nn.Module]:
         """The mixtures of experts; none here."""

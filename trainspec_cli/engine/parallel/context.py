@@ -126,7 +126,7 @@ class _Ring(torch.autograd.Function):
         gradients = torch.zeros(travelling.shape, dtype=torch.float32, device=q.device)
         for turn in range(peers.size):
             block = _block(peers.rank, (peers.rank - turn) % peers.size, q.shape[2])
-            dq_part, dk, dv = _attend_backward(dout, q, *travelling, out, log_total, block, ctx.scale)
+            dq_part, dk, dv = _attend_backward(dout, q, travelling[0], travelling[1], out, log_total, block, ctx.scale)
             dq[:, :, block.queries] += dq_part
             gradients[0][:, :, block.keys] += dk
             gradients[1][:, :, block.keys] += dv
@@ -180,7 +180,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float | None)
         ops = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return ops(q, k, v, 0.0, block.causal, attn_mask=None, scale=scale)
     if q.dtype == torch.float32:  # the flash kernel takes 16 bits alone
-        part = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, block.causal, scale=scale)
+        part = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, block.causal, scale=scale
+        )
         return part[0], part[1][:, :, : q.shape[2]]
     part = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, block.causal, False, scale=scale)
     return part[0], part[1][:, :, : q.shape[2]]

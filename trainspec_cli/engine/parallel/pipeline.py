@@ -59,8 +59,7 @@ def message_after(layout: Layout, action: Action) -> Message | None:
 
 @dataclass(frozen=True)
 class Lines:
-    """One group carries what goes to higher ranks, the other what goes to lower ones, so that on a GPU neither waits for
-    the other."""
+    """One group carries what goes to higher ranks, the other what goes to lower ones: neither waits for the other."""
 
     up: dist.ProcessGroup
     down: dist.ProcessGroup
@@ -94,7 +93,9 @@ class Mailbox:
             self._here[message] = tensor
             return
         tensor = tensor.contiguous()
-        self._sent.append((tensor, dist.isend(tensor, group=self.lines.towards(receiver > self.rank), group_dst=receiver)))
+        self._sent.append(
+            (tensor, dist.isend(tensor, group=self.lines.towards(receiver > self.rank), group_dst=receiver))
+        )
 
     def receive(self, message: Message) -> Tensor:
         sender_stage = message.stage + (1 if message.is_gradient else -1)
@@ -137,7 +138,7 @@ class WeightQueue:
     def apply(self, model: nn.Module) -> None:
         for module in model.modules():
             if isinstance(module, nn.Linear):
-                module.forward = self._linear(module)  # type: ignore[method-assign]
+                module.forward = self._linear(module)  # type: ignore[assignment, method-assign]
 
     def _linear(self, module: nn.Linear) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:

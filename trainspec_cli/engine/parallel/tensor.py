@@ -19,6 +19,7 @@ from trainspec_cli.engine.batch import IGNORED_TARGET
 from trainspec_cli.engine.parallel.exchange import Peers, enter_region, leave_region
 from trainspec_cli.engine.shares import Cut
 
+
 def apply_tensor_parallel(model: Any, peers: Peers, *, sequence_parallel: bool) -> dict[str, Cut]:
     """Cut `model` (on meta) in place; -> how each cut parameter lies in the whole one."""
     cuts = cut_parameters(model, model.tensor_cuts, peers)
