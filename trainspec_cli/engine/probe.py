@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from trainspec_cli.engine.build import DTYPES, build_machinery, join_processes
 from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
-from trainspec_cli.engine.models.decoder import apply_rope
+from trainspec_cli.engine.models.rope import apply_rope
 from trainspec_cli.engine.optim.update import guarded_update, squared_norm
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.engine.step import train_step
