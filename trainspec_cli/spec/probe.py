@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
+from trainspec_cli.spec.plan import Plan
+
 PROBED_TOKENS = 1024
 """Tokens that go through the probed matrix products and attention."""
 PROBED_HEADS = 4
@@ -54,6 +56,17 @@ class MatmulCurves:
 
 
 @dataclass(frozen=True)
+class Reference:
+    """A model of middle size, really trained for some steps over the whole of the probe."""
+
+    plan: Plan
+    parts_s: dict[str, float]
+    """Of a step, named as in the step events."""
+    grown_bytes: float
+    """Resident memory that it added to the process."""
+
+
+@dataclass(frozen=True)
 class MachineProbe:
     processes: int
     compute: str
@@ -61,6 +74,8 @@ class MachineProbe:
     """The parts of a step of a model next to nothing, without its blocks: hosts' time, small collectives."""
     empty_block_s: dict[str, float]
     """What each of its blocks adds."""
+    small: Reference
+    large: Reference
     matmul: MatmulCurves
     attention: Passes
     """Over the sequence length, for `PROBED_TOKENS` tokens and `PROBED_HEADS`, of the larger head size."""
@@ -82,5 +97,7 @@ class MachineProbe:
     reduce_scatter: Curve
     bare_bytes: float
     """Resident memory of a worker with a model next to nothing."""
-    matmul_shape_bytes: float
-    """What the library keeps for each new shape of a matrix product."""
+
+    @property
+    def references(self) -> tuple[Reference, Reference]:
+        return self.small, self.large
