@@ -26,7 +26,7 @@ from trainspec_cli.spec.plan import Plan
 from trainspec_cli.spec.probe import PROBED_HEAD_SIZES, MachineProbe
 
 EMPTY_STEPS = 12
-REFERENCE_STEPS, CURVES_BETWEEN = 3, 3
+REFERENCE_STEPS, CURVES_BETWEEN = 3, 4
 """Load that comes and goes during the probe falls on the references as it does on a run."""
 
 
@@ -45,7 +45,8 @@ def measure(compute: str) -> MachineProbe:
     torch.manual_seed(0)
     few, many = (SmallRun(empty_plan(compute, layers)) for layers in (2, 6))
     bare_bytes = resident_bytes()
-    large, small = SmallRun(large_plan(compute)), SmallRun(small_plan(compute))  # the large one first: memory grows
+    large = SmallRun(large_plan(compute), as_worker=True)  # before the small one, so that memory has to grow
+    small = SmallRun(small_plan(compute))
     measured = {}
     for index, (name, measure_one) in enumerate(operations(DTYPES[compute]).items()):
         if index % CURVES_BETWEEN == 0:

@@ -7,7 +7,8 @@ The reference steps (`probe_steps`) tell what this machine leaves of it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
 from statistics import median
 from typing import Any
 
@@ -21,7 +22,7 @@ from trainspec_cli.engine.models.decoder import apply_rope
 from trainspec_cli.engine.optim.update import gradient_norm, guarded_update
 from trainspec_cli.spec.probe import PROBED_HEADS, PROBED_TOKENS, Curve, MatmulCurves, Passes
 
-ROUNDS, ROUND_S = 3, 0.006
+ROUNDS, ROUND_S = 3, 0.004
 ROTATED_BYTES = 16 * 2**20
 """Operands rotate through this much memory, so that the innermost cache does not flatter small ones."""
 ELEMENTS = (64, 2**14, 2**17, 2**20)
@@ -36,34 +37,37 @@ Run = Callable[[], Any]
 
 def call_s(runs: Sequence[Run]) -> float:
     """Seconds a call, over calls that take turns: the quickest round."""
-    for run in runs:
+    for run in runs[:2]:
         run()
     dist.barrier()
-    return min(_round_s(runs) for _ in range(ROUNDS))
+    turns = cycle(runs)
+    return min(_round_s(turns) for _ in range(ROUNDS))
 
 
-def _round_s(runs: Sequence[Run]) -> float:
+def _round_s(turns: Iterator[Run]) -> float:
     calls, start = 0, time.perf_counter()
-    while calls < len(runs) or time.perf_counter() - start < ROUND_S:
-        runs[calls % len(runs)]()
+    while not calls or time.perf_counter() - start < ROUND_S:
+        next(turns)()
         calls += 1
     return (time.perf_counter() - start) / calls
 
 
-def copies_of(num_bytes: float) -> int:
-    return int(min(16, max(1, ROTATED_BYTES // num_bytes)))
-
-
 def measure_curve(sizes: Sequence[int], make_run: Callable[[int], Run], bytes_each: int = 8) -> Curve:
-    seconds = [call_s([make_run(size) for _ in range(copies_of(size * bytes_each))]) for size in sizes]
+    """`bytes_each` unit of size that a run works on."""
+    seconds = []
+    for size in sizes:
+        copies = min(16, max(1, ROTATED_BYTES // (size * bytes_each)))
+        seconds.append(call_s([make_run(size) for _ in range(copies)]))
     return Curve(tuple(map(float, sizes)), tuple(seconds))
 
 
-def measure_passes(make_runs: Callable[[int], tuple[Run, Run]], sizes: Sequence[int] = ELEMENTS) -> Passes:
+def measure_passes(
+    make_runs: Callable[[int], tuple[Run, Run]], sizes: Sequence[int] = ELEMENTS, bytes_each: int = 8
+) -> Passes:
     """`make_runs` gives the forward and the backward of a size."""
     return Passes(
-        forward=measure_curve(sizes, lambda size: make_runs(size)[0]),
-        backward=measure_curve(sizes, lambda size: make_runs(size)[1]),
+        forward=measure_curve(sizes, lambda size: make_runs(size)[0], bytes_each),
+        backward=measure_curve(sizes, lambda size: make_runs(size)[1], bytes_each),
     )
 
 
@@ -159,7 +163,7 @@ def measure_attention(dtype: torch.dtype, head_size: int) -> Passes:
             *(q, k, v),
         )
 
-    return measure_passes(runs, SEQUENCES)
+    return measure_passes(runs, SEQUENCES, bytes_each=2**17)  # every length with as many tokens: few copies
 
 
 # Collectives

@@ -12,7 +12,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from trainspec_cli.engine.build import build_machinery, build_model
+from trainspec_cli.engine.build import DTYPES, build_machinery, build_model
+from trainspec_cli.engine.observe.device import measure_peak
 from trainspec_cli.engine.step import train_step
 from trainspec_cli.rundir.events import PARTS
 from trainspec_cli.spec.batching import BatchingSpec
@@ -24,21 +25,24 @@ from trainspec_cli.spec.plan import Plan
 from trainspec_cli.spec.probe import Reference
 from trainspec_cli.spec.run import RunSpec, TrainSection
 
-WARMUP_STEPS = 3
+WARMUP_STEPS = 4
 """The first ones allocate."""
 
 
 class SmallRun:
     """A decoder that is trained on nothing, a few steps at a time, so that a whole probe's load falls on it."""
 
-    def __init__(self, plan: Plan):
-        before_bytes = resident_bytes()
+    def __init__(self, plan: Plan, *, as_worker: bool = False):
+        """`as_worker`: measure the device's speed before the first step, which leaves a hole in the heap."""
+        before_bytes = own_bytes()
         self.plan, self.built = plan, build_machinery(plan, torch.device("cpu"))
+        if as_worker:
+            measure_peak(self.built.device, DTYPES[plan.compute], seconds=0.0)
         self.tokens = torch.zeros(plan.micro_batch_size, plan.spec.data.seq_len, dtype=torch.long)
         self.steps: list[dict[str, float]] = []
         for _ in range(WARMUP_STEPS):
             self._step()
-        self.grown_bytes = resident_bytes() - before_bytes
+        self.grown_bytes = own_bytes() - before_bytes
 
     def run(self, steps: int) -> None:
         """The first step after a pause, which finds no cache filled and its peers elsewhere, is left out."""
@@ -74,6 +78,12 @@ def resident_bytes() -> float:
     return float(psutil.Process().memory_info().rss)
 
 
+def own_bytes() -> float:
+    """Without the libraries' pages, which come and go with the machine's other needs (macOS does not tell them)."""
+    memory = psutil.Process().memory_info()
+    return float(memory.rss - getattr(memory, "shared", 0))
+
+
 def empty_plan(compute: str, layers: int) -> Plan:
     return plan_of(DecoderModel(layers, 16, 2, 1, 8, 16, 64, tied_embeddings=True), 8, 1, compute)
 
@@ -83,7 +93,7 @@ def small_plan(compute: str) -> Plan:
 
 
 def large_plan(compute: str) -> Plan:
-    return plan_of(DecoderModel(4, 256, 4, 2, 64, 704, 4096, tied_embeddings=True), 256, 2, compute)
+    return plan_of(DecoderModel(3, 256, 4, 2, 64, 704, 4096, tied_embeddings=True), 256, 4, compute)
 
 
 def plan_of(model: DecoderModel, seq_len: int, samples: int, compute: str) -> Plan:

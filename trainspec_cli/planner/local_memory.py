@@ -10,29 +10,31 @@ from trainspec_cli.spec.probe import MachineProbe
 LOSS_BYTES_A_LOGIT = 22
 """fp32 logits, softmax, target and gradient, with one more between them (5 x 4), and logits in the compute format."""
 SPEED_TEST_BYTES = {"bf16": 8 * 2048**2, "fp32": 12 * 2048**2}
-"""Of the matrices by which a worker measures what its device can do at best."""
+"""Of the matrices by which a worker measures what its device can do at best. Freed before the first step, they are
+cut up by what lasts, and no later block of that size lies there."""
 
 
 def peak_memory(plan: Plan, model: DecoderModel, probe: MachineProbe) -> dict[str, float]:
     """Resident bytes of one process at its peak, by cause; that is in a step's backward, or in the loss before it."""
-    parameters = {"parameters": parameter_bytes(plan, model)}
     step = step_bytes(plan, model)
-    step |= {"fragmentation": fragmentation(probe) * sum(step.values())}
-    # A smaller model's steps lie in what the worker's measurement of its device's speed has freed.
-    freed = max(0.0, SPEED_TEST_BYTES[plan.compute] - sum(step.values()))
-    return {"worker": probe.bare_bytes, **parameters, **step, "speed test": freed}
+    return {
+        "worker": probe.bare_bytes,
+        "parameters": parameter_bytes(plan, model),
+        "speed test": SPEED_TEST_BYTES[plan.compute],
+        **step,
+        "fragmentation": fragmentation(probe) * sum(step.values()),
+    }
 
 
 def fragmentation(probe: MachineProbe) -> float:
-    """What the heap's holes add to what steps allocate, as the largest reference model has shown.
+    """What the heap's holes add to what steps allocate, as the larger reference model has shown.
 
     The first step's temporaries leave holes that the optimizer's moments are laid into, so both count.
     """
-    reference = probe.large
-    model = reference.plan.spec.model
+    plan, model = probe.large.plan, probe.large.plan.spec.model
     assert isinstance(model, DecoderModel), "the engine probes with decoders"
-    step = sum(step_bytes(reference.plan, model).values())
-    return max(0.0, (reference.grown_bytes - parameter_bytes(reference.plan, model)) / step - 1.0)
+    grown_bytes = probe.large.grown_bytes - parameter_bytes(plan, model) - SPEED_TEST_BYTES[plan.compute]
+    return max(0.0, grown_bytes / sum(step_bytes(plan, model).values()) - 1.0)
 
 
 def parameter_bytes(plan: Plan, model: DecoderModel) -> float:
