@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trainspec_cli.engine.models.decoder import Block, rope_angles
-from trainspec_cli.planner.local import activation_bytes_per_token
+from trainspec_cli.planner.local_memory import activation_bytes_per_token
 from trainspec_cli.rundir.events import PARTS
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.spec.canonical import from_plain
@@ -35,6 +35,16 @@ def test_every_figure_is_there(probe: MachineProbe) -> None:
     assert set(probe.empty_step_s) == set(probe.empty_block_s) == set(PARTS)
     assert probe.empty_step_s["forward"] > 0
     assert probe.bare_bytes > 50 * 2**20
+
+
+def test_the_references_were_trained(probe: MachineProbe) -> None:
+    small, large = probe.references
+    assert small.plan.params < large.plan.params
+    assert large.plan.world_size == 2
+    for part in ("forward", "backward", "exposed_comm", "optimizer"):
+        assert 0 < small.parts_s[part]
+    assert small.parts_s["backward"] < large.parts_s["backward"]
+    assert large.grown_bytes > 16 * large.plan.params  # fp32 parameters, gradients, two moments
 
 
 def test_more_work_takes_longer(probe: MachineProbe) -> None:

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.planner.local import fits, is_predictable, predict_local, suggest
+from trainspec_cli.planner.fitting import suggest
+from trainspec_cli.planner.local import is_predictable, predict_local
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.rundir.events import PARTS
 from trainspec_cli.spec.batching import BatchingSpec

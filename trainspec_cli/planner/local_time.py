@@ -27,10 +27,20 @@ def step_parts_s(plan: Plan, model: DecoderModel, probe: MachineProbe) -> dict[s
     """Seconds by part of a step, named as in the step events.
 
     The curves give how parts differ between models; the reference models, which were really trained, how long they
-    take here and now. Waiting for peers, cold caches and other programs' load lengthen both alike.
+    take here and now. Cold caches and other programs' load lengthen both alike; peers are waited for in proportion to
+    the work that they do meanwhile.
     """
     parts = curve_parts_s(plan, model, probe)
-    return {part: seconds * _measured_ratio(part, seconds, probe) for part, seconds in parts.items()}
+    held = {part: seconds * _measured_ratio(part, seconds, probe) for part, seconds in parts.items()}
+    waiting_s = _waiting_share(probe) * (held["forward"] + held["backward"])
+    return held | {"exposed_comm": parts["exposed_comm"] + waiting_s}
+
+
+def _waiting_share(probe: MachineProbe) -> float:
+    """Of the passes' time, that processes wait for one another beyond what their messages take."""
+    took = probe.large.parts_s
+    beyond_s = took["exposed_comm"] - _curve_parts_of(probe.large.plan, probe)["exposed_comm"]
+    return max(0.0, beyond_s) / (took["forward"] + took["backward"])
 
 
 def _measured_ratio(part: str, seconds: float, probe: MachineProbe) -> float:
