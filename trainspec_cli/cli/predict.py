@@ -53,6 +53,8 @@ def _oracle(plan: Plan, machine: Machine, console: Console, *, may_probe: bool) 
         words = f"a GPU can give {format_bytes(limit_bytes)}"
         return Oracle(lambda other: predict_device(other, machine), limit_bytes, words)
     if not is_predictable(plan):
+        if plan.device == "cuda" and machine.gpu_names:
+            _say(console, f"no prediction: the catalogue has no accelerator like {machine.gpu_names[0]}")
         return None
     probe = _probe(plan, machine, console) if may_probe else _known_probe(plan, machine, console)
     if probe is None:
