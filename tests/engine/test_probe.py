@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from trainspec_cli.engine.models.decoder import Block, rope_angles
+from trainspec_cli.engine.probe import scheduled_s
 from trainspec_cli.planner.local_memory import activation_bytes_per_token
 from trainspec_cli.rundir.events import PARTS
 from trainspec_cli.rundir.files import read_json
@@ -35,6 +36,13 @@ def test_every_figure_is_there(probe: MachineProbe) -> None:
     assert set(probe.empty_step_s) == set(probe.empty_block_s) == set(PARTS)
     assert probe.empty_step_s["forward"] > 0
     assert probe.bare_bytes > 50 * 2**20
+    assert 0 <= probe.displaced < 1
+
+
+def test_waiting_for_a_core_is_read_where_the_system_tells_it(tmp_path: Path) -> None:
+    (tmp_path / "schedstat").write_text("3000000000 1000000000 42\n")
+    assert scheduled_s(tmp_path / "schedstat") == (3.0, 1.0)
+    assert scheduled_s(tmp_path / "nowhere") == (0.0, 0.0)
 
 
 def test_the_references_were_trained(probe: MachineProbe) -> None:

@@ -58,6 +58,7 @@ RAW = MachineProbe(
     all_gather=FREE,
     reduce_scatter=FREE,
     bare_bytes=1e9,
+    displaced=0.0,
 )
 BLOCK_MATRICES = 4 * 64 * 64 + 3 * 64 * 128
 BLOCK, OUTSIDE = BLOCK_MATRICES + 2 * 64, 512 * 64 + 64

@@ -66,10 +66,14 @@ def _oracle(plan: Plan, machine: Machine, console: Console, *, may_probe: bool) 
 def _probe(plan: Plan, machine: Machine, console: Console) -> MachineProbe | None:
     """None where it failed: the launch goes on without a prediction, and says so."""
     try:
-        return probe_machine(plan, machine, lambda: _say(console, "probing this machine, once"))
+        probe = probe_machine(plan, machine, lambda: _say(console, "probing this machine, once"))
     except MachineError as error:
         _say(console, f"{error}\n\nso this run starts without a prediction")
         return None
+    if probe.is_disturbed:
+        taken = f"other programs kept the probe from running for {probe.displaced:.0%} of its time"
+        _say(console, f"{taken}: the prediction is for such a load, and the next launch probes again")
+    return probe
 
 
 def _known_probe(plan: Plan, machine: Machine, console: Console) -> MachineProbe | None:

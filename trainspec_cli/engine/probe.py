@@ -43,6 +43,7 @@ def main() -> None:
 def measure(compute: str) -> MachineProbe:
     """Called by every process together; the same on each."""
     torch.manual_seed(0)
+    cpu_before_s, delay_before_s = scheduled_s()
     few, many = (SmallRun(empty_plan(compute, layers)) for layers in (2, 6))
     bare_bytes = resident_bytes()
     large = SmallRun(large_plan(compute), as_worker=True)  # before the small one, so that memory has to grow
@@ -57,6 +58,7 @@ def measure(compute: str) -> MachineProbe:
         run.run(EMPTY_STEPS)
     few_s, many_s = few.parts_s(), many.parts_s()
     block_s = {part: max(0.0, (many_s[part] - few_s[part]) / 4) for part in PARTS}
+    cpu_s, delay_s = (now - before for now, before in zip(scheduled_s(), (cpu_before_s, delay_before_s), strict=True))
     probe = MachineProbe(
         processes=dist.get_world_size(),
         compute=compute,
@@ -65,6 +67,7 @@ def measure(compute: str) -> MachineProbe:
         small=small.reference(),
         large=large.reference(),
         bare_bytes=bare_bytes,
+        displaced=delay_s / (cpu_s + delay_s) if cpu_s else 0.0,
         **measured,
     )
     return average(probe)
@@ -88,6 +91,15 @@ def operations(dtype: torch.dtype) -> Mapping[str, Callable[[], Any]]:
         "all_gather": partial(curves.measure_collective, curves.all_gather),
         "reduce_scatter": partial(curves.measure_collective, curves.reduce_scatter),
     }
+
+
+def scheduled_s(schedstat: Path = Path("/proc/self/schedstat")) -> tuple[float, float]:
+    """Seconds that this thread ran, and that it was ready to and had to wait; zeros where the system does not say."""
+    try:
+        cpu_ns, delay_ns, _ = schedstat.read_text().split()
+    except (OSError, ValueError):
+        return 0.0, 0.0
+    return int(cpu_ns) / 1e9, int(delay_ns) / 1e9
 
 
 def average(value: Any) -> Any:

@@ -15,6 +15,10 @@ PROBED_HEAD_SIZES = (16, 64)
 """Of the probed attention: a head costs its scores and softmax, whatever its size, and products that grow with it."""
 
 
+BUSY = 0.1
+"""A probe that was displaced for more of its time tells of its neighbours as much as of the machine."""
+
+
 @dataclass(frozen=True)
 class Curve:
     """Seconds over size. The first size is next to nothing: what it takes is the cost of the call itself."""
@@ -97,6 +101,12 @@ class MachineProbe:
     reduce_scatter: Curve
     bare_bytes: float
     """Resident memory of a worker with a model next to nothing."""
+    displaced: float
+    """Part of the time that a process was ready to run and another had the core."""
+
+    @property
+    def is_disturbed(self) -> bool:
+        return self.displaced > BUSY
 
     @property
     def references(self) -> tuple[Reference, Reference]:
