@@ -27,6 +27,12 @@ class Sorted(NamedTuple):
     place_M: Tensor
     """The inverse: where each copy stands."""
 
+    def combine(self, y_MD: Tensor, weights_TK: Tensor) -> Tensor:
+        """(T, D): each token's copies, weighed and summed."""
+        tokens, chosen = weights_TK.shape
+        y_TKD = take(y_MD, self.place_M, self.source_M).view(tokens, chosen, -1)
+        return torch.bmm(weights_TK.to(y_TKD.dtype)[:, None], y_TKD)[:, 0]
+
 
 def sort_by_expert(x_TD: Tensor, indices_TK: Tensor, num_experts: int) -> Sorted:
     """An index of `num_experts` stands for a copy that was dropped."""
@@ -35,13 +41,6 @@ def sort_by_expert(x_TD: Tensor, indices_TK: Tensor, num_experts: int) -> Sorted
     place_M = torch.empty_like(source_M).scatter_(0, source_M, torch.arange(len(source_M), device=source_M.device))
     counts_E = count_experts(indices_TK, num_experts)
     return Sorted(take(x_TD, source_M // indices_TK.shape[1], place_M), counts_E, source_M, place_M)
-
-
-def combine(y_MD: Tensor, copies: Sorted, weights_TK: Tensor) -> Tensor:
-    """(T, D): each token's copies, weighed and summed."""
-    tokens, chosen = weights_TK.shape
-    y_TKD = take(y_MD, copies.place_M, copies.source_M).view(tokens, chosen, -1)
-    return torch.bmm(weights_TK.to(y_TKD.dtype)[:, None], y_TKD)[:, 0]
 
 
 def count_experts(indices: Tensor, num_experts: int) -> Tensor:
@@ -132,4 +131,4 @@ class LocalDispatch(nn.Module):
 
     def forward(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, experts: nn.Module) -> Tensor:
         copies = sort_by_expert(x_TD, indices_TK, experts.up.shape[0])  # type: ignore[union-attr, index, arg-type]
-        return combine(experts(copies.x_MD, copies.counts_E), copies, weights_TK)
+        return copies.combine(experts(copies.x_MD, copies.counts_E), weights_TK)
