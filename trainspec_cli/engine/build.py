@@ -128,6 +128,9 @@ def _spread_stage(plan: Plan, mesh: Mesh, clock: StepClock, stage: int) -> tuple
         partial = partial_parameters(part, sequence_parallel=layout.sequence_parallel, cuts=cuts)
     if layout.cp > 1:
         apply_context_parallel(part, Peers(mesh.group("cp"), clock.collective), layout.context_method)
+    if isinstance(plan.spec.model, ConvModel):
+        for norm in part.norm_modules():
+            norm.ranks = Peers(mesh.stage.get_group(), clock.collective)
     apply_recompute(part.block_modules(), plan.recompute)
     if plan.spec.compile:
         for module in part.compile_modules():
