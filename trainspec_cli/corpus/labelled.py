@@ -37,3 +37,10 @@ def open_samples(data: DataSpec, model: ConvModel, folder: Path | None) -> Label
     assert folder is not None, f"{data.source} lie in a folder"
     kinds = {"images": ImageFolder, "volumes": VolumeFolder}
     return kinds[data.source](folder, data, model)
+
+
+def find_samples(data: DataSpec, model: ConvModel) -> Path | None:
+    """The folder to read, looked through; None for phantoms, which lie nowhere. Raises as `open_samples`."""
+    folder = Path(data.path).expanduser().absolute() if data.path else None
+    open_samples(data, model, folder)
+    return folder

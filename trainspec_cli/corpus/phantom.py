@@ -14,8 +14,6 @@ import numpy as np
 from trainspec_cli.spec.data import DataSpec
 from trainspec_cli.spec.model import ConvModel
 
-MAX_CLASSES = 8
-"""Tissues, or kinds of lesions, that differ by enough."""
 NOISE_STD = 0.05
 """Of each of the two channels of the receiver (Gudbjartsson and Patz 1995), where tissues lie between 0 and 1."""
 BIAS_STRENGTH = 0.3

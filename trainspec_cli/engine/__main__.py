@@ -38,7 +38,7 @@ def work(run_dir: RunDir, stop: StopRequest) -> None:
     run = read_json(run_dir.run_json)
     device = join_processes(plan.device)
     machinery = build_machinery(plan, device)
-    source = open_source(plan, run["token_dir"], machinery)
+    source = open_source(plan, run["data_dir"], machinery)
     Trainer(plan, run_dir, source, run["digest"], machinery, stop).run()
     dist.destroy_process_group()
 

@@ -44,6 +44,7 @@ class Speed:
     """Taken over the steps of the last start, without the first, which compile and allocate."""
 
     tokens_per_s: float
+    """Of `unit`: samples a second, for images and volumes."""
     mfu: float
     peak_flops: float
     """Of one device; `peak_source` says how it is known."""
@@ -57,6 +58,7 @@ class Speed:
     parts: tuple[PartTime, ...]
     ranks: tuple[int, ...]
     """Those whose events the parts are taken from."""
+    unit: str = "tokens"
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,7 @@ def _measure_speed(histories: dict[int, History]) -> Speed | None:
         step_time_s=math.fsum(part.mean_s for part in parts),
         parts=parts,
         ranks=tuple(means),
+        unit=begin.get("unit", "tokens"),
     )
 
 

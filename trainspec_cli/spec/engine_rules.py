@@ -10,8 +10,9 @@ from typing import Any
 
 from trainspec_cli.errors import Problem
 from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.conv_rules import CONV_RULES
 from trainspec_cli.spec.layout_rules import LAYOUT_RULES
-from trainspec_cli.spec.model import DecoderModel
+from trainspec_cli.spec.model import ConvModel, DecoderModel
 from trainspec_cli.spec.rules import apply
 from trainspec_cli.spec.run import RunSpec
 from trainspec_cli.spec.unknown import UNKNOWN
@@ -53,10 +54,12 @@ def _is_auto(value: Any) -> bool:
 
 def check_engine(spec: RunSpec) -> list[Problem]:
     """What this version's engine cannot run."""
-    return apply([plain_decoder, *(partial(trained_value, path) for path in TRAINED), *LAYOUT_RULES], spec)
+    return apply([plain_decoder, *CONV_RULES, *(partial(trained_value, path) for path in TRAINED), *LAYOUT_RULES], spec)
 
 
 def plain_decoder(spec: RunSpec) -> Iterator[Problem]:
+    if isinstance(spec.model, ConvModel):
+        return
     if not isinstance(spec.model, DecoderModel):
         message = f"the engine of this version trains dense decoders; a {spec.model.family} model can be planned"
         yield Problem(code="unsupported", path="model.family", message=message, hint=_PLAN)
