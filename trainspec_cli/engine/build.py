@@ -31,7 +31,7 @@ from trainspec_cli.policy.pipeline import SPLIT_SCHEDULES, cut_layers, num_stage
 from trainspec_cli.spec.model import ConvModel
 from trainspec_cli.spec.plan import Plan
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from trainspec_cli.engine.build import DTYPES, build_machinery, join_processes
 from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
 from trainspec_cli.engine.models.decoder import apply_rope
-from trainspec_cli.engine.optim.update import gradient_norm, guarded_update
+from trainspec_cli.engine.optim.update import guarded_update, squared_norm
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.engine.step import train_step
 from trainspec_cli.engine.trainer import Trainer  # noqa: F401 - a worker's memory holds what it imports
@@ -243,7 +243,7 @@ def optimizer_run(elements: int) -> Run:
 
     def run() -> None:
         share.parameter.grad = gradient
-        guarded_update(optimizer, [share], gradient_norm([share]), loss, 1.0)
+        guarded_update(optimizer, [share], squared_norm([share]).sqrt().float(), loss, 1.0)
 
     return run
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build import LateSum, Machinery
-from trainspec_cli.engine.optim.update import gradient_norm, guarded_update
+from trainspec_cli.engine.optim.update import guarded_update, squared_norm
 from trainspec_cli.engine.passes import Passes
 from trainspec_cli.policy.pipeline import actions
 
@@ -38,13 +38,15 @@ def train_step(
     stop_requested: bool,
 ) -> StepOutcome:
     loss = compute_gradients(built, micro_batches, global_tokens)
-    agreed = torch.stack([loss, loss.new_tensor(float(stop_requested))])
+    with built.clock.part("optimizer"):
+        squared = squared_norm(built.shares).to(loss.device)
+    agreed = torch.stack([loss.double(), squared, squared.new_tensor(float(stop_requested))])
     with built.clock.collective():
         dist.all_reduce(agreed)
+    mean_loss, norm, stop = agreed[0].float(), agreed[1].sqrt().float(), agreed[2]
     with built.clock.part("optimizer"):
-        norm = gradient_norm(built.shares)
-        skipped = guarded_update(built.optimizer, built.shares, norm, agreed[0], clip_norm)
-    return StepOutcome(loss=agreed[0], grad_norm=norm, skipped=skipped, stop=agreed[1])
+        skipped = guarded_update(built.optimizer, built.shares, norm, mean_loss, clip_norm)
+    return StepOutcome(loss=mean_loss, grad_norm=norm, skipped=skipped, stop=stop)
 
 
 def compute_gradients(built: Machinery, micro_batches: Sequence[MicroBatch], global_tokens: int) -> Tensor:

@@ -20,7 +20,8 @@ class Plan:
     device: Literal["cpu", "cuda"]
     num_nodes: int
     devices_per_node: int
-    compute: Literal["bf16", "fp32"]
+    compute: Literal["bf16", "fp32", "fp64"]
+    """fp64 is for references alone: no recipe asks for it."""
     micro_batch_size: int
     grad_accum_steps: int
     recompute: Recompute
