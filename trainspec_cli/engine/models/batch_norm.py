@@ -41,8 +41,8 @@ class BatchNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             return _normalise(x, self.weight, self.bias, self)
-        scale = self.weight.float() * (self.running_variance + self.eps).rsqrt()
-        return _scale(x, scale, self.bias.float() - self.running_mean * scale)
+        scale = precise(self.weight) * (self.running_variance + self.eps).rsqrt()
+        return _scale(x, scale, precise(self.bias) - self.running_mean * scale)
 
     def mean_over_ranks(self, x: Tensor) -> Tensor:
         """Of equally large parts, in place."""
@@ -52,7 +52,7 @@ class BatchNorm(nn.Module):
         """Add a batch's statistics to the running ones, the variance unbiased; those that are not finite are left."""
         unbiased = variance * (count / max(1, count - 1))
         for running, new in ((self.running_mean, mean), (self.running_variance, unbiased)):
-            running.lerp_(torch.where(new.isfinite(), new, running), self.momentum)
+            running.lerp_(torch.where(new.isfinite(), new.to(running.dtype), running), self.momentum)
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -61,23 +61,23 @@ class _BatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: BatchNorm) -> Tensor:
         mean = norm.mean_over_ranks(_channel_mean(x))
-        variance = norm.mean_over_ranks(_channel_mean((x.float() - _along(mean, x)).square_()))
+        variance = norm.mean_over_ranks(_channel_mean((precise(x) - _along(mean, x)).square_()))
         inverse_std = (variance + norm.eps).rsqrt()
         ctx.norm = norm
         ctx.save_for_backward(x, weight, mean, variance)
-        scale = weight.float() * inverse_std
-        return _scale(x, scale, bias.float() - mean * scale)
+        scale = precise(weight) * inverse_std
+        return _scale(x, scale, precise(bias) - mean * scale)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
         x, weight, mean, variance = ctx.saved_tensors
         norm, per_rank = ctx.norm, x.numel() // x.shape[1]
         inverse_std = (variance + norm.eps).rsqrt()
-        normal, gradient = (x.float() - _along(mean, x)).mul_(_along(inverse_std, x)), gradient.float()
+        normal, gradient = (precise(x) - _along(mean, x)).mul_(_along(inverse_std, x)), precise(gradient)
         to_bias, to_weight = _channel_mean(gradient), _channel_mean(gradient * normal)
         both = norm.mean_over_ranks(torch.stack([to_bias, to_weight]))
         to_x = gradient - _along(both[0], x) - normal.mul_(_along(both[1], x))
-        to_x *= _along(weight.float() * inverse_std, x)
+        to_x *= _along(precise(weight) * inverse_std, x)
         norm.remember(mean, variance, per_rank * (norm.ranks.size if norm.ranks else 1))
         return to_x.to(x.dtype), (to_weight * per_rank).to(weight.dtype), (to_bias * per_rank).to(weight.dtype), None
 
@@ -87,14 +87,19 @@ def _normalise(x: Tensor, weight: Tensor, bias: Tensor, norm: BatchNorm) -> Tens
     return _BatchNorm.apply(x, weight, bias, norm)
 
 
+def precise(x: Tensor) -> Tensor:
+    """In fp32, or in fp64 where it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _scale(x: Tensor, scale_C: Tensor, shift_C: Tensor) -> Tensor:
     """In fp32, rounded to the format of x once."""
-    return torch.addcmul(_along(shift_C, x), x.float(), _along(scale_C, x)).to(x.dtype)
+    return torch.addcmul(_along(shift_C, x), precise(x), _along(scale_C, x)).to(x.dtype)
 
 
 def _channel_mean(x: Tensor) -> Tensor:
-    """(B, C, ...) -> (C,), in fp32."""
-    return x.mean(dim=[0, *range(2, x.dim())], dtype=torch.float32)
+    """(B, C, ...) -> (C,), in fp32 at least."""
+    return x.mean(dim=[0, *range(2, x.dim())], dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def _along(values_C: Tensor, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainspec_cli.engine.models.batch_norm import BatchNorm
+from trainspec_cli.engine.models.batch_norm import BatchNorm, precise
 from trainspec_cli.engine.models.conv import ConvNet
 from trainspec_cli.spec.model import ConvModel
 
@@ -66,7 +66,7 @@ class ResNet(ConvNet):
         x_BCHW = F.max_pool2d(F.relu(self.stem(images_BCHW)), 3, stride=2, padding=1)
         for block in self.blocks:
             x_BCHW = block(x_BCHW)
-        logits = self.head(x_BCHW.mean(dim=(2, 3))).float()
+        logits = precise(self.head(x_BCHW.mean(dim=(2, 3))))
         return logits if classes_B is None else F.cross_entropy(logits, classes_B, reduction="sum")
 
     def judge(self, logits: Tensor, classes_B: Tensor) -> dict[str, Tensor]:

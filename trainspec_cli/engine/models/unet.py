@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainspec_cli.engine.models.batch_norm import precise
 from trainspec_cli.engine.models.conv import ConvNet
 from trainspec_cli.spec.model import ConvModel
 
@@ -92,7 +93,7 @@ class UNet(ConvNet):
 
 def segmentation_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Of each sample, (B,) in fp32."""
-    logits = logits.float()
+    logits = precise(logits)
     entropy = F.cross_entropy(logits, labels, reduction="none").flatten(1).mean(dim=1)
     return entropy + 1 - dice(logits.softmax(dim=1), labels, smooth=1.0)
 
