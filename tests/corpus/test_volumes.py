@@ -99,5 +99,5 @@ def test_a_label_beyond_the_models_classes_is_named(folder):
 
 
 def test_nothing_to_read_is_refused(tmp_path):
-    with pytest.raises(RecipeError, match="has no images/ with .npy, .nii, .nii.gz files"):
+    with pytest.raises(RecipeError, match=r"has no images/ with \.npy, \.nii, \.nii\.gz files"):
         find_samples(spec(tmp_path), MODEL)

@@ -115,7 +115,9 @@ def _open_picture(path: Path, channels: int) -> np.ndarray:
 def random_part(picture: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     area, stretch = generator.uniform(*CROP_AREA), MAX_STRETCH ** generator.uniform(-0.5, 0.5)
     sides = np.sqrt(area) * np.array([stretch, 1 / stretch])
-    height, width = (max(1, round(min(1.0, side) * extent)) for side, extent in zip(sides, picture.shape[1:], strict=True))
+    height, width = (
+        max(1, round(min(1.0, side) * extent)) for side, extent in zip(sides, picture.shape[1:], strict=True)
+    )
     top = generator.integers(picture.shape[1] - height + 1)
     left = generator.integers(picture.shape[2] - width + 1)
     return picture[:, top : top + height, left : left + width]

@@ -35,8 +35,7 @@ def open_samples(data: DataSpec, model: ConvModel, folder: Path | None) -> Label
     if data.source == "phantom":
         return Phantoms(data, model)
     assert folder is not None, f"{data.source} lie in a folder"
-    kinds = {"images": ImageFolder, "volumes": VolumeFolder}
-    return kinds[data.source](folder, data, model)
+    return ImageFolder(folder, data, model) if data.source == "images" else VolumeFolder(folder, data, model)
 
 
 def find_samples(data: DataSpec, model: ConvModel) -> Path | None:

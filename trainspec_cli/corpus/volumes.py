@@ -40,7 +40,9 @@ class VolumeFolder:
     def train(self, index: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """A random part of the model's size."""
         pair = self._pairs["train"][index]
-        free = [max(0, extent - wanted) for extent, wanted in zip(shape_of(pair[1]), self.model.input_size, strict=True)]
+        free = [
+            max(0, extent - wanted) for extent, wanted in zip(shape_of(pair[1]), self.model.input_size, strict=True)
+        ]
         return self._read(pair, [int(generator.integers(room + 1)) for room in free])
 
     def heldout(self, index: int) -> tuple[np.ndarray, np.ndarray]:

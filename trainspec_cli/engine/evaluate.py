@@ -1,4 +1,4 @@
-"""Looking at the model: held-out loss and metrics, and text that it writes. Blocks run eagerly here: their shapes vary."""
+"""Looking at the model: held-out loss and metrics, text that it writes. Blocks run eagerly here: their shapes vary."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class RunTally:
     peak: Peak = field(default_factory=lambda: Peak(0.0, "unknown"))
     steps: list[dict[str, Any]] = field(default_factory=list)
     """This start's step events."""
-    heldout: Mapping[str, float | None] | None = None
+    heldout: dict[str, float | None] | None = None
     """Of the last look at what was held out."""
 
 

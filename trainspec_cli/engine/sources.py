@@ -40,7 +40,9 @@ class Source(Protocol):
 def open_source(plan: Plan, folder: str | None, built: Machinery) -> Source:
     """Of the plan's data in `folder` (phantoms have none)."""
     if isinstance(plan.spec.model, ConvModel):
-        return SampleSource(plan, open_samples(plan.spec.data, plan.spec.model, folder and Path(folder)), built)
+        return SampleSource(
+            plan, open_samples(plan.spec.data, plan.spec.model, Path(folder) if folder else None), built
+        )
     assert folder is not None, "tokens lie in a folder"
     return TokenSource(plan, TokenFolder.open(folder), built)
 

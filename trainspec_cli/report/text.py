@@ -8,7 +8,6 @@ from trainspec_cli.spec.local import LocalPrediction
 from trainspec_cli.spec.plan import Plan
 from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
 
-
 SAMPLE_METRICS = {"heldout_accuracy": "accuracy", "heldout_dice": "Dice"}
 """What images and volumes are judged by."""
 
@@ -84,7 +83,7 @@ def describe_start(begin: Event) -> str:
 
 
 def describe_evaluation(event: Event) -> str:
-    """`2.310 bits per byte (xz 2.651), loss 3.123`; of images `accuracy 0.910, loss 0.3121`, of volumes `Dice 0.871`."""
+    """`2.310 bits per byte (xz 2.651), loss 3.123`; of images `accuracy 0.910, loss 0.3121`, of volumes `Dice ...`."""
     for key, name in SAMPLE_METRICS.items():
         if key in event:
             return f"{name} {event[key]:.3f}, loss {event['heldout_loss']:.4f}"

@@ -1,4 +1,4 @@
-"""Tokens (or samples) a second and MFU from step events: one definition, for result.json, the report and the live view."""
+"""Tokens (or samples) a second and MFU from step events: one definition, for result.json, report and live view."""
 
 from __future__ import annotations
 

@@ -63,9 +63,8 @@ class UNet(ConvNet):
     def __init__(self, model: ConvModel):
         super().__init__()
         dims, widths = len(model.input_size), model.widths
-        strides = [1] + [2] * (len(widths) - 1)
-        entering = [model.in_channels, *widths[:-1]]
-        self.down = nn.ModuleList(Pair(*sizes) for sizes in zip(entering, widths, [dims] * len(widths), strides))
+        self.down = nn.ModuleList([Pair(model.in_channels, widths[0], dims, stride=1)])
+        self.down.extend(Pair(above, width, dims, stride=2) for above, width in pairwise(widths))
         self.bottom = Pair(widths[-1], widths[-1], dims, stride=2)
         self.up = nn.ModuleList(Up(below, width, dims) for below, width in pairwise([widths[-1], *reversed(widths)]))
         self.head = CONV[dims](widths[0], model.num_classes, 1)
