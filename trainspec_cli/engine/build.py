@@ -135,6 +135,9 @@ def _spread_stage(plan: Plan, mesh: Mesh, clock: StepClock, stage: int) -> tuple
         apply_context_parallel(part, Peers(mesh.group("cp"), clock.collective), layout.context_method)
     if layout.cp > 1 or layout.tp > 1:
         sum_over_sequence(routers_of([part]), [Peers(mesh.group(axis), clock.collective) for axis in ("cp", "tp")])
+    if isinstance(plan.spec.model, ConvModel):
+        for norm in part.norm_modules():
+            norm.ranks = Peers(mesh.stage.get_group(), clock.collective)
     apply_recompute(part.block_modules(), plan.recompute, compiled=plan.spec.compile)
     if plan.spec.compile:
         for module in part.compile_modules():

@@ -1,4 +1,4 @@
-"""Looking at the model: held-out loss, and text that it writes. Blocks run eagerly here: their shapes vary."""
+"""Looking at the model: held-out loss and metrics, text that it writes. Blocks run eagerly here: their shapes vary."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.engine.batch import held_part
 from trainspec_cli.engine.build import Machinery
 from trainspec_cli.engine.data.heldout import HeldoutLoss, heldout_batches, summarise
+from trainspec_cli.engine.data.sample_loader import SampleLoader
 from trainspec_cli.engine.passes import forward_only
 
 NO_TOKEN = -1
@@ -35,6 +36,30 @@ def heldout_loss(built: Machinery, folder: TokenFolder, *, seq_len: int, batch_s
             total += loss / built.mesh.layout.tp
     dist.all_reduce(total)
     return summarise(total.item(), folder)
+
+
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")
+def heldout_metrics(built: Machinery, loader: SampleLoader) -> dict[str, float | None] | None:
+    """Means over the held-out samples (`heldout_loss`, and `heldout_accuracy` or `heldout_dice`), on every rank.
+
+    None where no sample is held out.
+    """
+    if loader.num_heldout == 0:
+        return None
+    (part,) = built.parts
+    part.eval()
+    totals: dict[str, Tensor] = {}
+    for images, labels, num_real in loader.heldout_batches():
+        predictions = forward_only(built.stages, images.to(built.device), None)
+        assert predictions is not None, "convolutions have one stage"
+        for name, per_sample in part.judge(predictions, labels.to(built.device)).items():
+            totals[name] = totals.get(name, 0.0) + per_sample[:num_real].sum()
+    part.train()
+    summed = torch.stack(list(totals.values()))
+    dist.all_reduce(summed)
+    means = (summed / loader.num_heldout).tolist()
+    return {f"heldout_{name}": mean for name, mean in zip(totals, means, strict=True)}
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.model import ConvModel
 from trainspec_cli.spec.plan import Plan
+from trainspec_cli.spec.run import RunSpec
 
 
 def main() -> None:
@@ -97,14 +98,23 @@ def _save(plan: Plan, built: Machinery, run_dir: RunDir, step: int) -> None:
 
 def drawn_batch(plan: Plan, built: Machinery, step: int) -> list[MicroBatch]:
     """This rank's micro-batches of a step's global batch, which is the same for every layout."""
-    model, seq_len = plan.spec.model, plan.spec.data.seq_len
-    assert not isinstance(model, ConvModel), "images have no tokens"
     generator = torch.Generator().manual_seed(plan.spec.train.seed * 1_000_003 + step)
-    samples = plan.spec.batching.global_batch_size
-    drawn = torch.randint(model.vocab_size, (samples, seq_len + 1), generator=generator)
-    mine = drawn.view(-1, plan.layout.data_parallel_size, seq_len + 1)[:, built.mesh.data_rank].to(built.device)
-    parts = mine.split(plan.micro_batch_size)
-    return [held_part((part[:, :-1].contiguous(), part[:, 1:].contiguous()), built.positions_S) for part in parts]
+    inputs, targets = drawn_samples(plan.spec, generator)
+    ranks, rank = plan.layout.data_parallel_size, built.mesh.data_rank
+    mine = (samples.unflatten(0, (-1, ranks))[:, rank].to(built.device) for samples in (inputs, targets))
+    parts = zip(*(samples.split(plan.micro_batch_size) for samples in mine), strict=True)
+    return [held_part(part, built.positions_S) for part in parts]
+
+
+def drawn_samples(spec: RunSpec, generator: torch.Generator) -> MicroBatch:
+    """A global batch of tokens and those that follow, or of images and labels."""
+    model, samples = spec.model, spec.batching.global_batch_size
+    if isinstance(model, ConvModel):
+        images = torch.randn((samples, model.in_channels, *model.input_size), generator=generator)
+        labelled = model.input_size if model.segments else ()
+        return images, torch.randint(model.num_classes, (samples, *labelled), generator=generator)
+    drawn = torch.randint(model.vocab_size, (samples, spec.data.seq_len + 1), generator=generator)
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
 def write_gradients(built: Machinery, folder: Path) -> None:

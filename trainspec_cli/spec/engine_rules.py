@@ -10,9 +10,9 @@ from typing import Any
 
 from trainspec_cli.errors import Problem
 from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.conv_rules import CONV_RULES
 from trainspec_cli.spec.layout_rules import LAYOUT_RULES
-from trainspec_cli.spec.model import ConvModel
-from trainspec_cli.spec.rules import apply
+from trainspec_cli.spec.rules import Rule, apply
 from trainspec_cli.spec.run import RunSpec
 from trainspec_cli.spec.unknown import UNKNOWN
 
@@ -44,14 +44,12 @@ def _is_auto(value: Any) -> bool:
 
 def check_engine(spec: RunSpec) -> list[Problem]:
     """What this version's engine cannot run."""
-    return apply([trained_model, *(partial(trained_value, path) for path in TRAINED), *LAYOUT_RULES], spec)
+    rules: list[Rule] = [trained_model, *CONV_RULES, *(partial(trained_value, path) for path in TRAINED), *LAYOUT_RULES]
+    return apply(rules, spec)
 
 
 def trained_model(spec: RunSpec) -> Iterator[Problem]:
-    if isinstance(spec.model, ConvModel):
-        message = f"the engine of this version trains decoders and hybrids; a {spec.model.family} model can be planned"
-        yield Problem(code="unsupported", path="model.family", message=message, hint=_PLAN)
-    elif getattr(spec.model, "prediction_layers", 0):
+    if getattr(spec.model, "prediction_layers", 0):
         message = "the engine does not build layers that predict further tokens; without them the model is the same"
         yield Problem("unsupported", message, "model.prediction_layers", "type model.prediction_layers=0")
 

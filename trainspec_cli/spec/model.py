@@ -225,7 +225,7 @@ class ConvModel:
     """Convolutional network: a residual classifier or detector in 2-D, or a U-Net in 2-D or 3-D."""
 
     architecture: Literal["resnet", "retinanet", "maskrcnn", "unet"]
-    """retinanet and maskrcnn are a resnet with a feature pyramid and detection heads on top."""
+    """retinanet and maskrcnn are a resnet with a feature pyramid and detection heads on top; they can be planned."""
     input_size: tuple[int, ...]
     """Extent of one sample: (224, 224), or (128, 128, 128) for volumes."""
     widths: tuple[int, ...]
@@ -234,10 +234,21 @@ class ConvModel:
     """Blocks a stage (resnet)."""
     in_channels: int = 3
     num_classes: int = 1000
+    """What a sample, or for a U-Net each voxel, is told to be; of voxels class 0 is the background."""
     groups: int = 1
     """Of the 3x3 convolutions: 32 in ResNeXt-50 32x4d."""
     family: Literal["conv"] = "conv"
     name: str = ""
+
+    @property
+    def segments(self) -> bool:
+        """Whether every voxel has a class, or the sample as a whole."""
+        return self.architecture == "unet"
+
+    @property
+    def expansion(self) -> int:
+        """Channels of a bottleneck's output over those inside; ResNeXt's are twice as wide inside."""
+        return 4 if self.groups == 1 else 2
 
 
 ModelSpec = DecoderModel | HybridModel | ConvModel

@@ -42,4 +42,5 @@ class Plan:
 
     @property
     def tokens_per_step(self) -> int:
+        """Samples, where the data's unit is the sample: their `seq_len` is 1."""
         return self.spec.batching.global_batch_size * self.spec.data.seq_len

@@ -116,6 +116,8 @@ RANGES = {
     "model.num_classes": AT_LEAST_ONE,
     "data.seq_len": AT_LEAST_ONE,
     "data.heldout_fraction": BETWEEN,
+    "data.phantom.samples": AT_LEAST_ONE,
+    "data.phantom.seed": AT_LEAST_ZERO,
     "data.max_bytes": AT_LEAST_ONE,
     "data.tokenizer.vocab_size": BYTE_LEVEL,
     "optim.lr": POSITIVE,

@@ -24,6 +24,9 @@ from trainspec_cli.spec.ranges import RANGES, check_range
 from trainspec_cli.spec.run import RunSpec
 from trainspec_cli.spec.unknown import UnknownTouched
 
+WITHOUT_PATH = {"python_stdlib": "data=text or data=jsonl", "phantom": "data=images or data=volumes"}
+"""Sources that read no file, and what to type for those that do."""
+OF_FOLDERS = ("tokens", "images", "volumes")
 Rule = Callable[[RunSpec], Iterable[Problem]]
 
 
@@ -149,15 +152,15 @@ def vocabulary(spec: RunSpec) -> Iterator[Problem]:
 
 def data_path(spec: RunSpec) -> Iterator[Problem]:
     source, path = spec.data.source, spec.data.path
-    if source == "python_stdlib":
+    if source in WITHOUT_PATH:
         if path is not None:
-            message = f"`data.path` is {path}, but data=python_stdlib reads no file of yours"
-            yield Problem(code="unsupported", path="data.path", message=message, hint="type data=text or data=jsonl")
+            message = f"`data.path` is {path}, but data={source} reads no file of yours"
+            yield Problem(code="unsupported", path="data.path", message=message, hint=f"type {WITHOUT_PATH[source]}")
     elif path is None:
         message = f"`data.path` is null; data={source} reads a file, folder or glob"
         yield Problem(code="missing_value", path="data.path", message=message, hint="type data.path=<path>")
-    elif not _exists(path, folder_only=source == "tokens"):
-        yield _missing_file("data.path", path, "folder" if source == "tokens" else "file, folder or glob")
+    elif not _exists(path, folder_only=source in OF_FOLDERS):
+        yield _missing_file("data.path", path, "folder" if source in OF_FOLDERS else "file, folder or glob")
 
 
 def tokenizer(spec: RunSpec) -> Iterator[Problem]:
