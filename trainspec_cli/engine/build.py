@@ -82,9 +82,9 @@ def join_processes(device_type: str) -> torch.device:
     return device
 
 
-def build_machinery(plan: Plan, device: torch.device) -> Machinery:
+def build_machinery(plan: Plan, device: torch.device, mesh: Mesh | None = None) -> Machinery:
     """Each stage on meta: cut -> recompute -> compile -> shard -> materialise; then the optimizer."""
-    mesh, clock = build_mesh(plan.layout, device.type), StepClock(device)
+    mesh, clock = mesh or build_mesh(plan.layout, device.type), StepClock(device)
     positions_S = _positions(plan, mesh)
     parts, shares, partials = {}, [], []
     queue = WeightQueue()
@@ -178,8 +178,7 @@ def _lines(mesh: Mesh, device: torch.device) -> Lines:
     """The second group is made by every rank together, for every pipeline."""
     if mesh.layout.pp == 1:
         return Lines(mesh.group("pp"), mesh.group("pp"), device)
-    ranks = mesh.axes.mesh.flatten(1).T.tolist()
-    down, _ = dist.new_subgroups_by_enumeration(ranks)
+    down, _ = dist.new_subgroups_by_enumeration(mesh.pipelines)
     return Lines(mesh.group("pp"), down, device)
 
 
@@ -204,6 +203,6 @@ def _ends_group(plan: Plan, mesh: Mesh) -> dist.ProcessGroup | None:
         return None
     layout = plan.layout
     last = rank_of_stage(layout, num_stages(layout) - 1)
-    pairs = [sorted({pipeline[0], pipeline[last]}) for pipeline in mesh.axes.mesh.flatten(1).T.tolist()]
+    pairs = [sorted({pipeline[0], pipeline[last]}) for pipeline in mesh.pipelines]
     group, _ = dist.new_subgroups_by_enumeration(pairs)
     return group

@@ -45,16 +45,17 @@ class SpreadDispatch(nn.Module):
     def __init__(self, num_experts: int, peers: Peers, sort: Sort):
         super().__init__()
         self.num_experts, self.peers, self.sort = num_experts, peers, sort
+        self.read_splits: Callable[[Tensor, int], list[int]] = read_splits
 
     @torch.compiler.disable
     def forward(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, experts: nn.Module) -> Tensor:
         copies = self.sort(x_TD, indices_TK, self.num_experts)
         counts_nL = copies.counts_E.view(self.peers.size, -1)
         came_nL = self._swap_counts(counts_nL)
-        sent, came = counts_nL.sum(1).tolist(), came_nL.sum(1).tolist()
+        sent, came = self.read_splits(counts_nL, len(copies.x_MD)), self.read_splits(came_nL, len(copies.x_MD))
         taken = sum(sent)  # dropped copies stand last and stay here
         x_ND = self._rows(copies.x_MD[:taken], sent, came)
-        order_N = _by_expert(came_nL)
+        order_N = _by_expert(came_nL, len(x_ND))
         y_ND = experts(x_ND[order_N], came_nL.sum(0))
         back_MD = self._rows(y_ND[order_N.argsort()], came, sent)
         dropped = back_MD.new_zeros((len(copies.x_MD) - taken, back_MD.shape[1]))
@@ -78,7 +79,17 @@ class SpreadDispatch(nn.Module):
         return received
 
 
-def _by_expert(came_nL: Tensor) -> Tensor:
+def read_splits(counts_nL: Tensor, _copies: int) -> list[int]:
+    """Copies of each rank; the host waits for them."""
+    return counts_nL.sum(1).tolist()
+
+
+def even_splits(counts_nL: Tensor, copies: int) -> list[int]:
+    """As if all ranks were visited alike."""
+    return [copies // len(counts_nL)] * len(counts_nL)
+
+
+def _by_expert(came_nL: Tensor, rows: int) -> Tensor:
     """(N,): rows stand by sender and then by expert; where to take them from to stand by expert."""
     expert_nL = torch.arange(came_nL.shape[1], device=came_nL.device).expand_as(came_nL)
-    return expert_nL.flatten().repeat_interleave(came_nL.flatten()).argsort(stable=True)
+    return expert_nL.flatten().repeat_interleave(came_nL.flatten(), output_size=rows).argsort(stable=True)
