@@ -39,7 +39,8 @@ def test_fully_sharded_states_fall_with_the_ranks() -> None:
     small = peak_bytes(setup_of(layout=Layout(dp_shard=64), software=software))
     large = peak_bytes(setup_of(layout=Layout(dp_shard=8), software=software))
     states = 16 * count_params(models()["llama3_8b"]) * (1 / 8 - 1 / 64)
-    assert large - small == pytest.approx((1 + DEFAULT_MEMORY.reserve) * states, rel=0.02)
+    held = (1 + DEFAULT_MEMORY.states_fragmentation) * states
+    assert large - small == pytest.approx((1 + DEFAULT_MEMORY.reserve) * held, rel=0.02)
 
 
 def test_recomputation_saves_in_order() -> None:
