@@ -15,7 +15,6 @@ from trainspec_cli.planner.table import Row, number
 from trainspec_cli.spec.prediction import MemoryBreakdown
 from trainspec_cli.units import GIB
 
-
 UNITS = {"GiB": GIB, "MiB": 2**20, "MB": 1e6}
 """Tools that print GB count in 2**30, as drivers do; litgpt divides by 1e9."""
 

@@ -34,8 +34,10 @@ class MemoryModel:
     """Of parameters, gradients and optimizer states: allocated once, rounded up to whole blocks."""
     logit_bytes: float = 10.0
     """A logit: 2 in the compute format, 4 in the loss, 4 its gradient before it is cast back."""
-    logit_bytes_eager: float = 14.0
-    """That cast, and the copy that shifts them by a token."""
+    logit_bytes_eager: float = 12.0
+    """And that cast."""
+    reuse: float = 0.5
+    """Of what the backward frees, as far as the optimizer's temporaries fit into its blocks."""
     reserve: float = 0.06
     """Of everything, added: runs of one configuration differ by that much (published pairs: 2 to 15%), and a plan
     that is under ends out of memory where one that is over wastes a little."""
@@ -157,6 +159,12 @@ def gathered_bytes(layer: LayerMemory, outside: float, setup: Setup) -> float:
     return 2 * 2.0 * params + gradient + 2.0 * outside
 
 
+def step_bytes(params: float, freed_bytes: float, setup: Setup) -> float:
+    """What the optimizer's step takes besides what the backward has left free."""
+    software = setup.software
+    return software.step_bytes * params + max(0.0, software.step_temporary_bytes * params - freed_bytes)
+
+
 def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory, constants: MemoryModel) -> MemoryBreakdown:
     """Of one pipeline stage."""
     layout, last = setup.layout, stage == setup.layout.pp - 1
@@ -169,13 +177,11 @@ def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory, cons
     experts = state_bytes(layers * layer.expert_params, expert_shards, setup)
     logits = logit_bytes(setup, constants) if last else 0.0
     activations = stage_activations(setup, stage, layers, layer, logits)
-    stepped = (
-        setup.software.step_bytes
-        * setup.trainable
-        * ((layers * layer.params + outside) / shards + layers * layer.expert_params / expert_shards)
-    )
     buffers = setup.software.bucket_bytes if layout.data_parallel_size > 1 else 0.0
-    parameters = dense[0] + experts[0] + gathered_bytes(layer, outside, setup)
+    gathered = gathered_bytes(layer, outside, setup)
+    stepping = (layers * layer.params + outside) / shards + layers * layer.expert_params / expert_shards
+    stepped = step_bytes(stepping * setup.trainable, constants.reuse * (activations + logits + gathered), setup)
+    parameters = dense[0] + experts[0] + gathered
     gradients, optimizer = dense[1] + experts[1], dense[2] + experts[2] + stepped
     buffers += constants.group_bytes * communicators(setup)
     unused = constants.fragmentation * (activations + logits)
@@ -206,15 +212,16 @@ def logit_bytes(setup: Setup, constants: MemoryModel) -> float:
     if isinstance(setup.model, ConvModel):
         return 0.0
     each = constants.logit_bytes if setup.software.fused_kernels else constants.logit_bytes_eager
+    each += 2.0 * setup.software.shifted_logits
     return each * setup.tokens * setup.model.vocab_size / setup.layout.tp
 
 
 def communicators(setup: Setup) -> int:
-    """One for each axis, one for all ranks where there are several axes, and one for a pipeline's ends (the embedding)."""
+    """One for each axis; some frameworks have one more for all ranks of several axes, and one for a pipeline's ends."""
     layout = setup.layout
     sizes = (layout.tp, layout.cp, layout.ep, layout.pp, layout.dp_shard, layout.dp_replicate)
     axes = sum(size > 1 for size in sizes)
-    return axes + (axes > 1) + (layout.pp > 1)
+    return axes + setup.software.model_groups * ((axes > 1) + (layout.pp > 1))
 
 
 def kept_activation_bytes(setup: Setup) -> float:
