@@ -10,7 +10,13 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from trainspec_cli.planner.hardware import Efficiency, exponentials_per_s, matmul_flops_per_s, memory_bytes_per_s
+from trainspec_cli.planner.hardware import (
+    Efficiency,
+    exponentials_per_s,
+    load_store_bytes_per_s,
+    matmul_flops_per_s,
+    memory_bytes_per_s,
+)
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.workload.work import Gemm, Work
 from trainspec_cli.spec.cluster import AcceleratorSpec
@@ -32,6 +38,7 @@ class Rates:
     """In the compute format."""
     memory: float
     exponentials: float
+    load_store: float
     cache_bytes: float
     element_bytes: float
     wide_element_bytes: float
@@ -46,6 +53,7 @@ def rates_of(chip: AcceleratorSpec, matmul: str, compute: str, eff: Efficiency) 
         plain_matmul=matmul_flops_per_s(chip, compute, eff),
         memory=memory_bytes_per_s(chip, eff),
         exponentials=exponentials_per_s(chip),
+        load_store=load_store_bytes_per_s(chip),
         cache_bytes=chip.cache_mb * 1e6,
         element_bytes=4.0 if compute in ("fp32", "tf32") else 2.0,
         wide_element_bytes={"nvfp4": 0.56, "fp8": 1.0, "mxfp8": 1.03}.get(matmul, 2.0),
@@ -166,10 +174,12 @@ def layer_time(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> Layer
         pass_bytes += work.eager_bytes / scale
     cached = rates.cache_bytes / (rates.cache_bytes + work.tensor_bytes)
     passes = scale * (1 - eff.cache_reuse * cached) * pass_bytes * rates.element_bytes / 2 / rates.memory
+    passes += eff.issue * pass_bytes * rates.element_bytes / 2 / rates.load_store
     casts = cast_s(work, setup, rates, eff)
     slow = ungrouped(work, setup, eff)
     products, backward, passes, casts = slow * products, slow * backward, slow * passes, slow * casts
-    memory = (passes + casts, 0.0 if work.frozen else 2 * passes + casts)
+    waits = work.serial_kernels * eff.kernel_s
+    memory = (passes + casts + waits, 0.0 if work.frozen else 2 * passes + casts)
     return LayerTime(products, backward, attention_f, attention_b, *memory, launches(work, setup), work.experts)
 
 

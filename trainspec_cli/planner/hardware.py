@@ -44,6 +44,8 @@ class Efficiency:
     """Passes over memory actually made, over those counted for lightly fused kernels."""
     elementwise_eager: float = 1.54
     """The same when each operation of a framework is a kernel of its own."""
+    issue: float = 1.0
+    """Passes of element-wise kernels through the load and store units that the memory's traffic does not hide."""
     cast_fp8: float = 0.751
     """Passes over a matmul's inputs that fp8 scaling and casting take."""
     launch_s: float = 8.46e-06
@@ -146,6 +148,15 @@ def peak_flops_per_s(chip: AcceleratorSpec, fmt: str) -> float:
 
 def memory_bytes_per_s(chip: AcceleratorSpec, eff: Efficiency) -> float:
     return eff.memory * chip.memory_tb_per_s * 1e12
+
+
+LOADS_OVER_MEMORY = 4.7
+"""First-level cache bandwidth over the memory's, of a chip that does not describe it (A100: 4.8, H100: 4.7)."""
+
+
+def load_store_bytes_per_s(chip: AcceleratorSpec) -> float:
+    """Rate of the multiprocessors' load and store units: it grows with their number and clock, not with the memory."""
+    return (chip.load_store_tb_per_s or LOADS_OVER_MEMORY * chip.memory_tb_per_s) * 1e12
 
 
 def link_bytes_per_s(chip: AcceleratorSpec, link_gb_per_s: float, peers: int, eff: Efficiency) -> float:

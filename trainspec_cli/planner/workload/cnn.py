@@ -121,6 +121,8 @@ def unet(model: ConvModel) -> list[Conv]:
     return [*convs, Conv(positions, channels, model.num_classes, 1, normed=False)]
 
 
+PROPOSAL_KERNELS = 1000
+"""Of a two-stage detector: best boxes of each level, suppression of overlaps, matching, sampling, pooling."""
 BUILDERS = {"resnet": resnet, "retinanet": retinanet, "maskrcnn": maskrcnn, "unet": unet}
 
 
@@ -165,4 +167,6 @@ def layer_works(model: ConvModel, samples: float) -> Kinds:
                 frozen=conv.frozen,
             )
         )
+    if model.architecture == "maskrcnn":
+        works.append(Work(serial_kernels=PROPOSAL_KERNELS, frozen=True))
     return ((1.0, tuple(works)),)

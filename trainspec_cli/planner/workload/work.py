@@ -41,6 +41,8 @@ class Work:
     """Of one activation that passes from kernel to kernel."""
     kernels: int = 0
     """Launched by an eager framework, forward."""
+    serial_kernels: int = 0
+    """Small ones that wait for one another, whatever the batch: their time is their latency."""
     tp_bytes: float = 0.0
     """Of one tensor-parallel exchange (a whole activation); the forward has `tp_exchanges`."""
     tp_exchanges: int = 0
