@@ -47,8 +47,11 @@ def bottleneck(positions: float, channels_in: int, width: int, stride: int, grou
 
 
 def detector_backbone(model: ConvModel) -> list[Conv]:
-    """A pretrained ResNet whose stem and first stage stay frozen, as detectors train it (MLPerf, torchvision)."""
-    convs = resnet(model)
+    """A pretrained ResNet whose stem and first stage stay frozen, as detectors train it (MLPerf, torchvision).
+
+    All its norms are: a scale and a bias, which cost what a bias does.
+    """
+    convs = [replace(conv, normed=False) for conv in resnet(model)]
     first = 1 + 3 * model.blocks[0] + 1
     return [replace(conv, frozen=True) for conv in convs[:first]] + convs[first:]
 
