@@ -95,9 +95,14 @@ def gemm_s(gemm: Gemm, rates: Rates, eff: Efficiency) -> tuple[float, float, flo
 
 
 def conv_s(gemm: Gemm, rates: Rates, eff: Efficiency) -> tuple[float, float, float]:
-    """A convolution as an implicit matrix product; its memory traffic is counted with the element-wise passes."""
+    """A convolution as an implicit matrix product; its memory traffic is counted with the element-wise passes.
+
+    Its patches (m x k) pass the load and store units: with few channels a group, that takes longer than multiplying.
+    """
     loss = 1.0 + eff.misalignment * (alignment(gemm.n) + alignment(gemm.k)) / 2
-    once = gemm.flops / (rates.plain_matmul * eff.conv) * loss + eff.kernel_s
+    multiply = gemm.flops / (rates.plain_matmul * eff.conv) * loss
+    load = rates.element_bytes * gemm.m * gemm.k * gemm.count / rates.load_store
+    once = max(multiply, load) + eff.kernel_s
     return once, once, once
 
 
@@ -161,7 +166,7 @@ def layer_time(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> Layer
     times = [one(gemm, rates, eff) for gemm in work.gemms]
     uneven = 1.0 + eff.expert_imbalance if work.expert_params else 1.0
     products = uneven * sum(time[0] for time in times)
-    backward = uneven * sum(time[1] for time in times)
+    backward = 0.0 if work.leaf else uneven * sum(time[1] for time in times)
     if setup.trainable >= 1.0:
         backward += uneven * sum(time[2] for time in times) + accumulate_s(work, setup, rates, eff)
     backward *= not work.frozen
@@ -179,7 +184,7 @@ def layer_time(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> Layer
     slow = ungrouped(work, setup, eff)
     products, backward, passes, casts = slow * products, slow * backward, slow * passes, slow * casts
     waits = work.serial_kernels * eff.kernel_s
-    memory = (passes + casts + waits, 0.0 if work.frozen else 2 * passes + casts)
+    memory = (passes + casts + waits, 0.0 if work.frozen else (2 - work.leaf) * passes + casts)
     return LayerTime(products, backward, attention_f, attention_b, *memory, launches(work, setup), work.experts)
 
 

@@ -146,8 +146,8 @@ def flops_per_sample(model: ConvModel) -> float:
 
 @lru_cache(maxsize=1024)
 def layer_works(model: ConvModel, samples: float) -> Kinds:
-    """One kind: the whole network. A norm and its activation read twice and write once; channels-last, 2 bytes."""
-    works = []
+    """One kind: the whole network. A norm and its activation, one kernel that holds its input, read and write once."""
+    works: list[Work] = []
     for conv in convolutions(model):
         out = samples * conv.positions * conv.out_channels
         gemm = Gemm(
@@ -161,12 +161,13 @@ def layer_works(model: ConvModel, samples: float) -> Kinds:
         works.append(
             Work(
                 gemms=(gemm,),
-                pass_bytes=2.0 * (into + out + (3 * out if conv.normed else out)),
+                pass_bytes=2.0 * (into + out + (2 * out if conv.normed else out)),
                 tensor_bytes=2.0 * out,
                 kernels=4 if conv.normed else 2,
                 params=conv.params + 2 * conv.out_channels,
                 saved_bytes=2.0 * out * (2 if conv.normed else 1),
                 input_bytes=2.0 * into,
+                leaf=not works,
                 frozen=conv.frozen,
             )
         )

@@ -65,6 +65,8 @@ class Work:
     """Kept besides by a framework without fused norms and activations: fp32 copies, the gate's output."""
     input_bytes: float = 0.0
     """The layer's input: all that full recomputation keeps."""
+    leaf: bool = False
+    """Its input is the data, and needs no gradient."""
     frozen: bool = False
     """Has no backward: neither it nor anything before it is trained."""
 
