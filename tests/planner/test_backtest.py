@@ -50,19 +50,19 @@ def measured_peaks(corrected_memory: Backtest) -> list[Prediction]:
 def test_step_time_error_does_not_grow(throughput: Backtest) -> None:
     summary = as_json(throughput)["summary"]
     assert summary["judged"] == 1092
-    assert summary["step_time_mape"] < 0.10
-    assert summary["step_time_median_ape"] < 0.076
-    assert abs(summary["bias"]) < 0.03
+    assert summary["step_time_mape"] < 0.091
+    assert summary["step_time_median_ape"] < 0.067
+    assert abs(summary["bias"]) < 0.015
 
 
 @pytest.mark.parametrize(
     ("source", "most"),
     [
-        ("MLPerf Training", 0.11),
-        ("NVIDIA/dgxc-benchmarking", 0.105),
-        ("NVIDIA-NeMo/Megatron-Bridge", 0.13),
-        ("mosaicml/llm-foundry", 0.06),
-        ("bigscience-workshop/bigscience", 0.08),
+        ("MLPerf Training", 0.095),
+        ("NVIDIA/dgxc-benchmarking", 0.098),
+        ("NVIDIA-NeMo/Megatron-Bridge", 0.123),
+        ("mosaicml/llm-foundry", 0.055),
+        ("bigscience-workshop/bigscience", 0.073),
     ],
 )
 def test_no_source_is_bought_with_another(throughput: Backtest, source: str, most: float) -> None:

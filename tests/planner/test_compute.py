@@ -58,13 +58,15 @@ def test_element_wise_kernels_gain_less_than_the_memory_does() -> None:
 
 def test_a_two_stage_detector_waits_for_its_proposals_whatever_the_batch() -> None:
     fabric = Fabric(CHIP, 8, 8, 8, 450.0, 400.0)
-    setup = Setup(find_model("maskrcnn"), Layout(dp_replicate=8), fabric, 1, 1.0, 1)
+    setup = Setup(find_model("maskrcnn_resnet50"), Layout(dp_replicate=8), fabric, 1, 1.0, 1)
     parts = [work for _, works in layer_kinds(setup.model, 1.0, 1, setup.layout) for work in works]
     waits = sum(work.serial_kernels for work in parts)
     few, many = (layer_time(Work(serial_kernels=waits), replace(setup, micro_batch_size=n), RATES, EFF) for n in (1, 9))
     assert few.forward == many.forward == waits * EFF.kernel_s > 0
     assert not any(
-        work.serial_kernels for _, works in layer_kinds(find_model("retinanet"), 1.0, 1, setup.layout) for work in works
+        work.serial_kernels
+        for _, works in layer_kinds(find_model("retinanet_resnext50"), 1.0, 1, setup.layout)
+        for work in works
     )
 
 
