@@ -64,6 +64,7 @@ RANGES = {
     "cluster.accelerator.link_gb_per_s": AT_LEAST_ZERO,
     "cluster.accelerator.tdp_w": POSITIVE,
     "cluster.accelerator.tera_exponentials_per_s": AT_LEAST_ZERO,
+    "cluster.accelerator.load_store_tb_per_s": AT_LEAST_ZERO,
     "cluster.host_link_gb_per_s": POSITIVE,
     "cluster.host_memory_gb": AT_LEAST_ZERO,
     "cluster.link_gb_per_s": AT_LEAST_ZERO,
