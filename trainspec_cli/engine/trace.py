@@ -1,8 +1,8 @@
-"""`python -m trainspec_cli.engine.trace FOLDER`: the real step of FOLDER/plan.json at its world size, in one process.
+"""`python -m trainspec_cli.engine.trace FOLDER RANK`: the real step of FOLDER/plan.json, of one rank, in this process.
 
 Tensors are fake: they have shapes and no memory; collectives go through a process group that sends nothing. So what one
-rank of thousands holds and computes can be counted on a laptop. Leaves FOLDER/trace.json. Counted is what tensors take:
-not the allocator's holes, nor the device's context.
+rank of thousands holds and computes can be counted on a laptop. Leaves FOLDER/trace.rank*.json. Counted is what tensors
+take: not the allocator's holes, nor the device's context.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -35,18 +36,11 @@ CPU = torch.device("cpu")
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
     plan = from_plain(Plan, read_json(folder / "plan.json"))
     started = time.perf_counter()
-    ranks = [trace_rank(plan, rank) for rank in traced_ranks(plan)]
-    fullest = max(ranks, key=lambda told: told["peak_memory_bytes"])
-    write_json(folder / "trace.json", {**fullest, "ranks": ranks, "seconds": time.perf_counter() - started})
-
-
-def traced_ranks(plan: Plan) -> list[int]:
-    """The first of the pipeline's first stages, and of its last: the others hold less than one of them."""
-    per_stage = plan.world_size // plan.layout.pp
-    return sorted({0, (plan.layout.pp - 1) * per_stage})
+    told = trace_rank(plan, rank)
+    write_json(folder / f"trace.rank{rank}.json", {**told, "seconds": time.perf_counter() - started})
 
 
 def trace_rank(plan: Plan, rank: int) -> dict[str, Any]:
@@ -80,10 +74,14 @@ def even_out(part: Any) -> None:
 
     What torch knows of the grouped product's shapes holds for bf16 alone; one product of all rows takes as much.
     """
-    experts.grouped_matmul = lambda x_MD, weight_EDF, _counts_E: x_MD @ weight_EDF[0]
+    experts.grouped_matmul = _one_product  # type: ignore[assignment]
     for module in part.modules():
         if isinstance(module, SpreadDispatch):
             module.read_splits = even_splits
+
+
+def _one_product(x_MD: Tensor, weight_EDF: Tensor, _counts_E: Tensor) -> Tensor:
+    return x_MD @ weight_EDF[0]
 
 
 def one_step(plan: Plan, built: Machinery) -> None:

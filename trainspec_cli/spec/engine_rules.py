@@ -44,14 +44,21 @@ def _is_auto(value: Any) -> bool:
 
 def check_engine(spec: RunSpec) -> list[Problem]:
     """What this version's engine cannot run."""
-    rules: list[Rule] = [trained_model, *CONV_RULES, *(partial(trained_value, path) for path in TRAINED), *LAYOUT_RULES]
-    return apply(rules, spec)
+    return apply([*BUILT, *(partial(trained_value, path) for path in TRAINED)], spec)
+
+
+def check_built(spec: RunSpec) -> list[Problem]:
+    """What of the model and its layout the engine cannot build, wherever it is to run."""
+    return apply(BUILT, spec)
 
 
 def trained_model(spec: RunSpec) -> Iterator[Problem]:
     if getattr(spec.model, "prediction_layers", 0):
         message = "the engine does not build layers that predict further tokens; without them the model is the same"
         yield Problem("unsupported", message, "model.prediction_layers", "type model.prediction_layers=0")
+
+
+BUILT: tuple[Rule, ...] = (trained_model, *CONV_RULES, *LAYOUT_RULES)
 
 
 def trained_value(path: str, spec: RunSpec) -> Iterator[Problem]:
