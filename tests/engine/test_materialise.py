@@ -1,9 +1,11 @@
 import torch
 
 from trainspec_cli.engine.models.decoder import Decoder
-from trainspec_cli.engine.parallel.materialise import materialise
+from trainspec_cli.engine.parallel.materialise import allocate, materialise
+from trainspec_cli.engine.shares import Share
 from trainspec_cli.spec.model import DecoderModel
 
+CPU = torch.device("cpu")
 MODEL = DecoderModel(
     num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=96, vocab_size=100
 )
@@ -12,7 +14,8 @@ MODEL = DecoderModel(
 def made(seed: int) -> dict[str, torch.Tensor]:
     with torch.device("meta"):
         model = Decoder(MODEL, 8)
-    materialise(model, torch.device("cpu"), seed)
+    allocate(model, CPU, offload=False)
+    materialise(model, [Share(name, parameter) for name, parameter in model.named_parameters()], CPU, seed)
     assert torch.isfinite(model.cos_SE).all()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 

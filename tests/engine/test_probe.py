@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainspec_cli.engine.models.decoder import Block, rope_angles
+from trainspec_cli.engine.models.decoder import Block
+from trainspec_cli.engine.models.rope import rope_angles
 from trainspec_cli.engine.probe import scheduled_s
 from trainspec_cli.planner.local_memory import activation_bytes_per_token
 from trainspec_cli.rundir.events import PARTS

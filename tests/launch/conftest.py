@@ -33,7 +33,7 @@ def make_plan() -> Callable[..., Plan]:
             train=TrainSection(max_steps=20),
             run=RunSection(stop_grace_s=stop_grace_s),
         )
-        return Plan(spec, Layout(dp_replicate=2), "cpu", 1, 2, "fp32", 4, 1, 1000, 6000.0)
+        return Plan(spec, Layout(dp_replicate=2), "cpu", 1, 2, "fp32", 4, 1, "none", "none", 1000, 6000.0)
 
     return make
 

@@ -16,7 +16,8 @@ from trainspec_cli.spec.structure import structure
 def test_a_plan_survives_json(make_spec) -> None:
     plan = Plan(
         spec=make_spec({"checkpoint.interval_steps": 5}), layout=Layout(dp_shard=2), device="cpu", num_nodes=1,
-        devices_per_node=2, compute="fp32", micro_batch_size=4, grad_accum_steps=1, params=10, flops_per_token=60.0,
+        devices_per_node=2, compute="fp32", micro_batch_size=4, grad_accum_steps=1, recompute="none", offload="none",
+        params=10, flops_per_token=60.0,
     )  # fmt: skip
     assert from_plain(Plan, json.loads(json.dumps(to_plain(plan)))) == plan
 

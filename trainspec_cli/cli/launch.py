@@ -58,22 +58,28 @@ def _launch(loaded: Loaded, plan: Plan, machine: Machine, *, force: bool, as_jso
     console, wanted = make_console(as_json=as_json), plan.spec.run.dir
     check_free(wanted)
     plan = predict(plan, machine, console, force=force)
-    token_folder = _prepare_data(loaded, console)
+    data_folder = _prepare_data(loaded, console)
     with storage(wanted):
         job = build_job(plan, make_folder(wanted, loaded.composed.recipe), machine)
         with claim(job.run, job.launch_id):
-            write_launch(job, plan, _origin(loaded), token_folder)
+            write_launch(job, plan, _origin(loaded), data_folder)
             return train(job, plan, console, as_json=as_json)
 
 
-def _prepare_data(loaded: Loaded, console: Console) -> Path:
-    """The token folder, made now if need be. Problems are located as the recipe's own are."""
+def _prepare_data(loaded: Loaded, console: Console) -> Path | None:
+    """The folder to read, of tokens made now if need be; None where nothing is read. Problems are located as the
+    recipe's own are."""
+    from trainspec_cli.corpus.labelled import find_samples
     from trainspec_cli.corpus.prepare import prepare
     from trainspec_cli.report.live import showing_progress
+    from trainspec_cli.spec.model import ConvModel
 
+    spec = loaded.spec
     try:
+        if isinstance(spec.model, ConvModel):
+            return find_samples(spec.data, spec.model)
         with showing_progress(console) as on_progress:
-            return prepare(loaded.spec.data, on_progress)
+            return prepare(spec.data, on_progress)
     except TrainspecError as error:
         raise type(error)(loaded.composed.locate(error.problems)) from error
 

@@ -129,18 +129,18 @@ def _check_unfinished(run_dir: RunDir, max_steps: int) -> None:
 
 
 def _check_data(run_dir: RunDir, loaded: Loaded) -> None:
-    """The token folder that the run began with is there, or is made again just as it was."""
+    """The folder that the run began with is there, or is made again just as it was; phantoms have none."""
     from trainspec_cli.corpus.prepare import prepare
     from trainspec_cli.rundir.files import read_json
 
-    folder = Path(read_json(run_dir.run_json)["token_dir"])
-    if folder.is_dir():
+    about, data = read_json(run_dir.run_json), loaded.spec.data
+    if about["data_dir"] is None or (folder := Path(about["data_dir"])).is_dir():
         return
-    if loaded.spec.data.source == "tokens" or prepare(loaded.spec.data) != folder:
+    if data.unit == "samples" or data.source == "tokens" or prepare(data) != folder:
         raise MachineError(
             Problem(
                 code="missing_data",
-                message=f"the token folder of this run is gone ({folder}), and its source is not what it was",
+                message=f"the data folder of this run is gone ({folder}), and its source is not what it was",
                 path="data",
                 hint="put it back, or start a new run",
                 environment=True,

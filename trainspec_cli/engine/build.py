@@ -1,28 +1,49 @@
-"""From a plan to a model, an optimizer and their place in the mesh; each phase once, in order."""
+"""From a plan to the model's stages, an optimizer and their place in the mesh; each phase once, in order."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor, nn
 
-from trainspec_cli.engine.mesh import build_mesh, data_parallel_rank
-from trainspec_cli.engine.models.decoder import Decoder
+from trainspec_cli.engine.balance import routers_of, sum_over_sequence
+from trainspec_cli.engine.checkpoint.store import Held
+from trainspec_cli.engine.mesh import Mesh, build_mesh
+from trainspec_cli.engine.models.build import build_model
+from trainspec_cli.engine.models.experts import sort_by_expert
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.optim.build import build_optimizer
-from trainspec_cli.engine.parallel.data_parallel import apply_data_parallel
-from trainspec_cli.engine.parallel.materialise import materialise
-from trainspec_cli.spec.model import DecoderModel
+from trainspec_cli.engine.parallel.context import apply_context_parallel, held_positions
+from trainspec_cli.engine.parallel.data_parallel import DataParallel, apply_data_parallel
+from trainspec_cli.engine.parallel.exchange import Peers
+from trainspec_cli.engine.parallel.expert import apply_expert_parallel
+from trainspec_cli.engine.parallel.materialise import allocate, materialise
+from trainspec_cli.engine.parallel.pipeline import Hidden, Lines, WeightQueue
+from trainspec_cli.engine.parallel.recompute import apply_recompute
+from trainspec_cli.engine.parallel.tensor import apply_tensor_parallel, partial_parameters
+from trainspec_cli.engine.passes import Stages
+from trainspec_cli.engine.shares import Cut, Share
+from trainspec_cli.policy.pipeline import SPLIT_SCHEDULES, cut_layers, num_stages, rank_of_stage, stages_of_rank
+from trainspec_cli.spec.model import ConvModel
 from trainspec_cli.spec.plan import Plan
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class LateSum:
+    """Gradients that are summed over a group once the backwards are done."""
+
+    shares: Sequence[Share]
+    peers: Peers
 
 
 @dataclass
@@ -30,12 +51,25 @@ class Machinery:
     """What a trainer works with."""
 
     device: torch.device
-    mesh: DeviceMesh
+    mesh: Mesh
     clock: StepClock
-    model: Any
+    stages: Stages
+    shares: list[Share]
     optimizer: torch.optim.Optimizer
-    data_rank: int
-    """Among the data-parallel ranks."""
+    late_sums: Sequence[LateSum]
+    positions_S: Tensor | None
+    """The positions of each sequence that this rank holds; None: all."""
+    routers: Sequence[Any]
+    """Those of the experts that are to be kept evenly visited."""
+
+    @property
+    def parts(self) -> list[Any]:
+        """This rank's stages of the model."""
+        return list(self.stages.parts.values())
+
+    @property
+    def held(self) -> Held:
+        return Held(self.shares, self.parts, self.optimizer)
 
 
 def join_processes(device_type: str) -> torch.device:
@@ -48,28 +82,127 @@ def join_processes(device_type: str) -> torch.device:
     return device
 
 
-def build_machinery(plan: Plan, device: torch.device) -> Machinery:
-    """Model on meta -> compile -> shard -> materialise -> optimizer."""
-    mesh = build_mesh(plan.layout, device.type)
-    clock = StepClock(device)
-    model = build_model(plan)
+def build_machinery(plan: Plan, device: torch.device, mesh: Mesh | None = None) -> Machinery:
+    """Each stage on meta: cut -> recompute -> compile -> shard -> materialise; then the optimizer."""
+    mesh, clock = mesh or build_mesh(plan.layout, device.type), StepClock(device)
+    positions_S = _positions(plan, mesh)
+    parts, shares, partials = {}, [], []
+    queue = WeightQueue()
+    for stage in stages_of_rank(plan.layout, mesh.rank("pp")):
+        part, cuts, partial = _spread_stage(plan, mesh, clock, stage)
+        if plan.layout.pp > 1 and plan.layout.pipeline_schedule in SPLIT_SCHEDULES:
+            queue.apply(part)
+        parts[stage] = part
+        held = [_share(plan, name, parameter, cuts) for name, parameter in part.named_parameters()]
+        allocate(part, device, offload=plan.offload != "none")
+        materialise(part, held, device, plan.spec.train.seed, positions_S)
+        shares += held
+        partials += [share for share in held if share.name in partial]
+    return Machinery(
+        device=device,
+        mesh=mesh,
+        clock=clock,
+        stages=Stages(plan.layout, parts, _lines(mesh, device), queue, _hidden(plan), clock),
+        shares=shares,
+        optimizer=build_optimizer(shares, plan.spec.optim),
+        late_sums=_late_sums(plan, mesh, clock, shares, partials),
+        positions_S=positions_S,
+        routers=routers_of(list(parts.values())),
+    )
+
+
+def _spread_stage(plan: Plan, mesh: Mesh, clock: StepClock, stage: int) -> tuple[Any, dict[str, Cut], list[str]]:
+    """One stage of the model, spread over the mesh's other axes.
+
+    -> (the module, which parameters are cut how, names of those whose gradients are partial over tp).
+    """
+    layout = plan.layout
+    layers = None
+    if num_stages(layout) > 1:
+        assert not isinstance(plan.spec.model, ConvModel), "convolutions are not cut into stages"
+        layers = cut_layers(plan.spec.model.num_layers, layout)[stage]
+    with torch.device("meta"):
+        part = build_model(plan.spec.model, plan.spec.data.seq_len, layers)
+    cuts: dict[str, Cut] = {}
+    partial: list[str] = []
+    if layout.ep > 1:
+        cuts |= apply_expert_parallel(part, Peers(mesh.expert_group("ep"), clock.collective), sort_by_expert)
+    if layout.tp > 1:
+        peers = Peers(mesh.group("tp"), clock.collective)
+        cuts |= apply_tensor_parallel(part, peers, sequence_parallel=layout.sequence_parallel)
+        partial = partial_parameters(part, sequence_parallel=layout.sequence_parallel, cuts=cuts)
+    if layout.cp > 1:
+        apply_context_parallel(part, Peers(mesh.group("cp"), clock.collective), layout.context_method)
+    if layout.cp > 1 or layout.tp > 1:
+        sum_over_sequence(routers_of([part]), [Peers(mesh.group(axis), clock.collective) for axis in ("cp", "tp")])
+    if isinstance(plan.spec.model, ConvModel):
+        for norm in part.norm_modules():
+            norm.ranks = Peers(mesh.stage.get_group(), clock.collective)
+    apply_recompute(part.block_modules(), plan.recompute, compiled=plan.spec.compile)
     if plan.spec.compile:
-        for module in model.compile_modules():
+        for module in part.compile_modules():
             module.compile()
-    apply_data_parallel(
-        model,
-        mesh,
+    how = DataParallel(
         compute=DTYPES[plan.compute],
         reduce=DTYPES[plan.spec.precision.reduce],
-        free_after_forward=plan.layout.zero_stage == 3,
+        free_after_forward=layout.zero_stage == 3,
+        offload=plan.offload != "none",
+        replicas=Peers(mesh.group("dp_replicate"), clock.collective),
         time_collective=clock.collective,
     )
-    materialise(model, device, plan.spec.train.seed)
-    optimizer = build_optimizer(model, plan.spec.optim)
-    return Machinery(device, mesh, clock, model, optimizer, data_parallel_rank(mesh, plan.layout))
+    experts = [module.experts for module in part.expert_modules()]
+    apply_data_parallel(part, experts, mesh.shard, mesh.experts["expert_shard"] if mesh.experts else None, how)
+    return part, cuts, partial
 
 
-def build_model(plan: Plan) -> Decoder:
-    assert isinstance(plan.spec.model, DecoderModel), "other families are refused before launch"
-    with torch.device("meta"):
-        return Decoder(plan.spec.model, plan.spec.data.seq_len)
+def _share(plan: Plan, name: str, parameter: nn.Parameter, cuts: dict[str, Cut]) -> Share:
+    """Replicas hold copies, and so do the ranks of tp where a parameter is not cut; a tied embedding stands twice."""
+    layout = plan.layout
+    copies = layout.dp_replicate * (1 if name in cuts else layout.tp)
+    return Share(name, parameter, cuts.get(name), copies * (2 if _is_twin(plan, name) else 1))
+
+
+def _is_twin(plan: Plan, name: str) -> bool:
+    tied = getattr(plan.spec.model, "tied_embeddings", False)
+    return bool(tied) and name == "embed.weight" and num_stages(plan.layout) > 1
+
+
+def _positions(plan: Plan, mesh: Mesh) -> Tensor | None:
+    layout = plan.layout
+    if layout.cp == 1:
+        return None
+    return held_positions(plan.spec.data.seq_len, layout.context_method, mesh.rank("cp"), layout.cp)
+
+
+def _lines(mesh: Mesh, device: torch.device) -> Lines:
+    """The second group is made by every rank together, for every pipeline."""
+    if mesh.layout.pp == 1:
+        return Lines(mesh.group("pp"), mesh.group("pp"), device)
+    down, _ = dist.new_subgroups_by_enumeration(mesh.pipelines)
+    return Lines(mesh.group("pp"), down, device)
+
+
+def _hidden(plan: Plan) -> Hidden:
+    layout = plan.layout
+    parts = layout.tp if layout.sequence_parallel else 1
+    return Hidden(getattr(plan.spec.model, "hidden_size", 0), parts, DTYPES[plan.compute])
+
+
+def _late_sums(
+    plan: Plan, mesh: Mesh, clock: StepClock, shares: Sequence[Share], partials: Sequence[Share]
+) -> list[LateSum]:
+    sums = [LateSum(partials, Peers(mesh.group("tp"), clock.collective))] if partials else []
+    twins = [share for share in shares if _is_twin(plan, share.name)]
+    ends = _ends_group(plan, mesh)
+    return [*sums, LateSum(twins, Peers(ends, clock.collective))] if twins and ends is not None else sums
+
+
+def _ends_group(plan: Plan, mesh: Mesh) -> dist.ProcessGroup | None:
+    """The ranks of the first and the last stage, where a tied embedding stands on both; made by every rank together."""
+    if not _is_twin(plan, "embed.weight"):
+        return None
+    layout = plan.layout
+    last = rank_of_stage(layout, num_stages(layout) - 1)
+    pairs = [sorted({pipeline[0], pipeline[last]}) for pipeline in mesh.pipelines]
+    group, _ = dist.new_subgroups_by_enumeration(pairs)
+    return group

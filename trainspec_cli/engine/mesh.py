@@ -1,18 +1,75 @@
-"""Layout -> DeviceMesh."""
+"""Layout -> the groups of ranks that work together.
+
+Ranks count with `MESH_AXES` outermost first. Parameters are sharded over dp_shard and cp together, since the ranks of
+both see different tokens. Experts have a mesh of their own over the same ranks: ep innermost, and what ep leaves of
+dp_shard x cp x tp shards each rank's experts.
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainspec_cli.spec.layout import MESH_AXES, Layout
 
 
-def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """A mesh with every axis of `MESH_AXES`, those of size 1 too, so that code need not ask which there are."""
+@dataclass(frozen=True)
+class Mesh:
+    layout: Layout
+    axes: DeviceMesh
+    """Every axis of `MESH_AXES`, those of size 1 too, so that code need not ask which there are."""
+    shard: DeviceMesh
+    """dp_shard x cp, flat."""
+    experts: DeviceMesh | None
+    """(pp, dp_replicate, expert_shard, ep), where ep spreads experts."""
+    stage: DeviceMesh
+    """All axes but pp, flat: the ranks that hold the same layers."""
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        return self.axes[axis].get_group()
+
+    def expert_group(self, axis: str) -> dist.ProcessGroup:
+        assert self.experts is not None, "experts are not spread"
+        return self.experts[axis].get_group()
+
+    def rank(self, axis: str) -> int:
+        return int(self.axes[axis].get_local_rank())
+
+    @property
+    def pipelines(self) -> list[list[int]]:
+        """The ranks of each pipeline, from its first rank on; pp is the outermost axis."""
+        apart = math.prod(getattr(self.layout, axis) for axis in MESH_AXES if axis != "pp")
+        return [[first + apart * rank for rank in range(self.layout.pp)] for first in range(apart)]
+
+    @property
+    def device_type(self) -> str:
+        return str(self.axes.device_type)
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of each batch this rank reads: 0 .. data_parallel_size - 1."""
+        return self.rank("dp_replicate") * self.layout.dp_shard + self.rank("dp_shard")
+
+
+def build_mesh(layout: Layout, device_type: str) -> Mesh:
+    """Called by every rank together."""
     sizes = tuple(getattr(layout, axis) for axis in MESH_AXES)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=MESH_AXES)
+    axes = init_device_mesh(device_type, sizes, mesh_dim_names=MESH_AXES)
+    return Mesh(
+        layout=layout,
+        axes=axes,
+        shard=axes["dp_shard", "cp"]._flatten("shard"),
+        experts=_expert_mesh(layout, device_type),
+        stage=axes["dp_replicate", "dp_shard", "cp", "tp"]._flatten("stage"),
+    )
 
 
-def data_parallel_rank(mesh: DeviceMesh, layout: Layout) -> int:
-    """Which part of each batch this rank reads: 0 .. data_parallel_size - 1."""
-    return mesh["dp_replicate"].get_local_rank() * layout.dp_shard + mesh["dp_shard"].get_local_rank()
+def _expert_mesh(layout: Layout, device_type: str) -> DeviceMesh | None:
+    if layout.ep == 1:
+        return None
+    ranks = layout.dp_shard * layout.cp * layout.tp
+    sizes = (layout.pp, layout.dp_replicate, ranks // layout.ep, layout.ep)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep"))

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
-from trainspec_cli.engine.models.decoder import apply_rope
-from trainspec_cli.engine.optim.update import gradient_norm, guarded_update
+from trainspec_cli.engine.models.rope import apply_rope
+from trainspec_cli.engine.optim.update import guarded_update, squared_norm
+from trainspec_cli.engine.shares import Share
 from trainspec_cli.spec.probe import PROBED_HEADS, PROBED_TOKENS, Curve, MatmulCurves, Passes
 
 ROUNDS, ROUND_S = 3, 0.004
@@ -124,12 +125,12 @@ def cast_run(elements: int, dtype: torch.dtype) -> Run:
 
 
 def optimizer_run(elements: int) -> Run:
-    parameter, gradient, loss = nn.Parameter(torch.randn(elements)), torch.randn(elements), torch.tensor(1.0)
-    optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
+    share, gradient, loss = Share("p", nn.Parameter(torch.randn(elements))), torch.randn(elements), torch.tensor(1.0)
+    optimizer = torch.optim.AdamW([share.local], lr=1e-3, fused=True)
 
     def run() -> None:
-        parameter.grad = gradient
-        guarded_update(optimizer, gradient_norm([parameter]), loss, 1.0)
+        share.parameter.grad = gradient
+        guarded_update(optimizer, [share], squared_norm([share]).sqrt().float(), loss, 1.0)
 
     return run
 

@@ -12,7 +12,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from trainspec_cli.engine.build import DTYPES, build_machinery, build_model
+from trainspec_cli.engine.build import DTYPES, build_machinery
+from trainspec_cli.engine.models.build import build_model
 from trainspec_cli.engine.observe.device import measure_peak
 from trainspec_cli.engine.step import train_step
 from trainspec_cli.rundir.events import PARTS
@@ -55,13 +56,11 @@ class SmallRun:
 
     def _step(self) -> None:
         train_step(
-            self.built.model,
-            self.built.optimizer,
+            self.built,
             [(self.tokens, self.tokens)],
             global_tokens=self.plan.tokens_per_step,
             clip_norm=1.0,
             stop_requested=False,
-            clock=self.built.clock,
         )
 
     def parts_s(self) -> dict[str, float]:
@@ -107,5 +106,7 @@ def plan_of(model: DecoderModel, seq_len: int, samples: int, compute: str) -> Pl
         train=TrainSection(max_steps=1),
     )
     layout = Layout(dp_replicate=world_size)
-    plan = Plan(spec, layout, "cpu", 1, world_size, compute, samples, 1, 0, 0.0)  # type: ignore[arg-type]
-    return replace(plan, params=sum(parameter.numel() for parameter in build_model(plan).parameters()))
+    plan = Plan(spec, layout, "cpu", 1, world_size, compute, samples, 1, "none", "none", 0, 0.0)  # type: ignore[arg-type]
+    with torch.device("meta"):
+        built = build_model(model, seq_len)
+    return replace(plan, params=sum(parameter.numel() for parameter in built.parameters()))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainspec_cli.engine.balance import scale_balance_loss, update_balance
 from trainspec_cli.engine.batch import MicroBatch
-from trainspec_cli.engine.observe.clock import StepClock
-from trainspec_cli.engine.optim.update import gradient_norm, guarded_update
+from trainspec_cli.engine.build import LateSum, Machinery
+from trainspec_cli.engine.optim.update import guarded_update, squared_norm
+from trainspec_cli.engine.parallel.exchange import Peers
+from trainspec_cli.engine.passes import Passes
+from trainspec_cli.policy.pipeline import actions
 
 
 @dataclass(frozen=True)
@@ -29,39 +32,49 @@ class StepOutcome:
 
 
 def train_step(
-    model: Any,
-    optimizer: torch.optim.Optimizer,
+    built: Machinery,
     micro_batches: Sequence[MicroBatch],
     *,
     global_tokens: int,
     clip_norm: float | None,
     stop_requested: bool,
-    clock: StepClock,
 ) -> StepOutcome:
-    loss = accumulate_gradients(model, micro_batches, global_tokens, clock)
-    agreed = torch.stack([loss, loss.new_tensor(float(stop_requested))])
-    with clock.collective():
+    loss = compute_gradients(built, micro_batches, global_tokens)
+    with built.clock.part("optimizer"):
+        squared = squared_norm(built.shares).to(loss.device)
+    agreed = torch.stack([loss.double(), squared, squared.new_tensor(float(stop_requested))])
+    with built.clock.collective():
         dist.all_reduce(agreed)
-    with clock.part("optimizer"):
-        norm = gradient_norm(model.parameters())
-        skipped = guarded_update(optimizer, norm, agreed[0], clip_norm)
-    return StepOutcome(loss=agreed[0], grad_norm=norm, skipped=skipped, stop=agreed[1])
+    mean_loss, norm, stop = agreed[0].float(), agreed[1].sqrt().float(), agreed[2]
+    with built.clock.part("optimizer"):
+        skipped = guarded_update(built.optimizer, built.shares, norm, mean_loss, clip_norm)
+    if built.routers:
+        update_balance(built.routers, Peers(built.mesh.stage.get_group(), built.clock.collective))
+    return StepOutcome(loss=mean_loss, grad_norm=norm, skipped=skipped, stop=stop)
 
 
-def accumulate_gradients(
-    model: Any, micro_batches: Sequence[MicroBatch], global_tokens: int, clock: StepClock
-) -> Tensor:
-    """Gradients of the global batch's mean loss; ranks exchange them in the last backward alone.
+def compute_gradients(built: Machinery, micro_batches: Sequence[MicroBatch], global_tokens: int) -> Tensor:
+    """Gradients of the global batch's mean loss, in place.
 
-    -> this rank's part of the mean loss.
+    -> this rank's share of the mean loss: the ranks' shares sum to it.
     """
-    total: Tensor | None = None
-    for index, (tokens_BS, targets_BS) in enumerate(micro_batches):
-        model.set_requires_gradient_sync(index == len(micro_batches) - 1)
-        with clock.part("forward"):
-            loss = model(tokens_BS, targets_BS) / global_tokens
-        with clock.part("backward"):
-            loss.backward()
-        total = loss.detach() if total is None else total + loss.detach()
-    assert total is not None, "a step has at least one micro-batch"
-    return total
+    layout = built.mesh.layout
+    scale_balance_loss(built.routers, global_tokens)
+    loss = Passes(built.stages, actions(layout, len(micro_batches)), micro_batches, global_tokens).run()
+    for late in built.late_sums:
+        sum_late(late)
+    return loss / layout.tp  # each rank of tp computed the same
+
+
+def sum_late(late: LateSum) -> None:
+    """One exchange for all of a group's gradients; shares of one name on this rank count as one."""
+    by_name: dict[str, list[Tensor]] = {}
+    for share in late.shares:
+        if share.gradient is not None:
+            by_name.setdefault(share.name, []).append(share.gradient)
+    flat = torch.cat([torch.stack(gradients).sum(0).flatten() for gradients in by_name.values()])
+    late.peers.sum_(flat)
+    parts = flat.split([gradients[0].numel() for gradients in by_name.values()])
+    for gradients, part in zip(by_name.values(), parts, strict=True):
+        for gradient in gradients:
+            gradient.copy_(part.view_as(gradient))

@@ -9,12 +9,15 @@ from trainspec_cli.planner import workload
 from trainspec_cli.planner.catalogue import find_accelerator
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.cluster import ClusterSpec, Machine
-from trainspec_cli.spec.layout import Layout, LayoutSpec
+from trainspec_cli.spec.layout import Layout, LayoutSpec, PipelineSchedule
 from trainspec_cli.spec.plan import Plan
 from trainspec_cli.spec.run import RunSpec
 
 MAX_MICRO_BATCH_TOKENS = 8192
 """`micro_batch_size: auto` takes the largest divisor of a rank's batch whose tokens stay below this."""
+
+FILLING = 4
+"""Micro-batches a pipeline stage that `auto` gives where the batch allows: the stages then wait a fifth of the time."""
 
 
 def plan(spec: RunSpec, machine: Machine) -> Plan:
@@ -34,6 +37,8 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
         compute=compute,
         micro_batch_size=micro_batch_size,
         grad_accum_steps=grad_accum_steps,
+        recompute="none" if spec.recompute == AUTO else spec.recompute,
+        offload="none" if spec.offload == AUTO else spec.offload,
         params=workload.count_params(spec.model),
         flops_per_token=workload.flops_per_token(spec.model, spec.data.seq_len),
         peak_flops=peak_flops,
@@ -74,11 +79,10 @@ def resolve_compute(spec: RunSpec, machine: Machine) -> Literal["bf16", "fp32"]:
 
 
 def resolve_layout(wanted: LayoutSpec, world_size: int) -> Layout:
-    """Give what other axes leave to dp_shard; without sharding asked for, to dp_replicate (DDP)."""
-    fixed = 1
-    for size in (wanted.cp, wanted.tp, wanted.pp):
-        fixed *= 1 if size == AUTO else size
-    data_parallel = _divide(world_size, fixed, "layout", "cp x tp x pp")
+    """Axes left open beside data parallelism are 1; what they leave goes to dp_shard, or without sharding asked for to
+    dp_replicate (DDP)."""
+    cp, tp, pp, ep, etp = (_or_one(getattr(wanted, axis)) for axis in ("cp", "tp", "pp", "ep", "etp"))
+    data_parallel = _divide(world_size, cp * tp * pp, "layout", "cp x tp x pp")
     replicate, shard = wanted.dp_replicate, wanted.dp_shard
     if replicate == AUTO and shard == AUTO:
         replicate, shard = data_parallel, 1
@@ -86,8 +90,23 @@ def resolve_layout(wanted: LayoutSpec, world_size: int) -> Layout:
         replicate = _divide(data_parallel, int(shard), "layout.dp_shard", "dp_shard")
     elif shard == AUTO:
         shard = _divide(data_parallel, int(replicate), "layout.dp_replicate", "dp_replicate")
-    zero_stage = 3 if wanted.zero_stage == AUTO else wanted.zero_stage
-    layout = Layout(dp_replicate=int(replicate), dp_shard=int(shard), zero_stage=zero_stage)
+    schedule: PipelineSchedule = "1f1b" if wanted.pipeline_schedule == AUTO else wanted.pipeline_schedule
+    chunks = (2 if schedule == "interleaved" else 1) if wanted.virtual_stages == AUTO else int(wanted.virtual_stages)
+    layout = Layout(
+        dp_replicate=int(replicate),
+        dp_shard=int(shard),
+        cp=cp,
+        tp=tp,
+        pp=pp,
+        ep=ep,
+        zero_stage=3 if wanted.zero_stage == AUTO else wanted.zero_stage,
+        etp=etp,
+        sequence_parallel=wanted.sequence_parallel and tp > 1,
+        pipeline_schedule=schedule,
+        virtual_stages=chunks,
+        stage_layers=wanted.stage_layers,
+        context_method=wanted.context_method,
+    )
     if layout.world_size != world_size:
         raise RecipeError(
             Problem(
@@ -101,6 +120,10 @@ def resolve_layout(wanted: LayoutSpec, world_size: int) -> Layout:
     return layout
 
 
+def _or_one(size: int | str) -> int:
+    return 1 if size == AUTO else int(size)
+
+
 def resolve_batch(spec: RunSpec, layout: Layout) -> tuple[int, int]:
     """-> (micro_batch_size, grad_accum_steps) of one rank."""
     per_rank = _divide(
@@ -111,9 +134,31 @@ def resolve_batch(spec: RunSpec, layout: Layout) -> tuple[int, int]:
     )
     micro = spec.batching.micro_batch_size
     if micro == AUTO:
-        fitting = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
-        micro = max((n for n in fitting if n * spec.data.seq_len <= MAX_MICRO_BATCH_TOKENS), default=1)
-    return int(micro), _divide(per_rank, int(micro), "batching.micro_batch_size", "samples a micro-batch")
+        micro = choose_micro_batch(per_rank, spec.data.seq_len, layout)
+    accum = _divide(per_rank, int(micro), "batching.micro_batch_size", "samples a micro-batch")
+    if layout.pipeline_schedule == "interleaved" and accum % layout.pp:
+        raise RecipeError(_unturned(accum, layout))
+    return int(micro), accum
+
+
+def choose_micro_batch(per_rank: int, seq_len: int, layout: Layout) -> int:
+    """The largest that is small enough; a pipeline wants micro-batches enough to fill its stages."""
+    sizes = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
+    sizes = [n for n in sizes if n * seq_len <= MAX_MICRO_BATCH_TOKENS] or [1]
+    if layout.pipeline_schedule == "interleaved":
+        sizes = [n for n in sizes if per_rank // n % layout.pp == 0] or sizes
+    filling = [n for n in sizes if layout.pp == 1 or per_rank // n >= FILLING * layout.pp]
+    return max(filling, default=1)
+
+
+def _unturned(accum: int, layout: Layout) -> Problem:
+    return Problem(
+        code="not_divisible",
+        path="layout.pipeline_schedule",
+        message=f"interleaving takes micro-batches in turns of pp={layout.pp}, and a rank has {accum} of them",
+        hint=f"make batching.global_batch_size a multiple of {layout.pp * layout.data_parallel_size} x "
+        "batching.micro_batch_size, or type layout.pipeline_schedule=1f1b",
+    )
 
 
 def _divide(total: int, part: int, path: str, what: str) -> int:

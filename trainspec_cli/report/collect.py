@@ -44,6 +44,7 @@ class Speed:
     """Taken over the steps of the last start, without the first, which compile and allocate."""
 
     tokens_per_s: float
+    """Of `unit`: samples a second, for images and volumes."""
     mfu: float
     peak_flops: float
     """Of one device; `peak_source` says how it is known."""
@@ -59,6 +60,7 @@ class Speed:
     parts: tuple[PartTime, ...]
     ranks: tuple[int, ...]
     """Those whose events the parts are taken from."""
+    unit: str = "tokens"
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,7 @@ def _measure_speed(histories: dict[int, History]) -> Speed | None:
         usual_s=_usual_s(steady),
         parts=parts,
         ranks=tuple(means),
+        unit=begin.get("unit", "tokens"),
     )
 
 

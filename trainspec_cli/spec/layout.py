@@ -12,7 +12,8 @@ MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Outermost first: neighbouring ranks share the innermost axis, which needs the fastest links."""
 
 ZeroStage = Literal[1, 2, 3]
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
+ContextMethod = Literal["ring", "ulysses"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class LayoutSpec:
     """Chunks of layers a pipeline stage holds (the interleaved schedule needs 2 or more)."""
     stage_layers: tuple[int, ...] | None = None
     """Layers of each pipeline stage, where they are uneven; null spreads them evenly."""
+    context_method: ContextMethod = "ring"
+    """With cp: keys and values go round a ring (arXiv:2310.01889), or go all-to-all (Ulysses, arXiv:2309.14509)."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Layout:
     pipeline_schedule: PipelineSchedule = "1f1b"
     virtual_stages: int = 1
     stage_layers: tuple[int, ...] | None = None
+    context_method: ContextMethod = "ring"
 
     @property
     def world_size(self) -> int:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from trainspec_cli.spec.layout import Layout
 from trainspec_cli.spec.local import LocalPrediction
-from trainspec_cli.spec.run import RunSpec
+from trainspec_cli.spec.run import Offload, Recompute, RunSpec
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,12 @@ class Plan:
     device: Literal["cpu", "cuda"]
     num_nodes: int
     devices_per_node: int
-    compute: Literal["bf16", "fp32"]
+    compute: Literal["bf16", "fp32", "fp64"]
+    """fp64 is for references alone: no recipe asks for it."""
     micro_batch_size: int
     grad_accum_steps: int
+    recompute: Recompute
+    offload: Offload
     params: int
     flops_per_token: float
     """Model FLOPs of forward and backward a token: 6 per matmul parameter, and attention over the causal half."""
@@ -39,4 +42,5 @@ class Plan:
 
     @property
     def tokens_per_step(self) -> int:
+        """Samples, where the data's unit is the sample: their `seq_len` is 1."""
         return self.spec.batching.global_batch_size * self.spec.data.seq_len

@@ -2,39 +2,88 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+from trainspec_cli.engine.shares import Share, unique_shares
 
 
-def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+class Part(Tensor):
+    """A rank's part of a full tensor, for torch.distributed.checkpoint (its `_Checkpointable` protocol).
+
+    Loading fills `local` in place from whatever parts the checkpoint was saved in.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    local: Tensor
+    offsets: torch.Size
+    full_shape: torch.Size
+
+    @staticmethod
+    def of(local: Tensor, offsets: torch.Size, full_shape: torch.Size) -> Part:
+        part = local.as_subclass(Part)
+        part.local, part.offsets, part.full_shape = local, offsets, full_shape
+        return part
+
+    def size(self) -> torch.Size:  # type: ignore[override]
+        """Of the full tensor, which is what a checkpoint must agree on."""
+        return self.full_shape
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(self.offsets, self.local.shape)] if self.local.numel() else []
+
+    def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.full_shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, _index: MetadataIndex) -> Tensor:
+        return self.local
+
+
+def gather_state(
+    shares: Sequence[Share], parts: Iterable[nn.Module], optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
     """`model.*` and `optimizer.*`: views of the live tensors, sharded as they are."""
-    model_state = {f"model.{key}": value for key, value in get_model_state_dict(model).items()}
-    optimizer_state = get_optimizer_state_dict(model, optimizer, options=FLAT)
-    return model_state | {
-        f"optimizer.{key}": value for key, value in optimizer_state.items() if isinstance(value, Tensor)
-    }
+    state: dict[str, Any] = {}
+    for share in unique_shares(shares):
+        state[f"model.{share.name}"] = _part(share, share.local.detach())
+        for key, value in optimizer.state[share.local].items():
+            state[f"optimizer.state.{share.name}.{key}"] = _part(share, value) if value.dim() else value
+    return state | {f"model.{name}": buffer for part in parts for name, buffer in kept_buffers(part)}
 
 
-def restore_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Put a loaded state into place. Hyper-parameters come from the recipe, not from the checkpoint."""
-    set_model_state_dict(model, _below(state, "model."))
-    current = get_optimizer_state_dict(model, optimizer, options=FLAT)
-    set_optimizer_state_dict(model, optimizer, current | _below(state, "optimizer."), options=FLAT)
+def _part(share: Share, tensor: Tensor) -> Part:
+    return Part.of(tensor, share.offsets, share.full_shape)
 
 
-def _below(state: dict[str, Any], prefix: str) -> dict[str, Any]:
-    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+def kept_buffers(part: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Buffers that training changes; the same on every rank that holds them."""
+    kept = part.state_dict(keep_vars=True).keys()
+    return ((name, buffer) for name, buffer in part.named_buffers() if name in kept)
+
+
+@torch.no_grad()
+def copy_twins(shares: Sequence[Share], optimizer: torch.optim.Optimizer) -> None:
+    """Give what was loaded to a second copy on this rank (a tied embedding on two stages)."""
+    first = {share.name: share for share in unique_shares(shares)}
+    for share in shares:
+        source = first[share.name]
+        if source is not share:
+            share.local.copy_(source.local)
+            for key, value in optimizer.state[share.local].items():
+                value.copy_(optimizer.state[source.local][key])
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:

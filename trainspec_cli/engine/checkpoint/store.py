@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,26 @@ from trainspec_cli.engine.checkpoint.manifest import (
     verify_files,
     write_manifest,
 )
-from trainspec_cli.engine.checkpoint.state import gather_state, restore_state, rng_state, set_rng_state
+from trainspec_cli.engine.checkpoint.state import copy_twins, gather_state, rng_state, set_rng_state
+from trainspec_cli.engine.shares import Share
 from trainspec_cli.rundir.paths import RunDir
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank saves and loads."""
+
+    shares: Sequence[Share]
+    parts: Sequence[nn.Module]
+    optimizer: torch.optim.Optimizer
+
+    def state(self) -> dict[str, Any]:
+        return gather_state(self.shares, self.parts, self.optimizer)
 
 
 def save(
     run_dir: RunDir,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    held: Held,
     *,
     step: int,
     samples: int,
@@ -47,7 +61,7 @@ def save(
         _clear_partials(run_dir.checkpoints)
         partial.mkdir(parents=True)
     dist.barrier()
-    state = gather_state(model, optimizer) | _own_rng(device)
+    state = held.state() | _own_rng(device)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(partial, sync_files=True))
     files = _digest_all(partial)
     manifest = Manifest(step, samples, seed, dist.get_world_size(), recipe_digest, files)
@@ -59,9 +73,7 @@ def save(
     return manifest
 
 
-def load_newest(
-    run_dir: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
-) -> Manifest | None:
+def load_newest(run_dir: RunDir, held: Held, device: torch.device) -> Manifest | None:
     """Restore the newest whole checkpoint; None where there is none. Raises MachineError on an altered one."""
     steps = run_dir.checkpoint_steps()
     if not steps:
@@ -72,9 +84,9 @@ def load_newest(
     verify_files(folder, manifest.files[rank::world_size])
     dist.barrier()
     same_ranks = manifest.world_size == world_size
-    state = gather_state(model, optimizer) | (_own_rng(device) if same_ranks else {})
+    state = held.state() | (_own_rng(device) if same_ranks else {})
     dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
-    restore_state(model, optimizer, state)
+    copy_twins(held.shares, held.optimizer)
     if same_ranks:
         prefix = f"rng.{rank}."
         set_rng_state({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}, device)

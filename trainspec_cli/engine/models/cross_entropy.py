@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainspec_cli.engine.batch import IGNORED_TARGET
@@ -32,7 +33,7 @@ class ChunkCrossEntropy(nn.Module):
         """-> (loss summed over the chunk, d loss / d logits in the logits' own type)."""
         counted_C = targets_C != IGNORED_TARGET
         index_C1 = targets_C.clamp_min(0)[:, None]
-        logits_fp32_CV = logits_CV.float()
+        logits_fp32_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
         log_total_C = logits_fp32_CV.logsumexp(dim=-1)
         loss_C = log_total_C - logits_fp32_CV.gather(1, index_C1)[:, 0]
         softmax_CV = (logits_fp32_CV - log_total_C[:, None]).exp()
@@ -43,7 +44,7 @@ class ChunkCrossEntropy(nn.Module):
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, chunk: ChunkCrossEntropy, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
+    def forward(ctx: Any, chunk: nn.Module, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
         needs_gradient = any(ctx.needs_input_grad)
         total = x_TD.new_zeros((), dtype=torch.float32)
         dx_TD = torch.empty_like(x_TD)
@@ -67,11 +68,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class LinearCrossEntropy(nn.Module):
-    """Sum over tokens of -log softmax(x weight^T)[target]: a scalar in fp32. `IGNORED_TARGET`s count nothing."""
+    """Sum over tokens of -log softmax(x weight^T)[target]: a scalar in fp32. `IGNORED_TARGET`s count nothing.
+
+    Without targets, the logits (B, S, V).
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.chunk = ChunkCrossEntropy()
+        self.chunk: nn.Module = ChunkCrossEntropy()
 
-    def forward(self, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-        return _LinearCrossEntropy.apply(self.chunk, x_TD, weight_VD, targets_T)
+    def forward(self, x_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor | None) -> Tensor:
+        if targets_BS is None:
+            return F.linear(x_BSD, weight_VD)
+        return _LinearCrossEntropy.apply(self.chunk, x_BSD.flatten(0, -2), weight_VD, targets_BS.flatten())

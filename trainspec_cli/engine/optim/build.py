@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from collections.abc import Sequence
 
+import torch
+
+from trainspec_cli.engine.shares import Share
 from trainspec_cli.spec.optim import OptimSpec
 
 
-def build_optimizer(model: nn.Module, optim: OptimSpec) -> torch.optim.Optimizer:
+def build_optimizer(shares: Sequence[Share], optim: OptimSpec) -> torch.optim.Optimizer:
     """Matrices decay, norms and biases do not."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    matrices = [share.local for share in shares if share.parameter.dim() > 1]
+    vectors = [share.local for share in shares if share.parameter.dim() <= 1]
     groups = [
         {"params": matrices, "weight_decay": optim.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
@@ -19,7 +21,20 @@ def build_optimizer(model: nn.Module, optim: OptimSpec) -> torch.optim.Optimizer
     groups = [group for group in groups if group["params"]]
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, fused=True)
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
+    _start_moments(optimizer)
+    return optimizer
+
+
+def _start_moments(optimizer: torch.optim.AdamW) -> None:
+    """What the first update would make, made now, so that a checkpoint can be loaded before any."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

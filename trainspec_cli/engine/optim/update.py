@@ -6,28 +6,44 @@ every gradient, `found_inf` makes the update (and its step count) a no-op. So th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from trainspec_cli.engine.shares import Share
 
 
-def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Euclidean norm over all gradients of all ranks, a scalar (fp32)."""
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+@torch.no_grad()
+def squared_norm(shares: Sequence[Share]) -> Tensor:
+    """This rank's share of the gradients' squared Euclidean norm (fp64): the ranks' shares sum to it.
+
+    Each part counts once, however many ranks hold it.
+    """
+    held = [(share.copies, share.gradient) for share in shares if share.gradient is not None]
+    norms = torch.stack(torch._foreach_norm([gradient for _, gradient in held]))
+    copies = torch.tensor([copies for copies, _ in held], device=norms.device)
+    return (norms.double().square() / copies).sum()
 
 
-def guarded_update(optimizer: torch.optim.Optimizer, norm: Tensor, loss: Tensor, clip_norm: float | None) -> Tensor:
+def guarded_update(
+    optimizer: torch.optim.Optimizer, shares: Sequence[Share], norm: Tensor, loss: Tensor, clip_norm: float | None
+) -> Tensor:
     """Update the parameters; -> 1.0 where the update was skipped, else 0.0.
 
-    `norm` and `loss` are the same on every rank (already reduced), so every rank decides alike.
+    `norm` and `loss` (fp32) are the same on every rank (already reduced), so every rank decides alike.
     """
-    skipped = (~(torch.isfinite(norm) & torch.isfinite(loss))).float()
+    skipped = (~(torch.isfinite(norm) & torch.isfinite(loss))).float().to(shares[0].local.device)
     optimizer.found_inf = skipped  # type: ignore[attr-defined]
     if clip_norm is not None:
-        optimizer.grad_scale = (norm / clip_norm).clamp_min(1.0)  # type: ignore[attr-defined]
+        optimizer.grad_scale = (norm / clip_norm).clamp_min(1.0).to(skipped.device)  # type: ignore[attr-defined]
+    for share in shares:
+        share.local.grad = share.gradient
     optimizer.step()
-    optimizer.zero_grad()
+    clear_gradients(shares)
     return skipped
+
+
+def clear_gradients(shares: Sequence[Share]) -> None:
+    for share in shares:
+        share.local.grad = share.parameter.grad = None

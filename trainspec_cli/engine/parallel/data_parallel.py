@@ -1,7 +1,6 @@
-"""Data parallelism over the axes dp_replicate and dp_shard, as one mechanism.
+"""Data parallelism: FSDP2 over the shard axes, an all-reduce of our own across replicas.
 
-FSDP2 shards each block over dp_shard (arXiv:1910.02054, stages 2 and 3); after its reduce-scatter a hook sums the
-shards over dp_replicate. With dp_shard = 1 that is plain DDP, with dp_replicate = 1 plain FSDP, else HSDP. The hook
+One mechanism serves every data-parallel layout: dp_shard=1 is plain DDP, dp_replicate=1 plain FSDP, else HSDP. The hook
 is ours so that it can be timed, compressed or replaced by another transport.
 
 Gradients are sums, never means: the loss is divided by the global number of tokens before the backward, which is
@@ -10,70 +9,89 @@ exact however samples are divided over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
-TimeCollective = Callable[[], AbstractContextManager[None]]
+from trainspec_cli.engine.parallel.exchange import Peers, TimeCollective, all_gather, reduce_scatter
 
-# torch 2.13 renamed them; 2.11 has the old names alone.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+@dataclass(frozen=True)
+class DataParallel:
+    """How parameters and gradients are held and exchanged."""
+
+    compute: torch.dtype
+    reduce: torch.dtype
+    free_after_forward: bool
+    """ZeRO-3; without it, ZeRO-2."""
+    offload: bool
+    """Shards, gradients and optimizer state live in host memory; the update runs there."""
+    replicas: Peers
+    time_collective: TimeCollective
+
+    @property
+    def mixed_precision(self) -> MixedPrecisionPolicy:
+        return MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=self.reduce)
+
+    def offload_policy(self, device_type: str) -> OffloadPolicy:
+        return CPUOffloadPolicy(pin_memory=device_type == "cuda") if self.offload else OffloadPolicy()
 
 
 def apply_data_parallel(
-    model: Any,
-    mesh: DeviceMesh,
-    *,
-    compute: torch.dtype,
-    reduce: torch.dtype,
-    free_after_forward: bool,
-    time_collective: TimeCollective,
+    model: Any, experts: Sequence[nn.Module], shard: DeviceMesh, expert_shard: DeviceMesh | None, how: DataParallel
 ) -> None:
-    """Shard `model` (on meta) in place. `free_after_forward` is ZeRO-3; without it, ZeRO-2."""
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
-    shard_mesh = mesh["dp_shard"]
-    free = free_after_forward and shard_mesh.size() > 1
+    """Shard `model` (on meta) in place; `experts`, where they are spread, over what their spreading leaves."""
+    if expert_shard is not None:
+        for module in experts:
+            _shard(module, expert_shard, how, free=how.free_after_forward, dim=_shardable_dim(module, expert_shard))
     for block in model.block_modules():
-        fully_shard(block, mesh=shard_mesh, mp_policy=policy, reshard_after_forward=free)
-    fully_shard(model, mesh=shard_mesh, mp_policy=policy, reshard_after_forward=False)
-    for module in _sharded_modules(model):
-        _sum_gradients(module, shard_mesh, mesh["dp_replicate"], time_collective)
-        if shard_mesh.size() > 1 and shard_mesh.device_type == "cpu":
-            _time_shard_collectives(module, time_collective)
+        _shard(block, shard, how, free=how.free_after_forward)
+    _shard(model, shard, how, free=False)
 
 
-def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+def _shard(module: nn.Module, mesh: DeviceMesh, how: DataParallel, *, free: bool, dim: int = 0) -> None:
+    fully_shard(
+        module,
+        mesh=mesh,
+        mp_policy=how.mixed_precision,
+        offload_policy=how.offload_policy(mesh.device_type),
+        reshard_after_forward=free and mesh.size() > 1,
+        shard_placement_fn=(lambda _parameter: Shard(dim)) if dim else None,
+    )
+    assert isinstance(module, FSDPModule)
+    _sum_gradients(module, mesh, how)
+    if mesh.size() > 1 and mesh.device_type == "cpu":
+        _time_shard_collectives(module, how.time_collective)
 
 
-def _sum_gradients(
-    module: FSDPModule, shard_mesh: DeviceMesh, replicate_mesh: DeviceMesh, time_collective: TimeCollective
-) -> None:
-    if shard_mesh.size() > 1:  # over one rank there is nothing to divide by, and setting it costs a pass
+def _shardable_dim(module: nn.Module, mesh: DeviceMesh) -> int:
+    """Experts are few: where they do not divide over the ranks, each expert's rows do."""
+    return 0 if all(parameter.shape[0] % mesh.size() == 0 for parameter in module.parameters()) else 1
+
+
+def _sum_gradients(module: FSDPModule, mesh: DeviceMesh, how: DataParallel) -> None:
+    if mesh.size() > 1:  # over one rank there is nothing to divide by, and setting it costs a pass
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    if replicate_mesh.size() == 1:
-        return
-    group = replicate_mesh.get_group()
+    if how.replicas.size > 1:
+        module.set_all_reduce_hook(lambda gradient: _discard(how.replicas.sum_(gradient)))
 
-    def sum_over_replicas(gradient: Tensor) -> None:
-        with time_collective():
-            dist.all_reduce(gradient, group=group)
 
-    module.set_all_reduce_hook(sum_over_replicas)
+def _discard(_gradient: Tensor) -> None:
+    """The sum was made in place."""
 
 
 class _TimedCollective:
     """A collective of FSDP2 with a stopwatch around it; on a CPU the call returns when it is done."""
 
-    def __init__(self, collective: Callable[..., Any], time_collective: TimeCollective):
+    def __init__(self, collective: Any, time_collective: TimeCollective):
         self._collective, self._time_collective = collective, time_collective
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -85,5 +103,29 @@ class _TimedCollective:
 
 
 def _time_shard_collectives(module: FSDPModule, time_collective: TimeCollective) -> None:
-    module.set_custom_all_gather(_TimedCollective(_all_gather, time_collective))  # type: ignore[arg-type]
-    module.set_custom_reduce_scatter(_TimedCollective(_reduce_scatter, time_collective))  # type: ignore[arg-type]
+    module.set_custom_all_gather(_TimedCollective(all_gather, time_collective))  # type: ignore[arg-type]
+    module.set_custom_reduce_scatter(_TimedCollective(reduce_scatter, time_collective))  # type: ignore[arg-type]
+
+
+# When gradients are exchanged
+
+
+def exchange_in_backward(model: FSDPModule, exchange: bool) -> None:
+    """Whether the backwards that follow exchange gradients or add them up only."""
+    model.set_requires_gradient_sync(exchange)
+    model.set_is_last_backward(exchange)
+
+
+def exchange_now(model: FSDPModule) -> None:
+    """Exchange what was added up, where weights' gradients came after their backward (split pipeline schedules).
+
+    FSDP2 has no public call for it; this is what torch's own pipeline schedules do (torch 2.11 to 2.13).
+    """
+    exchange_in_backward(model, True)
+    root = fully_shard.state(model)  # type: ignore[attr-defined]
+    for state in root._state_ctx.all_states:
+        groups = getattr(state, "_fsdp_param_groups", None)
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            if group is not None:
+                group.post_backward()
+    root._root_post_backward_final_callback()

@@ -1,0 +1,227 @@
+"""Context parallelism: each rank holds a part of every sequence, and attention crosses the parts.
+
+Ring attention (arXiv:2310.01889) with the zigzag order of Llama 3 (arXiv:2407.21783): the sequence is cut into 2n
+chunks and rank r holds chunks r and 2n-1-r, so that the causal half weighs the same on each. Keys and values go round;
+each block's result is merged by its log-sum-exp. Ulysses (arXiv:2309.14509): an all-to-all turns parts of the
+sequence into parts of the heads, plain attention runs, and another turns back.
+
+Shapes: B samples, S tokens of this rank, H heads, K key-value heads, E head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainspec_cli.engine.parallel.exchange import Peers, exchange
+from trainspec_cli.spec.layout import ContextMethod
+
+
+def held_positions(seq_len: int, method: ContextMethod, rank: int, size: int) -> Tensor:
+    """(S,) int64: which positions of the sequence a rank holds, in its own order."""
+    if method == "ulysses":
+        return torch.arange(seq_len).chunk(size)[rank]
+    chunks = torch.arange(seq_len).chunk(2 * size)
+    return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
+
+
+def apply_context_parallel(model: Any, peers: Peers, method: ContextMethod) -> None:
+    """Replace the core of each attention of `model`, in place."""
+    for module in model.attention_modules():
+        module.core = RingCore(module.core, peers) if method == "ring" else UlyssesCore(module.core, peers)
+
+
+class UlyssesCore(nn.Module):
+    def __init__(self, core: nn.Module, peers: Peers):
+        super().__init__()
+        self.core, self.peers = core, peers
+
+    def forward(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor) -> Tensor:
+        whole = [self._to_heads(x) for x in (q_BSHE, k_BSKE, v_BSKE)]
+        return exchange(self.core(*whole), self._heads_to_sequence, self._sequence_to_heads)
+
+    def _to_heads(self, x_BSHE: Tensor) -> Tensor:
+        return exchange(x_BSHE, self._sequence_to_heads, self._heads_to_sequence)
+
+    def _sequence_to_heads(self, x_BSHE: Tensor) -> Tensor:
+        """(B, S, H, E) -> (B, n S, H / n, E)."""
+        n, (batch, seq, heads, size) = self.peers.size, x_BSHE.shape
+        sent = x_BSHE.view(batch, seq, n, heads // n, size).permute(2, 0, 1, 3, 4).contiguous()
+        return self._all_to_all(sent).transpose(0, 1).reshape(batch, n * seq, heads // n, size)
+
+    def _heads_to_sequence(self, x_BSHE: Tensor) -> Tensor:
+        """(B, n S, H / n, E) -> (B, S, H, E)."""
+        n, (batch, seq, heads, size) = self.peers.size, x_BSHE.shape
+        sent = x_BSHE.reshape(batch, n, seq // n, heads, size).transpose(0, 1).contiguous()
+        return self._all_to_all(sent).permute(1, 2, 0, 3, 4).reshape(batch, seq // n, n * heads, size)
+
+    def _all_to_all(self, sent: Tensor) -> Tensor:
+        received = torch.empty_like(sent)
+        with self.peers.time():
+            dist.all_to_all_single(received, sent, group=self.peers.group)
+        return received
+
+
+class RingCore(nn.Module):
+    """Causal attention over the whole sequence, of a zigzag part of it."""
+
+    def __init__(self, core: nn.Module, peers: Peers):
+        super().__init__()
+        self.peers = peers
+        self.scale = getattr(core, "scale", None)
+
+    @torch.compiler.disable
+    def forward(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
+        return _Ring.apply(q, k, v, self.peers, self.scale).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Which queries meet the keys and values that came from a peer: slices over the rank's two chunks."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+def _block(rank: int, source: int, seq: int) -> _Block:
+    half, all_of_it = seq // 2, slice(0, seq)
+    if source == rank:
+        return _Block(all_of_it, all_of_it, causal=True)
+    if source < rank:  # both of the own chunks come after the source's first, and before its second
+        return _Block(all_of_it, slice(0, half), causal=False)
+    return _Block(slice(half, seq), all_of_it, causal=False)
+
+
+class _Ring(torch.autograd.Function):
+    """On (B, H, S, E). Backward, the gradients of keys and values travel with them and end up at home."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, peers: Peers, scale: float | None) -> Tensor:
+        out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=torch.float32, device=q.device)
+        log_total = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
+        travelling = torch.stack((k, v))
+        for turn in range(peers.size):
+            block = _block(peers.rank, (peers.rank - turn) % peers.size, q.shape[2])
+            part, part_log = _attend(q, travelling[0], travelling[1], block, scale)
+            _merge(out[:, :, block.queries], log_total[:, :, block.queries], part, part_log)
+            if turn < peers.size - 1:
+                travelling = _pass_on(travelling, peers)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, log_total)
+        ctx.peers, ctx.scale = peers, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # type: ignore[override]
+        q, k, v, out, log_total = ctx.saved_tensors
+        peers, dout = ctx.peers, dout.contiguous()
+        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        travelling = torch.stack((k, v))
+        gradients = torch.zeros(travelling.shape, dtype=torch.float32, device=q.device)
+        for turn in range(peers.size):
+            block = _block(peers.rank, (peers.rank - turn) % peers.size, q.shape[2])
+            dq_part, dk, dv = _attend_backward(dout, q, travelling[0], travelling[1], out, log_total, block, ctx.scale)
+            dq[:, :, block.queries] += dq_part
+            gradients[0][:, :, block.keys] += dk
+            gradients[1][:, :, block.keys] += dv
+            if turn < peers.size - 1:
+                travelling = _pass_on(travelling, peers)
+            gradients = _pass_on(gradients, peers)
+        return dq.to(q.dtype), gradients[0].to(k.dtype), gradients[1].to(v.dtype), None, None
+
+
+def _pass_on(x: Tensor, peers: Peers) -> Tensor:
+    """To the next rank of the ring, and from the one before."""
+    received = torch.empty_like(x)
+    ranks = dist.get_process_group_ranks(peers.group)
+    after, before = ranks[(peers.rank + 1) % peers.size], ranks[(peers.rank - 1) % peers.size]
+    moves = [
+        dist.P2POp(dist.isend, x, after, group=peers.group),
+        dist.P2POp(dist.irecv, received, before, group=peers.group),
+    ]
+    with peers.time():
+        for work in dist.batch_isend_irecv(moves):
+            work.wait()
+    return received
+
+
+def _merge(out: Tensor, log_total: Tensor, part: Tensor, part_log: Tensor) -> None:
+    """Fold another block's attention into `out` (fp32), both weighted by their shares of the softmax's sum."""
+    merged = torch.logaddexp(log_total, part_log)
+    out.mul_((log_total - merged).exp()[..., None]).add_(part.float() * (part_log - merged).exp()[..., None])
+    log_total.copy_(merged)
+
+
+# One block on the fused kernels that return the log-sum-exp
+
+
+def _grouped(x: Tensor, heads: int) -> Tensor:
+    """Each key-value head repeated for the queries' heads that share it."""
+    return x.repeat_interleave(heads // x.shape[1], dim=1) if x.shape[1] != heads else x
+
+
+def _ungrouped(gradient: Tensor, heads: int) -> Tensor:
+    """The sum over the repetitions, (B, K, S, E)."""
+    batch, repeated, seq, size = gradient.shape
+    return gradient.float().view(batch, heads, repeated // heads, seq, size).sum(2)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float | None) -> tuple[Tensor, Tensor]:
+    """-> (attention, its log-sum-exp)."""
+    q = q[:, :, block.queries]
+    k, v = (_grouped(x[:, :, block.keys], q.shape[1]) for x in (k, v))
+    if q.device.type == "cpu":
+        ops = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return ops(q, k, v, 0.0, block.causal, attn_mask=None, scale=scale)
+    if q.dtype == torch.float32:  # the flash kernel takes 16 bits alone
+        part = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, block.causal, scale=scale
+        )
+        return part[0], part[1][:, :, : q.shape[2]]
+    part = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, block.causal, False, scale=scale)
+    return part[0], part[1][:, :, : q.shape[2]]
+
+
+def _attend_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_total: Tensor,
+    block: _Block,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> (dq of the block's queries, dk and dv of its keys), given the whole softmax's log-sum-exp."""
+    kv_heads = k.shape[1]
+    dout, q, out = (x[:, :, block.queries].contiguous() for x in (dout, q, out))
+    log_total = log_total[:, :, block.queries].contiguous()
+    k, v = (_grouped(x[:, :, block.keys], q.shape[1]).contiguous() for x in (k, v))
+    dq, dk, dv = _kernel_backward(dout, q, k, v, out, log_total, block.causal, scale)
+    return dq, _ungrouped(dk, kv_heads), _ungrouped(dv, kv_heads)
+
+
+def _kernel_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_total: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(dout, q, k, v, out, log_total, 0.0, causal, attn_mask=None, scale=scale)
+    unused = torch.zeros((), dtype=torch.int64, device=q.device)
+    if q.dtype == torch.float32:
+        mask = [True, True, True, False]
+        padded = nn.functional.pad(log_total, (0, -log_total.shape[2] % 32))
+        backward = aten._scaled_dot_product_efficient_attention_backward
+        return backward(dout, q, k, v, None, out, padded, unused, unused, 0.0, mask, causal, scale=scale)[:3]
+    seeds = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    backward = aten._scaled_dot_product_flash_attention_backward
+    return backward(
+        dout, q, k, v, out, log_total, None, None, q.shape[2], k.shape[2], 0.0, causal, seeds, unused, scale=scale
+    )

@@ -1,0 +1,122 @@
+"""What a rank holds of each parameter: the one record that initialising, saving, measuring and digesting go by.
+
+A parameter is cut first by tensor or expert parallelism (`Cut`: this rank's module holds a smaller plain tensor), and
+what is left is sharded by FSDP2 (a DTensor over one mesh axis). Copies of the same part on other ranks are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+
+@dataclass(frozen=True)
+class Cut:
+    """`count` parts of about `full_size` / `count` along `dim`; this rank holds part `index`."""
+
+    dim: int
+    full_size: int
+    index: int
+    count: int
+    group: dist.ProcessGroup
+    """The ranks that hold the other parts, in order."""
+
+    @property
+    def start(self) -> int:
+        return min(self.full_size, self.index * self._part)
+
+    @property
+    def size(self) -> int:
+        return min(self.full_size, (self.index + 1) * self._part) - self.start
+
+    @property
+    def _part(self) -> int:
+        return -(-self.full_size // self.count)
+
+
+@dataclass(frozen=True)
+class Share:
+    name: str
+    """In the whole model, whatever the layout."""
+    parameter: nn.Parameter
+    """As the module has it: of FSDP2 a DTensor."""
+    cut: Cut | None = None
+    copies: int = 1
+    """Ranks of the job that hold this very part, this one counted."""
+
+    @cached_property
+    def local(self) -> nn.Parameter:
+        """The same memory as a plain tensor: what the optimizer updates."""
+        return nn.Parameter(local_part(self.parameter.detach()), requires_grad=False)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """Of the local part."""
+        return None if self.parameter.grad is None else local_part(self.parameter.grad)
+
+    @property
+    def full_shape(self) -> torch.Size:
+        shape = list(self.parameter.shape)
+        if self.cut:
+            shape[self.cut.dim] = self.cut.full_size
+        return torch.Size(shape)
+
+    @property
+    def offsets(self) -> torch.Size:
+        """Where the local part begins in the full parameter."""
+        offsets = [0] * self.parameter.dim()
+        if self.cut:
+            offsets[self.cut.dim] = self.cut.start
+        if isinstance(self.parameter, DTensor):
+            dim, start = _shard_start(self.parameter)
+            offsets[dim] += start
+        return torch.Size(offsets)
+
+    def part_of(self, full: Tensor) -> Tensor:
+        """The local part of `full`, a view."""
+        for dim, (start, size) in enumerate(zip(self.offsets, self.local.shape, strict=True)):
+            full = full.narrow(dim, start if size else 0, size)
+        return full
+
+    def gather(self, tensor: Tensor | None = None) -> Tensor:
+        """The full parameter, or `tensor` (its gradient, say) put together in the same way.
+
+        Called together by all ranks that hold parts of it.
+        """
+        tensor = self.parameter if tensor is None else tensor
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        return gather_cut(whole, self.cut) if self.cut else whole
+
+
+def unique_shares(shares: Sequence[Share]) -> list[Share]:
+    """A tied embedding may stand on two stages of one rank: once is enough to save and to digest it."""
+    return list({share.name: share for share in shares}.values())
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gather_cut(part: Tensor, cut: Cut) -> Tensor:
+    """Parts of all ranks of the cut, put together along its dimension; the last ones may be smaller."""
+    size = -(-cut.full_size // cut.count)
+    padded = part.new_zeros((size, *part.movedim(cut.dim, 0).shape[1:]))
+    padded[: cut.size] = part.movedim(cut.dim, 0)
+    gathered = [torch.empty_like(padded) for _ in range(cut.count)]
+    dist.all_gather(gathered, padded, group=cut.group)
+    return torch.cat(gathered)[: cut.full_size].movedim(0, cut.dim).contiguous()
+
+
+def _shard_start(parameter: DTensor) -> tuple[int, int]:
+    """-> (dimension, start) of the local shard: FSDP2 cuts as torch.chunk does."""
+    (placement,) = parameter.placements
+    assert isinstance(placement, Shard), "FSDP2 shards over one axis"
+    size = parameter.shape[placement.dim]
+    chunk = -(-size // parameter.device_mesh.size())
+    return placement.dim, min(size, parameter.device_mesh.get_local_rank() * chunk)

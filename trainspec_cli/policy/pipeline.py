@@ -1,0 +1,157 @@
+"""Pipeline schedules: which rank does what in which order, as pure data.
+
+The engine runs these actions, and the planner's simulation times the same ones. Stages are chunks of consecutive
+layers, numbered along the model; a rank holds one of them, or several (interleaved, zbv).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Literal
+
+from trainspec_cli.spec.layout import Layout, PipelineSchedule
+
+Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
+SPLIT_SCHEDULES: tuple[PipelineSchedule, ...] = ("zero_bubble", "zbv")
+"""The backward is done in two: the input's gradient at once, the weights' later, where a stage would wait."""
+
+
+@dataclass(frozen=True)
+class Action:
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+
+def num_stages(layout: Layout) -> int:
+    return layout.pp * chunks_per_rank(layout)
+
+
+def chunks_per_rank(layout: Layout) -> int:
+    return 2 if layout.pipeline_schedule == "zbv" and layout.pp > 1 else layout.virtual_stages
+
+
+def rank_of_stage(layout: Layout, stage: int) -> int:
+    """Round and round, but for zbv down and up again: a V, so that the first rank also holds the last stage."""
+    if layout.pipeline_schedule == "zbv" and stage >= layout.pp:
+        return 2 * layout.pp - 1 - stage
+    return stage % layout.pp
+
+
+def stages_of_rank(layout: Layout, rank: int) -> tuple[int, ...]:
+    return tuple(stage for stage in range(num_stages(layout)) if rank_of_stage(layout, stage) == rank)
+
+
+def cut_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
+    """The layers of each stage: as `stage_layers` says, else evenly, the spare ones to the first stages."""
+    stages = num_stages(layout)
+    even, spare = divmod(num_layers, stages)
+    counts = layout.stage_layers or tuple(even + (stage < spare) for stage in range(stages))
+    return tuple(range(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
+
+
+@lru_cache(maxsize=64)
+def actions(layout: Layout, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+    """Each rank's actions in order."""
+    if layout.pp == 1:
+        return (tuple(_one_after_another(micro_batches)),)
+    if layout.pipeline_schedule in SPLIT_SCHEDULES:
+        return _fill_bubbles(layout, micro_batches)
+    order = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward, "interleaved": _interleaved}[layout.pipeline_schedule]
+    return tuple(tuple(order(layout, rank, micro_batches)) for rank in range(layout.pp))
+
+
+def _one_after_another(micro_batches: int) -> Iterator[Action]:
+    for index in range(micro_batches):
+        yield Action("forward", 0, index)
+        yield Action("backward", 0, index)
+
+
+def _gpipe(layout: Layout, rank: int, micro_batches: int) -> Iterator[Action]:
+    """All forwards, then all backwards (arXiv:1811.06965)."""
+    yield from (Action("forward", rank, index) for index in range(micro_batches))
+    yield from (Action("backward", rank, index) for index in range(micro_batches))
+
+
+def _one_forward_one_backward(layout: Layout, rank: int, micro_batches: int) -> Iterator[Action]:
+    """A stage starts as many forwards as there are stages behind it, then alternates (arXiv:2006.09503)."""
+    forwards = [Action("forward", rank, index) for index in range(micro_batches)]
+    backwards = [Action("backward", rank, index) for index in range(micro_batches)]
+    yield from _alternate(forwards, backwards, layout.pp - rank - 1)
+
+
+def _interleaved(layout: Layout, rank: int, micro_batches: int) -> Iterator[Action]:
+    """1F1B over chunks, `pp` micro-batches of one chunk at a time (arXiv:2104.04473, section 2.2)."""
+    chunks = layout.virtual_stages
+    turns = [
+        (chunk, start + index)
+        for start in range(0, micro_batches, layout.pp)
+        for chunk in range(chunks)
+        for index in range(layout.pp)
+    ]
+    forwards = [Action("forward", chunk * layout.pp + rank, index) for chunk, index in turns]
+    backwards = [Action("backward", (chunks - 1 - chunk) * layout.pp + rank, index) for chunk, index in turns]
+    yield from _alternate(forwards, backwards, 2 * (layout.pp - rank - 1) + (chunks - 1) * layout.pp)
+
+
+def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> Iterator[Action]:
+    warmup = min(warmup, len(forwards))
+    yield from forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        yield forward
+        yield backward
+    yield from backwards[len(forwards) - warmup :]
+
+
+# Zero bubble
+
+
+def _fill_bubbles(layout: Layout, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+    """Zero bubble (arXiv:2401.10241), made greedily: time passes in ticks of one forward, input or weight pass.
+
+    At each tick a rank takes the gradient that others wait for, else a forward, else a weight pass; never are more than
+    `pp` micro-batches under way on its first chunk, so that it holds no more than 1F1B's fullest stage.
+    """
+    done: set[Action] = set()
+    orders: list[list[Action]] = [[] for _ in range(layout.pp)]
+    wanted = 3 * num_stages(layout) * micro_batches
+    while len(done) < wanted:
+        taken = [_choose(layout, rank, micro_batches, orders[rank], done) for rank in range(layout.pp)]
+        for order, action in zip(orders, taken, strict=True):
+            if action is not None:
+                order.append(action)
+                done.add(action)
+    return tuple(tuple(order) for order in orders)
+
+
+def _choose(layout: Layout, rank: int, micro_batches: int, order: Sequence[Action], done: set[Action]) -> Action | None:
+    """What `rank` does next, of what can be done; later stages first, whose gradients are waited for longest."""
+    counts = {(kind, stage): 0 for kind in _SPLIT_KINDS for stage in stages_of_rank(layout, rank)}
+    for action in order:
+        counts[action.kind, action.stage] += 1
+    stages = stages_of_rank(layout, rank)
+    for kind in _SPLIT_KINDS:
+        for stage in reversed(stages):
+            action = Action(kind, stage, counts[kind, stage])
+            under_way = counts["forward", stages[0]] - counts["backward_weight", stages[0]]
+            full = kind == "forward" and stage == stages[0] and under_way >= layout.pp
+            if action.micro_batch < micro_batches and not full and _needed(layout, action) <= done:
+                return action
+    return None
+
+
+_SPLIT_KINDS: tuple[Kind, ...] = ("backward_input", "forward", "backward_weight")
+
+
+def _needed(layout: Layout, action: Action) -> set[Action]:
+    """What must be done before `action`."""
+    stage, index = action.stage, action.micro_batch
+    if action.kind == "forward":
+        return {Action("forward", stage - 1, index)} if stage else set()
+    if action.kind == "backward_weight":
+        return {Action("backward_input", stage, index)}
+    last = stage == num_stages(layout) - 1
+    return {Action("forward", stage, index)} | (set() if last else {Action("backward_input", stage + 1, index)})
