@@ -186,7 +186,7 @@ def test_a_run_whose_data_is_gone_is_not_resumed(
     write_json(moved.plan_json, read_json(place / "runs/tiny/done/plan.json"))
     refused = trainspec("resume", "moved")
     assert refused.returncode == 4
-    assert f"the token folder of this run is gone ({place / 'gone'})" in refused.stderr
+    assert f"the data folder of this run is gone ({place / 'gone'})" in refused.stderr
 
 
 def test_a_plan_that_does_not_fit_is_refused_before_any_worker_starts(
