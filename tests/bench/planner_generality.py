@@ -36,6 +36,7 @@ GUESS = Efficiency(
     cache_reuse=0.4,
     elementwise=1.2,
     elementwise_eager=1.5,
+    issue=1.0,
     cast_fp8=0.8,
     launch_s=8e-06,
     link_nvswitch=0.75,

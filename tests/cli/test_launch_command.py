@@ -8,15 +8,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from trainspec_cli.cli.load import detect_machine, load, plan_on
+from trainspec_cli.launch.probing import probe_path
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.probe import MachineProbe
 
 CLI = (sys.executable, "-m", "trainspec_cli")
 TINY = ("recipe=tiny", "data.max_bytes=200000", "train.log_interval_steps=5")
@@ -189,22 +194,39 @@ def test_a_run_whose_data_is_gone_is_not_resumed(
     assert f"the data folder of this run is gone ({place / 'gone'})" in refused.stderr
 
 
-def test_a_plan_that_does_not_fit_is_refused_before_any_worker_starts(
-    done: subprocess.CompletedProcess[str], trainspec: Command, place: Path
-) -> None:
-    assert "probing this machine, once\npredicted: " in done.stdout
+def test_a_run_has_its_prediction(done: subprocess.CompletedProcess[str], trainspec: Command) -> None:
+    assert "probing this machine, once\n" in done.stdout
+    assert "predicted: " in done.stdout
     predicted = json.loads(trainspec("report", "runs/tiny/done", "--json").stdout)["predicted"]
     assert predicted["time_s"]["forward"] > 0
-    (file,) = (place / "cache/machine").glob("probe-*.json")
-    measured = read_json(file)
-    write_json(file, {**measured, "bare_bytes": 1e15})
-    try:
-        refused = trainspec("launch", *TINY, "run.dir=runs/tiny/large")
-        assert refused.returncode == 3
-        assert "the plan does not fit: 2 x 909.49 TiB are needed" in refused.stderr
-        assert "--force launches all the same" in refused.stderr
-        assert not (place / "runs/tiny/large").exists()
-        forced = trainspec("launch", *TINY, "run.dir=runs/tiny/large", "--force")
-        assert (forced.returncode, "forced" in forced.stdout) == (0, True)
-    finally:
-        write_json(file, measured)
+
+
+@pytest.fixture
+def too_small(place: Path, monkeypatch: pytest.MonkeyPatch, made_up_probe: MachineProbe) -> Iterator[None]:
+    """The cache says that a bare worker takes 909 TiB here."""
+    monkeypatch.setenv("TRAINSPEC_CACHE", str(place / "cache"))
+    loaded = load(TINY)
+    machine = detect_machine(loaded.spec)
+    assert machine is not None
+    path = probe_path(plan_on(loaded, machine), machine)
+    before = path.read_text() if path.is_file() else None  # a disturbed probe was not kept
+    write_json(path, to_plain(replace(made_up_probe, bare_bytes=1e15)))
+    yield
+    path.unlink()
+    if before is not None:
+        path.write_text(before)
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_any_worker_starts(
+    done: subprocess.CompletedProcess[str], trainspec: Command, place: Path, too_small: None
+) -> None:
+    refused = trainspec("launch", *TINY, "run.dir=runs/tiny/large")
+    assert refused.returncode == 3
+    assert "the plan does not fit: 2 x 909.49 TiB are needed" in refused.stderr
+    assert "--force launches all the same" in refused.stderr
+    assert not (place / "runs/tiny/large").exists()
+    assert trainspec("launch", *TINY, "--dry-run").returncode == 3
+    resumed = trainspec("resume", "runs/tiny/done", "train.max_steps=21")
+    assert (resumed.returncode, "2 x 909.49 TiB are needed" in resumed.stderr) == (3, True)
+    forced = trainspec("launch", *TINY, "run.dir=runs/tiny/large", "--force")
+    assert (forced.returncode, "forced" in forced.stdout) == (0, True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from statistics import median
 
 import pytest
 
-from trainspec_cli.planner.backtest import Backtest, as_json, backtest, cases_of
+from trainspec_cli.planner.backtest import Backtest, Prediction, as_json, backtest, cases_of
 from trainspec_cli.planner.fit import fit
 from trainspec_cli.planner.hardware import Efficiency
 
@@ -29,22 +30,39 @@ def memory() -> Backtest:
     return backtest(read("memory.csv"), Efficiency())
 
 
+@pytest.fixture(scope="module")
+def corrected_memory() -> Backtest:
+    """memory_corrections.csv: rows whose columns name other sizes than the section of the source they stand in."""
+    corrections = {row["id"]: row for row in read("memory_corrections.csv")}
+    return backtest([row | corrections.get(row["id"], {}) for row in read("memory.csv")], Efficiency())
+
+
+ODD = ("m43", "m44")
+
+
+@pytest.fixture(scope="module")
+def measured_peaks(corrected_memory: Backtest) -> list[Prediction]:
+    """All but papers' formulas and m43, for which see below."""
+    rows = [p for p in corrected_memory.predictions if p.memory_error is not None and p.row["id"] != ODD[0]]
+    return [p for p in rows if "Korthikanti" not in p.row["source"]]
+
+
 def test_step_time_error_does_not_grow(throughput: Backtest) -> None:
     summary = as_json(throughput)["summary"]
     assert summary["judged"] == 1092
-    assert summary["step_time_mape"] < 0.10
-    assert summary["step_time_median_ape"] < 0.076
-    assert abs(summary["bias"]) < 0.03
+    assert summary["step_time_mape"] < 0.091
+    assert summary["step_time_median_ape"] < 0.067
+    assert abs(summary["bias"]) < 0.015
 
 
 @pytest.mark.parametrize(
     ("source", "most"),
     [
-        ("MLPerf Training", 0.11),
-        ("NVIDIA/dgxc-benchmarking", 0.105),
-        ("NVIDIA-NeMo/Megatron-Bridge", 0.13),
-        ("mosaicml/llm-foundry", 0.06),
-        ("bigscience-workshop/bigscience", 0.08),
+        ("MLPerf Training", 0.095),
+        ("NVIDIA/dgxc-benchmarking", 0.098),
+        ("NVIDIA-NeMo/Megatron-Bridge", 0.123),
+        ("mosaicml/llm-foundry", 0.055),
+        ("bigscience-workshop/bigscience", 0.073),
     ],
 )
 def test_no_source_is_bought_with_another(throughput: Backtest, source: str, most: float) -> None:
@@ -70,32 +88,36 @@ def test_activations_follow_the_published_formula(memory: Backtest) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "most", "within_5", "furthest_under"),
+    ("source", "most", "scatter", "furthest_under"),
     [
-        ("InternLM/InternEvo", 0.047, 10, 0.065),
-        ("Lightning-AI/litgpt", 0.035, 11, 0.075),
-        ("bigscience-workshop/bigscience", 0.066, 64, 0.302),
+        ("InternLM/InternEvo", 0.056, 0.035, 0.02),
+        ("Lightning-AI/litgpt", 0.025, 0.016, 0.03),
+        ("bigscience-workshop/bigscience", 0.052, 0.033, 0.03),
     ],
 )
 def test_memory_error_does_not_grow(
-    memory: Backtest, source: str, most: float, within_5: int, furthest_under: float
+    measured_peaks: list[Prediction], source: str, most: float, scatter: float, furthest_under: float
 ) -> None:
-    errors = [p.memory_error for p in memory.predictions if p.row["source"] == source and p.memory_error is not None]
+    """`scatter`: about the median, which a reserve lifts and does not narrow."""
+    errors = [p.memory_error or 0.0 for p in measured_peaks if p.row["source"] == source]
     assert mean_size(errors) < most
-    assert sum(abs(error) <= 0.05 for error in errors) >= within_5
+    assert mean_size([error - median(errors) for error in errors]) < scatter
     assert min(errors) > -furthest_under
 
 
-def test_memory_error_where_columns_agree_with_their_source() -> None:
-    """memory_corrections.csv: rows whose columns name other sizes than the section of the source they stand in."""
-    corrections = {row["id"]: row for row in read("memory_corrections.csv")}
-    rows = [row | corrections.get(row["id"], {}) for row in read("memory.csv") if "bigscience" in row["source"]]
-    predictions = backtest(rows, Efficiency()).predictions
-    # m43: the source gives 65 GB for a micro-batch of 2, and 56 GB for one of 4 in the line below.
-    errors = [p.memory_error or 0.0 for p in predictions if p.row["id"] != "m43"]
-    assert mean_size(errors) < 0.046
-    assert sum(abs(error) <= 0.05 for error in errors) >= 69
-    assert min(errors) > -0.09
+def test_no_peak_is_more_than_3_percent_under(measured_peaks: list[Prediction]) -> None:
+    errors = [p.memory_error or 0.0 for p in measured_peaks]
+    assert len(errors) == 135
+    assert min(errors) > -0.03
+    assert mean_size(errors) < 0.05
+
+
+def test_one_row_contradicts_its_neighbours(corrected_memory: Backtest) -> None:
+    """m43: its source gives 65 GB for a micro-batch of 2, and 56 GB for one of 4 in the line below (m44)."""
+    first, second = (next(p for p in corrected_memory.predictions if p.row["id"] == name) for name in ODD)
+    assert all(first.row[key] == second.row[key] for key in ("layers", "hidden", "n_gpus", "tp", "pp", "dp", "dp_mode"))
+    assert float(first.row["mbs"]) < float(second.row["mbs"]) and float(first.row["value"]) > float(second.row["value"])
+    assert min(corrected_memory.memory_errors()) == first.memory_error
 
 
 def mean_size(errors: list[float]) -> float:

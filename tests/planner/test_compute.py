@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from trainspec_cli.planner.catalogue import find_accelerator, find_model
 from trainspec_cli.planner.compute import gemm_s, layer_time, rates_of
 from trainspec_cli.planner.hardware import Efficiency
@@ -41,6 +43,31 @@ def test_small_products_leave_more_of_the_last_wave_idle() -> None:
 def test_attention_kernels_older_than_the_chip_are_slower_by_generation() -> None:
     times = [step_s(Software(attention_generation=number)) for number in (1, 2, 3, 9)]
     assert times[0] > times[1] > times[2] == times[3]
+
+
+def test_element_wise_kernels_gain_less_than_the_memory_does() -> None:
+    """Their loads and stores pass the same multiprocessors, however fast the memory behind them."""
+    faster = replace(CHIP, memory_tb_per_s=2 * CHIP.memory_tb_per_s)
+    rates = [rates_of(chip, "bf16", "bf16", EFF) for chip in (CHIP, faster)]
+    work = Work(pass_bytes=1e9)
+    slow, quick = (layer_time(work, setup_of(Software()), rate, EFF).memory_f for rate in rates)
+    assert 1.2 < slow / quick < 1.9
+    described = replace(CHIP, load_store_tb_per_s=0.0)
+    assert rates_of(described, "bf16", "bf16", EFF).load_store == pytest.approx(rates[0].load_store, rel=0.02)
+
+
+def test_a_two_stage_detector_waits_for_its_proposals_whatever_the_batch() -> None:
+    fabric = Fabric(CHIP, 8, 8, 8, 450.0, 400.0)
+    setup = Setup(find_model("maskrcnn_resnet50"), Layout(dp_replicate=8), fabric, 1, 1.0, 1)
+    parts = [work for _, works in layer_kinds(setup.model, 1.0, 1, setup.layout) for work in works]
+    waits = sum(work.serial_kernels for work in parts)
+    few, many = (layer_time(Work(serial_kernels=waits), replace(setup, micro_batch_size=n), RATES, EFF) for n in (1, 9))
+    assert few.forward == many.forward == waits * EFF.kernel_s > 0
+    assert not any(
+        work.serial_kernels
+        for _, works in layer_kinds(find_model("retinanet_resnext50"), 1.0, 1, setup.layout)
+        for work in works
+    )
 
 
 def test_gradients_added_apart_cost_only_where_micro_batches_accumulate() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from trainspec_cli.planner.catalogue import find_accelerator, models
 from trainspec_cli.planner.measured_memory import memory_figure, predicted_as
+from trainspec_cli.planner.memory import DEFAULT_MEMORY
 from trainspec_cli.planner.setup import RECOMPUTE, Setup
 from trainspec_cli.planner.topology import Fabric
 from trainspec_cli.spec.layout import Layout
@@ -25,7 +26,9 @@ def test_a_device_shows_more_than_its_allocator_and_that_more_than_tensors() -> 
     setup = setup_of()
     shown, held, needed = (predicted_as(f"peak ({name})", setup) for name in ("nvidia-smi", "torch reserved", "torch"))
     assert shown > held > needed
-    assert shown - held == pytest.approx((1.2 + 0.25) * GIB)  # the context, and one communicator
+    assert shown - held == pytest.approx(
+        DEFAULT_MEMORY.context_bytes + DEFAULT_MEMORY.group_bytes
+    )  # the context, and one communicator
 
 
 def test_the_allocator_gives_its_cache_back_before_the_device_is_full() -> None:
@@ -52,3 +55,6 @@ def test_units() -> None:
     assert memory_figure(row, setup_of())[1] == GIB
     assert memory_figure({"peak_mem_gib": "1", "mem_kind": "torch"}, setup_of())[1] == GIB
     assert memory_figure({}, setup_of()) == (None, None)
+    decimal = {"metric": "LoRA max GPU RAM", "value": "1", "unit": "GB", "source": "Lightning-AI/litgpt"}
+    assert memory_figure(decimal, setup_of())[1] == 1e9
+    assert memory_figure(decimal | {"source": "nvidia-smi"}, setup_of())[1] == GIB

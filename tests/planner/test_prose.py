@@ -66,6 +66,20 @@ def test_deepspeed_keeps_bf16_gradients_beside_their_fp32_sums() -> None:
     assert software_of(row | {"year": "2022", "notes": "gradients accumulated in fp32"}).grad_bytes == 6.0
 
 
+def test_gradients_summed_in_fp32_are_stepped_from_as_they_lie() -> None:
+    row = {"framework": "Megatron-DeepSpeed", "dp_mode": "ddp_zero1", "dtype": "fp16"}
+    assert software_of(row).step_bytes == 6.0
+    assert software_of(row | {"dp_mode": "ddp"}).step_bytes == 8.0
+    assert software_of(row | {"notes": "gradients accumulated in fp32"}).step_bytes == 0.0
+
+
+def test_optimizers_over_lists_of_tensors_need_temporaries() -> None:
+    titan = software_of({"framework": "torchtitan", "dp_mode": "fsdp_zero3"})
+    assert (titan.step_bytes, titan.step_temporary_bytes) == (0.0, 4.0)
+    megatron = software_of({"framework": "Megatron-LM", "year": "2024"})
+    assert (megatron.step_bytes, megatron.step_temporary_bytes) == (0.0, 0.0)
+
+
 def test_flat_buckets_are_held_where_gradients_are_flattened() -> None:
     flat = software_of({"framework": "DeepSpeed", "dp_mode": "ddp_zero1"})
     assert flat.bucket_bytes > software_of({"framework": "torchtitan", "dp_mode": "fsdp_zero3"}).bucket_bytes

@@ -47,6 +47,18 @@ def test_the_report_says_where_the_time_went_and_how_that_was_measured(fake_run:
     assert rows[1] == ["whole", "step", "1.0", "s", "100.0%"]
 
 
+def test_steps_that_differ_are_told_of(fake_run: Any) -> None:
+    fake_run.about()
+    fake_run.start()
+    for step in range(1, 24):
+        fake_run.step(step, seconds=1.4 if step % 4 else 1.0)
+    assert "something else was at work" not in text_of(render_report(collect(fake_run.dir.root)))
+    for step in range(24, 30):
+        fake_run.step(step, seconds=3.0)
+    shown = text_of(render_report(collect(fake_run.dir.root)))
+    assert "steps took 1.0 s to 3.0 s (eight in ten): something else was at work on this machine" in shown
+
+
 def test_long_lists_show_their_end(fake_run: Any) -> None:
     trained(fake_run)
     for step in range(20):

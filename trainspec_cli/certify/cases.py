@@ -30,7 +30,8 @@ class Case:
     recompute: Recompute = "none"
     offload: Offload = "none"
     compile: bool = False
-    micro_batch_size: int = 1
+    micro_batch_size: int = 4
+    """At most: a rank's samples where they are fewer."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
 
     @property
@@ -163,7 +164,7 @@ def build_spec(case: Case) -> RunSpec:
         model=FAMILIES[case.family],
         data=DataSpec(source="python_stdlib", seq_len=SEQ_LEN),
         optim=_OPTIMIZERS[case.optimizer],
-        batching=BatchingSpec(global_batch_size=SAMPLES, micro_batch_size=case.micro_batch_size),
+        batching=BatchingSpec(global_batch_size=SAMPLES),
         train=TrainSection(max_steps=STEPS),
         layout=LayoutSpec(**wanted),
         precision=PrecisionSpec(compute="fp32"),
@@ -175,6 +176,7 @@ def build_spec(case: Case) -> RunSpec:
 
 def build_plan(case: Case, device: Literal["cpu", "cuda"]) -> Plan:
     layout = case.layout
+    micro = min(case.micro_batch_size, SAMPLES // layout.data_parallel_size)
     return Plan(
         spec=build_spec(case),
         layout=replace(layout, sequence_parallel=layout.sequence_parallel and layout.tp > 1),
@@ -184,8 +186,8 @@ def build_plan(case: Case, device: Literal["cpu", "cuda"]) -> Plan:
         compute=case.compute,
         recompute=case.recompute,
         offload=case.offload,
-        micro_batch_size=case.micro_batch_size,
-        grad_accum_steps=SAMPLES // layout.data_parallel_size // case.micro_batch_size,
+        micro_batch_size=micro,
+        grad_accum_steps=SAMPLES // layout.data_parallel_size // micro,
         params=0,
         flops_per_token=0.0,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from trainspec_cli.certify.cases import SAVE_AT, Case, cases, refused
@@ -48,16 +48,14 @@ class Check:
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        reference = Run(self.run.case.reference)
         if self.clause == "NUM-3":
-            return (self.run, reference, _in_fp64(self.run.case))
+            return (self.run, _own_format(self.run.case), _in_fp64(self.run.case))
         if self.clause == "NUM-6":
             return (self.run, _again(self.run))
         if self.clause == "CKPT-1":
             return (self.run,)
-        if self.run.continues is not None:
-            return (self.run, self.run.continues, reference)
-        return (self.run, reference)
+        reference = Run(self.run.case.reference)
+        return (self.run, *([self.run.continues] if self.run.continues else []), reference)
 
 
 def checks(max_processes: int, only: Sequence[str] = ()) -> list[Check]:
@@ -74,7 +72,7 @@ def _all_checks(max_processes: int) -> Iterator[Check]:
     by_clause = cases(max_processes)
     for clause, found in by_clause.items():
         for case in found:
-            yield Check(clause, Run(case))
+            yield Check(clause, Run(case, losses=clause == "NUM-1"))
             if clause == "NUM-1":
                 yield Check("NUM-2", Run(case))
     for family in FAMILIES:
@@ -108,11 +106,16 @@ MOVES = (
 
 
 def _in_fp64(case: Case) -> Run:
-    return Run(Case(case.family, compute="fp64", micro_batch_size=case.micro_batch_size))
+    return Run(Case(case.family, compute="fp64", micro_batch_size=case.micro_batch_size), losses=False)
+
+
+def _own_format(case: Case) -> Run:
+    """What the format costs one process."""
+    return Run(case.reference, losses=False)
 
 
 def _again(run: Run) -> Run:
-    return Run(run.case, run.gradients, run.resume, run.continues, take=1)
+    return replace(run, take=1)
 
 
 def judge(check: Check, heard: Heard) -> Finding:
@@ -134,7 +137,7 @@ def _judge_losses(check: Check, heard: Heard) -> Finding:
 def _judge_format(check: Check, heard: Heard) -> Finding:
     """The worst ratio of a parameter's error to what the format itself costs it."""
     exact = heard[_in_fp64(check.run.case)]
-    ours, own = (gradient_errors(heard[run], exact) for run in (check.run, Run(check.run.case.reference)))
+    ours, own = (gradient_errors(heard[run], exact) for run in (check.run, _own_format(check.run.case)))
     usual = sorted(own.values())[len(own) // 2]
     ratios = {name: error / (own[name] if own[name] > FORMAT_FLOOR else usual) for name, error in ours.items()}
     worst = max(ratios, key=lambda name: ratios[name])

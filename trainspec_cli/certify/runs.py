@@ -29,6 +29,7 @@ class Run:
 
     case: Case
     gradients: bool = True
+    losses: bool = True
     resume: bool = False
     """Save in the middle, and go the second half again from there."""
     continues: Run | None = None
@@ -42,13 +43,15 @@ class Run:
             words.append("resumed")
         if self.continues:
             words.append(f"from-{self.continues.case.name}")
+        if not self.losses:
+            words.append("one-step")
         if self.take:
             words.append(f"again{self.take}")
         return "-".join(words)
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "steps": STEPS,
+            "steps": STEPS if self.losses else 0,
             "gradients": self.gradients,
             "resume": self.resume,
             "save_at": SAVE_AT if self.resume else None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainspec_cli.cli.options import AsJson, RecipeArguments
+from trainspec_cli.cli.options import AsJson, Force, RecipeArguments
 from trainspec_cli.errors import TrainspecError
 from trainspec_cli.spec.auto import AUTO
 
@@ -29,12 +29,8 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show command, environme
 @app.command()
 def launch(
     arguments: RecipeArguments,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show command, environment and plan; start nothing.")
-    ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Train although the plan is predicted not to fit this machine.")
-    ] = False,
+    dry_run: DryRun = False,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> int:
     """Train a recipe. Ctrl-C writes a checkpoint and stops (exit code 6); a second one stops at once."""
@@ -47,7 +43,7 @@ def launch(
         assert machine is not None, "a recipe without problems says what device it wants"
         plan = plan_on(loaded, machine)
         if dry_run:
-            _show(loaded, plan, machine, as_json=as_json)
+            _show(loaded, plan, machine, force=force, as_json=as_json)
             return 0
         return _launch(loaded, plan, machine, force=force, as_json=as_json)
 
@@ -95,8 +91,10 @@ def _origin(loaded: Loaded) -> Origin:
     return Origin(loaded.composed.recipe, sys.argv[1:], render_yaml(loaded.composed))
 
 
-def _show(loaded: Loaded, plan: Plan, machine: Machine, *, as_json: bool) -> None:
-    """What would be started, and where."""
+def _show(loaded: Loaded, plan: Plan, machine: Machine, *, force: bool, as_json: bool) -> None:
+    """What would be started, and where; refused as the launch would be. Nothing is probed for it."""
+    from trainspec_cli.cli.predict import predict
+    from trainspec_cli.cli.train import make_console
     from trainspec_cli.launch.command import render_command
     from trainspec_cli.launch.dry import describe
     from trainspec_cli.launch.folder import RUNS
@@ -105,6 +103,7 @@ def _show(loaded: Loaded, plan: Plan, machine: Machine, *, as_json: bool) -> Non
 
     wanted = plan.spec.run.dir
     root = RUNS / loaded.composed.recipe / "TIME" if wanted == AUTO else Path(wanted)
+    plan = predict(plan, machine, make_console(as_json=as_json), force=force, may_probe=False)
     job = build_job(plan, root, machine)
     if as_json:
         typer.echo(json.dumps(describe(job, plan), indent=2))

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -18,12 +18,17 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from trainspec_cli.spec.cluster import Machine
+    from trainspec_cli.spec.prediction import CapacityPlan
     from trainspec_cli.spec.run import RunSpec
 
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write one page with charts.")]
 Sweep = Annotated[
     str | None,
     typer.Option(metavar="KEY=A,B,...", help="Plan for each value, such as cluster.num_nodes=1,2,4,8."),
+]
+
+Trace = Annotated[
+    bool, typer.Option(help="Also run the engine's own step under fake tensors, and hold the plan against it.")
 ]
 
 PIPED_WIDTH = 150
@@ -33,22 +38,26 @@ app = typer.Typer()
 
 
 @app.command()
-def plan(arguments: RecipeArguments, as_json: AsJson = False, html: Html = None, sweep: Sweep = None) -> None:
+def plan(
+    arguments: RecipeArguments, as_json: AsJson = False, html: Html = None, sweep: Sweep = None, trace: Trace = False
+) -> None:
     """Rank the layouts of a recipe on a cluster, and forecast the run: time, goodput, energy, carbon, money.
 
     Needs no GPU and starts nothing. Exit code 3 says that nothing fits; what would is told.
     """
     if sweep is None:
-        _plan_one(arguments, as_json, html)
+        _plan_one(arguments, as_json, html, trace)
+    elif trace:
+        raise RecipeError(Problem("usage", "--trace takes one plan, and --sweep makes many", hint="leave one out"))
     else:
         _plan_many(arguments, sweep, as_json, html)
 
 
-def _plan_one(arguments: Sequence[str], as_json: bool, html: Path | None) -> None:
+def _plan_one(arguments: Sequence[str], as_json: bool, html: Path | None, trace: bool) -> None:
     from trainspec_cli.report.plan_page import render_plan_page
     from trainspec_cli.report.plan_text import render_plan
 
-    planned = _plan(arguments)
+    planned = _plan(arguments, trace=trace)
     if html:
         _write_page(html, render_plan_page(planned))
     _show(planned, as_json, lambda width: render_plan(planned, width))
@@ -71,7 +80,7 @@ def _plan_many(arguments: Sequence[str], sweep: str, as_json: bool, html: Path |
         _refuse(swept["points"][-1]["plan"], as_json)
 
 
-def _plan(arguments: Sequence[str]) -> dict[str, Any]:
+def _plan(arguments: Sequence[str], *, trace: bool = False) -> dict[str, Any]:
     from trainspec_cli.cli.load import load_for_planning
     from trainspec_cli.planner.capacity import plan_capacity
     from trainspec_cli.planner.forecast import forecast_run
@@ -84,7 +93,26 @@ def _plan(arguments: Sequence[str]) -> dict[str, Any]:
     except TrainspecError as error:
         raise type(error)(loaded.composed.locate(error.problems)) from error
     run = forecast_run(spec, capacity, capacity.best) if capacity.best else None
-    return plan_as_json(spec, capacity, run)
+    planned = plan_as_json(spec, capacity, run)
+    return planned | {"trace": _trace(spec, capacity)} if trace and capacity.candidates else planned
+
+
+def _trace(spec: RunSpec, capacity: CapacityPlan) -> dict[str, Any]:
+    """Of the fastest candidate that the engine runs. Raises PlanError where it runs none of those shown."""
+    from trainspec_cli.launch.tracing import trace_plan
+    from trainspec_cli.planner.auto import as_plan, is_run
+    from trainspec_cli.report.plan_trace import trace_as_json
+    from trainspec_cli.spec.engine_rules import check_built
+
+    candidate = next((candidate for candidate in capacity.candidates if is_run(candidate, spec)), None)
+    if candidate is None:
+        reasons = "; ".join(dict.fromkeys(problem.message for problem in check_built(spec)))
+        message = (
+            f"the engine builds none of the layouts that are shown, so none can be traced{reasons and ': '}{reasons}"
+        )
+        raise PlanError(Problem("unsupported", message, hint="pin a layout, such as layout.tp=1 layout.pp=1"))
+    compute: Literal["bf16", "fp32"] = "fp32" if spec.precision.compute == "fp32" else "bf16"
+    return trace_as_json(candidate, capacity, trace_plan(as_plan(spec, candidate, capacity, compute)))
 
 
 def _on_machine(spec: RunSpec) -> tuple[RunSpec, Machine | None]:

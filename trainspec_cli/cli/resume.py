@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainspec_cli.cli.options import AsJson
+from trainspec_cli.cli.options import AsJson, Force
 from trainspec_cli.cli.runs import RunArgument
 from trainspec_cli.errors import MachineError, Problem, RecipeError
 
@@ -35,9 +35,10 @@ Changes = Annotated[
 
 
 @app.command()
-def resume(run: RunArgument, changes: Changes = None, as_json: AsJson = False) -> int:
+def resume(run: RunArgument, changes: Changes = None, force: Force = False, as_json: AsJson = False) -> int:
     """Go on with a run in its own folder, from its newest whole checkpoint."""
     from trainspec_cli.cli.load import detect_machine, plan_on
+    from trainspec_cli.cli.predict import predict
     from trainspec_cli.cli.runs import find_run
     from trainspec_cli.cli.train import make_console, train
     from trainspec_cli.launch.claim import claim
@@ -53,7 +54,7 @@ def resume(run: RunArgument, changes: Changes = None, as_json: AsJson = False) -
         _check_data(run_dir, loaded)
         machine = detect_machine(loaded.spec)
         assert machine is not None, "a run that was started says what device it wants"
-        plan = plan_on(loaded, machine)
+        plan = predict(plan_on(loaded, machine), machine, console, force=force)
         with storage(str(run_dir.root)):
             job = build_job(plan, run_dir.root, machine)
             with claim(run_dir, job.launch_id):

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainspec_cli.engine.balance import scale_balance_loss, update_balance
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build import LateSum, Machinery
 from trainspec_cli.engine.optim.update import guarded_update, squared_norm
+from trainspec_cli.engine.parallel.exchange import Peers
 from trainspec_cli.engine.passes import Passes
 from trainspec_cli.policy.pipeline import actions
 
@@ -46,6 +48,8 @@ def train_step(
     mean_loss, norm, stop = agreed[0].float(), agreed[1].sqrt().float(), agreed[2]
     with built.clock.part("optimizer"):
         skipped = guarded_update(built.optimizer, built.shares, norm, mean_loss, clip_norm)
+    if built.routers:
+        update_balance(built.routers, Peers(built.mesh.stage.get_group(), built.clock.collective))
     return StepOutcome(loss=mean_loss, grad_norm=norm, skipped=skipped, stop=stop)
 
 
@@ -55,6 +59,7 @@ def compute_gradients(built: Machinery, micro_batches: Sequence[MicroBatch], glo
     -> this rank's share of the mean loss: the ranks' shares sum to it.
     """
     layout = built.mesh.layout
+    scale_balance_loss(built.routers, global_tokens)
     loss = Passes(built.stages, actions(layout, len(micro_batches)), micro_batches, global_tokens).run()
     for late in built.late_sums:
         sum_late(late)

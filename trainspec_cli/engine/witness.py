@@ -32,15 +32,17 @@ from trainspec_cli.spec.run import RunSpec
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    for name in read_json(folder / "runs.json"):
-        testify(folder.parent / name)
+    names = read_json(folder / "runs.json")
+    device = join_processes(from_plain(Plan, read_json(folder.parent / names[0] / "plan.json")).device)
+    for name in names:
+        testify(folder.parent / name, device)
+    dist.destroy_process_group()
 
 
-def testify(folder: Path) -> None:
-    """One run, in a process group of its own."""
+def testify(folder: Path, device: torch.device) -> None:
+    """One run; the groups of its mesh are its own."""
     plan = from_plain(Plan, read_json(folder / "plan.json"))
     run: dict[str, Any] = read_json(folder / "run.json")
-    device = join_processes(plan.device)
     torch.compiler.reset()
     built = build_machinery(plan, device)
     told: dict[str, Any] = {}
@@ -54,7 +56,6 @@ def testify(folder: Path) -> None:
     if dist.get_rank() == 0:
         write_json(folder / "witness.json", told)
     dist.barrier()
-    dist.destroy_process_group()
 
 
 def first_gradients(plan: Plan, built: Machinery, folder: Path) -> float:

@@ -10,7 +10,13 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from trainspec_cli.planner.hardware import Efficiency, exponentials_per_s, matmul_flops_per_s, memory_bytes_per_s
+from trainspec_cli.planner.hardware import (
+    Efficiency,
+    exponentials_per_s,
+    load_store_bytes_per_s,
+    matmul_flops_per_s,
+    memory_bytes_per_s,
+)
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.workload.work import Gemm, Work
 from trainspec_cli.spec.cluster import AcceleratorSpec
@@ -32,6 +38,7 @@ class Rates:
     """In the compute format."""
     memory: float
     exponentials: float
+    load_store: float
     cache_bytes: float
     element_bytes: float
     wide_element_bytes: float
@@ -46,6 +53,7 @@ def rates_of(chip: AcceleratorSpec, matmul: str, compute: str, eff: Efficiency) 
         plain_matmul=matmul_flops_per_s(chip, compute, eff),
         memory=memory_bytes_per_s(chip, eff),
         exponentials=exponentials_per_s(chip),
+        load_store=load_store_bytes_per_s(chip),
         cache_bytes=chip.cache_mb * 1e6,
         element_bytes=4.0 if compute in ("fp32", "tf32") else 2.0,
         wide_element_bytes={"nvfp4": 0.56, "fp8": 1.0, "mxfp8": 1.03}.get(matmul, 2.0),
@@ -87,9 +95,14 @@ def gemm_s(gemm: Gemm, rates: Rates, eff: Efficiency) -> tuple[float, float, flo
 
 
 def conv_s(gemm: Gemm, rates: Rates, eff: Efficiency) -> tuple[float, float, float]:
-    """A convolution as an implicit matrix product; its memory traffic is counted with the element-wise passes."""
+    """A convolution as an implicit matrix product; its memory traffic is counted with the element-wise passes.
+
+    Its patches (m x k) pass the load and store units: with few channels a group, that takes longer than multiplying.
+    """
     loss = 1.0 + eff.misalignment * (alignment(gemm.n) + alignment(gemm.k)) / 2
-    once = gemm.flops / (rates.plain_matmul * eff.conv) * loss + eff.kernel_s
+    multiply = gemm.flops / (rates.plain_matmul * eff.conv) * loss
+    load = rates.element_bytes * gemm.m * gemm.k * gemm.count / rates.load_store
+    once = max(multiply, load) + eff.kernel_s
     return once, once, once
 
 
@@ -153,7 +166,7 @@ def layer_time(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> Layer
     times = [one(gemm, rates, eff) for gemm in work.gemms]
     uneven = 1.0 + eff.expert_imbalance if work.expert_params else 1.0
     products = uneven * sum(time[0] for time in times)
-    backward = uneven * sum(time[1] for time in times)
+    backward = 0.0 if work.leaf else uneven * sum(time[1] for time in times)
     if setup.trainable >= 1.0:
         backward += uneven * sum(time[2] for time in times) + accumulate_s(work, setup, rates, eff)
     backward *= not work.frozen
@@ -166,10 +179,12 @@ def layer_time(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> Layer
         pass_bytes += work.eager_bytes / scale
     cached = rates.cache_bytes / (rates.cache_bytes + work.tensor_bytes)
     passes = scale * (1 - eff.cache_reuse * cached) * pass_bytes * rates.element_bytes / 2 / rates.memory
+    passes += eff.issue * pass_bytes * rates.element_bytes / 2 / rates.load_store
     casts = cast_s(work, setup, rates, eff)
     slow = ungrouped(work, setup, eff)
     products, backward, passes, casts = slow * products, slow * backward, slow * passes, slow * casts
-    memory = (passes + casts, 0.0 if work.frozen else 2 * passes + casts)
+    waits = work.serial_kernels * eff.kernel_s
+    memory = (passes + casts + waits, 0.0 if work.frozen else (2 - work.leaf) * passes + casts)
     return LayerTime(products, backward, attention_f, attention_b, *memory, launches(work, setup), work.experts)
 
 

@@ -17,74 +17,76 @@ class Efficiency:
     Fractions are of the chip's sustained matmul rate, its memory bandwidth or a link's bandwidth.
     """
 
-    matmul: float = 0.933
+    matmul: float = 0.937
     """Of the best matmul measured on a chip: clocks under a training load, cold caches."""
-    matmul_fp8: float = 0.9
-    matmul_fp4: float = 0.656
-    gemm_memory: float = 0.48
+    matmul_fp8: float = 0.913
+    matmul_fp4: float = 0.674
+    gemm_memory: float = 0.472
     """Part of a matrix product's memory traffic that its arithmetic does not hide."""
-    kernel_s: float = 6.35e-06
+    kernel_s: float = 6.38e-06
     """Ramp-up and tail of one kernel on the device."""
-    tail_waves: float = 0.469
+    tail_waves: float = 0.466
     """Of a wave of tiles, idle at the end of a matrix product."""
-    misalignment: float = 0.35
+    misalignment: float = 0.36
     """Rate lost each time a matrix dimension's largest power of two halves below 64 elements (tensor-core tiles)."""
-    attention_forward: float = 0.695
+    attention_forward: float = 0.694
     """Fused attention's rate over the sustained bf16 matmul rate."""
-    attention_backward: float = 0.599
-    attention_older: float = 0.628
+    attention_backward: float = 0.605
+    attention_older: float = 0.626
     """Rate of attention kernels written for the generation before the chip's (no Hopper or later instructions)."""
-    exponentials: float = 0.499
+    exponentials: float = 0.497
     """Part of attention's exponentials that its products do not hide."""
-    memory: float = 0.855
+    memory: float = 0.877
     """Of the memory bandwidth, in element-wise kernels."""
     cache_reuse: float = 0.372
     """Part of the memory traffic that a cache much larger than the tensors saves."""
-    elementwise: float = 1.21
+    elementwise: float = 1.11
     """Passes over memory actually made, over those counted for lightly fused kernels."""
-    elementwise_eager: float = 1.54
+    elementwise_eager: float = 1.48
     """The same when each operation of a framework is a kernel of its own."""
-    cast_fp8: float = 0.751
+    issue: float = 1.06
+    """Passes of element-wise kernels through the load and store units that the memory's traffic does not hide."""
+    cast_fp8: float = 0.746
     """Passes over a matmul's inputs that fp8 scaling and casting take."""
     launch_s: float = 8.46e-06
     """Host time to launch one kernel without graphs or compilation."""
-    link_nvswitch: float = 0.658
-    link_mesh: float = 0.715
-    link_pcie: float = 0.478
-    nic: float = 0.67
-    all_to_all: float = 0.605
+    link_nvswitch: float = 0.684
+    link_mesh: float = 0.714
+    link_pcie: float = 0.473
+    nic: float = 0.673
+    all_to_all: float = 0.643
     """Rate of an all-to-all inside a scale-up domain over a ring's: many small messages, permutations."""
     collective_latency_s: float = 1.52e-05
     hop_latency_s: float = 1.51e-06
     """Added by each further rank of a ring."""
-    tp_overlap: float = 0.735
+    tp_overlap: float = 0.713
     """Part of tensor-parallel traffic hidden behind matmuls, of all chunks of a ring but the first."""
-    cp_overlap: float = 0.72
-    ep_overlap: float = 0.315
-    ep_overlap_network: float = 0.504
+    cp_overlap: float = 0.721
+    ep_overlap: float = 0.328
+    ep_overlap_network: float = 0.503
     """The same where experts are spread over nodes, and the schedule is built to hide it."""
-    dp_overlap: float = 0.798
+    dp_overlap: float = 0.8
     """Part of the backward (or forward) that data-parallel traffic can hide behind."""
-    pp_overlap: float = 0.472
-    contention: float = 0.225
+    pp_overlap: float = 0.471
+    contention: float = 0.226
     """Hidden traffic takes this part of its time from the compute beside it."""
-    expert_imbalance: float = 0.202
+    expert_imbalance: float = 0.201
     """The fullest expert's share over the mean, less one."""
-    experts_ungrouped: float = 1.41
+    experts_ungrouped: float = 1.39
     """Time of an expert layer over a grouped kernel's, where 16 experts of a rank run one after the other."""
     jitter: float = 0.0103
     """Step time added by waiting for the slowest, for each doubling of the devices."""
     optimizer_passes: float = 1.22
     """Of the optimizer's traffic of memory, over its ideal."""
-    step_s: float = 0.0202
+    step_s: float = 0.02
     """Host work between steps: clipping, logging, the data loader's hand-over."""
-    step_graphed_s: float = 0.00477
+    step_graphed_s: float = 0.00441
     """The same where launches are replayed."""
-    bubble: float = 0.896
+    bubble: float = 0.898
     """Of the ideal pipeline bubble."""
-    conv: float = 0.895
+    conv: float = 0.886
     """Convolutions' rate over that of a matrix product of the same size."""
-    conv_memory: float = 0.908
+    conv_memory: float = 1.02
     """Passes over activations of a convolutional network, over those counted."""
 
     def as_dict(self) -> dict[str, float]:
@@ -146,6 +148,15 @@ def peak_flops_per_s(chip: AcceleratorSpec, fmt: str) -> float:
 
 def memory_bytes_per_s(chip: AcceleratorSpec, eff: Efficiency) -> float:
     return eff.memory * chip.memory_tb_per_s * 1e12
+
+
+LOADS_OVER_MEMORY = 4.7
+"""First-level cache bandwidth over the memory's, of a chip that does not describe it (A100: 4.8, H100: 4.7)."""
+
+
+def load_store_bytes_per_s(chip: AcceleratorSpec) -> float:
+    """Rate of the multiprocessors' load and store units: it grows with their number and clock, not with the memory."""
+    return (chip.load_store_tb_per_s or LOADS_OVER_MEMORY * chip.memory_tb_per_s) * 1e12
 
 
 def link_bytes_per_s(chip: AcceleratorSpec, link_gb_per_s: float, peers: int, eff: Efficiency) -> float:

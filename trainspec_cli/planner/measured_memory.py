@@ -9,10 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trainspec_cli.planner.memory import DEFAULT_MEMORY, communicators, estimate_memory, kept_activation_bytes
+from trainspec_cli.planner.prose import framework_of
 from trainspec_cli.planner.setup import RECOMPUTE, Setup
 from trainspec_cli.planner.table import Row, number
 from trainspec_cli.spec.prediction import MemoryBreakdown
 from trainspec_cli.units import GIB
+
+UNITS = {"GiB": GIB, "MiB": 2**20, "MB": 1e6}
+"""Tools that print GB count in 2**30, as drivers do; litgpt divides by 1e9."""
 
 
 def memory_figure(row: Row, setup: Setup) -> tuple[float | None, float | None]:
@@ -24,7 +28,7 @@ def memory_figure(row: Row, setup: Setup) -> tuple[float | None, float | None]:
         return None, None
     if unit == "%":
         return relative_activations(setup), value / 100
-    scale = {"GiB": GIB, "MiB": 2**20, "MB": 1e6}.get(unit, GIB)  # tools that print GB count in 2**30
+    scale = 1e9 if unit == "GB" and "litgpt" in framework_of(row) else UNITS.get(unit, GIB)
     return predicted_as(metric, setup), value * scale
 
 

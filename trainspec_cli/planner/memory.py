@@ -1,8 +1,8 @@
 """Peak memory of a device by cause, for each pipeline stage.
 
 Activations after Korthikanti et al. 2022 (arXiv:2205.05198), recounted for fused attention and gated feed-forwards;
-states after ZeRO (arXiv:1910.02054). Known error: 3 to 5% on published peaks, the reserve included, and nine in ten
-within 10%; more where a framework keeps copies that it does not document.
+states after ZeRO (arXiv:1910.02054). Known error: 5% on published peaks, mostly over, for the reserve is meant to leave
+none more than 3% under; up to 20% over where a framework documents its copies poorly (InternEvo's ZeRO-3).
 """
 
 from __future__ import annotations
@@ -26,15 +26,19 @@ class MemoryModel:
 
     context_bytes: float = 1.2 * GIB
     """The device's context, kernels and libraries' workspaces."""
-    group_bytes: float = 0.25 * GIB
+    group_bytes: float = 0.3 * GIB
     """Buffers of one communicator (NCCL's channels)."""
-    fragmentation: float = 0.3
+    fragmentation: float = 0.25
     """Of the allocator's activations and temporaries."""
+    states_fragmentation: float = 0.04
+    """Of parameters, gradients and optimizer states: allocated once, rounded up to whole blocks."""
     logit_bytes: float = 10.0
     """A logit: 2 in the compute format, 4 in the loss, 4 its gradient before it is cast back."""
     logit_bytes_eager: float = 12.0
     """And that cast."""
-    reserve: float = 0.03
+    reuse: float = 0.5
+    """Of what the backward frees, as far as the optimizer's temporaries fit into its blocks."""
+    reserve: float = 0.06
     """Of everything, added: runs of one configuration differ by that much (published pairs: 2 to 15%), and a plan
     that is under ends out of memory where one that is over wastes a little."""
 
@@ -66,7 +70,10 @@ class LayerMemory:
 def saved_of(work: Work, setup: Setup) -> float:
     """Activations that one part of a layer keeps without recomputation."""
     saved = work.saved_bytes
-    if setup.matmul in EIGHT_BIT:
+    if setup.trainable < 1 and setup.software.weight_bytes >= 2.0 and not work.attention_flops:
+        # Adapters stand in the attention: other matmuls, frozen, need no inputs (those of a quantised base keep them).
+        saved -= work.saved_gemm_bytes
+    elif setup.matmul in EIGHT_BIT:
         saved -= 0.5 * work.saved_gemm_bytes
     if not setup.software.fused_attention:  # frameworks of that time keep dropout's masks, a byte an element
         saved += 0.5 * work.input_bytes
@@ -152,6 +159,12 @@ def gathered_bytes(layer: LayerMemory, outside: float, setup: Setup) -> float:
     return 2 * 2.0 * params + gradient + 2.0 * outside
 
 
+def step_bytes(params: float, freed_bytes: float, setup: Setup) -> float:
+    """What the optimizer's step takes besides what the backward has left free."""
+    software = setup.software
+    return software.step_bytes * params + max(0.0, software.step_temporary_bytes * params - freed_bytes)
+
+
 def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory, constants: MemoryModel) -> MemoryBreakdown:
     """Of one pipeline stage."""
     layout, last = setup.layout, stage == setup.layout.pp - 1
@@ -164,16 +177,15 @@ def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory, cons
     experts = state_bytes(layers * layer.expert_params, expert_shards, setup)
     logits = logit_bytes(setup, constants) if last else 0.0
     activations = stage_activations(setup, stage, layers, layer, logits)
-    stepped = (
-        setup.software.step_bytes
-        * setup.trainable
-        * ((layers * layer.params + outside) / shards + layers * layer.expert_params / expert_shards)
-    )
-    buffers = setup.software.bucket_bytes if setup.fabric.num_devices > 1 else 0.0
-    parameters = dense[0] + experts[0] + gathered_bytes(layer, outside, setup)
+    buffers = setup.software.bucket_bytes if layout.data_parallel_size > 1 else 0.0
+    gathered = gathered_bytes(layer, outside, setup)
+    stepping = (layers * layer.params + outside) / shards + layers * layer.expert_params / expert_shards
+    stepped = step_bytes(stepping * setup.trainable, constants.reuse * (activations + logits + gathered), setup)
+    parameters = dense[0] + experts[0] + gathered
     gradients, optimizer = dense[1] + experts[1], dense[2] + experts[2] + stepped
     buffers += constants.group_bytes * communicators(setup)
     unused = constants.fragmentation * (activations + logits)
+    unused += constants.states_fragmentation * (parameters + gradients + optimizer)
     whole = parameters + gradients + optimizer + activations + logits + buffers + unused + constants.context_bytes
     return MemoryBreakdown(
         parameters_bytes=parameters,
@@ -190,8 +202,8 @@ def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory, cons
 def stage_activations(setup: Setup, stage: int, layers: int, layer: LayerMemory, logits: float) -> float:
     """Kept for the micro-batches in flight, and what one layer needs while it runs (after the logits are gone)."""
     layout = setup.layout
-    # Megatron frees what a stage has sent; others keep it until its gradient is back.
-    sent = layer.output_bytes if layout.pp > 1 and not setup.software.fused_kernels else 0.0
+    # Megatron frees what a stage has sent; others keep it until its gradient is back, each tensor-parallel rank a part.
+    sent = layer.output_bytes / layout.tp if layout.pp > 1 and not setup.software.fused_kernels else 0.0
     kept = (layers * layer.kept_bytes + sent) * in_flight(setup, stage)
     return kept + max(0.0, layer.working_bytes - layer.kept_bytes - logits)
 
@@ -200,13 +212,16 @@ def logit_bytes(setup: Setup, constants: MemoryModel) -> float:
     if isinstance(setup.model, ConvModel):
         return 0.0
     each = constants.logit_bytes if setup.software.fused_kernels else constants.logit_bytes_eager
+    each += 2.0 * setup.software.shifted_logits
     return each * setup.tokens * setup.model.vocab_size / setup.layout.tp
 
 
 def communicators(setup: Setup) -> int:
+    """One for each axis; some frameworks have one more for all ranks of several axes, and one for a pipeline's ends."""
     layout = setup.layout
     sizes = (layout.tp, layout.cp, layout.ep, layout.pp, layout.dp_shard, layout.dp_replicate)
-    return sum(size > 1 for size in sizes)
+    axes = sum(size > 1 for size in sizes)
+    return axes + setup.software.model_groups * ((axes > 1) + (layout.pp > 1))
 
 
 def kept_activation_bytes(setup: Setup) -> float:

@@ -6,12 +6,13 @@ from typing import Literal
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner import workload
+from trainspec_cli.planner.auto import best_candidate, is_searched
 from trainspec_cli.planner.catalogue import find_accelerator
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.layout import Layout, LayoutSpec, PipelineSchedule
 from trainspec_cli.spec.plan import Plan
-from trainspec_cli.spec.run import RunSpec
+from trainspec_cli.spec.run import Recompute, RunSpec
 
 MAX_MICRO_BATCH_TOKENS = 8192
 """`micro_batch_size: auto` takes the largest divisor of a rank's batch whose tokens stay below this."""
@@ -24,8 +25,7 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
     """Resolve `spec` on `machine`. Raises RecipeError where the sizes do not divide."""
     device = resolve_device(spec.cluster, machine)
     devices_per_node = resolve_devices_per_node(spec.cluster, device, machine)
-    layout = resolve_layout(spec.layout, spec.cluster.num_nodes * devices_per_node)
-    micro_batch_size, grad_accum_steps = resolve_batch(spec, layout)
+    layout, micro_batch_size, grad_accum_steps, recompute = _choose(spec, machine, device, devices_per_node)
     compute = resolve_compute(spec, machine)
     peak_flops, peak_source = known_peak(spec.cluster, machine, device, compute)
     return Plan(
@@ -37,13 +37,22 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
         compute=compute,
         micro_batch_size=micro_batch_size,
         grad_accum_steps=grad_accum_steps,
-        recompute="none" if spec.recompute == AUTO else spec.recompute,
+        recompute=recompute,
         offload="none" if spec.offload == AUTO else spec.offload,
         params=workload.count_params(spec.model),
         flops_per_token=workload.flops_per_token(spec.model, spec.data.seq_len),
         peak_flops=peak_flops,
         peak_source=peak_source,
     )
+
+
+def _choose(spec: RunSpec, machine: Machine, device: str, devices_per_node: int) -> tuple[Layout, int, int, Recompute]:
+    """-> (layout, micro-batch, gradient accumulation, recompute): searched on known GPUs, where something fits."""
+    best = best_candidate(spec, machine, devices_per_node) if is_searched(spec, machine, device) else None
+    if best is not None:
+        return best.layout, best.micro_batch_size, best.grad_accum_steps, best.recompute  # type: ignore[return-value]
+    layout = resolve_layout(spec.layout, spec.cluster.num_nodes * devices_per_node)
+    return layout, *resolve_batch(spec, layout), "none" if spec.recompute == AUTO else spec.recompute
 
 
 def known_peak(cluster: ClusterSpec, machine: Machine, device: str, compute: str) -> tuple[float | None, str]:

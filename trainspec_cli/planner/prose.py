@@ -101,10 +101,16 @@ FUSED = r"megatron|nemo|maxtext|paxml|pax|jax|xla|nvidia|ngc|mxnet|rocm|apex|tra
 FLAT_STEP_BYTES = 6.0
 """A shard's gradients copied to fp32, and flat in 2 bytes before (DeepSpeed's ZeRO-1 with a fused Adam): with the
 states' 12, the 18 bytes that fall with the ranks in the tables of BLOOM's trials (17.8 by least squares)."""
+WHOLE_STEP_BYTES = 8.0
+"""Of all gradients where ZeRO does not part them: each copied to fp32, and the copies flat (DeepSpeed's ZeRO-0)."""
+SHARDED = re.compile(r"fsdp|hsdp|zero2|zero3")
 FLAT_BUCKET_BYTES = 3 * 5e8 * 2.0
 """Two reduce buckets and a gather bucket of 5e8 elements (DeepSpeed's default; InternEvo's are of 2**29)."""
-UNFUSED_STEP_BYTES = 12.0
-"""Those 6, and AdamW's temporaries over lists of tensors (tables of InternEvo)."""
+LIST_STEP_BYTES = 12.0
+"""Temporaries of AdamW over lists of sharded tensors, the clipped gradients among them (tables of InternEvo); half as
+much where the gradients' flat copies serve."""
+CAST_BACK_BYTES = 2.0
+"""The updated parameters in 2 bytes, before they replace those that the model computes with."""
 TORCH_STEP_BYTES = 4.0
 """One temporary of PyTorch's AdamW over lists of tensors."""
 
@@ -129,13 +135,18 @@ def year_of(row: Mapping[str, str]) -> float:
     return float(row.get("year") or (cited.group(1) if cited else usual))
 
 
-def step_bytes_of(name: str) -> float:
+def step_bytes_of(name: str, dp_mode: str, grad_bytes: float) -> tuple[float, float]:
+    """-> (flat copies, temporaries) of a parameter while the optimizer steps."""
     if "deepspeed" in name:
-        return FLAT_STEP_BYTES
+        accumulated = grad_bytes > 4.0  # in fp32, and flat: what the optimizer needs is there
+        return 0.0 if accumulated else WHOLE_STEP_BYTES if dp_mode == "ddp" else FLAT_STEP_BYTES, 0.0
     if re.search(FUSED, name) or "korthikanti" in name:
-        return 0.0
-    torch_alone = re.search(r"torch|composer|foundry|litgpt|hugging|accelerate|titan", name)
-    return TORCH_STEP_BYTES if torch_alone else UNFUSED_STEP_BYTES
+        return 0.0, 0.0
+    if re.search(r"torch|composer|foundry|litgpt|hugging|accelerate|titan", name):
+        return 0.0, TORCH_STEP_BYTES
+    if SHARDED.search(dp_mode):
+        return 0.0, LIST_STEP_BYTES
+    return FLAT_STEP_BYTES + CAST_BACK_BYTES, LIST_STEP_BYTES / 2
 
 
 def grad_bytes_of(row: Mapping[str, str], name: str, half: bool) -> float:
@@ -148,9 +159,10 @@ def grad_bytes_of(row: Mapping[str, str], name: str, half: bool) -> float:
 
 
 def base_weight_bytes(row: Mapping[str, str]) -> float | None:
-    """Of a quantised base under adapters: 4 bits, scales, and what bitsandbytes keeps besides (litgpt's tables)."""
+    """Of a quantised base under adapters: 4 bits, a scale for 64 (in 8 bits with -dq), and 1 bit for what bitsandbytes
+    keeps besides (litgpt's tables)."""
     found = re.search(r"quant=(\S+)", row.get("dtype") or "")
-    return {"nf4": 0.92, "nf4-dq": 0.87, "fp4": 0.92, "int8": 1.1}.get(found.group(1)) if found else None
+    return {"nf4": 0.69, "nf4-dq": 0.64, "fp4": 0.69, "int8": 1.1}.get(found.group(1)) if found else None
 
 
 def software_of(row: Mapping[str, str]) -> Software:
@@ -161,8 +173,10 @@ def software_of(row: Mapping[str, str]) -> Software:
     old = year < 2023 and ("megatron" in name or "korthikanti" in name)
     pure = "pure" in (row.get("notes") or "").lower()
     half_gradients = mlperf or bool(re.search(r"nemo|bridge|deepspeed", name))
-    sharded = any(word in (row.get("dp_mode") or "") for word in ("fsdp", "hsdp", "zero2", "zero3"))
-    step_bytes = step_bytes_of(name)
+    sharded = bool(SHARDED.search(row.get("dp_mode") or ""))
+    grad_bytes = grad_bytes_of(row, name, pure or half_gradients)
+    flat_bytes, temporary_bytes = step_bytes_of(name, (row.get("dp_mode") or "ddp").lower(), grad_bytes)
+    flat = "deepspeed" in name or flat_bytes > 0
     return Software(
         fused_attention=not old,
         attention_generation=9 if mlperf or re.search(FUSED, name) else 1 if year <= 2023 else 2,
@@ -178,9 +192,12 @@ def software_of(row: Mapping[str, str]) -> Software:
         grouped_experts=year >= 2026 or not year,
         graphs=mlperf or bool(re.search(r"maxtext|pax|jax", name)),
         reduce_bytes=2.0 if pure or half_gradients else 4.0,
-        grad_bytes=grad_bytes_of(row, name, pure or half_gradients),
-        bucket_bytes=FLAT_BUCKET_BYTES if step_bytes > TORCH_STEP_BYTES and not sharded else Software.bucket_bytes,
-        step_bytes=step_bytes,
+        grad_bytes=grad_bytes,
+        bucket_bytes=FLAT_BUCKET_BYTES if flat and not sharded else Software.bucket_bytes,
+        step_bytes=flat_bytes,
+        step_temporary_bytes=temporary_bytes,
+        model_groups=bool(re.search(r"megatron|nemo|bridge|intern", name)),
+        shifted_logits=bool(re.search(r"litgpt|hugging|accelerate", name)),
         weight_bytes=base_weight_bytes(row) or (4.0 if sharded else 2.0),
         master_bytes=0.0 if sharded else 4.0,
     )

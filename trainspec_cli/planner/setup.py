@@ -69,7 +69,13 @@ class Software:
     bucket_bytes: float = 0.3 * GIB
     """Flat gradient and parameter buckets in flight."""
     step_bytes: float = 0.0
-    """A parameter, while the optimizer steps: copies of gradients and temporaries of kernels that are not fused."""
+    """A parameter, flat copies that the optimizer steps from: too large to lie where activations were."""
+    step_temporary_bytes: float = 0.0
+    """A parameter, temporaries of optimizers over lists of tensors: these lie where activations were."""
+    model_groups: bool = False
+    """Communicators besides the axes': of all ranks, and of a pipeline's ends (Megatron and its descendants)."""
+    shifted_logits: bool = False
+    """A copy of the logits, shifted by a token, goes into the loss."""
     weight_bytes: float = 2.0
     """Of a parameter as kept between steps; 4 where a sharded fp32 copy is all there is (FSDP)."""
 

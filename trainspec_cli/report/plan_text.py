@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainspec_cli.report import plan_words as words
+from trainspec_cli.report.plan_trace import render_trace
 from trainspec_cli.report.plan_words import Json, percent
 from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
 
@@ -33,6 +34,8 @@ def render_plan(plan: Json, width: int = WIDE) -> RenderableType:
     best = plan["best"]
     if best:
         parts += [_memory(best), _time(best)]
+    if plan.get("trace"):
+        parts.append(render_trace(plan["trace"]))
     parts += _refusals(plan)
     if plan["run"]:
         parts += [_run(plan), _assumptions(plan)]

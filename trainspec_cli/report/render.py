@@ -19,6 +19,9 @@ BAR_CELLS = 24
 SHOWN_LINES = 8
 """Of evaluations, checkpoints and warnings the newest are shown."""
 
+UNSTEADY = 1.5
+"""Steps of one run, which all do the same, differ by less on a machine of its own."""
+
 Section = RenderableType | None
 """None: there is nothing to show."""
 
@@ -130,11 +133,20 @@ def _speed(speed: Speed, world_size: int, predicted: LocalPrediction | None) -> 
         _rate(speed),
         f"MFU = {speed.unit}/s x {format_si(speed.flops_per_token, 'FLOP')} a {speed.unit.removesuffix('s')} / {peak}",
         f"over steps {speed.first_step}-{speed.last_step}{_left_out(speed)}",
+        *_unsteady(speed),
     ]
     return Group(
         Text("where the time went", style="bold"),
         Padding(Group(*map(Text, lines), "", _parts(speed, predicted)), (0, 2)),
     )
+
+
+def _unsteady(speed: Speed) -> Iterator[str]:
+    """A prediction knows of the load that there was when this machine was probed, not of what came later."""
+    quick_s, slow_s = speed.usual_s
+    if slow_s > UNSTEADY * quick_s:
+        usual = f"{format_duration(quick_s)} to {format_duration(slow_s)} (eight in ten)"
+        yield f"steps took {usual}: something else was at work on this machine, which no prediction foresees"
 
 
 def _rate(speed: Speed) -> str:

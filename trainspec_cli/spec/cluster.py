@@ -34,6 +34,8 @@ class AcceleratorSpec:
     matmul_fp8_tflops: float = 0.0
     tera_exponentials_per_s: float = 0.0
     """Exponentials of the special-function units, 1e12 a second, which softmax takes; 0: not known."""
+    load_store_tb_per_s: float = 0.0
+    """What its multiprocessors load and store from their first-level caches at best; 0: not known."""
     cache_mb: float = 40.0
     """Last-level cache, which small activations never leave."""
     link_gb_per_s: float = 0.0

@@ -52,8 +52,11 @@ def bottleneck(positions: float, channels_in: int, width: int, stride: int, grou
 
 
 def detector_backbone(model: ConvModel) -> list[Conv]:
-    """A pretrained ResNet whose stem and first stage stay frozen, as detectors train it (MLPerf, torchvision)."""
-    convs = resnet(model)
+    """A pretrained ResNet whose stem and first stage stay frozen, as detectors train it (MLPerf, torchvision).
+
+    All its norms are: a scale and a bias, which cost what a bias does.
+    """
+    convs = [replace(conv, normed=False) for conv in resnet(model)]
     first = 1 + 3 * model.blocks[0] + 1
     return [replace(conv, frozen=True) for conv in convs[:first]] + convs[first:]
 
@@ -124,6 +127,8 @@ def unet(model: ConvModel) -> list[Conv]:
     return [*convs, Conv(positions, channels, model.num_classes, 1, normed=False)]
 
 
+PROPOSAL_KERNELS = 1000
+"""Of a two-stage detector: best boxes of each level, suppression of overlaps, matching, sampling, pooling."""
 BUILDERS = {"resnet": resnet, "retinanet": retinanet, "maskrcnn": maskrcnn, "unet": unet}
 
 
@@ -145,8 +150,8 @@ def flops_per_sample(model: ConvModel) -> float:
 
 @lru_cache(maxsize=1024)
 def layer_works(model: ConvModel, samples: float) -> Kinds:
-    """One kind: the whole network. A norm and its activation read twice and write once; channels-last, 2 bytes."""
-    works = []
+    """One kind: the whole network. A norm and its activation, one kernel that holds its input, read and write once."""
+    works: list[Work] = []
     for conv in convolutions(model):
         out = samples * conv.positions * conv.out_channels
         gemm = Gemm(
@@ -160,13 +165,16 @@ def layer_works(model: ConvModel, samples: float) -> Kinds:
         works.append(
             Work(
                 gemms=(gemm,),
-                pass_bytes=2.0 * (into + out + (3 * out if conv.normed else out)),
+                pass_bytes=2.0 * (into + out + (2 * out if conv.normed else out)),
                 tensor_bytes=2.0 * out,
                 kernels=4 if conv.normed else 2,
                 params=conv.all_params,
                 saved_bytes=2.0 * out * (2 if conv.normed else 1),
                 input_bytes=2.0 * into,
+                leaf=not works,
                 frozen=conv.frozen,
             )
         )
+    if model.architecture == "maskrcnn":
+        works.append(Work(serial_kernels=PROPOSAL_KERNELS, frozen=True))
     return ((1.0, tuple(works)),)

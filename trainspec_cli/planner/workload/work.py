@@ -41,6 +41,8 @@ class Work:
     """Of one activation that passes from kernel to kernel."""
     kernels: int = 0
     """Launched by an eager framework, forward."""
+    serial_kernels: int = 0
+    """Small ones that wait for one another, whatever the batch: their time is their latency."""
     tp_bytes: float = 0.0
     """Of one tensor-parallel exchange (a whole activation); the forward has `tp_exchanges`."""
     tp_exchanges: int = 0
@@ -63,6 +65,8 @@ class Work:
     """Kept besides by a framework without fused norms and activations: fp32 copies, the gate's output."""
     input_bytes: float = 0.0
     """The layer's input: all that full recomputation keeps."""
+    leaf: bool = False
+    """Its input is the data, and needs no gradient."""
     frozen: bool = False
     """Has no backward: neither it nor anything before it is trained."""
 

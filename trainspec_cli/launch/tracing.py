@@ -1,0 +1,50 @@
+"""The engine's own step of a plan, traced under fake tensors: one process a traced rank, no GPU and little memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from trainspec_cli.errors import MachineError, Problem
+from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.plan import Plan
+
+TRACE = ("-m", "trainspec_cli.engine.trace")
+
+
+def traced_ranks(plan: Plan) -> list[int]:
+    """The first rank of the pipeline's first stage, and of its last: the stages between hold less than one of them."""
+    per_stage = plan.world_size // plan.layout.pp
+    return sorted({0, (plan.layout.pp - 1) * per_stage})
+
+
+def trace_plan(plan: Plan) -> dict[str, Any]:
+    """What the fullest traced rank takes: bytes of tensors, FLOPs, bytes of collectives. Raises MachineError."""
+    with tempfile.TemporaryDirectory(prefix="trainspec-trace-") as folder:
+        write_json(Path(folder) / "plan.json", to_plain(plan))
+        ranks = [_trace_rank(Path(folder), rank) for rank in traced_ranks(plan)]
+    return max(ranks, key=lambda told: told["peak_memory_bytes"])
+
+
+def _trace_rank(folder: Path, rank: int) -> dict[str, Any]:
+    command = [sys.executable, *TRACE, str(folder), str(rank)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", **_python_path()}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        tail = "\n".join(done.stderr.strip().splitlines()[-8:])
+        raise MachineError(Problem("trace_failed", f"the trace of rank {rank} failed\n\n{tail}", environment=True))
+    told: dict[str, Any] = read_json(folder / f"trace.rank{rank}.json")
+    return told
+
+
+def _python_path() -> dict[str, str]:
+    """The same copy of trainspec as this process runs."""
+    import trainspec_cli
+
+    home = str(Path(trainspec_cli.__file__).resolve().parent.parent)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))}
