@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -105,7 +106,8 @@ class Ledger(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
-    return (leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor))
+    """A DTensor is a wrapper: what it holds has been seen by itself."""
+    return (leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor))
 
 
 def _attention_flops(args: Any) -> float:

@@ -34,6 +34,9 @@ def tensor_parallel(spec: RunSpec) -> Iterator[Problem]:
             yield _indivisible("tp", tp, f"model.{field}", size)
     if spec.layout.sequence_parallel:
         yield from _sequence(spec, size_of(spec.layout, "cp") * tp, "cp x tp")
+        if getattr(spec.model, "learned_positions", 0):
+            message = "a table of positions is added to whole sequences, which sequence parallelism cuts"
+            yield Problem("illegal_layout", message, "layout.sequence_parallel", "type layout.sequence_parallel=false")
     elif getattr(spec.model, "experts", None) is not None:
         message = "experts with tp need sequence parallelism: else every rank of tp would route the same tokens"
         yield Problem("illegal_layout", message, "layout.sequence_parallel", "type layout.sequence_parallel=true")

@@ -1,0 +1,37 @@
+"""A step traced under fake tensors, against what is known of it in closed form."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainspec_cli.certify.cases import Case, build_plan
+from trainspec_cli.launch.tracing import trace_plan
+from trainspec_cli.planner.workload import count_params
+from trainspec_cli.spec.layout import Layout
+
+
+def trace(family: str, **axes):
+    plan = build_plan(Case(family, Layout(**axes), optimizer="adamw"), "cpu")
+    return plan, trace_plan(plan), count_params(plan.spec.model)
+
+
+def test_sharding_divides_the_state_and_gathers_what_it_divided():
+    _, alone, params = trace("dense")
+    _, sharded, _ = trace("dense", dp_shard=4)
+    assert alone["state_bytes"] == pytest.approx(12 * params, rel=0.05), "fp32 weights and two moments, and tables"
+    assert sharded["state_bytes"] == pytest.approx(12 * params / 4, rel=0.1)
+    assert alone["comm_bytes"].keys() == {"all_reduce"}
+    assert sharded["comm_bytes"]["reduce_scatter"] == pytest.approx(4 * params, rel=0.02)
+    assert sharded["flops"] == pytest.approx(alone["flops"] / 4), "each rank has a quarter of the samples"
+    assert sharded["peak_memory_bytes"] < alone["peak_memory_bytes"]
+
+
+def test_a_world_that_is_not_there_is_traced():
+    _, told, params = trace("dense", dp_replicate=1, dp_shard=2, tp=2, pp=2)
+    assert told["state_bytes"] < 12 * params / 4
+    assert {"send", "receive", "all_gather", "reduce_scatter"} <= told["comm_bytes"].keys()
+
+
+def test_experts_travel():
+    _, told, _ = trace("moe", dp_shard=2, ep=2)
+    assert told["comm_bytes"]["all_to_all"] > 0
