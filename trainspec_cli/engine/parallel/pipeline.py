@@ -93,6 +93,7 @@ class Mailbox:
             self._here[message] = tensor
             return
         tensor = tensor.contiguous()
+        self._sent = [(sent, work) for sent, work in self._sent if not work.is_completed()]
         self._sent.append(
             (tensor, dist.isend(tensor, group=self.lines.towards(receiver > self.rank), group_dst=receiver))
         )
