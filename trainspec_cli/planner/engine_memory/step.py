@@ -1,0 +1,325 @@
+"""A step of the engine replayed: the pipeline's actions on blocks' profiles, with FSDP2's gathering and reducing.
+
+What FSDP2 (torch 2.13) holds is as read from its source: a forward keeps its all-gather's buffer until the next one's
+parameters are copied out, a backward gathers the block before while it works on its own, and the buffer of a
+reduce-scatter lives until the next one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from trainspec_cli.planner.engine_memory.blocks import BlockProfile, Shape, profile_block
+from trainspec_cli.planner.engine_memory.units import Unit, block_unit, outside_unit
+from trainspec_cli.policy.pipeline import SPLIT_SCHEDULES, Action, actions, cut_layers, num_stages, stages_of_rank
+from trainspec_cli.spec.layout import Layout
+from trainspec_cli.spec.model import DecoderModel
+from trainspec_cli.spec.plan import Plan
+
+MASTER_WIDTH = 4.0
+"""Bytes of a parameter as it is kept, of its gradient there and of each moment."""
+WIDTHS = {"bf16": 2.0, "fp32": 4.0, "fp64": 8.0}
+CHUNK_BYTES = 128 * 2**20
+"""Of logits held at once, as fp32; a chunk has 64 tokens at least."""
+
+
+@dataclass(frozen=True)
+class EnginePeak:
+    """Bytes of tensors at the fullest moment of a step."""
+
+    by_cause: dict[str, float]
+    """parameters, optimizer, gradients, gathered, activations, temporaries."""
+
+    @property
+    def total_bytes(self) -> float:
+        return sum(self.by_cause.values())
+
+
+def is_counted(plan: Plan) -> bool:
+    """Plain decoders on GPUs, without offloading or compilation."""
+    model, spec = plan.spec.model, plan.spec
+    if not isinstance(model, DecoderModel):
+        return False
+    departs = (model.experts, model.mla, model.sliding_window, model.attention_sinks, model.learned_positions)
+    return not any(departs) and model.attention_bias == "none" and plan.offload == "none" and not spec.compile
+
+
+def engine_peak(plan: Plan, pipeline_rank: int) -> EnginePeak:
+    """Of one rank of the pipeline, of a plan that `is_counted`."""
+    return EnginePeak(_Replay(plan, pipeline_rank).run())
+
+
+class _Account:
+    """Live bytes by cause, and what they were at the peak."""
+
+    def __init__(self) -> None:
+        self.live: Counter[str] = Counter()
+        self.at_peak: dict[str, float] = {}
+
+    def add(self, cause: str, size: float) -> None:
+        self.live[cause] += size  # type: ignore[assignment]
+        self.touch(0.0)
+
+    def touch(self, temporaries: float) -> None:
+        """`temporaries` more are live for a moment."""
+        if sum(self.live.values()) + temporaries > sum(self.at_peak.values()):
+            self.at_peak = {**self.live, "temporaries": self.live["temporaries"] + temporaries}
+
+
+@dataclass
+class _Sharded:
+    """A unit's state."""
+
+    unit: Unit
+    is_gathered: bool = False
+    prefetched: bool = False
+    accumulated_bytes: float = 0.0
+    """Unsharded gradients that wait for the last micro-batch."""
+    has_gradient: bool = False
+
+
+@dataclass
+class _Stage:
+    layers: int
+    first: bool
+    last: bool
+    blocks: list[_Sharded]
+    outside: _Sharded
+    buffer_bytes: float = 0.0
+    """Of the last forward's all-gather."""
+    reduced_bytes: float = 0.0
+    """Of the last reduce-scatter."""
+    left: int = 0
+    """Backwards still to come."""
+    tables: int = field(default=0)
+
+
+class _Replay:
+    def __init__(self, plan: Plan, pipeline_rank: int):
+        model, layout = plan.spec.model, plan.layout
+        assert isinstance(model, DecoderModel)
+        self.plan, self.model, self.layout = plan, model, layout
+        self.width, self.reduce_width = WIDTHS[plan.compute], WIDTHS[plan.spec.precision.reduce]
+        self.split = layout.pp > 1 and layout.pipeline_schedule in SPLIT_SCHEDULES
+        self.shape = Shape(model, _without_data(layout), plan.micro_batch_size, plan.spec.data.seq_len // layout.cp, self.width)
+        self.profile: BlockProfile = profile_block(self.shape, plan.recompute, self.split)
+        self.account = _Account()
+        self.rank = pipeline_rank
+        self.stages = {stage: self._stage(stage) for stage in stages_of_rank(layout, pipeline_rank)}
+
+    def _stage(self, stage: int) -> _Stage:
+        stages = num_stages(self.layout)
+        layers = len(cut_layers(self.model.num_layers, self.layout)[stage]) if stages > 1 else self.model.num_layers
+        first, last = stage == 0, stage == stages - 1
+        blocks = [_Sharded(block_unit(self.model, self.layout)) for _ in range(layers)]
+        outside = _Sharded(outside_unit(self.model, self.layout, first, last))
+        return _Stage(layers, first, last, blocks, outside, left=self.plan.grad_accum_steps)
+
+    @property
+    def message_bytes(self) -> float:
+        """Hidden states between two stages, or two blocks."""
+        return self.shape.outside_tokens * self.model.hidden_size * self.width
+
+    def run(self) -> dict[str, float]:
+        self._hold_state()
+        for action in actions(self.layout, self.plan.grad_accum_steps)[self.rank]:
+            _ACTIONS[action.kind](self, action)
+        return self.account.at_peak
+
+    def _hold_state(self) -> None:
+        plan, model = self.plan, self.model
+        own = sum(part.unit.own for stage in self.stages.values() for part in (*stage.blocks, stage.outside))
+        moments = 2 * MASTER_WIDTH if plan.spec.optim.name == "adamw" else 0.0
+        tables = len(self.stages) * plan.spec.data.seq_len * (2 * 4 * model.head_dim + 8)
+        self.account.add("parameters", own * MASTER_WIDTH + tables)
+        self.account.add("optimizer", own * moments)
+        self.account.add("temporaries", 16.0 * self.shape.tokens * plan.grad_accum_steps)
+        if self.layout.pp > 1:  # one that came early, and one that was sent
+            self.account.add("temporaries", 2 * self.message_bytes)
+
+    # Actions
+
+    def _forward(self, action: Action) -> None:
+        stage, account = self.stages[action.stage], self.account
+        self._gather(stage, stage.outside)
+        account.add("activations", self.message_bytes + self._angles_bytes())
+        for block in stage.blocks:
+            self._gather(stage, block)
+            account.touch(self.profile.forward_peak)
+            account.add("activations", self.profile.kept)
+            self._free_after_forward(block)
+        if stage.last:
+            self._loss(stage)
+        account.add("temporaries", -stage.buffer_bytes)
+        stage.buffer_bytes = 0.0
+
+    def _backward(self, action: Action) -> None:
+        stage = self.stages[action.stage]
+        stage.left -= 1
+        self._backpropagate(stage, self._exchanges_every_backward() or stage.left == 0)
+
+    def _backward_input(self, action: Action) -> None:
+        self._backpropagate(self.stages[action.stage], exchanges=False)
+
+    def _backward_weight(self, action: Action) -> None:
+        """The products that were put off, one after another; all that they need lives until the last."""
+        stage, account = self.stages[action.stage], self.account
+        largest = max(rows * row for rows, row in block_unit(self.model, self.layout).matrices) * self.width
+        for block in stage.blocks:
+            account.add("temporaries", block.unit.full * self.width)
+            self._accumulate(block, block.unit.full * self.width)
+        account.touch(2 * largest)
+        account.add("activations", -self.profile.put_off * len(stage.blocks))
+        stage.left -= 1
+        if stage.left == 0:
+            for block in (*stage.blocks, stage.outside):
+                self._reduce(stage, block)
+            self._end_backward(stage)
+
+    # Parts of them
+
+    def _angles_bytes(self) -> float:
+        return 2.0 * self.shape.seq_len * self.model.head_dim * self.width
+
+    def _loss(self, stage: _Stage) -> None:
+        """Kept: the gradients of the hidden states, and in fp32 of the head."""
+        account, hidden, width = self.account, self.model.hidden_size, self.width
+        rows = self.model.vocab_size // self.layout.tp
+        tokens = self.shape.tokens
+        chunk = min(tokens, max(64, CHUNK_BYTES // (4 * rows)))
+        entered = (tokens + (self.shape.outside_tokens if self.layout.tp > 1 else 0.0)) * hidden * width
+        account.add("activations", tokens * hidden * width + rows * hidden * 4.0)
+        logits = chunk * rows
+        narrow = width < 4.0
+        product = logits * (width if narrow else 4.0) + rows * hidden * width
+        account.touch(entered + max(logits * (17.0 + (width if narrow else 0.0)), product))
+
+    def _backpropagate(self, stage: _Stage, exchanges: bool) -> None:
+        account, profile = self.account, self.profile
+        if stage.last:
+            self._prefetch(stage, len(stage.blocks) - 1)
+            self._loss_backward(stage)
+        else:
+            account.add("temporaries", self.message_bytes)
+            self._prefetch(stage, len(stage.blocks) - 1)
+        for index in reversed(range(len(stage.blocks))):
+            block = stage.blocks[index]
+            self._gather_again(stage, block)
+            self._prefetch(stage, index - 1)
+            account.touch(profile.backward_peak - profile.kept)
+            account.add("activations", profile.put_off - profile.kept)
+            gradients = 0.0 if self.split else block.unit.full * self.width
+            account.add("temporaries", gradients)
+            self._after_backward(stage, block, gradients, exchanges)
+        if stage.first:
+            account.add("temporaries", self.model.vocab_size // self.layout.tp * self.model.hidden_size * self.width)
+        account.add("activations", -self.message_bytes - self._angles_bytes())
+        if not stage.last:
+            account.add("temporaries", -self.message_bytes)
+        self._after_backward(stage, stage.outside, stage.outside.unit.full * self.width, exchanges)
+        if exchanges:
+            self._end_backward(stage)
+
+    def _loss_backward(self, stage: _Stage) -> None:
+        account, hidden, width = self.account, self.model.hidden_size, self.width
+        table, states = self.model.vocab_size // self.layout.tp * hidden, self.shape.tokens * hidden * width
+        scaled = table * (4.0 + (width if width < 4.0 else 0.0))
+        account.touch(states + scaled)
+        account.add("activations", -states - table * 4.0)
+        account.add("temporaries", table * width)
+        account.touch(2 * states)
+
+    # FSDP2
+
+    def _gather(self, stage: _Stage, part: _Sharded) -> None:
+        """In a forward."""
+        if part.is_gathered or not part.unit.full:
+            return
+        size, account = part.unit.gathered * self.width, self.account
+        if part.unit.shards > 1:
+            account.touch(size + part.unit.own * self.width)
+            account.add("temporaries", size - stage.buffer_bytes)
+            stage.buffer_bytes = size
+        account.add("gathered", size)
+        part.is_gathered = True
+
+    def _free_after_forward(self, part: _Sharded) -> None:
+        if self.layout.zero_stage == 3 and part.unit.shards > 1:
+            self._free(part)
+
+    def _free(self, part: _Sharded) -> None:
+        if part.is_gathered:
+            self.account.add("gathered", -part.unit.gathered * self.width)
+            part.is_gathered = False
+
+    def _prefetch(self, stage: _Stage, index: int) -> None:
+        part = stage.blocks[index] if index >= 0 else None
+        if part is None or part.is_gathered or part.prefetched or part.unit.shards == 1:
+            return
+        self.account.touch((part.unit.gathered + part.unit.own) * self.width)
+        self.account.add("temporaries", part.unit.gathered * self.width)
+        part.prefetched = True
+
+    def _gather_again(self, stage: _Stage, part: _Sharded) -> None:
+        """In a backward: the buffer is let go at once."""
+        if part.is_gathered:
+            return
+        size = part.unit.gathered * self.width
+        self.account.add("gathered", size)
+        if part.prefetched:
+            self.account.add("temporaries", -size)
+        part.is_gathered, part.prefetched = True, False
+
+    def _after_backward(self, stage: _Stage, part: _Sharded, gradient_bytes: float, exchanges: bool) -> None:
+        """`gradient_bytes` stand unsharded in the compute format."""
+        self._accumulate(part, gradient_bytes)
+        self._free(part)
+        if exchanges:
+            self._reduce(stage, part)
+
+    def _accumulate(self, part: _Sharded, gradient_bytes: float) -> None:
+        """In the format of the exchange, until it is made."""
+        if not gradient_bytes:
+            return
+        wanted = part.unit.full * self.reduce_width
+        if not part.accumulated_bytes:
+            part.accumulated_bytes = gradient_bytes
+            return
+        self.account.add("temporaries", max(wanted - part.accumulated_bytes, 0.0) - gradient_bytes)
+        part.accumulated_bytes = max(wanted, part.accumulated_bytes)
+
+    def _reduce(self, stage: _Stage, part: _Sharded) -> None:
+        """Copied into one buffer, summed over ranks; the own part stays."""
+        if not part.accumulated_bytes:
+            return
+        account, size = self.account, part.unit.gathered * self.reduce_width
+        account.add("temporaries", -stage.reduced_bytes)
+        account.add("temporaries", size)
+        account.add("temporaries", -part.accumulated_bytes)
+        own = part.unit.own * MASTER_WIDTH
+        account.touch(part.unit.own * (self.reduce_width if self.reduce_width < MASTER_WIDTH else 0.0) + own)
+        account.add("gradients", 0.0 if part.has_gradient else own)
+        stage.reduced_bytes, part.accumulated_bytes, part.has_gradient = size, 0.0, True
+
+    def _end_backward(self, stage: _Stage) -> None:
+        self.account.add("temporaries", -stage.reduced_bytes)
+        stage.reduced_bytes = 0.0
+
+    def _exchanges_every_backward(self) -> bool:
+        """ZeRO-2 and 3 without replicas keep gradients sharded from one micro-batch to the next."""
+        layout = self.layout
+        return layout.zero_stage >= 2 and layout.dp_shard > 1 and layout.dp_replicate == 1 and not self.split
+
+
+def _without_data(layout: Layout) -> Layout:
+    """What a block's sizes follow from, so that layouts share profiles."""
+    return replace(Layout(), tp=layout.tp, cp=layout.cp, sequence_parallel=layout.sequence_parallel, context_method=layout.context_method)
+
+
+_ACTIONS = {
+    "forward": _Replay._forward,
+    "backward": _Replay._backward,
+    "backward_input": _Replay._backward_input,
+    "backward_weight": _Replay._backward_weight,
+}
