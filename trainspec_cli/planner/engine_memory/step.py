@@ -74,8 +74,10 @@ class _Sharded:
     unit: Unit
     is_gathered: bool = False
     prefetched: bool = False
+    gradient_bytes: float = 0.0
+    """Unsharded gradients, as autograd made them."""
     accumulated_bytes: float = 0.0
-    """Unsharded gradients that wait for the last micro-batch."""
+    """The same in the format of the exchange, waiting for the last micro-batch."""
     has_gradient: bool = False
 
 
@@ -165,16 +167,13 @@ class _Replay:
     def _backward_weight(self, action: Action) -> None:
         """The products that were put off, one after another; all that they need lives until the last."""
         stage, account = self.stages[action.stage], self.account
-        largest = max(rows * row for rows, row in block_unit(self.model, self.layout).matrices) * self.width
         for block in stage.blocks:
-            account.add("temporaries", block.unit.full * self.width)
-            self._accumulate(block, block.unit.full * self.width)
-        account.touch(2 * largest)
+            self._make_gradient(block)
         account.add("activations", -self.profile.put_off * len(stage.blocks))
         stage.left -= 1
         if stage.left == 0:
             for block in (*stage.blocks, stage.outside):
-                self._reduce(stage, block)
+                self._after_backward(stage, block, exchanges=True)
             self._end_backward(stage)
 
     # Parts of them
@@ -209,15 +208,14 @@ class _Replay:
             self._prefetch(stage, index - 1)
             account.touch(profile.backward_peak - profile.kept)
             account.add("activations", profile.put_off - profile.kept)
-            gradients = 0.0 if self.split else block.unit.full * self.width
-            account.add("temporaries", gradients)
-            self._after_backward(stage, block, gradients, exchanges)
-        if stage.first:
-            account.add("temporaries", self.model.vocab_size // self.layout.tp * self.model.hidden_size * self.width)
+            if not self.split:
+                self._make_gradient(block)
+            self._after_backward(stage, block, exchanges)
+        self._make_gradient(stage.outside)
         account.add("activations", -self.message_bytes - self._angles_bytes())
         if not stage.last:
             account.add("temporaries", -self.message_bytes)
-        self._after_backward(stage, stage.outside, stage.outside.unit.full * self.width, exchanges)
+        self._after_backward(stage, stage.outside, exchanges)
         if exchanges:
             self._end_backward(stage)
 
@@ -226,9 +224,12 @@ class _Replay:
         table, states = self.model.vocab_size // self.layout.tp * hidden, self.shape.tokens * hidden * width
         scaled = table * (4.0 + (width if width < 4.0 else 0.0))
         account.touch(states + scaled)
-        account.add("activations", -states - table * 4.0)
-        account.add("temporaries", table * width)
-        account.touch(2 * states)
+        account.add("activations", -table * 4.0)
+        account.touch(states)
+        account.add("activations", -states)
+        if not stage.outside.gradient_bytes:
+            account.add("temporaries", table * width)
+            stage.outside.gradient_bytes = table * width
 
     # FSDP2
 
@@ -271,36 +272,40 @@ class _Replay:
             self.account.add("temporaries", -size)
         part.is_gathered, part.prefetched = True, False
 
-    def _after_backward(self, stage: _Stage, part: _Sharded, gradient_bytes: float, exchanges: bool) -> None:
-        """`gradient_bytes` stand unsharded in the compute format."""
-        self._accumulate(part, gradient_bytes)
+    def _make_gradient(self, part: _Sharded) -> None:
+        """A second one is added to the first, into new memory."""
+        size = part.unit.full * self.width
+        if part.gradient_bytes:
+            self.account.touch(max((rows * row for rows, row in part.unit.matrices), default=0) * self.width)
+        self.account.add("temporaries", size - part.gradient_bytes)
+        part.gradient_bytes = size
+
+    def _after_backward(self, stage: _Stage, part: _Sharded, exchanges: bool) -> None:
+        """Where nothing is exchanged yet, gradients take the format of the exchange."""
         self._free(part)
+        if not exchanges and part.gradient_bytes and self.reduce_width != self.width and not part.accumulated_bytes:
+            part.accumulated_bytes = part.unit.full * self.reduce_width
+            self.account.add("temporaries", part.accumulated_bytes)
+        if part.accumulated_bytes:
+            self.account.add("temporaries", -part.gradient_bytes)
+            part.gradient_bytes = 0.0
         if exchanges:
             self._reduce(stage, part)
 
-    def _accumulate(self, part: _Sharded, gradient_bytes: float) -> None:
-        """In the format of the exchange, until it is made."""
-        if not gradient_bytes:
-            return
-        wanted = part.unit.full * self.reduce_width
-        if not part.accumulated_bytes:
-            part.accumulated_bytes = gradient_bytes
-            return
-        self.account.add("temporaries", max(wanted - part.accumulated_bytes, 0.0) - gradient_bytes)
-        part.accumulated_bytes = max(wanted, part.accumulated_bytes)
-
     def _reduce(self, stage: _Stage, part: _Sharded) -> None:
         """Copied into one buffer, summed over ranks; the own part stays."""
-        if not part.accumulated_bytes:
+        waiting = part.gradient_bytes + part.accumulated_bytes
+        if not waiting:
             return
         account, size = self.account, part.unit.gathered * self.reduce_width
         account.add("temporaries", -stage.reduced_bytes)
         account.add("temporaries", size)
-        account.add("temporaries", -part.accumulated_bytes)
+        account.add("temporaries", -waiting)
         own = part.unit.own * MASTER_WIDTH
         account.touch(part.unit.own * (self.reduce_width if self.reduce_width < MASTER_WIDTH else 0.0) + own)
         account.add("gradients", 0.0 if part.has_gradient else own)
-        stage.reduced_bytes, part.accumulated_bytes, part.has_gradient = size, 0.0, True
+        part.gradient_bytes = part.accumulated_bytes = 0.0
+        stage.reduced_bytes, part.has_gradient = size, True
 
     def _end_backward(self, stage: _Stage) -> None:
         self.account.add("temporaries", -stage.reduced_bytes)
