@@ -68,7 +68,7 @@ def test_more_work_takes_longer(probe: MachineProbe) -> None:
 def test_a_block_saves_what_the_planner_says(compute: str, kv_heads: int) -> None:
     model = DecoderModel(1, 64, 4, kv_heads, 16, 96, 100)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[compute]
-    block, tokens = Block(model).to(dtype), 32
+    block, tokens = Block(model, 0).to(dtype), 32
     angles = torch.cat([rope_angles(16, 16, 1e4)] * 2, dim=-1).to(dtype)
     cos_SE, sin_SE = angles.cos(), angles.sin()
     own = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), cos_SE, sin_SE)}

@@ -21,7 +21,7 @@ from trainspec_cli.spec.run import RunSpec, TrainSection
 H100S = Machine("node", 64, 2**40, gpu_names=("NVIDIA H100 80GB HBM3",) * 8, gpu_memory_bytes=80 * 2**30, bf16=True)
 SPEC = RunSpec(
     model=DecoderModel(32, 4096, 32, 8, 128, 14336, 128256),
-    data=DataSpec(seq_len=4096, source="python_stdlib"),
+    data=DataSpec(seq_len=1024, source="python_stdlib"),
     optim=OptimSpec(lr=1e-3),
     batching=BatchingSpec(global_batch_size=16, micro_batch_size=1),
     train=TrainSection(max_steps=1),
