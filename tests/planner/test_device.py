@@ -42,7 +42,7 @@ def test_the_layout_that_will_run_is_predicted() -> None:
 
 def test_replicas_of_what_fits_in_shards_do_not_fit() -> None:
     sharded = plan(SPEC, H100S)
-    whole = plan(replace(SPEC, layout=LayoutSpec()), H100S)
+    whole = plan(replace(SPEC, layout=LayoutSpec(dp_replicate=8, dp_shard=1)), H100S)
     limit_bytes = device_limit_bytes(sharded, H100S)
     assert limit_bytes < 80 * 2**30
     assert predict_device(sharded, H100S).needed_bytes < limit_bytes < predict_device(whole, H100S).needed_bytes
