@@ -24,7 +24,8 @@ DOORS = {
     "launch": {"spec", "policy", "rundir", "corpus"},
     "engine": {"spec", "policy", "rundir", "corpus"},
     "report": {"spec", "rundir"},
-    "cli": {"compose", "spec", "rundir", "corpus", "planner", "launch", "report"},
+    "certify": {"spec", "planner", "rundir", "launch"},
+    "cli": {"compose", "spec", "rundir", "corpus", "planner", "launch", "report", "certify"},
 }
 """Room -> the rooms it may import. `errors`, `units` and the package's version are free to all."""
 

@@ -191,7 +191,7 @@ def test_a_run_whose_data_is_gone_is_not_resumed(
     write_json(moved.plan_json, read_json(place / "runs/tiny/done/plan.json"))
     refused = trainspec("resume", "moved")
     assert refused.returncode == 4
-    assert f"the token folder of this run is gone ({place / 'gone'})" in refused.stderr
+    assert f"the data folder of this run is gone ({place / 'gone'})" in refused.stderr
 
 
 def test_a_run_has_its_prediction(done: subprocess.CompletedProcess[str], trainspec: Command) -> None:

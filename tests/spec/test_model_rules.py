@@ -26,6 +26,7 @@ def with_experts(**changes) -> DecoderModel:
         (with_experts(top_k=9), "model.experts.top_k", "cannot visit 9"),
         (with_experts(num_groups=3), "model.experts.num_groups", "do not divide into 3 groups"),
         (with_experts(num_groups=8), "model.experts.top_groups", "1 of 8 groups"),
+        (with_experts(expert_ffn_size=20), "model.experts.expert_ffn_size", "a multiple of 8"),
         (replace(HYBRID, layer_pattern="MM"), "model.layer_pattern", "2 x M, 1 x -"),
         (replace(HYBRID, layer_pattern="MMX"), "model.layer_pattern", "is MMX"),
         (replace(HYBRID, mamba_groups=3), "model.mamba_groups", "do not divide into 3 groups"),

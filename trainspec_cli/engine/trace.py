@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def trace_rank(plan: Plan, rank: int) -> dict[str, Any]:
-    """Two steps: the second finds everything that the first leaves behind."""
+    """Micro-batches are alike: where there are many, what one more takes follows from a shorter and a longer step."""
     with fake_world(rank, plan.world_size):
         mesh = build_mesh(plan.layout, "cpu")
         ledger = Ledger()
@@ -54,10 +54,36 @@ def trace_rank(plan: Plan, rank: int) -> dict[str, Any]:
                 even_out(part)
             built.clock.on_gpu = False
             state = ledger.live_bytes
-            for _ in range(2):
-                ledger.begin()
-                one_step(plan, built)
-            return {"rank": rank, "state_bytes": state, **ledger.told()}
+            told = {count: count_step(plan, built, ledger, count) for count in traced_micro_batches(plan)}
+            return {"rank": rank, "state_bytes": state, **extrapolate(plan.grad_accum_steps, told)}
+
+
+def count_step(plan: Plan, built: Machinery, ledger: Ledger, micro_batches: int) -> dict[str, Any]:
+    ledger.begin()
+    one_step(plan, built, micro_batches)
+    return ledger.told()
+
+
+def traced_micro_batches(plan: Plan) -> tuple[int, ...]:
+    """All of a step's; of many, two numbers of them that fill a pipeline."""
+    most = 3 * plan.layout.pp if plan.layout.pp > 1 else 2
+    return (plan.grad_accum_steps,) if plan.grad_accum_steps <= most else (most - plan.layout.pp, most)
+
+
+def extrapolate(micro_batches: int, told: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """`told` by number of micro-batches -> all of them; the peak is reached with the traced ones."""
+    (longer, second), *others = sorted(told.items(), reverse=True)
+    if not others:
+        return second
+    ((shorter, first),) = others
+    times = (micro_batches - longer) / (longer - shorter)
+    kinds = second["comm_bytes"]
+    more = {kind: size - first["comm_bytes"].get(kind, 0) for kind, size in kinds.items()}
+    return {
+        "peak_memory_bytes": second["peak_memory_bytes"],
+        "flops": second["flops"] + times * (second["flops"] - first["flops"]),
+        "comm_bytes": {kind: size + times * more[kind] for kind, size in kinds.items()},
+    }
 
 
 @contextmanager
@@ -84,10 +110,10 @@ def _one_product(x_MD: Tensor, weight_EDF: Tensor, _counts_E: Tensor) -> Tensor:
     return x_MD @ weight_EDF[0]
 
 
-def one_step(plan: Plan, built: Machinery) -> None:
+def one_step(plan: Plan, built: Machinery, micro_batches: int) -> None:
     train_step(
         built,
-        [fake_batch(plan, built) for _ in range(plan.grad_accum_steps)],
+        [fake_batch(plan, built) for _ in range(micro_batches)],
         global_tokens=plan.tokens_per_step,
         clip_norm=plan.spec.optim.grad_clip_norm,
         stop_requested=False,

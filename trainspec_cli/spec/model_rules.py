@@ -56,6 +56,18 @@ def expert_groups(spec: RunSpec) -> Iterator[Problem]:
         yield Problem(code="out_of_range", path="model.experts.top_groups", message=message, hint=hint)
 
 
+def expert_width(spec: RunSpec) -> Iterator[Problem]:
+    """Grouped matrix products want rows of whole 16 bytes."""
+    experts: Any = getattr(spec.model, "experts", None)
+    if experts is None or isinstance(spec.model, ConvModel):
+        return
+    sizes = {"model.experts.expert_ffn_size": experts.expert_ffn_size, "model.hidden_size": spec.model.hidden_size}
+    for path, size in sizes.items():
+        if size % 8:
+            message = f"`{path}` is {size}; experts' matrices need a multiple of 8"
+            yield Problem(code="not_divisible", path=path, message=message, hint=f"type {path}={size + -size % 8}")
+
+
 def layer_pattern(spec: RunSpec) -> Iterator[Problem]:
     """It has as many letters of each kind as the model has layers of it."""
     model = spec.model
@@ -84,7 +96,16 @@ def mamba_heads(spec: RunSpec) -> Iterator[Problem]:
         yield not_divisible("model.mamba_groups", message, model.mamba_heads, model.mamba_groups)
 
 
-MODEL_RULES = (heads, rotary_width, expert_choice, expert_groups, layer_pattern, position_table, mamba_heads)
+MODEL_RULES = (
+    heads,
+    rotary_width,
+    expert_choice,
+    expert_groups,
+    expert_width,
+    layer_pattern,
+    position_table,
+    mamba_heads,
+)
 
 
 def not_divisible(path: str, message: str, total: int, part: int) -> Problem:

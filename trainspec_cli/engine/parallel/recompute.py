@@ -37,7 +37,7 @@ COSTLY = frozenset(
 """Operations whose results `selective` keeps."""
 
 
-def apply_recompute(blocks: Sequence[nn.Module], recompute: Recompute, *, compiled: bool) -> None:
+def apply_recompute(blocks: Sequence[nn.Module], recompute: Recompute, *, compiled: bool = False) -> None:
     """Change the blocks' forwards in place; names of parameters stay as they are."""
     if recompute == "none":
         return

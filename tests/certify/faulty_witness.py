@@ -1,0 +1,68 @@
+"""The engine's witness with a fault planted: `faulty_witness.py FAULT FOLDER`."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from trainspec_cli.engine import passes, step, witness
+from trainspec_cli.engine.parallel import data_parallel, exchange
+
+
+def wrong_gradient_scale() -> None:
+    """A mean over ranks where a sum belongs."""
+    right = step.compute_gradients
+
+    def scaled(built, micro_batches, global_tokens):
+        return right(built, micro_batches, global_tokens * built.mesh.layout.data_parallel_size)
+
+    witness.compute_gradients = step.compute_gradients = scaled
+
+
+def skipped_all_reduce() -> None:
+    """Replicas keep their own gradients."""
+    exchange.Peers.sum_ = lambda self, x: x
+
+
+def stale_embedding_gradient() -> None:
+    """What the two ends of a pipeline owe each other for a tied embedding is not summed."""
+    step.sum_late = lambda late: None
+
+
+def lost_last_backward() -> None:
+    """The last micro-batch's gradients are exchanged before they are there."""
+    right = passes.exchange_in_backward
+    passes.exchange_in_backward = lambda model, exchange: right(model, False)
+    data_parallel.exchange_in_backward = passes.exchange_in_backward
+
+
+def forgotten_moments() -> None:
+    """A resumed run begins with fresh moments."""
+    from trainspec_cli.engine.checkpoint import state
+
+    right = state.gather_state
+
+    def without_moments(shares, parts, optimizer):
+        kept = right(shares, parts, optimizer)
+        return {name: torch.zeros_like(value.local) if "exp_avg" in name else value for name, value in kept.items()}
+
+    from trainspec_cli.engine.checkpoint import store
+
+    store.gather_state = without_moments
+
+
+FAULTS = {
+    fault.__name__: fault
+    for fault in (
+        wrong_gradient_scale,
+        skipped_all_reduce,
+        stale_embedding_gradient,
+        lost_last_backward,
+        forgotten_moments,
+    )
+}
+
+if __name__ == "__main__":
+    FAULTS[sys.argv.pop(1)]()
+    witness.main()

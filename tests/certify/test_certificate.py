@@ -1,0 +1,113 @@
+"""The document, and a certificate that cannot be altered unnoticed."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from trainspec_cli.certify.cases import Case, cases, refused
+from trainspec_cli.certify.certificate import verdict, verify, write_certificate
+from trainspec_cli.certify.clauses import read_clauses, spec_version
+from trainspec_cli.certify.families import FAMILIES
+from trainspec_cli.certify.judge import Finding, checks, judge_refusals
+from trainspec_cli.certify.runs import gradient_errors, loss_error
+from trainspec_cli.errors import RecipeError
+from trainspec_cli.spec.cluster import Machine
+from trainspec_cli.spec.layout import Layout
+
+MACHINE = Machine("box", 2, 2**34)
+GOOD = Finding("NUM-1", "dense-fp32-tp2", True, {"worst_gradient_error": 5e-7, "parameter": "embed.weight"}, 1e-5)
+BAD = Finding("NUM-1", "dense-fp32-pp2", False, {"worst_gradient_error": math.inf, "parameter": "norm.weight"}, 1e-5)
+
+
+def test_the_document_is_where_clauses_are_defined():
+    clauses = read_clauses()
+    assert spec_version() == "0.1"
+    assert list(clauses)[:2] == ["NUM-1", "NUM-2"]
+    assert clauses["NUM-1"].level == "MUST"
+    assert clauses["LEGAL-1"].level == "SHOULD"
+    assert {check.clause for check in checks(8)} == set(clauses) - {"LEGAL-1"}, "every clause is measured"
+
+
+def test_every_axis_manner_and_family_is_in_the_matrix():
+    found = [case for of_clause in cases(8).values() for case in of_clause]
+    assert {case.family for case in found} == set(FAMILIES)
+    assert {case.layout.pipeline_schedule for case in found} == {"gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"}
+    assert {case.layout.context_method for case in found} == {"ring", "ulysses"}
+    assert {case.layout.ep for case in found} == {1, 2, 4, 8}
+    assert max(case.layout.world_size for case in found) == 8
+    assert {case.recompute for case in found} == {"none", "selective", "full"}
+    assert {case.compute for case in found} == {"fp32", "bf16"}
+
+
+def test_what_is_refused_says_why_and_what_to_type():
+    reasons = refused(4)
+    assert "dense-fp32-dp_shard2.ep2" in reasons
+    assert "has no experts" in reasons["dense-fp32-dp_shard2.ep2"][0].message
+    assert all(finding.passed for finding in judge_refusals(4))
+
+
+def test_a_broken_must_breaks_the_verdict():
+    assert verdict([GOOD]) == "kept"
+    assert verdict([GOOD, BAD]) == "broken"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda body: body["findings"][1].update(passed=True), "was altered"),
+        (lambda body: body["findings"][0]["figures"].update(worst_gradient_error=1e-9), "was altered"),
+        (lambda body: body.update(verdict="kept"), "was altered"),
+        (lambda body: body.pop("digest"), "is no certificate"),
+        (lambda body: body.update(schema="trainspec.certificate/9"), "of the schema trainspec.certificate/9"),
+    ],
+)
+def test_an_altered_certificate_is_refused(tmp_path, change, words):
+    file = tmp_path / "certificate.json"
+    body = write_certificate([GOOD, BAD], MACHINE, date="2026-01-01", whole=True)
+    file.write_text(json.dumps(body))
+    assert verify(file) == json.loads(file.read_text())
+    change(body)
+    file.write_text(json.dumps(body))
+    with pytest.raises(RecipeError, match=words):
+        verify(file)
+
+
+def test_a_certificate_tells_what_was_measured():
+    body = write_certificate([GOOD, BAD], MACHINE, date="2026-01-01", whole=True)
+    (first, *_) = body["clauses"]
+    assert (first["cases"], first["failed"], first["worst"], first["worst_case"]) == (2, 1, "inf", "dense-fp32-pp2")
+    assert body["versions"]["torch"]
+
+
+class Told:
+    def __init__(self, gradients):
+        self.gradients = gradients
+
+
+def test_missing_and_misshapen_gradients_are_infinitely_wrong():
+    import numpy as np
+
+    reference = Told({"a": np.ones(4), "b": np.ones(2), "c": np.zeros(2)})
+    errors = gradient_errors(
+        Told({"a": np.full(4, 1.1), "b": np.ones(3), "c": np.zeros(2), "d": np.ones(1)}), reference
+    )
+    assert errors["a"] == pytest.approx(0.1)
+    assert errors["b"] == errors["d"] == math.inf
+    assert errors["c"] == 0
+
+
+def test_a_loss_that_is_missing_or_not_finite_is_infinitely_wrong():
+    assert loss_error([1.0, 2.0], [1.0, 2.1]) == pytest.approx(0.1 / 2.1)
+    assert loss_error([1.0], [1.0, 2.0]) == loss_error([math.nan], [1.0]) == math.inf
+
+
+def test_names_of_cases_tell_them_apart():
+    names = [check.clause + check.run.name for check in checks(8)]
+    assert len(names) == len(set(names))
+    assert (
+        Case("dense", Layout(tp=2, pp=2, pipeline_schedule="zbv"), recompute="full").name
+        == "dense-fp32-tp2.pp2.zbv-full"
+    )
