@@ -182,7 +182,7 @@ def test_a_run_whose_data_is_gone_is_not_resumed(
 ) -> None:
     about = read_json(place / "runs/tiny/done/run.json")
     moved = RunDir(place / "moved")
-    write_json(moved.run_json, {**about, "token_dir": str(place / "gone")})
+    write_json(moved.run_json, {**about, "data_dir": str(place / "gone")})
     write_json(moved.plan_json, read_json(place / "runs/tiny/done/plan.json"))
     refused = trainspec("resume", "moved")
     assert refused.returncode == 4

@@ -7,7 +7,7 @@ from trainspec_cli.__main__ import run
 from trainspec_cli.cli.load import load_for_planning
 
 SHIPPED = sorted(path.stem for path in Path(__file__).parents[2].joinpath("recipes").glob("*.yaml"))
-TRAINED_HERE = ["quickstart", "tiny"]
+TRAINED_HERE = ["quickstart", "tiny", "tiny_resnet", "tiny_unet3d"]
 
 
 def test_each_with_a_line_ones_own_first(capsys, write) -> None:

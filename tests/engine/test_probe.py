@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainspec_cli.engine.models.decoder import Block, rope_angles
-from trainspec_cli.planner.local import activation_bytes_per_token
+from trainspec_cli.engine.models.decoder import Block
+from trainspec_cli.engine.models.rope import rope_angles
+from trainspec_cli.engine.probe import scheduled_s
+from trainspec_cli.planner.local_memory import activation_bytes_per_token
 from trainspec_cli.rundir.events import PARTS
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.spec.canonical import from_plain
@@ -35,6 +37,23 @@ def test_every_figure_is_there(probe: MachineProbe) -> None:
     assert set(probe.empty_step_s) == set(probe.empty_block_s) == set(PARTS)
     assert probe.empty_step_s["forward"] > 0
     assert probe.bare_bytes > 50 * 2**20
+    assert 0 <= probe.displaced < 1
+
+
+def test_waiting_for_a_core_is_read_where_the_system_tells_it(tmp_path: Path) -> None:
+    (tmp_path / "schedstat").write_text("3000000000 1000000000 42\n")
+    assert scheduled_s(tmp_path / "schedstat") == (3.0, 1.0)
+    assert scheduled_s(tmp_path / "nowhere") == (0.0, 0.0)
+
+
+def test_the_references_were_trained(probe: MachineProbe) -> None:
+    small, large = probe.references
+    assert small.plan.params < large.plan.params
+    assert large.plan.world_size == 2
+    for part in ("forward", "backward", "exposed_comm", "optimizer"):
+        assert small.parts_s[part] > 0
+    assert small.parts_s["backward"] < large.parts_s["backward"]
+    assert large.grown_bytes > 16 * large.plan.params  # fp32 parameters, gradients, two moments
 
 
 def test_more_work_takes_longer(probe: MachineProbe) -> None:

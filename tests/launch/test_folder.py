@@ -60,7 +60,7 @@ def test_what_the_workers_need_is_written_before_the_run_exists(
     about = read_json(run.run_json)
     assert from_plain(Plan, read_json(run.plan_json)) == plan
     assert (about["recipe"], about["argv"], about["digest"]) == ("tiny", ORIGIN.argv, digest(plan.spec))
-    assert Path(about["token_dir"]) == tmp_path / "tokens"
+    assert Path(about["data_dir"]) == tmp_path / "tokens"
     assert run.composed_yaml.read_text() == ORIGIN.composed_yaml
     assert read_json(run.versions_json)["torch"]
     assert "torch.distributed.run" in run.command_txt.read_text()

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.planner.local import fits, is_predictable, predict_local, suggest
+from trainspec_cli.planner.local import is_predictable, predict_local
+from trainspec_cli.planner.local_memory import SPEED_TEST_BYTES, parameter_bytes, step_bytes
+from trainspec_cli.planner.local_time import curve_parts_s
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.rundir.events import PARTS
 from trainspec_cli.spec.batching import BatchingSpec
@@ -14,20 +16,34 @@ from trainspec_cli.spec.canonical import from_plain, to_plain
 from trainspec_cli.spec.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.data import DataSpec
 from trainspec_cli.spec.layout import LayoutSpec
+from trainspec_cli.spec.local import LocalPrediction
 from trainspec_cli.spec.model import DecoderModel
 from trainspec_cli.spec.optim import OptimSpec
 from trainspec_cli.spec.plan import Plan
-from trainspec_cli.spec.probe import Curve, MachineProbe, MatmulCurves, Passes
+from trainspec_cli.spec.probe import Curve, MachineProbe, MatmulCurves, Passes, Reference
 from trainspec_cli.spec.run import RunSpec, TrainSection
 
+MODEL = DecoderModel(4, 64, 2, 2, 32, 128, 512, tied_embeddings=True)
+SPEC = RunSpec(
+    model=MODEL,
+    data=DataSpec(seq_len=256, source="python_stdlib"),
+    optim=OptimSpec(lr=1e-3),
+    batching=BatchingSpec(global_batch_size=16, micro_batch_size=4),
+    train=TrainSection(max_steps=1),
+    cluster=ClusterSpec(devices_per_node=2, device="cpu"),
+)
+MACHINE = Machine("host", cpu_cores=2, memory_bytes=2**34, bf16=True)
 FREE = Curve((1.0, 2.0**20), (1e-12, 1e-12 * 2**20))
 """1 ps an element: lost in the tolerances below."""
 NO_PASSES = Passes(FREE, FREE)
-PROBE = MachineProbe(
+UNKNOWN = Reference(plan(SPEC, MACHINE), {}, 0.0)
+RAW = MachineProbe(
     processes=2,
     compute="bf16",
     empty_step_s=dict.fromkeys(PARTS, 1.0),
     empty_block_s=dict.fromkeys(PARTS, 0.25),
+    small=UNKNOWN,
+    large=UNKNOWN,
     matmul=MatmulCurves(FREE, FREE, FREE),
     attention=NO_PASSES,
     attention_narrow=NO_PASSES,
@@ -42,17 +58,8 @@ PROBE = MachineProbe(
     all_gather=FREE,
     reduce_scatter=FREE,
     bare_bytes=1e9,
-    matmul_shape_bytes=1e6,
+    displaced=0.0,
 )
-SPEC = RunSpec(
-    model=DecoderModel(4, 64, 2, 2, 32, 128, 512, tied_embeddings=True),
-    data=DataSpec(seq_len=256, source="python_stdlib"),
-    optim=OptimSpec(lr=1e-3),
-    batching=BatchingSpec(global_batch_size=16, micro_batch_size=4),
-    train=TrainSection(max_steps=1),
-    cluster=ClusterSpec(devices_per_node=2, device="cpu"),
-)
-MACHINE = Machine("host", cpu_cores=2, memory_bytes=2**34, bf16=True)
 BLOCK_MATRICES = 4 * 64 * 64 + 3 * 64 * 128
 BLOCK, OUTSIDE = BLOCK_MATRICES + 2 * 64, 512 * 64 + 64
 
@@ -60,6 +67,20 @@ BLOCK, OUTSIDE = BLOCK_MATRICES + 2 * 64, 512 * 64 + 64
 def linear(seconds_each: float) -> Curve:
     """Proportional to size, from a call that costs next to nothing."""
     return Curve((1.0, 2.0**20), (seconds_each, seconds_each * 2**20))
+
+
+def as_told(probe: MachineProbe, **measured: float) -> MachineProbe:
+    """With references that took just what the curves and the causes say, but for what was `measured` otherwise."""
+    references = {}
+    for name, layers in (("small", 1), ("large", 8)):
+        reference = made(model=replace(MODEL, num_layers=layers))
+        parts = curve_parts_s(reference, replace(MODEL, num_layers=layers), probe) | measured
+        references[name] = Reference(reference, parts, grown_bytes=0.0)
+    return replace(probe, **references)
+
+
+def predicted(planned: Plan, probe: MachineProbe) -> LocalPrediction:
+    return predict_local(planned, as_told(probe))
 
 
 def made(**changes: object) -> Plan:
@@ -74,7 +95,7 @@ def test_a_curve_is_straight_on_logarithmic_axes_and_proportional_beyond() -> No
 
 
 def test_calls_cost_what_a_model_next_to_nothing_costs() -> None:
-    parts = predict_local(made(), PROBE).time_s
+    parts = predicted(made(), RAW).time_s
     assert set(parts) == set(PARTS)
     assert parts["forward"] == pytest.approx(2 * (1 + 4 * 0.25), rel=1e-3)  # two micro-batches
     assert parts["optimizer"] == pytest.approx(1 + 4 * 0.25, rel=1e-3)
@@ -82,7 +103,7 @@ def test_calls_cost_what_a_model_next_to_nothing_costs() -> None:
 
 def test_products_take_their_own_rates() -> None:
     products = MatmulCurves(linear(1e-6), linear(2e-6), linear(3e-6))
-    parts = predict_local(made(), replace(PROBE, matmul=products)).time_s
+    parts = predicted(made(), replace(RAW, matmul=products)).time_s
     block, head = 4 * BLOCK_MATRICES * 1e-6, 512 * 64 * 1e-6  # 1024 tokens, as probed
     assert parts["forward"] == pytest.approx(2 * (2 + block + 6 * head), rel=1e-3)  # the head's gradients too
     assert parts["backward"] == pytest.approx(2 * (2 + 5 * block), rel=1e-3)
@@ -90,24 +111,24 @@ def test_products_take_their_own_rates() -> None:
 
 def test_attention_grows_with_heads_and_their_size() -> None:
     flat = Curve((64.0, 1024.0), (1.0, 1.0))
-    probe = replace(PROBE, attention_narrow=Passes(flat, flat), attention=Passes(linear(4.0 / 256), linear(4.0 / 256)))
+    probe = replace(RAW, attention_narrow=Passes(flat, flat), attention=Passes(linear(4.0 / 256), linear(4.0 / 256)))
     # Head size 32 is a third of the way from 16 (1 s) to 64 (4 s at 256 tokens); 2 of 4 heads; 4 layers.
     expected = 2 * (2 + 4 * (1 + (4 - 1) / 3) / 2)
-    assert predict_local(made(), probe).time_s["forward"] == pytest.approx(expected, rel=1e-3)
+    assert predicted(made(), probe).time_s["forward"] == pytest.approx(expected, rel=1e-3)
 
 
 def test_gradients_are_reduced_once_a_step_and_shards_are_gathered_for_every_micro_batch() -> None:
-    probe = replace(PROBE, all_reduce=linear(1e-6), all_gather=linear(1e-6), reduce_scatter=linear(1e-6))
-    replicated = predict_local(made(), probe).time_s["exposed_comm"]
+    probe = replace(RAW, all_reduce=linear(1e-6), all_gather=linear(1e-6), reduce_scatter=linear(1e-6))
+    replicated = predicted(made(), probe).time_s["exposed_comm"]
     assert replicated == pytest.approx(2 + 4e-6 * (4 * BLOCK + OUTSIDE), rel=1e-3)
-    sharded = predict_local(made(layout=LayoutSpec(dp_shard=2)), probe).time_s["exposed_comm"]
+    sharded = predicted(made(layout=LayoutSpec(dp_shard=2)), probe).time_s["exposed_comm"]
     gathered, reduced = 2 * 2e-6 * (2 * 4 * BLOCK + OUTSIDE), 2 * 4e-6 * (4 * BLOCK + OUTSIDE)
     assert sharded == pytest.approx(2 + gathered + reduced, rel=1e-3)
 
 
 def test_memory_by_cause() -> None:
     planned, params = made(), 4 * BLOCK + OUTSIDE
-    memory = predict_local(planned, PROBE).memory
+    memory = predicted(planned, RAW).memory
     assert planned.params == params
     assert memory["worker"] == 1e9
     assert memory["parameters"] == (4 + 2) * params
@@ -116,28 +137,44 @@ def test_memory_by_cause() -> None:
     assert memory["activations"] == 1024 * 4 * per_token
 
 
-def test_a_long_text_at_the_end_outweighs_training() -> None:
-    spec = replace(SPEC, sample=replace(SPEC.sample, max_new_tokens=100))
-    memory = predict_local(plan(spec, MACHINE), PROBE).memory
-    assert memory["sample"] == 100 * 3 * 1e6  # q, k, v and out; gate, up and down, which have as many; the head
-    assert "activations" not in memory
+def test_the_heaps_holes_are_those_of_the_larger_reference() -> None:
+    probe = as_told(RAW)
+    plan, model = probe.large.plan, replace(MODEL, num_layers=8)
+    kept, step = parameter_bytes(plan, model), sum(step_bytes(plan, model).values())
+    grown = kept + SPEED_TEST_BYTES["bf16"] + 1.25 * step
+    memory = predict_local(made(), replace(probe, large=replace(probe.large, grown_bytes=grown))).memory
+    assert memory["fragmentation"] == pytest.approx(0.25 * sum(step_bytes(made(), MODEL).values()))
+    assert predict_local(made(), probe).memory["fragmentation"] == 0
 
 
-def test_what_would_fit_is_found() -> None:
-    planned = made(batching=BatchingSpec(global_batch_size=16, micro_batch_size=8))
-    prediction = predict_local(planned, PROBE)
-    needed = 2 * prediction.peak_memory_bytes
-    assert fits(prediction, planned, needed)
-    assert not fits(prediction, planned, needed - 1)
-    assert suggest(planned, PROBE, needed - 1) == "batching.micro_batch_size=4"
-    assert suggest(planned, PROBE, 1e9) == ""
+def test_parts_take_what_the_references_took_over_what_the_curves_say() -> None:
+    probe, told = as_told(RAW), predicted(made(), RAW).time_s
+    slow = {part: 3 * seconds for part, seconds in probe.large.parts_s.items()}
+    large = predict_local(probe.large.plan, replace(probe, large=replace(probe.large, parts_s=slow))).time_s
+    small = predict_local(probe.small.plan, replace(probe, large=replace(probe.large, parts_s=slow))).time_s
+    between = predict_local(made(), replace(probe, large=replace(probe.large, parts_s=slow))).time_s
+    for part in ("forward", "backward", "optimizer"):
+        assert large[part] == pytest.approx(slow[part])
+        assert small[part] == pytest.approx(probe.small.parts_s[part])
+        assert told[part] < between[part] < 3 * told[part]
+
+
+def test_peers_are_waited_for_in_proportion_to_the_passes() -> None:
+    probe = as_told(RAW)
+    took = probe.large.parts_s
+    waited = 0.1 * (took["forward"] + took["backward"])
+    late = replace(probe.large, parts_s=took | {"exposed_comm": took["exposed_comm"] + waited})
+    before, after = (predict_local(made(), p).time_s for p in (probe, replace(probe, large=late)))
+    passes = before["forward"] + before["backward"]
+    assert after["exposed_comm"] - before["exposed_comm"] == pytest.approx(0.1 * passes)
 
 
 def test_probe_and_prediction_go_through_json() -> None:
     planned = made()
-    planned = replace(planned, prediction=predict_local(planned, PROBE))
+    planned = replace(planned, prediction=predicted(planned, RAW))
     assert from_plain(Plan, to_plain(planned)) == planned
-    assert from_plain(MachineProbe, to_plain(PROBE)) == PROBE
+    probe = as_told(RAW)
+    assert from_plain(MachineProbe, to_plain(probe)) == probe
 
 
 def test_no_probe_speaks_of_compiled_blocks() -> None:

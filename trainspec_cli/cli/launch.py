@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainspec_cli.cli.options import AsJson, RecipeArguments
+from trainspec_cli.cli.options import AsJson, Force, RecipeArguments
 from trainspec_cli.errors import TrainspecError
 from trainspec_cli.spec.auto import AUTO
 
@@ -29,12 +29,8 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show command, environme
 @app.command()
 def launch(
     arguments: RecipeArguments,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show command, environment and plan; start nothing.")
-    ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Train although the plan is predicted not to fit this machine.")
-    ] = False,
+    dry_run: DryRun = False,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> int:
     """Train a recipe. Ctrl-C writes a checkpoint and stops (exit code 6); a second one stops at once."""
@@ -47,7 +43,7 @@ def launch(
         assert machine is not None, "a recipe without problems says what device it wants"
         plan = plan_on(loaded, machine)
         if dry_run:
-            _show(loaded, plan, machine, as_json=as_json)
+            _show(loaded, plan, machine, force=force, as_json=as_json)
             return 0
         return _launch(loaded, plan, machine, force=force, as_json=as_json)
 
@@ -62,22 +58,28 @@ def _launch(loaded: Loaded, plan: Plan, machine: Machine, *, force: bool, as_jso
     console, wanted = make_console(as_json=as_json), plan.spec.run.dir
     check_free(wanted)
     plan = predict(plan, machine, console, force=force)
-    token_folder = _prepare_data(loaded, console)
+    data_folder = _prepare_data(loaded, console)
     with storage(wanted):
         job = build_job(plan, make_folder(wanted, loaded.composed.recipe), machine)
         with claim(job.run, job.launch_id):
-            write_launch(job, plan, _origin(loaded), token_folder)
+            write_launch(job, plan, _origin(loaded), data_folder)
             return train(job, plan, console, as_json=as_json)
 
 
-def _prepare_data(loaded: Loaded, console: Console) -> Path:
-    """The token folder, made now if need be. Problems are located as the recipe's own are."""
+def _prepare_data(loaded: Loaded, console: Console) -> Path | None:
+    """The folder to read, of tokens made now if need be; None where nothing is read. Problems are located as the
+    recipe's own are."""
+    from trainspec_cli.corpus.labelled import find_samples
     from trainspec_cli.corpus.prepare import prepare
     from trainspec_cli.report.live import showing_progress
+    from trainspec_cli.spec.model import ConvModel
 
+    spec = loaded.spec
     try:
+        if isinstance(spec.model, ConvModel):
+            return find_samples(spec.data, spec.model)
         with showing_progress(console) as on_progress:
-            return prepare(loaded.spec.data, on_progress)
+            return prepare(spec.data, on_progress)
     except TrainspecError as error:
         raise type(error)(loaded.composed.locate(error.problems)) from error
 
@@ -89,8 +91,10 @@ def _origin(loaded: Loaded) -> Origin:
     return Origin(loaded.composed.recipe, sys.argv[1:], render_yaml(loaded.composed))
 
 
-def _show(loaded: Loaded, plan: Plan, machine: Machine, *, as_json: bool) -> None:
-    """What would be started, and where."""
+def _show(loaded: Loaded, plan: Plan, machine: Machine, *, force: bool, as_json: bool) -> None:
+    """What would be started, and where; refused as the launch would be. Nothing is probed for it."""
+    from trainspec_cli.cli.predict import predict
+    from trainspec_cli.cli.train import make_console
     from trainspec_cli.launch.command import render_command
     from trainspec_cli.launch.dry import describe
     from trainspec_cli.launch.folder import RUNS
@@ -99,6 +103,7 @@ def _show(loaded: Loaded, plan: Plan, machine: Machine, *, as_json: bool) -> Non
 
     wanted = plan.spec.run.dir
     root = RUNS / loaded.composed.recipe / "TIME" if wanted == AUTO else Path(wanted)
+    plan = predict(plan, machine, make_console(as_json=as_json), force=force, may_probe=False)
     job = build_job(plan, root, machine)
     if as_json:
         typer.echo(json.dumps(describe(job, plan), indent=2))

@@ -15,3 +15,4 @@ RecipeArguments = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Force = Annotated[bool, typer.Option("--force", help="Train although the plan is predicted not to fit this machine.")]

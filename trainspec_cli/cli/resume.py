@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainspec_cli.cli.options import AsJson
+from trainspec_cli.cli.options import AsJson, Force
 from trainspec_cli.cli.runs import RunArgument
 from trainspec_cli.errors import MachineError, Problem, RecipeError
 
@@ -35,9 +35,10 @@ Changes = Annotated[
 
 
 @app.command()
-def resume(run: RunArgument, changes: Changes = None, as_json: AsJson = False) -> int:
+def resume(run: RunArgument, changes: Changes = None, force: Force = False, as_json: AsJson = False) -> int:
     """Go on with a run in its own folder, from its newest whole checkpoint."""
     from trainspec_cli.cli.load import detect_machine, plan_on
+    from trainspec_cli.cli.predict import predict
     from trainspec_cli.cli.runs import find_run
     from trainspec_cli.cli.train import make_console, train
     from trainspec_cli.launch.claim import claim
@@ -53,7 +54,7 @@ def resume(run: RunArgument, changes: Changes = None, as_json: AsJson = False) -
         _check_data(run_dir, loaded)
         machine = detect_machine(loaded.spec)
         assert machine is not None, "a run that was started says what device it wants"
-        plan = plan_on(loaded, machine)
+        plan = predict(plan_on(loaded, machine), machine, console, force=force)
         with storage(str(run_dir.root)):
             job = build_job(plan, run_dir.root, machine)
             with claim(run_dir, job.launch_id):
@@ -128,18 +129,18 @@ def _check_unfinished(run_dir: RunDir, max_steps: int) -> None:
 
 
 def _check_data(run_dir: RunDir, loaded: Loaded) -> None:
-    """The token folder that the run began with is there, or is made again just as it was."""
+    """The folder that the run began with is there, or is made again just as it was; phantoms have none."""
     from trainspec_cli.corpus.prepare import prepare
     from trainspec_cli.rundir.files import read_json
 
-    folder = Path(read_json(run_dir.run_json)["token_dir"])
-    if folder.is_dir():
+    about, data = read_json(run_dir.run_json), loaded.spec.data
+    if about["data_dir"] is None or (folder := Path(about["data_dir"])).is_dir():
         return
-    if loaded.spec.data.source == "tokens" or prepare(loaded.spec.data) != folder:
+    if data.unit == "samples" or data.source == "tokens" or prepare(data) != folder:
         raise MachineError(
             Problem(
                 code="missing_data",
-                message=f"the token folder of this run is gone ({folder}), and its source is not what it was",
+                message=f"the data folder of this run is gone ({folder}), and its source is not what it was",
                 path="data",
                 hint="put it back, or start a new run",
                 environment=True,

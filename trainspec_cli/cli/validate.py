@@ -33,9 +33,10 @@ def validate(arguments: RecipeArguments, as_json: AsJson = False) -> None:
 
 def _summary(recipe: str, plan: Plan) -> str:
     spec = plan.spec
-    tokens = format_count(spec.train.max_steps * plan.tokens_per_step)
+    units = format_count(spec.train.max_steps * plan.tokens_per_step)
+    length = f" x {spec.data.seq_len} tokens" if spec.data.unit == "tokens" else " samples"
     return (
         f"{recipe} is valid: {spec.model.name or spec.model.family}, {format_count(plan.params)} parameters, "
-        f"{spec.train.max_steps} steps of {spec.batching.global_batch_size} x {spec.data.seq_len} tokens "
-        f"({tokens} in all), {plan.world_size} x {plan.device} in {plan.compute}"
+        f"{spec.train.max_steps} steps of {spec.batching.global_batch_size}{length} "
+        f"({units} in all), {plan.world_size} x {plan.device} in {plan.compute}"
     )

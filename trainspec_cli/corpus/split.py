@@ -1,10 +1,10 @@
-"""What is held out, and how long texts are cut. Both depend on content alone, never on the order of documents."""
+"""What is held out, and how long texts are cut. Both depend on content (or names) alone, never on the order."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 PIECE_CHARS = 2**20
@@ -76,3 +76,12 @@ def pieces(text: str, max_chars: int = PIECE_CHARS) -> Iterator[str]:
         yield text[start : found.end()]
         start = found.end()
     yield text[start:]
+
+
+def hold_out(names: Sequence[str], fraction: float) -> set[str]:
+    """About `fraction` of the files named, by their names; one at least, but never all."""
+    scan = Scan()
+    for name in names:
+        scan.add(name)
+    threshold = HeldoutRule.from_scan(scan, fraction).threshold
+    return {name for name in names if content_hash(name) < threshold}

@@ -30,15 +30,16 @@ def work(run_dir: RunDir, stop: StopRequest) -> None:
     """Torch is imported here, when a request to stop is already heard."""
     import torch.distributed as dist
 
-    from trainspec_cli.corpus.shards import TokenFolder
     from trainspec_cli.engine.build import build_machinery, join_processes
+    from trainspec_cli.engine.sources import open_source
     from trainspec_cli.engine.trainer import Trainer
 
     plan = from_plain(Plan, read_json(run_dir.plan_json))
     run = read_json(run_dir.run_json)
     device = join_processes(plan.device)
     machinery = build_machinery(plan, device)
-    Trainer(plan, run_dir, TokenFolder.open(run["token_dir"]), run["digest"], machinery, stop).run()
+    source = open_source(plan, run["data_dir"], machinery)
+    Trainer(plan, run_dir, source, run["digest"], machinery, stop).run()
     dist.destroy_process_group()
 
 

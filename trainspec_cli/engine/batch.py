@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 MicroBatch = tuple[Tensor, Tensor]
-"""(tokens, targets), each (B, S) of int64, on the device."""
+"""(tokens, targets), each (B, S) of int64, on the device; or images (B, C, ...) of fp32 and their labels of int64."""
 
 IGNORED_TARGET = -1
 """A target that takes no part in the loss."""

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainspec_cli.engine.balance import routers_of, sum_over_sequence
 from trainspec_cli.engine.checkpoint.store import Held
 from trainspec_cli.engine.mesh import Mesh, build_mesh
 from trainspec_cli.engine.models.build import build_model
+from trainspec_cli.engine.models.experts import sort_by_expert
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.optim.build import build_optimizer
 from trainspec_cli.engine.parallel.context import apply_context_parallel, held_positions
@@ -31,7 +33,7 @@ from trainspec_cli.policy.pipeline import SPLIT_SCHEDULES, cut_layers, num_stage
 from trainspec_cli.spec.model import ConvModel
 from trainspec_cli.spec.plan import Plan
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
@@ -57,6 +59,8 @@ class Machinery:
     late_sums: Sequence[LateSum]
     positions_S: Tensor | None
     """The positions of each sequence that this rank holds; None: all."""
+    routers: Sequence[Any]
+    """Those of the experts that are to be kept evenly visited."""
 
     @property
     def parts(self) -> list[Any]:
@@ -78,9 +82,9 @@ def join_processes(device_type: str) -> torch.device:
     return device
 
 
-def build_machinery(plan: Plan, device: torch.device) -> Machinery:
+def build_machinery(plan: Plan, device: torch.device, mesh: Mesh | None = None) -> Machinery:
     """Each stage on meta: cut -> recompute -> compile -> shard -> materialise; then the optimizer."""
-    mesh, clock = build_mesh(plan.layout, device.type), StepClock(device)
+    mesh, clock = mesh or build_mesh(plan.layout, device.type), StepClock(device)
     positions_S = _positions(plan, mesh)
     parts, shares, partials = {}, [], []
     queue = WeightQueue()
@@ -103,6 +107,7 @@ def build_machinery(plan: Plan, device: torch.device) -> Machinery:
         optimizer=build_optimizer(shares, plan.spec.optim),
         late_sums=_late_sums(plan, mesh, clock, shares, partials),
         positions_S=positions_S,
+        routers=routers_of(list(parts.values())),
     )
 
 
@@ -121,14 +126,19 @@ def _spread_stage(plan: Plan, mesh: Mesh, clock: StepClock, stage: int) -> tuple
     cuts: dict[str, Cut] = {}
     partial: list[str] = []
     if layout.ep > 1:
-        cuts |= apply_expert_parallel(part, Peers(mesh.expert_group("ep"), clock.collective))
+        cuts |= apply_expert_parallel(part, Peers(mesh.expert_group("ep"), clock.collective), sort_by_expert)
     if layout.tp > 1:
         peers = Peers(mesh.group("tp"), clock.collective)
         cuts |= apply_tensor_parallel(part, peers, sequence_parallel=layout.sequence_parallel)
         partial = partial_parameters(part, sequence_parallel=layout.sequence_parallel, cuts=cuts)
     if layout.cp > 1:
         apply_context_parallel(part, Peers(mesh.group("cp"), clock.collective), layout.context_method)
-    apply_recompute(part.block_modules(), plan.recompute)
+    if layout.cp > 1 or layout.tp > 1:
+        sum_over_sequence(routers_of([part]), [Peers(mesh.group(axis), clock.collective) for axis in ("cp", "tp")])
+    if isinstance(plan.spec.model, ConvModel):
+        for norm in part.norm_modules():
+            norm.ranks = Peers(mesh.stage.get_group(), clock.collective)
+    apply_recompute(part.block_modules(), plan.recompute, compiled=plan.spec.compile)
     if plan.spec.compile:
         for module in part.compile_modules():
             module.compile()
@@ -168,8 +178,7 @@ def _lines(mesh: Mesh, device: torch.device) -> Lines:
     """The second group is made by every rank together, for every pipeline."""
     if mesh.layout.pp == 1:
         return Lines(mesh.group("pp"), mesh.group("pp"), device)
-    ranks = mesh.axes.mesh.flatten(1).T.tolist()
-    down, _ = dist.new_subgroups_by_enumeration(ranks)
+    down, _ = dist.new_subgroups_by_enumeration(mesh.pipelines)
     return Lines(mesh.group("pp"), down, device)
 
 
@@ -194,6 +203,6 @@ def _ends_group(plan: Plan, mesh: Mesh) -> dist.ProcessGroup | None:
         return None
     layout = plan.layout
     last = rank_of_stage(layout, num_stages(layout) - 1)
-    pairs = [sorted({pipeline[0], pipeline[last]}) for pipeline in mesh.axes.mesh.flatten(1).T.tolist()]
+    pairs = [sorted({pipeline[0], pipeline[last]}) for pipeline in mesh.pipelines]
     group, _ = dist.new_subgroups_by_enumeration(pairs)
     return group

@@ -7,6 +7,7 @@ dp_shard x cp x tp shards each rank's experts.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -36,6 +37,12 @@ class Mesh:
 
     def rank(self, axis: str) -> int:
         return int(self.axes[axis].get_local_rank())
+
+    @property
+    def pipelines(self) -> list[list[int]]:
+        """The ranks of each pipeline, from its first rank on; pp is the outermost axis."""
+        apart = math.prod(getattr(self.layout, axis) for axis in MESH_AXES if axis != "pp")
+        return [[first + apart * rank for rank in range(self.layout.pp)] for first in range(apart)]
 
     @property
     def device_type(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from trainspec_cli.engine.build import Machinery
-from trainspec_cli.engine.data.heldout import HeldoutLoss
 from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.observe.device import Peak, peak_memory_bytes
 from trainspec_cli.errors import EXIT_DONE, Stopped
@@ -28,7 +28,8 @@ class RunTally:
     peak: Peak = field(default_factory=lambda: Peak(0.0, "unknown"))
     steps: list[dict[str, Any]] = field(default_factory=list)
     """This start's step events."""
-    heldout: HeldoutLoss | None = None
+    heldout: dict[str, float | None] | None = None
+    """Of the last look at what was held out."""
 
 
 def write_result(
@@ -39,7 +40,7 @@ def write_result(
     *,
     status: str,
     step: int,
-    xz_bits_per_byte: float | None,
+    heldout: Mapping[str, float | None],
 ) -> None:
     """Called by every rank together: weights are gathered for their digest, memory is compared."""
     sha256 = weights_sha256(built.shares, built.mesh.group("pp"))
@@ -60,9 +61,8 @@ def write_result(
             "exit_code": EXIT_CODES[status],
             "steps": step,
             "final_loss": tally.steps[-1]["loss"] if tally.steps else None,
-            "heldout_bits_per_byte": tally.heldout.bits_per_byte if tally.heldout else None,
-            "xz_bits_per_byte": xz_bits_per_byte,
-            "tokens_per_s": throughput.tokens_per_s,
+            **heldout,
+            f"{plan.spec.data.unit}_per_s": throughput.tokens_per_s,
             "mfu": throughput.mfu,
             "peak_memory_bytes": int(memory),
             "weights_sha256": sha256,

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainspec_cli.engine.balance import scale_balance_loss, update_balance
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build import LateSum, Machinery
-from trainspec_cli.engine.optim.update import gradient_norm, guarded_update
+from trainspec_cli.engine.optim.update import guarded_update, squared_norm
+from trainspec_cli.engine.parallel.exchange import Peers
 from trainspec_cli.engine.passes import Passes
 from trainspec_cli.policy.pipeline import actions
 
@@ -38,13 +40,17 @@ def train_step(
     stop_requested: bool,
 ) -> StepOutcome:
     loss = compute_gradients(built, micro_batches, global_tokens)
-    agreed = torch.stack([loss, loss.new_tensor(float(stop_requested))])
+    with built.clock.part("optimizer"):
+        squared = squared_norm(built.shares).to(loss.device)
+    agreed = torch.stack([loss.double(), squared, squared.new_tensor(float(stop_requested))])
     with built.clock.collective():
         dist.all_reduce(agreed)
+    mean_loss, norm, stop = agreed[0].float(), agreed[1].sqrt().float(), agreed[2]
     with built.clock.part("optimizer"):
-        norm = gradient_norm(built.shares)
-        skipped = guarded_update(built.optimizer, built.shares, norm, agreed[0], clip_norm)
-    return StepOutcome(loss=agreed[0], grad_norm=norm, skipped=skipped, stop=agreed[1])
+        skipped = guarded_update(built.optimizer, built.shares, norm, mean_loss, clip_norm)
+    if built.routers:
+        update_balance(built.routers, Peers(built.mesh.stage.get_group(), built.clock.collective))
+    return StepOutcome(loss=mean_loss, grad_norm=norm, skipped=skipped, stop=stop)
 
 
 def compute_gradients(built: Machinery, micro_batches: Sequence[MicroBatch], global_tokens: int) -> Tensor:
@@ -53,6 +59,7 @@ def compute_gradients(built: Machinery, micro_batches: Sequence[MicroBatch], glo
     -> this rank's share of the mean loss: the ranks' shares sum to it.
     """
     layout = built.mesh.layout
+    scale_balance_loss(built.routers, global_tokens)
     loss = Passes(built.stages, actions(layout, len(micro_batches)), micro_batches, global_tokens).run()
     for late in built.late_sums:
         sum_late(late)

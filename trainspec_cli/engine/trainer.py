@@ -10,19 +10,16 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from trainspec_cli.corpus.decode import decode, encode
-from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build import DTYPES, Machinery
 from trainspec_cli.engine.checkpoint import store
-from trainspec_cli.engine.data.loader import BatchPlan, batches
-from trainspec_cli.engine.evaluate import heldout_loss, write_text
 from trainspec_cli.engine.observe.clock import Segments
 from trainspec_cli.engine.observe.device import Peak, device_name, measure_peak
 from trainspec_cli.engine.observe.journal import Journal
 from trainspec_cli.engine.optim.build import set_learning_rate
 from trainspec_cli.engine.result import RunTally, write_result
 from trainspec_cli.engine.signals import StopRequest
+from trainspec_cli.engine.sources import Source
 from trainspec_cli.engine.step import StepOutcome, train_step
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.policy.schedule import learning_rate
@@ -50,13 +47,13 @@ class Trainer:
         self,
         plan: Plan,
         run_dir: RunDir,
-        folder: TokenFolder,
+        source: Source,
         recipe_digest: str,
         machinery: Machinery,
         stop: StopRequest,
     ):
         self.plan, self.spec = plan, plan.spec
-        self.run_dir, self.folder, self.recipe_digest = run_dir, folder, recipe_digest
+        self.run_dir, self.source, self.recipe_digest = run_dir, source, recipe_digest
         self.built, self.clock, self.stop_request = machinery, machinery.clock, stop
         self.journal = Journal(run_dir, dist.get_rank(), tensorboard=self.spec.tracking.tensorboard)
         self.tally = RunTally()
@@ -96,6 +93,7 @@ class Trainer:
             peak_source=self.tally.peak.source,
             params=self.plan.params,
             flops_per_token=self.plan.flops_per_token,
+            unit=self.spec.data.unit,
             pid=os.getpid(),
             host=socket.gethostname(),
         )
@@ -103,9 +101,9 @@ class Trainer:
     # One step after another
 
     def _train_until_look(self) -> None:
-        """Steps up to the next look at the held-out text, or to a request to stop."""
+        """Steps up to the next look at the held-out data, or to a request to stop."""
         self.clock.restart()
-        coming = batches(self.folder, self._batch_plan(), self.built.device, self.step, self._next_look())
+        coming = self.source.batches(self.step, self._next_look())
         for _ in range(self.step, self._next_look()):
             self._read_late(self._one_step(coming))
             if self.stopping:
@@ -148,7 +146,7 @@ class Trainer:
             "loss": done.outcome.loss.item(),
             "grad_norm": done.outcome.grad_norm.item(),
             "lr": done.lr,
-            "tokens": self.plan.tokens_per_step,
+            self.spec.data.unit: self.plan.tokens_per_step,
             "samples": self.spec.batching.global_batch_size,
             "step_time_s": sum(parts_s.values()),
             "time_s": parts_s,
@@ -180,17 +178,6 @@ class Trainer:
         interval = self.spec.checkpoint.interval_steps
         return interval is not None and self.step % interval == 0
 
-    def _batch_plan(self) -> BatchPlan:
-        return BatchPlan(
-            seq_len=self.spec.data.seq_len,
-            global_batch_size=self.spec.batching.global_batch_size,
-            micro_batch_size=self.plan.micro_batch_size,
-            seed=self.spec.train.seed,
-            rank=self.built.mesh.data_rank,
-            num_ranks=self.plan.layout.data_parallel_size,
-            positions_S=None if self.built.positions_S is None else self.built.positions_S.cpu(),
-        )
-
     # What is left behind
 
     def _save(self) -> None:
@@ -217,51 +204,25 @@ class Trainer:
         )
 
     def _look(self) -> None:
-        """The loss on the held-out text."""
+        """How the model does on what was held out."""
         started = time.perf_counter()
-        heldout = heldout_loss(
-            self.built, self.folder, seq_len=self.spec.data.seq_len, batch_size=self.plan.micro_batch_size
-        )
+        heldout = self.source.evaluate()
         if heldout is None:
             return
         self.tally.heldout = heldout
-        self.journal.write(
-            "eval",
-            step=self.step,
-            heldout_loss=heldout.nats_per_token,
-            heldout_bits_per_byte=heldout.bits_per_byte,
-            xz_bits_per_byte=self.folder.manifest.xz_bits_per_byte,
-            seconds=time.perf_counter() - started,
-        )
+        self.journal.write("eval", step=self.step, **heldout, seconds=time.perf_counter() - started)
 
     def _write_sample(self) -> None:
-        sample = self.spec.sample
-        if not sample.max_new_tokens:
-            return
-        prompt_ids = encode(self.folder.path, sample.prompt) or [self.folder.manifest.end_of_document_id]
-        ids = write_text(
-            self.built,
-            prompt_ids,
-            count=sample.max_new_tokens,
-            temperature=sample.temperature,
-            max_context=self.spec.data.seq_len,
-            seed=self.spec.train.seed,
-        )
-        self.journal.write("sample", step=self.step, prompt=sample.prompt, text=decode(self.folder.path, ids))
+        sample = self.source.write_sample()
+        if sample is not None:
+            self.journal.write("sample", step=self.step, **sample)
 
     def _finish(self, status: str) -> None:
         if status == "done":
             if self.tally.heldout is None:
                 self._look()
             self._write_sample()
-        write_result(
-            self.run_dir,
-            self.built,
-            self.plan,
-            self.tally,
-            status=status,
-            step=self.step,
-            xz_bits_per_byte=self.folder.manifest.xz_bits_per_byte,
-        )
+        summary = self.source.summarise(self.tally.heldout)
+        write_result(self.run_dir, self.built, self.plan, self.tally, status=status, step=self.step, heldout=summary)
         self.journal.write("end", step=self.step, status=status)
         self.journal.close()

@@ -1,7 +1,8 @@
-"""`torchrun -m trainspec_cli.engine.witness FOLDER`: what a plan's arithmetic comes to, for a judge outside.
+"""`torchrun -m trainspec_cli.engine.witness FOLDER`: what plans' arithmetic comes to, for a judge outside.
 
-Reads FOLDER/plan.json and FOLDER/case.json. Trains on tokens drawn from the seed; leaves FOLDER/gradients.stage*.npz
-(every parameter's full gradient of the first step) and FOLDER/witness.json (losses, gradient norms, digests).
+FOLDER/runs.json names the runs, one after another; each has a folder beside FOLDER with plan.json and run.json. They
+train on what is drawn from the seed, and leave gradients.stage*.npz (every parameter's full gradient of the first step)
+and witness.json (losses and digests) there.
 """
 
 from __future__ import annotations
@@ -16,60 +17,104 @@ import torch.distributed as dist
 
 from trainspec_cli.engine.batch import MicroBatch, held_part
 from trainspec_cli.engine.build import Machinery, build_machinery, join_processes
+from trainspec_cli.engine.checkpoint import store
 from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.optim.update import clear_gradients
 from trainspec_cli.engine.shares import unique_shares
 from trainspec_cli.engine.step import compute_gradients, train_step
 from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.model import ConvModel
 from trainspec_cli.spec.plan import Plan
+from trainspec_cli.spec.run import RunSpec
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    plan = from_plain(Plan, read_json(folder / "plan.json"))
-    steps = read_json(folder / "case.json")["steps"]
-    built = build_machinery(plan, join_processes(plan.device))
-    loss = compute_gradients(built, drawn_batch(plan, built, step=0), plan.tokens_per_step)
-    write_gradients(built, folder)
-    clear_gradients(built.shares)
-    outcomes = [_step(plan, built, step) for step in range(steps)]
-    dist.all_reduce(loss)
-    told = {
-        "loss": loss.item(),
-        "losses": [outcome.loss.item() for outcome in outcomes],
-        "grad_norms": [outcome.grad_norm.item() for outcome in outcomes],
-        "weights_sha256": weights_sha256(built.shares, built.mesh.group("pp")),
-    }
-    if dist.get_rank() == 0:
-        write_json(folder / "witness.json", told)
-    dist.barrier()
+    names = read_json(folder / "runs.json")
+    device = join_processes(from_plain(Plan, read_json(folder.parent / names[0] / "plan.json")).device)
+    for name in names:
+        testify(folder.parent / name, device)
     dist.destroy_process_group()
 
 
-def _step(plan: Plan, built: Machinery, step: int) -> Any:
-    return train_step(
+def testify(folder: Path, device: torch.device) -> None:
+    """One run; the groups of its mesh are its own."""
+    plan = from_plain(Plan, read_json(folder / "plan.json"))
+    run: dict[str, Any] = read_json(folder / "run.json")
+    torch.compiler.reset()
+    built = build_machinery(plan, device)
+    told: dict[str, Any] = {}
+    if run["gradients"]:
+        told["loss"] = first_gradients(plan, built, folder)
+    source = folder.parent / run["continues"] if run["continues"] else None
+    told |= train(plan, built, run["steps"], save_at=run["save_at"], folder=folder, source=source)
+    if run["resume"]:
+        built = build_machinery(plan, device)
+        told["resumed"] = train(plan, built, run["steps"], save_at=None, folder=folder, source=folder)
+    if dist.get_rank() == 0:
+        write_json(folder / "witness.json", told)
+    dist.barrier()
+
+
+def first_gradients(plan: Plan, built: Machinery, folder: Path) -> float:
+    """Write the gradients of the first step's batch; -> its loss."""
+    loss = compute_gradients(built, drawn_batch(plan, built, step=0), plan.tokens_per_step).double()
+    dist.all_reduce(loss)
+    write_gradients(built, folder)
+    clear_gradients(built.shares)
+    return loss.item()
+
+
+def train(
+    plan: Plan, built: Machinery, steps: int, *, save_at: int | None, folder: Path, source: Path | None
+) -> dict[str, Any]:
+    """Up to `steps`, from the first or from the checkpoint in `source`."""
+    manifest = store.load_newest(RunDir(source), built.held, built.device) if source else None
+    losses = []
+    for step in range(manifest.step if manifest else 0, steps):
+        losses.append(_step(plan, built, step))
+        if step + 1 == save_at:
+            _save(plan, built, RunDir(folder), step + 1)
+    return {"losses": losses, "weights_sha256": weights_sha256(built.shares, built.mesh.group("pp"))}
+
+
+def _step(plan: Plan, built: Machinery, step: int) -> float:
+    outcome = train_step(
         built,
         drawn_batch(plan, built, step),
         global_tokens=plan.tokens_per_step,
         clip_norm=plan.spec.optim.grad_clip_norm,
         stop_requested=False,
     )
+    return outcome.loss.item()
+
+
+def _save(plan: Plan, built: Machinery, run_dir: RunDir, step: int) -> None:
+    seed = plan.spec.train.seed
+    store.save(run_dir, built.held, step=step, samples=0, seed=seed, recipe_digest="", keep_last=1, device=built.device)
 
 
 def drawn_batch(plan: Plan, built: Machinery, step: int) -> list[MicroBatch]:
     """This rank's micro-batches of a step's global batch, which is the same for every layout."""
-    model, seq_len = plan.spec.model, plan.spec.data.seq_len
-    assert not isinstance(model, ConvModel), "images have no tokens"
     generator = torch.Generator().manual_seed(plan.spec.train.seed * 1_000_003 + step)
-    samples = plan.spec.batching.global_batch_size
-    drawn = torch.randint(model.vocab_size, (samples, seq_len + 1), generator=generator)
-    mine = drawn.view(-1, plan.layout.data_parallel_size, seq_len + 1)[:, built.mesh.data_rank]
-    pairs = [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in mine.split(plan.micro_batch_size)]
-    return [
-        held_part((tokens.to(built.device), targets.to(built.device)), built.positions_S) for tokens, targets in pairs
-    ]
+    inputs, targets = drawn_samples(plan.spec, generator)
+    ranks, rank = plan.layout.data_parallel_size, built.mesh.data_rank
+    mine = (samples.unflatten(0, (-1, ranks))[:, rank].to(built.device) for samples in (inputs, targets))
+    parts = zip(*(samples.split(plan.micro_batch_size) for samples in mine), strict=True)
+    return [held_part(part, built.positions_S) for part in parts]
+
+
+def drawn_samples(spec: RunSpec, generator: torch.Generator) -> MicroBatch:
+    """A global batch of tokens and those that follow, or of images and labels."""
+    model, samples = spec.model, spec.batching.global_batch_size
+    if isinstance(model, ConvModel):
+        images = torch.randn((samples, model.in_channels, *model.input_size), generator=generator)
+        labelled = model.input_size if model.segments else ()
+        return images, torch.randint(model.num_classes, (samples, *labelled), generator=generator)
+    drawn = torch.randint(model.vocab_size, (samples, spec.data.seq_len + 1), generator=generator)
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
 def write_gradients(built: Machinery, folder: Path) -> None:

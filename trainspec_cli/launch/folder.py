@@ -79,7 +79,7 @@ def _make_unique(root: Path) -> Path:
     raise AssertionError("counting has no end")
 
 
-def write_launch(job: Job, plan: Plan, origin: Origin, token_folder: Path) -> None:
+def write_launch(job: Job, plan: Plan, origin: Origin, data_folder: Path | None) -> None:
     """Everything the workers need, and everything needed to do it again. run.json is last: with it the run exists.
 
     To be called while the run is claimed; raises RecipeError where another launch was there before.
@@ -97,7 +97,7 @@ def write_launch(job: Job, plan: Plan, origin: Origin, token_folder: Path) -> No
             "argv": list(origin.argv),
             "trainspec": __version__,
             "created_at": time.time(),
-            "token_dir": str(token_folder.absolute()),
+            "data_dir": str(data_folder.absolute()) if data_folder else None,
             "git": git_state(Path.cwd()),
             "resumes": [],
         },

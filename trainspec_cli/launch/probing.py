@@ -53,6 +53,8 @@ def read_probe(path: Path) -> MachineProbe | None:
 def probe_machine(plan: Plan, machine: Machine, on_start: Callable[[], None]) -> MachineProbe:
     """From the cache, else measured now; `on_start` is told before that takes its seconds.
 
+    A probe that other programs have disturbed holds for a run that begins now, and is not kept.
+
     Raises MachineError where it fails, Interrupted where a stop was asked for.
     """
     path = probe_path(plan, machine)
@@ -68,8 +70,10 @@ def probe_machine(plan: Plan, machine: Machine, on_start: Callable[[], None]) ->
         figures = job.root / "probe.json"
         if ending.exit_code != 0 or not figures.is_file():
             raise MachineError(_failure(job))
-        write_json(path, read_json(figures))
-    return from_plain(MachineProbe, read_json(path))
+        probe = from_plain(MachineProbe, read_json(figures))
+        if not probe.is_disturbed:
+            write_json(path, read_json(figures))
+    return probe
 
 
 def _failure(job: Job) -> Problem:

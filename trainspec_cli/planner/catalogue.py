@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from trainspec_cli.spec.cluster import AcceleratorSpec
-from trainspec_cli.spec.model import ConvModel, DecoderModel, ExpertSpec, HybridModel, LatentAttention, ModelSpec
+from trainspec_cli.spec.model import (
+    ConvModel,
+    DecoderModel,
+    ExpertSpec,
+    HybridModel,
+    LatentAttention,
+    ModelSpec,
+    RopeScaling,
+)
 
 FAMILIES: dict[str, type[DecoderModel] | type[HybridModel] | type[ConvModel]] = {
     "decoder": DecoderModel,
@@ -86,7 +94,7 @@ def models() -> dict[str, ModelSpec]:
 def build_model(values: dict[str, Any]) -> ModelSpec:
     """From a conf/model file that is already known to be right."""
     fields = dict(values)
-    for key, kind in (("mla", LatentAttention), ("experts", ExpertSpec)):
+    for key, kind in (("mla", LatentAttention), ("experts", ExpertSpec), ("rope_scaling", RopeScaling)):
         if isinstance(fields.get(key), dict):
             fields[key] = kind(**fields[key])
     for key in ("input_size", "widths", "blocks"):

@@ -44,6 +44,7 @@ class Speed:
     """Taken over the steps of the last start, without the first, which compile and allocate."""
 
     tokens_per_s: float
+    """Of `unit`: samples a second, for images and volumes."""
     mfu: float
     peak_flops: float
     """Of one device; `peak_source` says how it is known."""
@@ -54,9 +55,12 @@ class Speed:
     left_out_steps: tuple[int, ...]
     step_time_s: float
     """Mean over steps and ranks; the parts sum to it."""
+    usual_s: tuple[float, float]
+    """Between these lie eight in ten of the first rank's steps, those that wrote a checkpoint left out."""
     parts: tuple[PartTime, ...]
     ranks: tuple[int, ...]
     """Those whose events the parts are taken from."""
+    unit: str = "tokens"
 
 
 @dataclass(frozen=True)
@@ -176,9 +180,18 @@ def _measure_speed(histories: dict[int, History]) -> Speed | None:
         last_step=steady[-1]["step"],
         left_out_steps=tuple(event["step"] for event in start.steps[: throughput.left_out]),
         step_time_s=math.fsum(part.mean_s for part in parts),
+        usual_s=_usual_s(steady),
         parts=parts,
         ranks=tuple(means),
+        unit=begin.get("unit", "tokens"),
     )
+
+
+def _usual_s(steps: Sequence[Event]) -> tuple[float, float]:
+    """The tenth and the ninetieth percentile."""
+    plain = [event for event in steps if not event["time_s"].get("checkpoint")] or steps
+    times = sorted(event["step_time_s"] for event in plain)
+    return times[len(times) // 10], times[len(times) * 9 // 10]
 
 
 def _mean_parts_s(histories: dict[int, History], wanted_steps: set[int]) -> dict[int, dict[str, float]]:

@@ -47,6 +47,11 @@ class Progress:
     _recent: deque[Event] = field(default_factory=lambda: deque(maxlen=WARMUP_STEPS + RECENT_STEPS))
 
     @property
+    def unit(self) -> str:
+        """What speed counts: tokens, or samples."""
+        return str(self.begin.get("unit", "tokens"))
+
+    @property
     def has_stepped(self) -> bool:
         return bool(self._recent)
 

@@ -19,6 +19,9 @@ BAR_CELLS = 24
 SHOWN_LINES = 8
 """Of evaluations, checkpoints and warnings the newest are shown."""
 
+UNSTEADY = 1.5
+"""Steps of one run, which all do the same, differ by less on a machine of its own."""
+
 Section = RenderableType | None
 """None: there is nothing to show."""
 
@@ -28,9 +31,9 @@ def render_summary(report: Report) -> RenderableType:
     newest = report.evaluations[-1:]
     return _stack(
         _chart(report.loss, "loss"),
-        _lines("held-out text", [describe_evaluation(event) for event in newest]),
+        _lines(_heldout_title(report), [describe_evaluation(event) for event in newest]),
         _sample(report),
-        _lines("speed", [describe_speed(report.speed.tokens_per_s, report.speed.mfu)] if report.speed else []),
+        _lines("speed", [_rate(report.speed)] if report.speed else []),
     )
 
 
@@ -42,7 +45,8 @@ def render_report(report: Report) -> RenderableType:
         _chart(report.grad_norm, "gradient norm", height=5),
         _speed(report.speed, report.world_size or 1, report.predicted) if report.speed else None,
         _lines(
-            "held-out text", [f"step {event['step']}: {describe_evaluation(event)}" for event in report.evaluations]
+            _heldout_title(report),
+            [f"step {event['step']}: {describe_evaluation(event)}" for event in report.evaluations],
         ),
         _lines("checkpoints", map(describe_event, report.checkpoints)),
         _lines("warnings", _warnings(report)),
@@ -95,6 +99,11 @@ def _lines(title: str, lines: Iterable[str]) -> Section:
     return Group(Text(title, style="bold"), Padding(Text("\n".join([*earlier, *shown])), (0, 0, 0, 2), expand=False))
 
 
+def _heldout_title(report: Report) -> str:
+    text = all("heldout_bits_per_byte" in event for event in report.evaluations)
+    return "held-out text" if text else "held-out samples"
+
+
 def _sample(report: Report) -> Section:
     if report.sample is None:
         return None
@@ -121,14 +130,27 @@ def _join(numbers: Sequence[int]) -> str:
 def _speed(speed: Speed, world_size: int, predicted: LocalPrediction | None) -> RenderableType:
     peak = f"({world_size} x {format_si(speed.peak_flops, 'FLOP/s')}, the {speed.peak_source})"
     lines = [
-        describe_speed(speed.tokens_per_s, speed.mfu),
-        f"MFU = tokens/s x {format_si(speed.flops_per_token, 'FLOP')} a token / {peak}",
+        _rate(speed),
+        f"MFU = {speed.unit}/s x {format_si(speed.flops_per_token, 'FLOP')} a {speed.unit.removesuffix('s')} / {peak}",
         f"over steps {speed.first_step}-{speed.last_step}{_left_out(speed)}",
+        *_unsteady(speed),
     ]
     return Group(
         Text("where the time went", style="bold"),
         Padding(Group(*map(Text, lines), "", _parts(speed, predicted)), (0, 2)),
     )
+
+
+def _unsteady(speed: Speed) -> Iterator[str]:
+    """A prediction knows of the load that there was when this machine was probed, not of what came later."""
+    quick_s, slow_s = speed.usual_s
+    if slow_s > UNSTEADY * quick_s:
+        usual = f"{format_duration(quick_s)} to {format_duration(slow_s)} (eight in ten)"
+        yield f"steps took {usual}: something else was at work on this machine, which no prediction foresees"
+
+
+def _rate(speed: Speed) -> str:
+    return describe_speed(speed.tokens_per_s, speed.mfu, speed.unit)
 
 
 def _left_out(speed: Speed) -> str:

@@ -8,19 +8,24 @@ from trainspec_cli.spec.local import LocalPrediction
 from trainspec_cli.spec.plan import Plan
 from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
 
+SAMPLE_METRICS = {"heldout_accuracy": "accuracy", "heldout_dice": "Dice"}
+"""What images and volumes are judged by."""
+
 
 def describe_progress(progress: Progress) -> str:
     """`loss 4.213 · 2,810 tokens/s · 41.0% MFU · 1 min 33 s left`, as far as known."""
     parts = [f"loss {progress.loss:.4f}"] if progress.loss is not None else []
     if progress.tokens_per_s is not None and progress.mfu is not None:
-        parts.append(describe_speed(progress.tokens_per_s, progress.mfu))
+        parts.append(describe_speed(progress.tokens_per_s, progress.mfu, progress.unit))
     if progress.time_left_s:
         parts.append(f"{format_duration(progress.time_left_s)} left")
     return " · ".join(parts)
 
 
-def describe_speed(tokens_per_s: float, mfu: float) -> str:
-    return f"{tokens_per_s:,.0f} tokens/s · {mfu:.1%} MFU"
+def describe_speed(units_per_s: float, mfu: float, unit: str = "tokens") -> str:
+    """`2,810 tokens/s · 41.0% MFU`, or `2.81 samples/s`: of images and volumes there may be few."""
+    rate = f"{units_per_s:,.0f}" if units_per_s >= 100 else f"{units_per_s:.3g}"
+    return f"{rate} {unit}/s · {mfu:.1%} MFU"
 
 
 def describe_event(event: Event) -> str:
@@ -40,17 +45,23 @@ def describe_event(event: Event) -> str:
 
 def describe_plan(plan: Plan) -> str:
     """What a plan has resolved, a fact a line."""
-    spec = plan.spec
+    spec, unit = plan.spec, plan.spec.data.unit
     micro = f"{plan.micro_batch_size} a process at a time, {plan.grad_accum_steps} times a step"
     facts = {
         "model": f"{spec.model.name or spec.model.family}, {format_count(plan.params)} parameters",
         "devices": f"{plan.world_size} x {plan.device}, {plan.compute}",
         "layout": plan.layout.describe(),
-        "batch": f"{spec.batching.global_batch_size} samples of {spec.data.seq_len} tokens, {micro}",
-        "steps": f"{spec.train.max_steps}, {format_count(spec.train.max_steps * plan.tokens_per_step)} tokens in all",
-        "compute": f"{format_si(plan.flops_per_token, 'FLOP')} a token",
+        "batch": f"{describe_batch(plan)}, {micro}",
+        "steps": f"{spec.train.max_steps}, {format_count(spec.train.max_steps * plan.tokens_per_step)} {unit} in all",
+        "compute": f"{format_si(plan.flops_per_token, 'FLOP')} a {unit.removesuffix('s')}",
     }
     return "\n".join(f"{name:<9} {fact}" for name, fact in facts.items())
+
+
+def describe_batch(plan: Plan) -> str:
+    """`8 samples of 64 tokens`; a sample of images or volumes is one of them."""
+    length = f" of {plan.spec.data.seq_len} tokens" if plan.spec.data.unit == "tokens" else ""
+    return f"{plan.spec.batching.global_batch_size} samples{length}"
 
 
 def describe_prediction(prediction: LocalPrediction, tokens_per_step: int) -> str:
@@ -72,7 +83,10 @@ def describe_start(begin: Event) -> str:
 
 
 def describe_evaluation(event: Event) -> str:
-    """`2.310 bits per byte (xz 2.651), loss 3.123`."""
+    """`2.310 bits per byte (xz 2.651), loss 3.123`; of images `accuracy 0.910, loss 0.3121`, of volumes `Dice ...`."""
+    for key, name in SAMPLE_METRICS.items():
+        if key in event:
+            return f"{name} {event[key]:.3f}, loss {event['heldout_loss']:.4f}"
     xz = event.get("xz_bits_per_byte")
     beside = f" (xz {xz:.3f})" if xz is not None else ""
     return f"{event['heldout_bits_per_byte']:.3f} bits per byte{beside}, loss {event['heldout_loss']:.4f}"

@@ -1,7 +1,7 @@
 """One class owns every path of a run folder.
 
 RUN/
-  composed.yaml   the composed recipe            run.json     digest, recipe, argv, git state, token folder
+  composed.yaml   the composed recipe            run.json     digest, recipe, argv, git state, data folder
   plan.json       what the workers run           versions.json  lock of versions
   command.txt     what was started, to paste     pid.json     the supervisor, while the run is alive
   events/rank00000.jsonl                         errors/rank00000.json  a failing worker's own words

@@ -1,4 +1,4 @@
-"""Tokens a second and MFU from step events: one definition, for result.json, the report and the live view."""
+"""Tokens (or samples) a second and MFU from step events: one definition, for result.json, report and live view."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ WARMUP_STEPS = 3
 @dataclass(frozen=True)
 class Throughput:
     tokens_per_s: float
+    """Samples a second, where the steps count no tokens."""
     mfu: float
     """Model FLOPs a second, as a part of all devices' peak; recomputed work does not count."""
     steps: int
@@ -28,6 +29,11 @@ def measure_throughput(
     left_out = WARMUP_STEPS if len(steps) > WARMUP_STEPS else 0
     steady = steps[left_out:]
     seconds = sum(step["step_time_s"] for step in steady)
-    tokens_per_s = sum(step["tokens"] for step in steady) / seconds if seconds else 0.0
+    tokens_per_s = sum(units(step) for step in steady) / seconds if seconds else 0.0
     mfu = tokens_per_s * flops_per_token / (world_size * peak_flops) if peak_flops else 0.0
     return Throughput(tokens_per_s, mfu, len(steady), left_out)
+
+
+def units(step: dict[str, Any]) -> int:
+    """Tokens of a `step` event; its samples, where it counts no tokens (images, volumes)."""
+    return int(step["tokens"] if "tokens" in step else step["samples"])

@@ -1,4 +1,4 @@
-"""What is read. Raw sources are tokenised once into token shards; the engine reads only shards."""
+"""What is read: text, which is tokenised once into token shards, or images and volumes, which are read as they are."""
 
 from __future__ import annotations
 
@@ -18,20 +18,39 @@ class TokenizerSpec:
 
 
 @dataclass(frozen=True)
+class PhantomSpec:
+    """Synthetic MR images made on the spot; the same for the same seed, whatever the run's own."""
+
+    samples: int = 1024
+    """To train on in an epoch; those held out are made beside them."""
+    seed: int = 0
+
+
+SAMPLE_SOURCES = ("phantom", "images", "volumes")
+"""What convolutional networks read: a sample is one image or volume. All other sources become tokens."""
+
+
+@dataclass(frozen=True)
 class DataSpec:
     seq_len: int
-    """Tokens a sample."""
-    source: Literal["python_stdlib", "text", "jsonl", "tokens", "images"]
+    """Tokens a sample; 1 for images and volumes."""
+    source: Literal["python_stdlib", "text", "jsonl", "tokens", "phantom", "images", "volumes"]
     """`tokens` is a folder that `trainspec data prepare` wrote; text is prepared on the spot and cached.
 
-    `images` (and volumes) can be planned for; the engine does not read them.
+    `images` is a folder with a sub-folder of pictures a class, `volumes` one of image and label pairs.
     """
     path: str | None = None
-    """File, folder or glob; python_stdlib needs none."""
+    """File, folder or glob; python_stdlib and phantom need none."""
     text_field: str = "text"
     """The field of each JSON line that holds the text (jsonl only)."""
     tokenizer: TokenizerSpec = field(default_factory=TokenizerSpec)
     heldout_fraction: float = 0.02
-    """Part of the documents (chosen by a hash of each) kept aside to be judged on."""
+    """Part of the documents or samples (chosen by a hash of each) kept aside to be judged on."""
     max_bytes: int | None = None
     """Read at most this much text."""
+    phantom: PhantomSpec = field(default_factory=PhantomSpec)
+
+    @property
+    def unit(self) -> Literal["tokens", "samples"]:
+        """What a batch's loss is the mean over, and what speed counts."""
+        return "samples" if self.source in SAMPLE_SOURCES else "tokens"

@@ -10,21 +10,12 @@ from typing import Any
 
 from trainspec_cli.errors import Problem
 from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.conv_rules import CONV_RULES
 from trainspec_cli.spec.layout_rules import LAYOUT_RULES
-from trainspec_cli.spec.model import DecoderModel
-from trainspec_cli.spec.rules import apply
+from trainspec_cli.spec.rules import Rule, apply
 from trainspec_cli.spec.run import RunSpec
 from trainspec_cli.spec.unknown import UNKNOWN
 
-PLAIN_DECODER: dict[str, Any] = {
-    "gated_mlp": True,
-    "learned_positions": 0,
-    "sliding_window": None,
-    "mla": None,
-    "experts": None,
-    "prediction_layers": 0,
-}
-"""What the engine's decoder is; every other value is a model that only the planner knows."""
 TRAINED: dict[str, tuple[Any, ...]] = {
     "precision.compute": ("bf16", "fp32", AUTO),
     "precision.matmul": ("compute",),
@@ -53,20 +44,14 @@ def _is_auto(value: Any) -> bool:
 
 def check_engine(spec: RunSpec) -> list[Problem]:
     """What this version's engine cannot run."""
-    return apply([plain_decoder, *(partial(trained_value, path) for path in TRAINED), *LAYOUT_RULES], spec)
+    rules: list[Rule] = [trained_model, *CONV_RULES, *(partial(trained_value, path) for path in TRAINED), *LAYOUT_RULES]
+    return apply(rules, spec)
 
 
-def plain_decoder(spec: RunSpec) -> Iterator[Problem]:
-    if not isinstance(spec.model, DecoderModel):
-        message = f"the engine of this version trains dense decoders; a {spec.model.family} model can be planned"
-        yield Problem(code="unsupported", path="model.family", message=message, hint=_PLAN)
-        return
-    for field, plain in PLAIN_DECODER.items():
-        value = getattr(spec.model, field)
-        if value != plain:
-            shown = value if isinstance(value, (int, bool)) else "set"
-            message = f"`model.{field}` is {shown}; the engine of this version trains plain llama-style decoders"
-            yield Problem(code="unsupported", path=f"model.{field}", message=message, hint=_PLAN)
+def trained_model(spec: RunSpec) -> Iterator[Problem]:
+    if getattr(spec.model, "prediction_layers", 0):
+        message = "the engine does not build layers that predict further tokens; without them the model is the same"
+        yield Problem("unsupported", message, "model.prediction_layers", "type model.prediction_layers=0")
 
 
 def trained_value(path: str, spec: RunSpec) -> Iterator[Problem]:

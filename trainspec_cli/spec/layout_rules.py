@@ -28,7 +28,7 @@ def tensor_parallel(spec: RunSpec) -> Iterator[Problem]:
     if isinstance(spec.model, ConvModel):
         yield _spread_alone("tp", "convolutions are not cut")
         return
-    for field in ("num_heads", "num_kv_heads", "ffn_size", "vocab_size", "mamba_groups"):
+    for field in ("num_heads", "num_kv_heads", "ffn_size", "vocab_size", "mamba_heads", "mamba_groups"):
         size = getattr(spec.model, field, 0)
         if size % tp:
             yield _indivisible("tp", tp, f"model.{field}", size)
@@ -146,7 +146,17 @@ def expert_parallel(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("not_divisible", message, "layout.ep", "experts are spread over those ranks: raise dp_shard")
 
 
-LAYOUT_RULES = (tensor_parallel, context_parallel, pipeline, expert_parallel)
+def capacity(spec: RunSpec) -> Iterator[Problem]:
+    """What an expert takes is its share of each sequence, which a rank must then see whole."""
+    experts: Any = getattr(spec.model, "experts", None)
+    cut = [axis for axis in ("cp", "tp") if size_of(spec.layout, axis) > 1]
+    if experts is not None and experts.capacity_factor is not None and cut:
+        message = f"a capacity of each sequence's experts cannot be kept where {cut[0]} cuts the sequence"
+        hint = f"type model.experts.capacity_factor=null, or layout.{cut[0]}=1"
+        yield Problem("illegal_layout", message, f"layout.{cut[0]}", hint)
+
+
+LAYOUT_RULES = (tensor_parallel, context_parallel, pipeline, expert_parallel, capacity)
 
 
 def _spread_alone(axis: str, reason: str) -> Problem:

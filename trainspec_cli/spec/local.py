@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -10,7 +10,9 @@ class LocalPrediction:
     time_s: dict[str, float]
     """A step's parts, named as in the step events."""
     memory: dict[str, float]
-    """Bytes of one process at its peak, by cause."""
+    """Bytes of one process at its peak, by cause: what a run measures."""
+    beside: dict[str, float] = field(default_factory=dict)
+    """Bytes that a GPU needs beside what its allocator hands out, and a run does not measure."""
 
     @property
     def step_time_s(self) -> float:
@@ -19,3 +21,7 @@ class LocalPrediction:
     @property
     def peak_memory_bytes(self) -> float:
         return sum(self.memory.values())
+
+    @property
+    def needed_bytes(self) -> float:
+        return self.peak_memory_bytes + sum(self.beside.values())

@@ -20,7 +20,8 @@ class Plan:
     device: Literal["cpu", "cuda"]
     num_nodes: int
     devices_per_node: int
-    compute: Literal["bf16", "fp32"]
+    compute: Literal["bf16", "fp32", "fp64"]
+    """fp64 is for references alone: no recipe asks for it."""
     micro_batch_size: int
     grad_accum_steps: int
     recompute: Recompute
@@ -41,4 +42,5 @@ class Plan:
 
     @property
     def tokens_per_step(self) -> int:
+        """Samples, where the data's unit is the sample: their `seq_len` is 1."""
         return self.spec.batching.global_batch_size * self.spec.data.seq_len

@@ -6,11 +6,17 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
+from trainspec_cli.spec.plan import Plan
+
 PROBED_TOKENS = 1024
 """Tokens that go through the probed matrix products and attention."""
 PROBED_HEADS = 4
 PROBED_HEAD_SIZES = (16, 64)
 """Of the probed attention: a head costs its scores and softmax, whatever its size, and products that grow with it."""
+
+
+BUSY = 0.1
+"""A probe that was displaced for more of its time tells of its neighbours as much as of the machine."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,17 @@ class MatmulCurves:
 
 
 @dataclass(frozen=True)
+class Reference:
+    """A model of middle size, really trained for some steps over the whole of the probe."""
+
+    plan: Plan
+    parts_s: dict[str, float]
+    """Of a step, named as in the step events."""
+    grown_bytes: float
+    """Resident memory that it added to the process."""
+
+
+@dataclass(frozen=True)
 class MachineProbe:
     processes: int
     compute: str
@@ -61,6 +78,8 @@ class MachineProbe:
     """The parts of a step of a model next to nothing, without its blocks: hosts' time, small collectives."""
     empty_block_s: dict[str, float]
     """What each of its blocks adds."""
+    small: Reference
+    large: Reference
     matmul: MatmulCurves
     attention: Passes
     """Over the sequence length, for `PROBED_TOKENS` tokens and `PROBED_HEADS`, of the larger head size."""
@@ -82,5 +101,13 @@ class MachineProbe:
     reduce_scatter: Curve
     bare_bytes: float
     """Resident memory of a worker with a model next to nothing."""
-    matmul_shape_bytes: float
-    """What the library keeps for each new shape of a matrix product."""
+    displaced: float
+    """Part of the time that a process was ready to run and another had the core."""
+
+    @property
+    def is_disturbed(self) -> bool:
+        return self.displaced > BUSY
+
+    @property
+    def references(self) -> tuple[Reference, Reference]:
+        return self.small, self.large

@@ -13,24 +13,27 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from trainspec_cli.errors import Problem
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.cluster import Machine
 from trainspec_cli.spec.layout import MESH_AXES
 from trainspec_cli.spec.model import ConvModel, DecoderModel
+from trainspec_cli.spec.model_rules import MODEL_RULES, divisors
 from trainspec_cli.spec.ranges import RANGES, check_range
 from trainspec_cli.spec.run import RunSpec
 from trainspec_cli.spec.unknown import UnknownTouched
 
+WITHOUT_PATH = {"python_stdlib": "data=text or data=jsonl", "phantom": "data=images or data=volumes"}
+"""Sources that read no file, and what to type for those that do."""
+OF_FOLDERS = ("tokens", "images", "volumes")
 Rule = Callable[[RunSpec], Iterable[Problem]]
 
 
 def check(spec: RunSpec) -> list[Problem]:
     """Everything that can be said without a machine."""
     ranges = [_range_rule(path) for path in RANGES]
-    rules = [heads, rotary_width, world_size, batch, schedule, vocabulary, data_path, tokenizer, uncertainty, ownership]
+    rules = [*MODEL_RULES, world_size, batch, schedule, vocabulary, data_path, tokenizer, uncertainty, ownership]
     return apply([*ranges, *rules], spec)
 
 
@@ -59,26 +62,6 @@ def _range_rule(path: str) -> Rule:
             yield problem
 
     return rule
-
-
-def heads(spec: RunSpec) -> Iterator[Problem]:
-    model = spec.model
-    if isinstance(model, ConvModel):
-        return
-    if model.num_kv_heads > 0 and model.num_heads % model.num_kv_heads:
-        yield _not_divisible(
-            "model.num_kv_heads",
-            f"{model.num_heads} heads (`model.num_heads`) do not divide by {model.num_kv_heads} key-value heads",
-            model.num_heads,
-            model.num_kv_heads,
-        )
-
-
-def rotary_width(spec: RunSpec) -> Iterator[Problem]:
-    if isinstance(spec.model, DecoderModel) and spec.model.head_dim % 2:
-        message = f"`model.head_dim` is {spec.model.head_dim}; rotary embeddings turn pairs and need an even number"
-        hint = f"type model.head_dim={spec.model.head_dim + 1}"
-        yield Problem(code="not_divisible", path="model.head_dim", message=message, hint=hint)
 
 
 def world_size(spec: RunSpec) -> Iterator[Problem]:
@@ -116,7 +99,7 @@ def _fitting(sizes: dict[str, int], processes: int) -> str:
     axis, others = _largest_axis(sizes), math.prod(sizes.values()) // max(sizes.values())
     if processes % others:
         return f"choose axes whose product divides {processes}, or change cluster.devices_per_node"
-    fitting = ", ".join(map(str, _divisors(processes // others)))
+    fitting = ", ".join(map(str, divisors(processes // others)))
     return f"type {axis}=auto; where the other axes stay, it may be {fitting}"
 
 
@@ -137,7 +120,7 @@ def batch(spec: RunSpec) -> Iterator[Problem]:
         yield Problem(code="not_divisible", path=path, message=message, hint=hint)
     elif micro != AUTO and micro > 0 and size // ranks % micro:
         message = f"{size} samples on {ranks} ranks are {size // ranks} each, which do not divide by {micro}"
-        path, fitting = "batching.micro_batch_size", ", ".join(map(str, _divisors(size // ranks)))
+        path, fitting = "batching.micro_batch_size", ", ".join(map(str, divisors(size // ranks)))
         hint = f"type {path}=auto; it may be {fitting}"
         yield Problem(code="not_divisible", path=path, message=message, hint=hint)
 
@@ -169,15 +152,15 @@ def vocabulary(spec: RunSpec) -> Iterator[Problem]:
 
 def data_path(spec: RunSpec) -> Iterator[Problem]:
     source, path = spec.data.source, spec.data.path
-    if source == "python_stdlib":
+    if source in WITHOUT_PATH:
         if path is not None:
-            message = f"`data.path` is {path}, but data=python_stdlib reads no file of yours"
-            yield Problem(code="unsupported", path="data.path", message=message, hint="type data=text or data=jsonl")
+            message = f"`data.path` is {path}, but data={source} reads no file of yours"
+            yield Problem(code="unsupported", path="data.path", message=message, hint=f"type {WITHOUT_PATH[source]}")
     elif path is None:
         message = f"`data.path` is null; data={source} reads a file, folder or glob"
         yield Problem(code="missing_value", path="data.path", message=message, hint="type data.path=<path>")
-    elif not _exists(path, folder_only=source == "tokens"):
-        yield _missing_file("data.path", path, "folder" if source == "tokens" else "file, folder or glob")
+    elif not _exists(path, folder_only=source in OF_FOLDERS):
+        yield _missing_file("data.path", path, "folder" if source in OF_FOLDERS else "file, folder or glob")
 
 
 def tokenizer(spec: RunSpec) -> Iterator[Problem]:
@@ -256,14 +239,3 @@ def compiler(spec: RunSpec) -> Iterator[Problem]:
 
 def _lacking(code: str, path: str, message: str, hint: str) -> Problem:
     return Problem(code=code, path=path, message=message, hint=hint, environment=True)
-
-
-def _not_divisible(path: str, message: str, total: int, part: int) -> Problem:
-    fitting = ", ".join(map(str, _divisors(total)))
-    return Problem(code="not_divisible", path=path, message=message, hint=f"{path} may be {fitting}")
-
-
-def _divisors(number: int, most: int = 8) -> list[Any]:
-    """Of a large number the smallest few."""
-    found: list[Any] = [n for n in range(1, min(number, 4096) + 1) if number % n == 0]
-    return found if len(found) <= most else [*found[:most], "..."]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -46,10 +46,17 @@ def read_step(folder: TokenFolder, plan: BatchPlan, step: int) -> list[tuple[Ten
 def batches(
     folder: TokenFolder, plan: BatchPlan, device: torch.device, start: int, end: int
 ) -> Iterator[list[MicroBatch]]:
-    """The micro-batches of steps `start` to `end` - 1 on the device, read ahead by a thread."""
+    """The micro-batches of steps `start` to `end` - 1 on the device."""
+    return read_ahead(lambda step: read_step(folder, plan, step), device, start, end)
+
+
+def read_ahead(
+    read_step: Callable[[int], list[MicroBatch]], device: torch.device, start: int, end: int
+) -> Iterator[list[MicroBatch]]:
+    """What `read_step` gives for steps `start` to `end` - 1, on the device, read ahead by a thread."""
 
     def read(step: int) -> list[MicroBatch]:
-        return [_stage(pair, device) for pair in read_step(folder, plan, step)]
+        return [_stage(pair, device) for pair in read_step(step)]
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") as pool:
         coming = [pool.submit(read, step) for step in range(start, min(start + PREFETCHED_STEPS, end))]
@@ -58,8 +65,8 @@ def batches(
             if step + PREFETCHED_STEPS < end:
                 coming.append(pool.submit(read, step + PREFETCHED_STEPS))
             yield [
-                (tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True))
-                for tokens, targets in ready
+                (inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True))
+                for inputs, targets in ready
             ]
 
 

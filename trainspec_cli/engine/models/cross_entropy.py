@@ -33,7 +33,7 @@ class ChunkCrossEntropy(nn.Module):
         """-> (loss summed over the chunk, d loss / d logits in the logits' own type)."""
         counted_C = targets_C != IGNORED_TARGET
         index_C1 = targets_C.clamp_min(0)[:, None]
-        logits_fp32_CV = logits_CV.float()
+        logits_fp32_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
         log_total_C = logits_fp32_CV.logsumexp(dim=-1)
         loss_C = log_total_C - logits_fp32_CV.gather(1, index_C1)[:, 0]
         softmax_CV = (logits_fp32_CV - log_total_C[:, None]).exp()

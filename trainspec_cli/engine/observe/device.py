@@ -35,17 +35,17 @@ def device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
-def measure_peak(device: torch.device, dtype: torch.dtype) -> Peak:
+def measure_peak(device: torch.device, dtype: torch.dtype, seconds: float = MATMUL_SECONDS) -> Peak:
     """The best rate of a square matrix product, with every rank of the host measuring at the same time."""
-    best = max(_matmul_flops(device, dtype, size) for size in MATMUL_SIZES[device.type])
+    best = max(_matmul_flops(device, dtype, size, seconds) for size in MATMUL_SIZES[device.type])
     return Peak(best, f"best {str(dtype).removeprefix('torch.')} matmul measured on this device")
 
 
-def _matmul_flops(device: torch.device, dtype: torch.dtype, size: int) -> float:
+def _matmul_flops(device: torch.device, dtype: torch.dtype, size: int, seconds: float) -> float:
     a = torch.randn(size, size, device=device).to(dtype)
     b = torch.randn(size, size, device=device).to(dtype)
     a @ b
-    best, deadline = 0.0, time.perf_counter() + MATMUL_SECONDS
+    best, deadline = 0.0, time.perf_counter() + seconds
     while time.perf_counter() < deadline:
         start = _synchronised_now(device)
         a @ b

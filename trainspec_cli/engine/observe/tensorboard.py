@@ -7,7 +7,7 @@ from typing import Any
 
 SCALARS = {
     "step": ("loss", "grad_norm", "lr", "step_time_s"),
-    "eval": ("heldout_loss", "heldout_bits_per_byte"),
+    "eval": ("heldout_loss", "heldout_bits_per_byte", "heldout_accuracy", "heldout_dice"),
 }
 
 
@@ -18,10 +18,11 @@ class TensorBoardLog:
         self._writer = SummaryWriter(str(folder))
 
     def record(self, kind: str, fields: dict[str, Any]) -> None:
-        for name in SCALARS.get(kind, ()):
+        for name in (name for name in SCALARS.get(kind, ()) if name in fields):
             self._writer.add_scalar(f"{kind}/{name}", fields[name], fields["step"])
         if kind == "step":
-            self._writer.add_scalar("step/tokens_per_s", fields["tokens"] / fields["step_time_s"], fields["step"])
+            unit = "tokens" if "tokens" in fields else "samples"
+            self._writer.add_scalar(f"step/{unit}_per_s", fields[unit] / fields["step_time_s"], fields["step"])
 
     def close(self) -> None:
         self._writer.close()

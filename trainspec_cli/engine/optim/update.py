@@ -9,22 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from trainspec_cli.engine.shares import Share
 
 
 @torch.no_grad()
-def gradient_norm(shares: Sequence[Share]) -> Tensor:
-    """Euclidean norm over all gradients of all ranks, a scalar (fp32): each part counts once, however many hold it."""
+def squared_norm(shares: Sequence[Share]) -> Tensor:
+    """This rank's share of the gradients' squared Euclidean norm (fp64): the ranks' shares sum to it.
+
+    Each part counts once, however many ranks hold it.
+    """
     held = [(share.copies, share.gradient) for share in shares if share.gradient is not None]
     norms = torch.stack(torch._foreach_norm([gradient for _, gradient in held]))
     copies = torch.tensor([copies for copies, _ in held], device=norms.device)
-    squared = (norms.double().square() / copies).sum()
-    if dist.is_initialized():
-        dist.all_reduce(squared)
-    return squared.sqrt().float()
+    return (norms.double().square() / copies).sum()
 
 
 def guarded_update(
@@ -32,13 +31,12 @@ def guarded_update(
 ) -> Tensor:
     """Update the parameters; -> 1.0 where the update was skipped, else 0.0.
 
-    `norm` and `loss` are the same on every rank (already reduced), so every rank decides alike. `norm` is where the
-    parameters are.
+    `norm` and `loss` (fp32) are the same on every rank (already reduced), so every rank decides alike.
     """
-    skipped = (~(torch.isfinite(norm) & torch.isfinite(loss.to(norm.device)))).float()
+    skipped = (~(torch.isfinite(norm) & torch.isfinite(loss))).float().to(shares[0].local.device)
     optimizer.found_inf = skipped  # type: ignore[attr-defined]
     if clip_norm is not None:
-        optimizer.grad_scale = (norm / clip_norm).clamp_min(1.0)  # type: ignore[attr-defined]
+        optimizer.grad_scale = (norm / clip_norm).clamp_min(1.0).to(skipped.device)  # type: ignore[attr-defined]
     for share in shares:
         share.local.grad = share.gradient
     optimizer.step()

@@ -6,12 +6,15 @@ rest: norms, rotations, activation functions, casts.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainspec_cli.spec.run import Recompute
@@ -34,13 +37,13 @@ COSTLY = frozenset(
 """Operations whose results `selective` keeps."""
 
 
-def apply_recompute(blocks: Sequence[nn.Module], recompute: Recompute) -> None:
+def apply_recompute(blocks: Sequence[nn.Module], recompute: Recompute, *, compiled: bool) -> None:
     """Change the blocks' forwards in place; names of parameters stay as they are."""
     if recompute == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if recompute == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy) if compiled else _keep_and_recall
     for block in blocks:
         block.forward = _recomputed(block.forward, options)  # type: ignore[method-assign]
 
@@ -52,5 +55,36 @@ def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callabl
     return recomputed
 
 
-def _keep_costly(_context: Any, operation: Any, *_inputs: Any, **_options: Any) -> CheckpointPolicy:
+def _keep_and_recall() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """torch's own contexts want every operation to come again, which those of FSDP2's hooks inside a block do not."""
+    kept: deque[Any] = deque()
+    return _Keep(kept), _Recall(kept)
+
+
+class _Keep(TorchDispatchMode):
+    """Around the first pass."""
+
+    def __init__(self, kept: deque[Any]):
+        super().__init__()
+        self.kept = kept
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in COSTLY:
+            self.kept.append(tree_map_only(Tensor, Tensor.detach, result))
+        return result
+
+
+class _Recall(TorchDispatchMode):
+    """Around the second: costly operations come in the same order, and their results are at hand."""
+
+    def __init__(self, kept: deque[Any]):
+        super().__init__()
+        self.kept = kept
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.kept.popleft() if func in COSTLY else func(*args, **(kwargs or {}))
+
+
+def _policy(_context: Any, operation: Any, *_inputs: Any, **_options: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in COSTLY else CheckpointPolicy.PREFER_RECOMPUTE

@@ -23,6 +23,9 @@ from trainspec_cli.engine.shares import Cut
 def apply_tensor_parallel(model: Any, peers: Peers, *, sequence_parallel: bool) -> dict[str, Cut]:
     """Cut `model` (on meta) in place; -> how each cut parameter lies in the whole one."""
     cuts = cut_parameters(model, model.tensor_cuts, peers)
+    for name in row_cut_biases(model, cuts):
+        linear = model.get_submodule(name.removesuffix(".bias"))
+        linear.forward = partial(_add_bias_once, linear, float(peers.rank == 0))
     for region in model.region_modules():
         region.register_forward_pre_hook(_entering(peers, sequence_parallel))
         region.register_forward_hook(_leaving(peers, sequence_parallel))
@@ -57,8 +60,24 @@ def partial_parameters(model: Any, *, sequence_parallel: bool, cuts: dict[str, C
         name
         for name, _ in model.named_parameters()
         if name not in cuts
-        and (sequence_parallel or any(fnmatchcase(name, pattern) for pattern in model.tensor_partial))
+        and (
+            sequence_parallel
+            or name in row_cut_biases(model, cuts)
+            or any(fnmatchcase(name, pattern) for pattern in model.tensor_partial)
+        )
     ]
+
+
+def row_cut_biases(model: nn.Module, cuts: dict[str, Cut]) -> list[str]:
+    """Biases behind products that are sums over ranks."""
+    rows = [name for name, cut in cuts.items() if cut.dim == 1 and name.endswith(".weight")]
+    names = {name for name, _ in model.named_parameters()}
+    return [bias for bias in (f"{name.removesuffix('.weight')}.bias" for name in rows) if bias in names]
+
+
+def _add_bias_once(linear: nn.Linear, share: float, x: Tensor) -> Tensor:
+    """`share` is 1 on one rank and 0 on the others, so that the sum over ranks has the bias once."""
+    return F.linear(x, linear.weight) + linear.bias * share
 
 
 def _entering(peers: Peers, sequence_parallel: bool) -> Callable[..., Any]:

@@ -28,6 +28,11 @@ class Conv:
         return self.in_channels // self.groups * self.out_channels * self.taps
 
     @property
+    def all_params(self) -> int:
+        """With the norm's scale and shift, or the bias where there is no norm."""
+        return self.params + self.out_channels * (2 if self.normed else 1)
+
+    @property
     def flops(self) -> float:
         return 2.0 * self.positions * self.params
 
@@ -59,15 +64,14 @@ def detector_backbone(model: ConvModel) -> list[Conv]:
 def resnet(model: ConvModel) -> list[Conv]:
     """Stem and stages; widths are those inside the bottlenecks. ResNeXt's are twice ResNet's for the same output."""
     area = math.prod(model.input_size)
-    expansion = 4 if model.groups == 1 else 2
     convs = [Conv(area / 4, model.in_channels, 64, 49, in_positions=area)]
     channels, positions = 64, area / 16
     for stage, (width, count) in enumerate(zip(model.widths, model.blocks, strict=True)):
         for block in range(count):
             stride = 2 if stage > 0 and block == 0 else 1
             positions /= stride**2
-            convs += bottleneck(positions, channels, width, stride, model.groups, expansion)
-            channels = width * expansion
+            convs += bottleneck(positions, channels, width, stride, model.groups, model.expansion)
+            channels = width * model.expansion
     return convs
 
 
@@ -81,8 +85,7 @@ def pyramid(model: ConvModel, outputs: list[int], levels: list[int]) -> list[Con
 def retinanet(model: ConvModel) -> list[Conv]:
     """Two towers of four 3x3 convolutions on levels 3 to 7, with 9 anchors (arXiv:1708.02002)."""
     area, levels = math.prod(model.input_size), [3, 4, 5, 6, 7]
-    expansion = 4 if model.groups == 1 else 2
-    outputs = [0] + [width * expansion for width in model.widths[1:]]
+    outputs = [0] + [width * model.expansion for width in model.widths[1:]]
     convs = detector_backbone(model) + pyramid(model, outputs, levels)
     positions = sum(area / 4**level for level in levels)
     convs += [Conv(positions, 256, 256, 9, normed=False)] * 8
@@ -135,8 +138,9 @@ def convolutions(model: ConvModel) -> tuple[Conv, ...]:
 
 
 def count_params(model: ConvModel) -> int:
-    head = model.widths[-1] * 4 * model.num_classes if model.architecture == "resnet" else 0
-    return sum(conv.params + 2 * conv.out_channels for conv in convolutions(model)) + head
+    features = model.widths[-1] * model.expansion
+    head = (features + 1) * model.num_classes if model.architecture == "resnet" else 0
+    return sum(conv.all_params for conv in convolutions(model)) + head
 
 
 def flops_per_sample(model: ConvModel) -> float:
@@ -164,7 +168,7 @@ def layer_works(model: ConvModel, samples: float) -> Kinds:
                 pass_bytes=2.0 * (into + out + (2 * out if conv.normed else out)),
                 tensor_bytes=2.0 * out,
                 kernels=4 if conv.normed else 2,
-                params=conv.params + 2 * conv.out_channels,
+                params=conv.all_params,
                 saved_bytes=2.0 * out * (2 if conv.normed else 1),
                 input_bytes=2.0 * into,
                 leaf=not works,

@@ -7,29 +7,31 @@ from trainspec_cli.spec.layout import Layout
 from trainspec_cli.spec.model import ExpertSpec
 
 
-def is_expert_layer(experts: ExpertSpec | None, layer: int) -> bool:
-    if experts is None or layer < experts.first_dense_layers:
-        return False
-    return (layer - experts.first_dense_layers) % experts.every == experts.every - 1
-
-
 def shared_width(experts: ExpertSpec) -> int:
     """Feed-forward width of all shared experts together."""
     return experts.shared_experts * (experts.shared_expert_ffn_size or experts.expert_ffn_size)
 
 
 def expert_layer_params(experts: ExpertSpec, hidden: int, gated: bool) -> int:
-    """Weights of all experts, the shared ones and the router."""
-    matrices = 3 if gated else 2
-    routed = experts.num_experts * matrices * hidden * experts.expert_ffn_size
-    return routed + matrices * hidden * shared_width(experts) + hidden * experts.num_experts
+    """Of all experts, the shared ones and the router."""
+    return experts.num_experts * routed_expert_params(experts, hidden, gated) + common_params(experts, hidden, gated)
 
 
 def active_expert_params(experts: ExpertSpec, hidden: int, gated: bool) -> int:
     """Those that one token meets."""
-    matrices = 3 if gated else 2
-    width = experts.top_k * experts.expert_ffn_size + shared_width(experts)
-    return matrices * hidden * width + hidden * experts.num_experts
+    return experts.top_k * routed_expert_params(experts, hidden, gated) + common_params(experts, hidden, gated)
+
+
+def routed_expert_params(experts: ExpertSpec, hidden: int, gated: bool) -> int:
+    """Of one expert: its matrices, and their biases where it has any."""
+    halves, width = 2 if gated else 1, experts.expert_ffn_size
+    return (halves + 1) * hidden * width + (halves * width + hidden if experts.bias else 0)
+
+
+def common_params(experts: ExpertSpec, hidden: int, gated: bool) -> int:
+    """Those that every token meets: the shared experts, their gate, and the router."""
+    shared = (3 if gated else 2) * hidden * shared_width(experts) + (hidden if experts.shared_gate else 0)
+    return shared + experts.num_experts * (hidden + (1 if experts.bias else 0))
 
 
 def expert_work(experts: ExpertSpec, hidden: int, gated: bool, tokens: float, layout: Layout) -> Work:
@@ -48,7 +50,7 @@ def expert_work(experts: ExpertSpec, hidden: int, gated: bool, tokens: float, la
     if shared:
         gemms += [Gemm(tokens, gates * shared, hidden), Gemm(tokens, hidden, shared)]
     matrices = 3 if gated else 2
-    routed = matrices * hidden * experts.expert_ffn_size * experts.num_experts / (ep * etp)
+    routed = routed_expert_params(experts, hidden, gated) * experts.num_experts / (ep * etp)
     # Each copy is permuted before and after the experts, and weighed and summed on its return.
     permute = 2.0 * copies * hidden * 6
     return Work(

@@ -8,7 +8,7 @@ from trainspec_cli.planner.workload import transformer
 from trainspec_cli.planner.workload.moe import active_expert_params, expert_layer_params, expert_work
 from trainspec_cli.planner.workload.work import Gemm, Kinds, Work
 from trainspec_cli.spec.layout import Layout
-from trainspec_cli.spec.model import DecoderModel, HybridModel
+from trainspec_cli.spec.model import HybridModel
 
 CHUNK = 256
 """Tokens of one block of the state-space dual form."""
@@ -18,20 +18,20 @@ SCAN_SLOWNESS = 2.0
 
 
 def inner_size(model: HybridModel) -> int:
-    heads = model.mamba_num_heads
-    return heads * model.mamba_head_dim if heads else model.mamba_expand * model.hidden_size
+    return model.mamba_heads * model.mamba_head_dim
 
 
 def mamba_in_width(model: HybridModel) -> int:
     """Columns of the input projection: gate, x, B, C and dt."""
     inner = inner_size(model)
-    return 2 * inner + 2 * model.mamba_groups * model.mamba_state_size + inner // model.mamba_head_dim
+    return 2 * inner + 2 * model.mamba_groups * model.mamba_state_size + model.mamba_heads
 
 
 def mamba_params(model: HybridModel) -> int:
+    """The two projections; the convolutions with their biases; of each head step, decay and skip; the gated norm."""
     inner = inner_size(model)
-    conv = CONV_WIDTH * (inner + 2 * model.mamba_groups * model.mamba_state_size)
-    return model.hidden_size * (mamba_in_width(model) + inner) + conv
+    conv = (CONV_WIDTH + 1) * (inner + 2 * model.mamba_groups * model.mamba_state_size)
+    return model.hidden_size * (mamba_in_width(model) + inner) + conv + 3 * model.mamba_heads + inner
 
 
 def scan_flops_per_token(model: HybridModel) -> float:
@@ -41,25 +41,9 @@ def scan_flops_per_token(model: HybridModel) -> float:
     return within + 4.0 * state * inner
 
 
-@lru_cache(maxsize=64)
-def as_decoder(model: HybridModel) -> DecoderModel:
-    """The attention and feed-forward parts, in a decoder's terms."""
-    return DecoderModel(
-        num_layers=max(model.attention_layers, 1),
-        hidden_size=model.hidden_size,
-        num_heads=max(model.num_heads, 1),
-        num_kv_heads=max(model.num_kv_heads, 1),
-        head_dim=model.head_dim,
-        ffn_size=model.ffn_size,
-        vocab_size=model.vocab_size,
-        tied_embeddings=model.tied_embeddings,
-        gated_mlp=model.gated_mlp,
-    )
-
-
-def layer_params(model: HybridModel, active: bool) -> float:
-    decoder = as_decoder(model)
-    total: float = model.mamba_layers * mamba_params(model)
+def layer_params(model: HybridModel, active: bool) -> int:
+    decoder = model.as_decoder
+    total = model.mamba_layers * mamba_params(model)
     total += model.attention_layers * transformer.attention_params(decoder)
     total += model.mlp_layers * transformer.mlp_params(decoder)
     if model.experts is not None:
@@ -70,7 +54,8 @@ def layer_params(model: HybridModel, active: bool) -> float:
 
 def count_params(model: HybridModel, active: bool = False) -> int:
     tables = 1 if model.tied_embeddings else 2
-    return int(layer_params(model, active) + (tables * model.vocab_size + model.num_layers) * model.hidden_size)
+    ends = (tables * model.vocab_size + model.num_layers + 1) * model.hidden_size
+    return layer_params(model, active) + ends
 
 
 def flops_per_token(model: HybridModel, seq_len: int) -> float:
@@ -108,7 +93,7 @@ def mamba_work(model: HybridModel, tokens: float, layout: Layout) -> Work:
 @lru_cache(maxsize=1024)
 def layer_works(model: HybridModel, tokens: float, seq_len: int, layout: Layout) -> Kinds:
     """Kinds of layers: (how many, their parts)."""
-    decoder = as_decoder(model)
+    decoder = model.as_decoder
     kinds: list[tuple[float, tuple[Work, ...]]] = [(model.mamba_layers, (mamba_work(model, tokens, layout),))]
     if model.attention_layers:
         attention = transformer.attention_work(decoder, tokens, seq_len, layout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from trainspec_cli.planner.workload.moe import active_expert_params, expert_layer_params, expert_work, is_expert_layer
+from trainspec_cli.planner.workload.moe import active_expert_params, expert_layer_params, expert_work
 from trainspec_cli.planner.workload.work import Gemm, Kinds, Work
 from trainspec_cli.spec.layout import Layout
 from trainspec_cli.spec.model import DecoderModel
@@ -31,7 +31,7 @@ def mlp_params(model: DecoderModel) -> int:
 def layer_matmul_params(model: DecoderModel, layer: int, active: bool) -> int:
     """Weights of one layer's matrices; with `active` those that one token meets."""
     attention = attention_params(model)
-    if not is_expert_layer(model.experts, layer):
+    if not model.is_expert_layer(layer):
         return attention + mlp_params(model)
     count = active_expert_params if active else expert_layer_params
     assert model.experts is not None
@@ -53,14 +53,28 @@ def embedding_params(model: DecoderModel) -> int:
 
 def count_params(model: DecoderModel) -> int:
     """Every parameter once; tied embeddings count once."""
-    norms = (2 * model.num_layers + 1) * model.hidden_size
-    return embedding_params(model) + matmul_params(model, active=False) + norms
+    return embedding_params(model) + matmul_params(model, active=False) + vector_params(model)
 
 
 def count_active_params(model: DecoderModel) -> int:
     """Those that one token meets."""
-    norms = (2 * model.num_layers + 1) * model.hidden_size
-    return embedding_params(model) + matmul_params(model) + norms
+    return embedding_params(model) + matmul_params(model) + vector_params(model)
+
+
+def vector_params(model: DecoderModel) -> int:
+    """Norms, the attention's biases and its sinks, of all layers; of a prediction layer three norms more."""
+    layer = 2 * model.hidden_size + attention_vector_params(model)
+    extra = model.prediction_layers * (layer + 3 * model.hidden_size)
+    return model.num_layers * layer + model.hidden_size + extra
+
+
+def attention_vector_params(model: DecoderModel) -> int:
+    mla, queries, keys = model.mla, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    if mla is not None:
+        return mla.q_lora_rank + mla.kv_lora_rank
+    biases = {"none": 0, "qkv": queries + 2 * keys, "all": queries + 2 * keys + model.hidden_size}
+    norms = 2 * model.head_dim if model.qk_norm else 0
+    return biases[model.attention_bias] + norms + (model.num_heads if model.attention_sinks else 0)
 
 
 def attention_width(model: DecoderModel) -> float:
@@ -181,7 +195,7 @@ def mlp_work(model: DecoderModel, tokens: float, layout: Layout) -> Work:
 @lru_cache(maxsize=4096)
 def layer_works(model: DecoderModel, tokens: float, seq_len: int, layout: Layout) -> Kinds:
     """Kinds of layers: (how many, their parts), over the whole model."""
-    expert_layers = sum(is_expert_layer(model.experts, layer) for layer in range(model.num_layers))
+    expert_layers = sum(model.is_expert_layer(layer) for layer in range(model.num_layers))
     plain_layers = model.num_layers - expert_layers
     attention = attention_work(model, tokens, seq_len, layout)
     kinds: list[tuple[float, tuple[Work, ...]]] = []

@@ -1,0 +1,125 @@
+"""Batch norm against torch's own in one process, and over two real processes against one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from trainspec_cli.engine.models.batch_norm import BatchNorm
+
+CHANNELS = 5
+
+
+def make_norm(dtype: torch.dtype = torch.float32) -> BatchNorm:
+    norm = BatchNorm(CHANNELS)
+    generator = torch.Generator().manual_seed(1)
+    nn.init.uniform_(norm.weight, 0.5, 1.5, generator=generator)
+    nn.init.normal_(norm.bias, generator=generator)
+    norm.running_mean.zero_()
+    norm.running_variance.fill_(1.0)
+    norm.weight.data, norm.bias.data = norm.weight.data.to(dtype), norm.bias.data.to(dtype)
+    return norm
+
+
+def torchs(norm: BatchNorm) -> nn.BatchNorm2d:
+    own = nn.BatchNorm2d(CHANNELS)
+    own.weight.data.copy_(norm.weight.data)
+    own.bias.data.copy_(norm.bias.data)
+    return own
+
+
+def draw(samples: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs with a mean far from 0, and gradients of the output."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(samples, CHANNELS, 4, 6, generator=generator) * 3 + 7
+    return x, torch.randn(x.shape, generator=generator)
+
+
+def pass_through(norm, x, gradient):
+    x = x.clone().requires_grad_()
+    out = norm(x)
+    out.backward(gradient.to(out.dtype))
+    return out.detach(), x.grad, norm.weight.grad, norm.bias.grad
+
+
+def test_one_process_is_torchs_batch_norm():
+    x, gradient = draw()
+    norm = make_norm()
+    own = torchs(norm)
+    for got, wanted in zip(pass_through(norm, x, gradient), pass_through(own, x, gradient), strict=True):
+        assert torch.allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(norm.running_mean, own.running_mean, rtol=1e-6)
+    assert torch.allclose(norm.running_variance, own.running_var, rtol=1e-5)
+    assert torch.allclose(norm.eval()(x), own.eval()(x), atol=1e-5)
+
+
+def test_bf16_takes_its_statistics_in_fp32():
+    x, gradient = draw()
+    rounded = [part.float() for part in pass_through(make_norm(torch.bfloat16), x.bfloat16(), gradient)]
+    exact = pass_through(make_norm(), x.bfloat16().float(), gradient)
+    for got, wanted in zip(rounded, exact, strict=True):
+        assert (got - wanted).norm() <= 0.01 * wanted.norm()
+    norm = make_norm(torch.bfloat16)
+    pass_through(norm, x.bfloat16(), gradient)
+    assert norm.running_mean == pytest.approx(0.1 * x.bfloat16().float().mean(dim=(0, 2, 3)), rel=1e-5)
+
+
+def test_a_forward_that_is_repeated_counts_once():
+    x, gradient = draw()
+    plain, again = make_norm(), make_norm()
+    plain(x).backward(gradient)
+    checkpoint(again, x, use_reentrant=False).backward(gradient)
+    assert torch.equal(plain.running_mean, again.running_mean)
+    assert torch.equal(plain.weight.grad, again.weight.grad)
+
+
+def test_statistics_that_are_not_finite_are_not_kept():
+    x, gradient = draw()
+    x[0, 0, 0, 0] = torch.inf
+    norm = make_norm()
+    pass_through(norm, x, gradient)
+    assert norm.running_mean.isfinite().all() and norm.running_mean[0] == 0 and norm.running_mean[1] != 0
+
+
+class World:
+    """All processes, as the module wants them."""
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size()
+
+    def sum_(self, x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x)
+        return x
+
+
+def half(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    x, gradient = (whole.chunk(2)[rank] for whole in draw())
+    norm = make_norm()
+    norm.ranks = World()
+    parts = pass_through(norm, x, gradient)
+    torch.save([*parts, norm.running_mean, norm.running_variance], f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_processes_are_one(tmp_path):
+    mp.spawn(half, (str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    norm = make_norm()
+    out, to_x, to_weight, to_bias = pass_through(norm, *draw())
+    pairs = [
+        (torch.cat((first[0], second[0])), out),
+        (torch.cat((first[1], second[1])), to_x),
+        (first[2] + second[2], to_weight),
+        (first[3] + second[3], to_bias),
+    ]
+    for got, wanted in pairs:
+        assert torch.allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    for rank in (first, second):
+        assert torch.allclose(rank[4], norm.running_mean, rtol=1e-6)
+        assert torch.allclose(rank[5], norm.running_variance, rtol=1e-6)

@@ -1,0 +1,193 @@
+"""The matrix: which runs the clauses are measured on. A case is one plan; what is illegal is refused by the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from trainspec_cli.certify.families import FAMILIES, SAMPLES, SEQ_LEN
+from trainspec_cli.errors import Problem
+from trainspec_cli.spec.batching import BatchingSpec
+from trainspec_cli.spec.data import DataSpec
+from trainspec_cli.spec.engine_rules import check_engine
+from trainspec_cli.spec.layout import Layout, LayoutSpec
+from trainspec_cli.spec.optim import OptimSpec, ScheduleSpec
+from trainspec_cli.spec.plan import Plan
+from trainspec_cli.spec.precision import PrecisionSpec
+from trainspec_cli.spec.run import Offload, Recompute, RunSpec, TrainSection
+
+Compute = Literal["fp32", "bf16", "fp64"]
+STEPS = 20
+SAVE_AT = 10
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    layout: Layout = field(default_factory=Layout)
+    compute: Compute = "fp32"
+    recompute: Recompute = "none"
+    offload: Offload = "none"
+    compile: bool = False
+    micro_batch_size: int = 4
+    """At most: a rank's samples where they are fewer."""
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+
+    @property
+    def name(self) -> str:
+        """`dense-fp32-tp2.pp2.zbv-full`."""
+        extras = {
+            self.recompute: self.recompute != "none",
+            "offload": self.offload != "none",
+            "compiled": self.compile,
+            self.optimizer: self.optimizer != "sgd",
+        }
+        shown = [extra for extra, wanted in extras.items() if wanted]
+        return "-".join([self.family, self.compute, name_layout(self.layout), *shown])
+
+    @property
+    def reference(self) -> Case:
+        """The same arithmetic in one process."""
+        return Case(self.family, compute=self.compute, micro_batch_size=self.micro_batch_size, optimizer=self.optimizer)
+
+
+def name_layout(layout: Layout) -> str:
+    axes = [f"{axis}{getattr(layout, axis)}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")]
+    words = [axis for axis in axes if not axis.endswith("1")] or ["one"]
+    if layout.dp_shard > 1 and layout.zero_stage != 3:
+        words.append(f"zero{layout.zero_stage}")
+    if layout.cp > 1:
+        words.append(layout.context_method)
+    if layout.tp > 1 and not layout.sequence_parallel:
+        words.append("plain")
+    if layout.pp > 1:
+        words.append(layout.pipeline_schedule)
+    if layout.stage_layers:
+        words.append("uneven")
+    return ".".join(words)
+
+
+# The matrix
+
+
+def layouts(num_layers: int) -> Iterator[Layout]:
+    """Every axis alone in every manner, and axes combined."""
+    uneven = (num_layers - 1, 1)
+    yield Layout(dp_replicate=2)
+    yield from (Layout(dp_shard=2, zero_stage=stage) for stage in (1, 2, 3))
+    yield from (Layout(tp=2, sequence_parallel=parallel) for parallel in (True, False))
+    yield Layout(cp=2)
+    yield Layout(cp=2, context_method="ulysses")
+    yield from (Layout(pp=2, pipeline_schedule=schedule) for schedule in ("gpipe", "1f1b", "zero_bubble", "zbv"))
+    yield Layout(pp=2, pipeline_schedule="interleaved", virtual_stages=2)
+    yield Layout(pp=2, stage_layers=uneven)
+    yield Layout(dp_shard=2, ep=2)
+    yield Layout(dp_replicate=2, dp_shard=2)
+    yield Layout(dp_shard=2, tp=2)
+    yield Layout(dp_shard=2, cp=2)
+    yield Layout(dp_replicate=2, pp=2, pipeline_schedule="zbv")
+    yield Layout(dp_shard=2, pp=2, pipeline_schedule="zero_bubble")
+    yield Layout(dp_shard=2, pp=2, zero_stage=2)
+    yield Layout(tp=2, cp=2)
+    yield Layout(tp=2, pp=2)
+    yield Layout(cp=2, pp=2, pipeline_schedule="interleaved", virtual_stages=2)
+    yield Layout(dp_shard=4, ep=2)
+    yield Layout(dp_shard=2, tp=2, ep=4)
+    yield Layout(dp_shard=2, pp=2, ep=2)
+    yield Layout(dp_shard=2, tp=2, pp=2)
+    yield Layout(dp_replicate=2, dp_shard=2, tp=2)
+    yield Layout(tp=2, cp=2, pp=2)
+    yield Layout(dp_shard=2, cp=2, pp=2, pipeline_schedule="zbv")
+    yield Layout(dp_shard=4, tp=2, ep=8)
+
+
+COMBINED = (
+    Layout(dp_shard=2),
+    Layout(tp=2),
+    Layout(cp=2),
+    Layout(pp=2),
+    Layout(pp=2, pipeline_schedule="zbv"),
+    Layout(dp_shard=2, ep=2),
+    Layout(dp_shard=2, tp=2),
+)
+"""What recomputation, offload, compiling and bf16 are combined with."""
+
+
+def cases(max_processes: int) -> dict[str, list[Case]]:
+    """The legal cases of each clause that needs runs of its own, on at most so many processes."""
+    by_clause: dict[str, list[Case]] = {clause: [] for clause in ("NUM-1", "NUM-3", "NUM-4", "NUM-5")}
+    for family, spread in ((f, s) for f in FAMILIES for s in spreads(f, max_processes)):
+        by_clause["NUM-1"].append(Case(family, spread))
+        if spread not in COMBINED:
+            continue
+        by_clause["NUM-3"].append(Case(family, spread, compute="bf16"))
+        by_clause["NUM-4"] += [Case(family, spread, recompute=again) for again in ("selective", "full")]
+        by_clause["NUM-4"].append(Case(family, spread, offload="optimizer"))
+        if spread.pp == 1 or spread.pipeline_schedule == "1f1b":
+            by_clause["NUM-5"].append(Case(family, spread, compile=True))
+    return by_clause
+
+
+def spreads(family: str, max_processes: int) -> list[Layout]:
+    """The layouts that are legal for a family."""
+    return [layout for layout in _sized(family, max_processes) if not refusals(Case(family, layout))]
+
+
+def refused(max_processes: int) -> dict[str, list[Problem]]:
+    """The layouts of the matrix that are illegal, by case, with the reasons."""
+    all_cases = [Case(family, layout) for family in FAMILIES for layout in _sized(family, max_processes)]
+    return {case.name: problems for case in all_cases if (problems := refusals(case))}
+
+
+def _sized(family: str, max_processes: int) -> list[Layout]:
+    num_layers = getattr(FAMILIES[family], "num_layers", 2)
+    return [layout for layout in layouts(num_layers) if layout.world_size <= max_processes]
+
+
+def refusals(case: Case) -> list[Problem]:
+    return check_engine(build_spec(case))
+
+
+# A case as a plan
+
+
+_OPTIMIZERS = {
+    "sgd": OptimSpec(name="sgd", lr=0.1, weight_decay=0.0, grad_clip_norm=None, schedule=ScheduleSpec(kind="constant")),
+    "adamw": OptimSpec(name="adamw", lr=1e-3, schedule=ScheduleSpec(kind="constant")),
+}
+
+
+def build_spec(case: Case) -> RunSpec:
+    wanted = {name: getattr(case.layout, name) for name in LayoutSpec.__dataclass_fields__}
+    return RunSpec(
+        model=FAMILIES[case.family],
+        data=DataSpec(source="python_stdlib", seq_len=SEQ_LEN),
+        optim=_OPTIMIZERS[case.optimizer],
+        batching=BatchingSpec(global_batch_size=SAMPLES),
+        train=TrainSection(max_steps=STEPS),
+        layout=LayoutSpec(**wanted),
+        precision=PrecisionSpec(compute="fp32"),
+        compile=case.compile,
+        recompute=case.recompute,
+        offload=case.offload,
+    )
+
+
+def build_plan(case: Case, device: Literal["cpu", "cuda"]) -> Plan:
+    layout = case.layout
+    micro = min(case.micro_batch_size, SAMPLES // layout.data_parallel_size)
+    return Plan(
+        spec=build_spec(case),
+        layout=replace(layout, sequence_parallel=layout.sequence_parallel and layout.tp > 1),
+        device=device,
+        num_nodes=1,
+        devices_per_node=layout.world_size,
+        compute=case.compute,
+        recompute=case.recompute,
+        offload=case.offload,
+        micro_batch_size=micro,
+        grad_accum_steps=SAMPLES // layout.data_parallel_size // micro,
+        params=0,
+        flops_per_token=0.0,
+    )

@@ -1,0 +1,73 @@
+"""Small models with everything that a family has: what the clauses are measured on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainspec_cli.spec.model import DecoderModel, ExpertSpec, HybridModel, LatentAttention, ModelSpec
+
+SEQ_LEN = 64
+SAMPLES = 8
+
+_SIZES: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "ffn_size": 128,
+    "vocab_size": 256,
+}
+_MAMBA: dict[str, Any] = {"mamba_head_dim": 16, "mamba_state_size": 16, "mamba_groups": 2}
+
+FAMILIES: dict[str, ModelSpec] = {
+    # Llama and Qwen3: grouped-query attention, norms of queries and keys
+    "dense": DecoderModel(**_SIZES, qk_norm=True),
+    "tied": DecoderModel(**_SIZES, tied_embeddings=True),
+    # Mixtral and Qwen3-MoE, balanced by a bias and by a loss
+    "moe": DecoderModel(
+        **_SIZES,
+        experts=ExpertSpec(num_experts=8, top_k=2, expert_ffn_size=48, balance_rate=0.001, balance_loss=0.01),
+    ),
+    # DeepSeek-V3: latent attention, groups of experts, a shared one
+    "latent": DecoderModel(
+        **_SIZES | {"num_kv_heads": 4},
+        mla=LatentAttention(kv_lora_rank=32, q_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16),
+        experts=ExpertSpec(
+            num_experts=8,
+            top_k=2,
+            expert_ffn_size=48,
+            shared_experts=1,
+            first_dense_layers=1,
+            score="sigmoid",
+            num_groups=4,
+            top_groups=2,
+            weight_scale=2.5,
+            balance_rate=0.001,
+        ),
+    ),
+    # gpt-oss: windows, sinks, biases
+    "windowed": DecoderModel(
+        **_SIZES,
+        sliding_window=16,
+        global_attention_every=2,
+        attention_sinks=True,
+        attention_bias="all",
+        gate_limit=7.0,
+        experts=ExpertSpec(num_experts=8, top_k=2, expert_ffn_size=48, bias=True),
+    ),
+    "mamba": HybridModel(hidden_size=64, vocab_size=256, mamba_layers=4, **_MAMBA),
+    # Nemotron-H
+    "hybrid": HybridModel(
+        hidden_size=64,
+        vocab_size=256,
+        mamba_layers=2,
+        attention_layers=1,
+        mlp_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        ffn_size=128,
+        **_MAMBA,
+    ),
+}

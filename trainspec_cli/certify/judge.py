@@ -1,0 +1,198 @@
+"""Clause by clause: which runs it needs, what they measured, and whether that keeps the clause."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+
+from trainspec_cli.certify.cases import SAVE_AT, Case, cases, refused
+from trainspec_cli.certify.families import FAMILIES
+from trainspec_cli.certify.runs import Run, Testimony, gradient_errors, loss_error
+from trainspec_cli.spec.layout import Layout
+
+GRADIENT_BOUND = 1e-5
+LOSS_BOUND = 1e-5
+FORMAT_FACTOR = 2.0
+"""NUM-3: so many times the format's own error."""
+FORMAT_FLOOR = 1e-3
+"""NUM-3: below this a parameter's own bf16 error is luck, and the median over all of them is taken instead."""
+
+Heard = Mapping[Run, Testimony]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One clause on one case."""
+
+    clause: str
+    case: str
+    passed: bool
+    figures: dict[str, float | str] = field(default_factory=dict)
+    bound: float | None = None
+
+    @property
+    def measured(self) -> float:
+        """The figure that is held against the bound; 0 or 1 for clauses that allow no error."""
+        numbers = [value for value in self.figures.values() if isinstance(value, float)]
+        return numbers[0] if self.bound is not None and numbers else float(not self.passed)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A clause on a case, and the runs that it takes."""
+
+    clause: str
+    run: Run
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        if self.clause == "NUM-3":
+            return (self.run, _own_format(self.run.case), _in_fp64(self.run.case))
+        if self.clause == "NUM-6":
+            return (self.run, _again(self.run))
+        if self.clause == "CKPT-1":
+            return (self.run,)
+        reference = Run(self.run.case.reference)
+        return (self.run, *([self.run.continues] if self.run.continues else []), reference)
+
+
+def checks(max_processes: int, only: Sequence[str] = ()) -> list[Check]:
+    """Those of the matrix, or those whose clause or case is named by a pattern of `only`."""
+    wanted = [check for check in _all_checks(max_processes) if check.run.case.layout.world_size <= max_processes]
+    return [check for check in wanted if not only or any(_named(check, pattern) for pattern in only)]
+
+
+def _named(check: Check, pattern: str) -> bool:
+    return any(fnmatchcase(text, pattern) for text in (check.clause, check.run.name, check.run.case.family))
+
+
+def _all_checks(max_processes: int) -> Iterator[Check]:
+    by_clause = cases(max_processes)
+    for clause, found in by_clause.items():
+        for case in found:
+            yield Check(clause, Run(case, losses=clause == "NUM-1"))
+            if clause == "NUM-1":
+                yield Check("NUM-2", Run(case))
+    for family in FAMILIES:
+        legal = [case.layout for case in by_clause["NUM-1"] if case.family == family]
+        for layout in (layout for layout in KEPT if layout in legal):
+            case = Case(family, layout, optimizer="adamw")
+            yield Check("NUM-6", Run(case, gradients=False))
+            yield Check("CKPT-1", Run(case, gradients=False, resume=True))
+        for before, after in ((b, a) for b, a in MOVES if b in legal and (a in legal or a == Layout())):
+            source = Run(Case(family, before, optimizer="adamw"), gradients=False, resume=True)
+            yield Check("CKPT-2", Run(Case(family, after, optimizer="adamw"), gradients=False, continues=source))
+
+
+KEPT = (
+    Layout(dp_shard=2),
+    Layout(tp=2),
+    Layout(pp=2, pipeline_schedule="zbv"),
+    Layout(dp_shard=2, ep=2),
+)
+"""Repeated, and stopped and resumed."""
+MOVES = (
+    (Layout(dp_shard=2), Layout(tp=2)),
+    (Layout(tp=2), Layout(pp=2, pipeline_schedule="zbv")),
+    (Layout(pp=2), Layout(dp_replicate=2)),
+    (Layout(dp_replicate=2, dp_shard=2), Layout(tp=2, pp=2)),
+    (Layout(tp=2, pp=2), Layout()),
+    (Layout(dp_shard=2, ep=2), Layout()),
+    (Layout(cp=2), Layout(dp_shard=2, ep=2)),
+)
+"""Saved in the first layout, continued in the second."""
+
+
+def _in_fp64(case: Case) -> Run:
+    return Run(Case(case.family, compute="fp64", micro_batch_size=case.micro_batch_size), losses=False)
+
+
+def _own_format(case: Case) -> Run:
+    """What the format costs one process."""
+    return Run(case.reference, losses=False)
+
+
+def _again(run: Run) -> Run:
+    return replace(run, take=1)
+
+
+def judge(check: Check, heard: Heard) -> Finding:
+    return _JUDGES[check.clause](check, heard)
+
+
+def _judge_gradients(check: Check, heard: Heard) -> Finding:
+    errors = gradient_errors(heard[check.run], heard[Run(check.run.case.reference)])
+    worst = max(errors, key=lambda name: errors[name])
+    figures: dict[str, float | str] = {"worst_gradient_error": errors[worst], "parameter": worst}
+    return _finding(check, errors[worst], GRADIENT_BOUND, figures)
+
+
+def _judge_losses(check: Check, heard: Heard) -> Finding:
+    error = loss_error(heard[check.run].losses, heard[Run(check.run.case.reference)].losses)
+    return _finding(check, error, LOSS_BOUND, {"worst_loss_error": error})
+
+
+def _judge_format(check: Check, heard: Heard) -> Finding:
+    """The worst ratio of a parameter's error to what the format itself costs it."""
+    exact = heard[_in_fp64(check.run.case)]
+    ours, own = (gradient_errors(heard[run], exact) for run in (check.run, _own_format(check.run.case)))
+    usual = sorted(own.values())[len(own) // 2]
+    ratios = {name: error / (own[name] if own[name] > FORMAT_FLOOR else usual) for name, error in ours.items()}
+    worst = max(ratios, key=lambda name: ratios[name])
+    figures: dict[str, float | str] = {
+        "worst_ratio": ratios[worst],
+        "parameter": worst,
+        "error": ours[worst],
+        "error_of_the_format": own[worst],
+    }
+    return _finding(check, ratios[worst], FORMAT_FACTOR, figures)
+
+
+def _judge_repetition(check: Check, heard: Heard) -> Finding:
+    first, second = (heard[run].told["weights_sha256"] for run in (check.run, _again(check.run)))
+    return Finding(check.clause, check.run.name, first == second, {"sha256": first, "again": second})
+
+
+def _judge_resume(check: Check, heard: Heard) -> Finding:
+    told = heard[check.run].told
+    kept = told["weights_sha256"] == told["resumed"]["weights_sha256"]
+    same_losses = told["losses"][SAVE_AT:] == told["resumed"]["losses"]
+    figures: dict[str, float | str] = {
+        "sha256": told["weights_sha256"],
+        "resumed": told["resumed"]["weights_sha256"],
+        "worst_loss_error": loss_error(told["resumed"]["losses"], told["losses"][SAVE_AT:]),
+    }
+    return Finding(check.clause, check.run.name, kept and same_losses, figures)
+
+
+def _judge_move(check: Check, heard: Heard) -> Finding:
+    alone = heard[Run(check.run.case.reference)].losses
+    error = loss_error(heard[check.run].losses, alone[SAVE_AT:])
+    return _finding(check, error, LOSS_BOUND, {"worst_loss_error": error})
+
+
+_JUDGES = {
+    "NUM-1": _judge_gradients,
+    "NUM-2": _judge_losses,
+    "NUM-3": _judge_format,
+    "NUM-4": _judge_gradients,
+    "NUM-5": _judge_gradients,
+    "NUM-6": _judge_repetition,
+    "CKPT-1": _judge_resume,
+    "CKPT-2": _judge_move,
+}
+
+
+def _finding(check: Check, error: float, bound: float, figures: dict[str, float | str]) -> Finding:
+    passed = math.isfinite(error) and error <= bound
+    return Finding(check.clause, check.run.name, passed, figures, bound)
+
+
+def judge_refusals(max_processes: int) -> list[Finding]:
+    """LEGAL-1: every layout of the matrix either runs (above) or is refused with a reason and what to type."""
+    return [
+        Finding("LEGAL-1", name, all(p.message and p.hint for p in problems), {"reason": problems[0].message})
+        for name, problems in refused(max_processes).items()
+    ]

@@ -1,0 +1,128 @@
+"""`trainspec certify`: measure every clause of the open training spec on the chips at hand."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainspec_cli.cli.options import AsJson
+from trainspec_cli.errors import Problem, RecipeError, WorkerError, closest
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trainspec_cli.certify.judge import Check, Finding
+    from trainspec_cli.spec.cluster import Machine
+
+app = typer.Typer(add_completion=False)
+
+Only = Annotated[
+    list[str] | None,
+    typer.Option(help="A clause (NUM-1), a family (dense) or a case; * stands for anything. May be given again."),
+]
+Processes = Annotated[int | None, typer.Option(help="At most so many; as many as there are GPUs, else 4.", min=1)]
+Verify = Annotated[Path | None, typer.Option(help="Check the digest of this certificate, and print it.")]
+Output = Annotated[Path | None, typer.Option(help="Write the certificate to this file.")]
+Listed = Annotated[bool, typer.Option("--list", help="Name the cases, and run none.")]
+
+
+@app.command()
+def certify(
+    only: Only = None,
+    processes: Processes = None,
+    output: Output = None,
+    verify: Verify = None,
+    listed: Listed = False,
+    as_json: AsJson = False,
+) -> int:
+    """Hold this engine, on these chips, against the open training spec: gradients, losses, resume, resharding.
+
+    Every case is a real torchrun job of small models. Exits with 5 where a MUST is broken.
+    """
+    from trainspec_cli.certify.certificate import verify as read_verified
+    from trainspec_cli.cli.train import make_console
+
+    console = make_console(as_json=as_json)
+    if verify is not None:
+        return _tell(read_verified(verify), console, as_json=as_json)
+    machine = _machine()
+    wanted = _checks(only or [], processes or len(machine.gpu_names) or DEFAULT_PROCESSES)
+    if listed:
+        print("\n".join(f"{check.clause}  {check.run.name}" for check in wanted))
+        return 0
+    body = _certify(wanted, only or [], processes or len(machine.gpu_names) or DEFAULT_PROCESSES, machine, console)
+    if output is not None:
+        output.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
+    return _tell(body, console, as_json=as_json)
+
+
+DEFAULT_PROCESSES = 4
+
+
+def _machine() -> Machine:
+    from trainspec_cli.launch.machine import detect
+
+    return detect(look_for_gpus=True)
+
+
+def _checks(only: list[str], processes: int) -> list[Check]:
+    """Raises RecipeError where a pattern names nothing."""
+    from trainspec_cli.certify.judge import checks
+
+    for pattern in only:
+        if not checks(processes, [pattern]) and pattern != "LEGAL-1":
+            raise RecipeError(_names_nothing(pattern, processes))
+    return checks(processes, only)
+
+
+def _names_nothing(pattern: str, processes: int) -> Problem:
+    from trainspec_cli.certify.clauses import read_clauses
+    from trainspec_cli.certify.families import FAMILIES
+
+    names = [*read_clauses(), *FAMILIES]
+    near = closest(pattern, names)
+    hint = f"did you mean {near}?" if near else f"clauses and families: {', '.join(names)}; --list names every case"
+    message = f"--only {pattern} names no clause, family or case on at most {processes} processes"
+    return Problem("unknown_value", message, hint=hint)
+
+
+def _certify(
+    wanted: list[Check], only: list[str], processes: int, machine: Machine, console: Console
+) -> dict[str, Any]:
+    from datetime import UTC, datetime
+
+    from trainspec_cli.certify.certificate import write_certificate
+    from trainspec_cli.certify.judge import judge_refusals
+
+    findings = _measure(wanted, machine, console)
+    if not only or "LEGAL-1" in only:
+        findings += judge_refusals(processes)
+    return write_certificate(findings, machine, date=datetime.now(UTC).date().isoformat(), whole=not only)
+
+
+def _measure(wanted: list[Check], machine: Machine, console: Console) -> list[Finding]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from trainspec_cli.certify.judge import judge
+    from trainspec_cli.certify.runs import hear
+
+    runs = list(dict.fromkeys(run for check in wanted for run in check.runs))
+    columns = (TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with tempfile.TemporaryDirectory(prefix="trainspec-certify-") as folder, Progress(*columns, console=console) as bar:
+        task = bar.add_task("runs", total=len(runs))
+        heard = hear(runs, Path(folder), machine, lambda done: bar.update(task, completed=done))
+        return [judge(check, heard) for check in wanted]
+
+
+def _tell(body: dict[str, Any], console: Console, *, as_json: bool) -> int:
+    from trainspec_cli.report.certificate_text import render_certificate
+
+    if as_json:
+        print(json.dumps(body, indent=2))
+    else:
+        console.print(render_certificate(body))
+    return WorkerError.exit_code if body["verdict"] == "broken" else 0

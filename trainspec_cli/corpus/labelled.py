@@ -1,0 +1,45 @@
+"""The door to images and volumes: a DataSpec becomes samples that can be read by number.
+
+An image is (C, ...) of fp32, of mean 0 and variance 1; its label a class, or a class for every voxel (int64).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+
+from trainspec_cli.corpus.images import ImageFolder
+from trainspec_cli.corpus.phantom import Phantoms
+from trainspec_cli.corpus.volumes import VolumeFolder
+from trainspec_cli.spec.data import DataSpec
+from trainspec_cli.spec.model import ConvModel
+
+Labelled = tuple[np.ndarray, np.ndarray]
+"""(image, label)"""
+
+
+class LabelledSamples(Protocol):
+    def count(self, split: Literal["train", "heldout"]) -> int: ...
+
+    def train(self, index: int, generator: np.random.Generator) -> Labelled:
+        """Sample `index` to train on; the generator chooses its crop."""
+
+    def heldout(self, index: int) -> Labelled:
+        """Sample `index` to judge on, always the same."""
+
+
+def open_samples(data: DataSpec, model: ConvModel, folder: Path | None) -> LabelledSamples:
+    """Raises RecipeError where there are none, or their sizes, channels or classes are not the model's."""
+    if data.source == "phantom":
+        return Phantoms(data, model)
+    assert folder is not None, f"{data.source} lie in a folder"
+    return ImageFolder(folder, data, model) if data.source == "images" else VolumeFolder(folder, data, model)
+
+
+def find_samples(data: DataSpec, model: ConvModel) -> Path | None:
+    """The folder to read, looked through; None for phantoms, which lie nowhere. Raises as `open_samples`."""
+    folder = Path(data.path).expanduser().absolute() if data.path else None
+    open_samples(data, model, folder)
+    return folder

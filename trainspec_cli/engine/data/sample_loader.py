@@ -1,0 +1,57 @@
+"""The batches of a run on images or volumes: which samples a rank reads at a step is a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainspec_cli.corpus.labelled import LabelledSamples
+from trainspec_cli.corpus.samples import locate, rank_positions
+from trainspec_cli.engine.batch import MicroBatch
+from trainspec_cli.engine.data.loader import BatchPlan
+
+MAX_READERS = 16
+
+
+class SampleLoader:
+    """Reads samples with as many threads as it is given (at most `MAX_READERS`), in order all the same."""
+
+    def __init__(self, samples: LabelledSamples, plan: BatchPlan, num_readers: int):
+        self.samples, self.plan = samples, plan
+        self._readers = ThreadPoolExecutor(max(1, min(MAX_READERS, num_readers)), thread_name_prefix="samples")
+
+    @property
+    def num_heldout(self) -> int:
+        return self.samples.count("heldout")
+
+    def read_step(self, step: int) -> list[MicroBatch]:
+        """This rank's micro-batches of `step`, on the host; crops are drawn anew at every position."""
+        plan = self.plan
+        positions = rank_positions(step, plan.global_batch_size, plan.rank, plan.num_ranks)
+        _, indices = locate(positions, self.samples.count("train"), plan.seed)
+        images, labels = self._read(indices, positions)
+        return list(zip(images.split(plan.micro_batch_size), labels.split(plan.micro_batch_size), strict=True))
+
+    def heldout_batches(self) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """This rank's (images, labels, how many of them are real); all ranks get equally many batches."""
+        size, plan = self.plan.micro_batch_size, self.plan
+        for turn in range(math.ceil(self.num_heldout / (size * plan.num_ranks))):
+            first = (turn * plan.num_ranks + plan.rank) * size
+            wanted = np.arange(first, first + size)
+            images, labels = self._read(np.minimum(wanted, self.num_heldout - 1), None)
+            yield images, labels, int((wanted < self.num_heldout).sum())
+
+    def _read(self, indices: np.ndarray, positions: np.ndarray | None) -> tuple[Tensor, Tensor]:
+        """(B, C, ...) of fp32 and labels of int64; held-out samples where there are no positions."""
+        if positions is None:
+            read = self._readers.map(self.samples.heldout, indices.tolist())
+        else:
+            generators = [np.random.default_rng([self.plan.seed, position]) for position in positions.tolist()]
+            read = self._readers.map(self.samples.train, indices.tolist(), generators)
+        images, labels = zip(*read, strict=True)
+        return torch.from_numpy(np.stack(images)), torch.from_numpy(np.stack(labels))

@@ -1,0 +1,127 @@
+"""Counts what a piece of a program takes: live bytes of tensors, floating-point operations, bytes of collectives."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+_aten = torch.ops.aten
+COLLECTIVES = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "send": "send",
+    "recv_": "receive",
+    "broadcast_": "broadcast",
+}
+
+
+class Ledger(TorchDispatchMode):
+    """While it is entered, everything that is allocated, computed and exchanged is written down.
+
+    A storage counts from the operation that made it until it dies, with the size that it has: FSDP2 frees parameters by
+    resizing their storages to nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = self.peak_bytes = 0
+        self.flops = 0.0
+        self.comm_bytes: Counter[str] = Counter()
+        self._sizes: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """Count anew from here; what lives stays counted."""
+        self.peak_bytes, self.flops, self.comm_bytes = self.live_bytes, 0.0, Counter()
+
+    def told(self) -> dict[str, Any]:
+        return {
+            "peak_memory_bytes": self.peak_bytes,
+            "flops": self.flops,
+            "comm_bytes": dict(self.comm_bytes),
+        }
+
+    def __enter__(self) -> Ledger:
+        self._resize = torch.UntypedStorage.resize_
+        ledger, resize = self, self._resize
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            ledger._hold(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*exception)
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self._exchanged(func, args)
+        else:
+            self._computed(func, args, kwargs or {}, result)
+            for tensor in _tensors(result):
+                self._hold(tensor.untyped_storage())
+        return result
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        """Its size now; new ones are watched until they die."""
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._sizes:
+            weakref.finalize(storage, self._drop, key)
+        self.live_bytes += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _drop(self, key: int) -> None:
+        self.live_bytes -= self._sizes.pop(key, 0)
+
+    def _computed(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        packet = func._overloadpacket
+        if packet in _CPU_ATTENTION:
+            self.flops += _CPU_ATTENTION[packet](args)
+        elif packet in flop_registry:
+            self.flops += flop_registry[packet](*args, **kwargs, out_val=result)
+
+    def _exchanged(self, func: Any, args: Any) -> None:
+        """Bytes of the larger side: what a rank has in hand before or after."""
+        kind = COLLECTIVES.get(func._overloadpacket.__name__)
+        if kind:
+            sides = [sum(t.nbytes for t in _tensors(argument)) for argument in args]
+            self.comm_bytes[kind] += max(sides, default=0)
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    return (leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor))
+
+
+def _attention_flops(args: Any) -> float:
+    """A causal core computes half of the scores."""
+    q, k, v = args[:3]
+    causal = len(args) > 4 and args[4]
+    return sdpa_flop_count(q.shape, k.shape, v.shape) * (0.5 if causal else 1.0)
+
+
+def _attention_backward_flops(args: Any) -> float:
+    dout, q, k, v = args[:4]
+    causal = len(args) > 7 and args[7]
+    return sdpa_backward_flop_count(dout.shape, q.shape, k.shape, v.shape) * (0.5 if causal else 1.0)
+
+
+_CPU_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}

@@ -1,0 +1,120 @@
+"""Causal attention: grouped-query heads, windows, sinks.
+
+Shapes: B samples, S tokens a sample, D hidden size, H heads, K key-value heads, E head size, W window.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainspec_cli.engine.models.rope import apply_rope, score_factor
+from trainspec_cli.spec.model import DecoderModel
+
+SINK_DIMS = 8
+"""By so much heads grow where a sink's logit travels with the queries: kernels want multiples of 8."""
+
+
+class CausalCore(nn.Module):
+    """Scores, softmax and values: the part of attention that crosses the sequence.
+
+    With a window (a query meets itself and the W - 1 before it) the sequence is cut into blocks of W: a block's queries
+    meet its own keys and those of the block before, so that the cost grows with the window and not with the sequence.
+    """
+
+    def __init__(self, *, window: int | None = None, scale: float | None = None, sinks: bool = False):
+        """`scale` multiplies the scores; None: 1 / sqrt(E). With `sinks` the queries carry their head's sink logit."""
+        super().__init__()
+        self.window, self.scale, self.sinks = window, scale, sinks
+
+    def forward(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor) -> Tensor:
+        q, k, v = q_BSHE.transpose(1, 2), k_BSKE.transpose(1, 2), v_BSKE.transpose(1, 2)
+        value_size = v.shape[-1]
+        if value_size < q.shape[-1]:  # the fused kernels take heads of one size
+            v = F.pad(v, (0, q.shape[-1] - value_size))
+        windowed = self.window is not None and self.window < q.shape[2]
+        mixed = self._windowed(q, k, v) if windowed else self._whole(q, k, v)
+        return mixed[..., :value_size].transpose(1, 2)
+
+    def _whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not self.sinks:
+            return self._attend(q, k, v, None)
+        q, k, v = _pad_front(q), _sink_key(_pad_front(k)), _pad_front(v)
+        return self._attend(q, k, v, None)[:, :, 1:]
+
+    def _windowed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The first block is plain causal attention; the others become samples of their own."""
+        window, batch, seq_len = self.window or 0, q.shape[0], q.shape[2]
+        first = self._whole(q[:, :, :window], k[:, :, :window], v[:, :, :window])
+        q, k, v = (F.pad(x, (0, 0, 0, -seq_len % window)).unflatten(2, (-1, window)) for x in (q, k, v))
+        k, v = (torch.cat((x[:, :, :-1], x[:, :, 1:]), dim=3) for x in (k, v))
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q[:, :, 1:], k, v))
+        row, column = (torch.arange(size, device=q.device) for size in (window, 2 * window))
+        mask = (column > row[:, None]) & (column <= row[:, None] + window)
+        if self.sinks:
+            k, v, mask = _sink_key(_pad_front(k)), _pad_front(v), F.pad(mask, (1, 0), value=True)
+        rest = self._attend(q, k, v, mask).unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)
+        return torch.cat((first, rest[:, :, : seq_len - window]), dim=2)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+
+
+def carry_sinks(q_BSHE: Tensor, k_BSKE: Tensor, sinks_H: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Queries that hold their head's sink logit in further dimensions, keys that hold zeros there."""
+    logit_BSH1 = (sinks_H / scale).to(q_BSHE.dtype)[:, None].expand(*q_BSHE.shape[:3], 1)
+    q_BSHE = F.pad(torch.cat((q_BSHE, logit_BSH1), dim=-1), (0, SINK_DIMS - 1))
+    return q_BSHE, F.pad(k_BSKE, (0, SINK_DIMS))
+
+
+def _pad_front(x_BHSE: Tensor) -> Tensor:
+    """A token of zeros before the first: a key for the sink, and a query so that the causal order holds."""
+    return F.pad(x_BHSE, (0, 0, 1, 0))
+
+
+def _sink_key(k_BHSE: Tensor) -> Tensor:
+    """The first key reads the sink's logit from the queries."""
+    is_first_S = torch.arange(k_BHSE.shape[2], device=k_BHSE.device) == 0
+    is_logit_E = torch.arange(k_BHSE.shape[3], device=k_BHSE.device) == k_BHSE.shape[3] - SINK_DIMS
+    return k_BHSE + (is_first_S[:, None] & is_logit_E).to(k_BHSE.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention (arXiv:2305.13245)."""
+
+    def __init__(self, model: DecoderModel, window: int | None = None):
+        super().__init__()
+        inputs, head_dim = model.hidden_size, model.head_dim
+        bias = model.attention_bias != "none"
+        self.head_dim = head_dim
+        self.scale = score_factor(model.rope_scaling) / math.sqrt(head_dim)
+        self.core = CausalCore(window=window, scale=self.scale, sinks=model.attention_sinks)
+        self.q = nn.Linear(inputs, model.num_heads * head_dim, bias=bias)
+        self.k = nn.Linear(inputs, model.num_kv_heads * head_dim, bias=bias)
+        self.v = nn.Linear(inputs, model.num_kv_heads * head_dim, bias=bias)
+        self.out = nn.Linear(model.num_heads * head_dim, inputs, bias=False)
+        self.q_norm = nn.RMSNorm(head_dim, eps=model.norm_eps) if model.qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim, eps=model.norm_eps) if model.qk_norm else None
+        self.sinks = nn.Parameter(torch.empty(model.num_heads)) if model.attention_sinks else None
+
+    def forward(self, x_BSD: Tensor, cos_SE: Tensor | None = None, sin_SE: Tensor | None = None) -> Tensor:
+        heads = (*x_BSD.shape[:2], -1, self.head_dim)
+        q_BSHE, k_BSKE, v_BSKE = (project(x_BSD).view(heads) for project in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BSHE, k_BSKE = self.q_norm(q_BSHE), self.k_norm(k_BSKE)
+        if cos_SE is not None and sin_SE is not None:
+            q_BSHE, k_BSKE = (apply_rope(x, cos_SE, sin_SE) for x in (q_BSHE, k_BSKE))
+        if self.sinks is not None:
+            q_BSHE, k_BSKE = carry_sinks(q_BSHE, k_BSKE, self.sinks, self.scale)
+        return self.out(self.core(q_BSHE, k_BSKE, v_BSKE).flatten(2))

@@ -1,0 +1,107 @@
+"""Batch normalisation (arXiv:1502.03167) over the samples of all data-parallel ranks.
+
+Statistics are those of one process that holds the micro-batches of all ranks at once, whatever the layout, and are
+taken in fp32. Shapes: B samples, C channels, then the extents of space; N positions of a channel on one rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Ranks(Protocol):
+    """Those that hold equal parts of a micro-batch."""
+
+    @property
+    def size(self) -> int: ...
+
+    def sum_(self, x: Tensor) -> Tensor:
+        """Over all of them, in place."""
+
+
+class BatchNorm(nn.Module):
+    """In training by the batch's statistics, in evaluation by their running means."""
+
+    running_mean: Tensor
+    running_variance: Tensor
+
+    def __init__(self, channels: int, eps: float = 1e-5, momentum: float = 0.1):
+        super().__init__()
+        self.eps, self.momentum = eps, momentum
+        self.ranks: Ranks | None = None
+        """Set from outside; None: this process alone."""
+        self.weight = nn.Parameter(torch.empty(channels))
+        self.bias = nn.Parameter(torch.empty(channels))
+        self.register_buffer("running_mean", torch.empty(channels))
+        self.register_buffer("running_variance", torch.empty(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return _normalise(x, self.weight, self.bias, self)
+        scale = precise(self.weight) * (self.running_variance + self.eps).rsqrt()
+        return _scale(x, scale, precise(self.bias) - self.running_mean * scale)
+
+    def mean_over_ranks(self, x: Tensor) -> Tensor:
+        """Of equally large parts, in place."""
+        return x if self.ranks is None or self.ranks.size == 1 else self.ranks.sum_(x).div_(self.ranks.size)
+
+    def remember(self, mean: Tensor, variance: Tensor, count: int) -> None:
+        """Add a batch's statistics to the running ones, the variance unbiased; those that are not finite are left."""
+        unbiased = variance * (count / max(1, count - 1))
+        for running, new in ((self.running_mean, mean), (self.running_variance, unbiased)):
+            running.lerp_(torch.where(new.isfinite(), new.to(running.dtype), running), self.momentum)
+
+
+class _BatchNorm(torch.autograd.Function):
+    """The running statistics follow in the backward, which runs once even where the forward is computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: BatchNorm) -> Tensor:
+        mean = norm.mean_over_ranks(_channel_mean(x))
+        variance = norm.mean_over_ranks(_channel_mean((precise(x) - _along(mean, x)).square_()))
+        inverse_std = (variance + norm.eps).rsqrt()
+        ctx.norm = norm
+        ctx.save_for_backward(x, weight, mean, variance)
+        scale = precise(weight) * inverse_std
+        return _scale(x, scale, precise(bias) - mean * scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+        x, weight, mean, variance = ctx.saved_tensors
+        norm, per_rank = ctx.norm, x.numel() // x.shape[1]
+        inverse_std = (variance + norm.eps).rsqrt()
+        normal, gradient = (precise(x) - _along(mean, x)).mul_(_along(inverse_std, x)), precise(gradient)
+        to_bias, to_weight = _channel_mean(gradient), _channel_mean(gradient * normal)
+        both = norm.mean_over_ranks(torch.stack([to_bias, to_weight]))
+        to_x = gradient - _along(both[0], x) - normal.mul_(_along(both[1], x))
+        to_x *= _along(precise(weight) * inverse_std, x)
+        norm.remember(mean, variance, per_rank * (norm.ranks.size if norm.ranks else 1))
+        return to_x.to(x.dtype), (to_weight * per_rank).to(weight.dtype), (to_bias * per_rank).to(weight.dtype), None
+
+
+@torch.compiler.disable
+def _normalise(x: Tensor, weight: Tensor, bias: Tensor, norm: BatchNorm) -> Tensor:
+    return _BatchNorm.apply(x, weight, bias, norm)
+
+
+def precise(x: Tensor) -> Tensor:
+    """In fp32, or in fp64 where it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _scale(x: Tensor, scale_C: Tensor, shift_C: Tensor) -> Tensor:
+    """In fp32, rounded to the format of x once."""
+    return torch.addcmul(_along(shift_C, x), precise(x), _along(scale_C, x)).to(x.dtype)
+
+
+def _channel_mean(x: Tensor) -> Tensor:
+    """(B, C, ...) -> (C,), in fp32 at least."""
+    return x.mean(dim=[0, *range(2, x.dim())], dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def _along(values_C: Tensor, x: Tensor) -> Tensor:
+    """To be broadcast over x (B, C, ...)."""
+    return values_C.view(1, -1, *(1 for _ in x.shape[2:]))

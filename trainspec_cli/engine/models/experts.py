@@ -1,0 +1,142 @@
+"""Routed experts: tokens sorted by expert, one grouped matrix product, tokens back in their places.
+
+Shapes: T tokens, K experts a token, E experts, M copies of tokens sorted by expert, D hidden size, F width of an
+expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainspec_cli.engine.models.feed_forward import ACTIVATIONS, clamped_glu
+from trainspec_cli.spec.model import DecoderModel
+
+
+class Sorted(NamedTuple):
+    """Copies of tokens in their experts' order; copies that no expert takes stand last."""
+
+    x_MD: Tensor
+    counts_E: Tensor
+    """Copies of each expert, int64; they sum to M but for those that were dropped."""
+    source_M: Tensor
+    """Which copy (token * K + choice) stands here."""
+    place_M: Tensor
+    """The inverse: where each copy stands."""
+
+    def combine(self, y_MD: Tensor, weights_TK: Tensor) -> Tensor:
+        """(T, D): each token's copies, weighed and summed."""
+        tokens, chosen = weights_TK.shape
+        y_TKD = take(y_MD, self.place_M, self.source_M).view(tokens, chosen, -1)
+        return torch.bmm(weights_TK.to(y_TKD.dtype)[:, None], y_TKD)[:, 0]
+
+
+def sort_by_expert(x_TD: Tensor, indices_TK: Tensor, num_experts: int) -> Sorted:
+    """An index of `num_experts` stands for a copy that was dropped."""
+    expert_M = indices_TK.flatten()
+    source_M = expert_M.argsort(stable=True)
+    place_M = torch.empty_like(source_M).scatter_(0, source_M, torch.arange(len(source_M), device=source_M.device))
+    counts_E = count_experts(indices_TK, num_experts)
+    return Sorted(take(x_TD, source_M // indices_TK.shape[1], place_M), counts_E, source_M, place_M)
+
+
+def count_experts(indices: Tensor, num_experts: int) -> Tensor:
+    """(E,) int64, on the device and of static shape; dropped copies count nowhere."""
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=indices.device)
+    return counts.scatter_add_(0, indices.flatten(), torch.ones_like(indices.flatten()))[:num_experts]
+
+
+class _Take(torch.autograd.Function):
+    """x[rows]; `copies` says where each row's copies went, so that the backward is a gather too and no scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, rows_M: Tensor, copies_M: Tensor) -> Tensor:
+        ctx.save_for_backward(copies_M)
+        ctx.tokens = len(x_TD)
+        return x_TD[rows_M]
+
+    @staticmethod
+    def backward(ctx: Any, dy_MD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (copies_M,) = ctx.saved_tensors
+        return dy_MD[copies_M].view(ctx.tokens, -1, dy_MD.shape[1]).sum(1), None, None
+
+
+def take(x_TD: Tensor, rows_M: Tensor, copies_M: Tensor) -> Tensor:
+    """(M, D): rows of x; those that copy row t are copies_M[t * M/T : (t + 1) * M/T]."""
+    return _Take.apply(x_TD, rows_M, copies_M)
+
+
+def grouped_matmul(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
+    """(M, F): each expert's rows times its matrix; rows beyond the counts are left undefined."""
+    if x_MD.device.type == "cpu":
+        return _grouped_on_cpu(x_MD, weight_EDF, counts_E)
+    return F.grouped_mm(x_MD, weight_EDF, offs=counts_E.cumsum(0).to(torch.int32))
+
+
+@torch.compiler.disable
+def _grouped_on_cpu(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
+    """What the compiler knows of the grouped kernel holds for GPUs alone."""
+    if x_MD.dtype == torch.float64:  # the grouped kernels take 32 bits at most
+        parts = x_MD.split([*counts_E.tolist(), len(x_MD) - int(counts_E.sum())])
+        return torch.cat([part @ weight for part, weight in zip(parts, [*weight_EDF, weight_EDF[0]], strict=True)])
+    return F.grouped_mm(x_MD, weight_EDF, offs=counts_E.cumsum(0).to(torch.int32))
+
+
+class Experts(nn.Module):
+    """The routed experts' feed-forwards. Rows of tokens come sorted; rows beyond the counts come out as zeros.
+
+    `up` holds the gate's columns and then the linear half's; without a gate, the linear ones alone.
+    """
+
+    def __init__(self, model: DecoderModel):
+        super().__init__()
+        assert model.experts is not None
+        experts, hidden, width = model.experts, model.hidden_size, model.experts.expert_ffn_size
+        halves = 2 if model.gated_mlp else 1
+        self.up = nn.Parameter(torch.empty(experts.num_experts, hidden, halves * width))
+        self.down = nn.Parameter(torch.empty(experts.num_experts, width, hidden))
+        self.up_bias = nn.Parameter(torch.empty(experts.num_experts, halves * width)) if experts.bias else None
+        self.down_bias = nn.Parameter(torch.empty(experts.num_experts, hidden)) if experts.bias else None
+        self.gated, self.gate_limit = model.gated_mlp, model.gate_limit
+        self.activation = ACTIVATIONS[model.activation]
+        self.drops = experts.capacity_factor is not None
+
+    def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
+        expert_M = self._expert_of_row(len(x_MD), counts_E) if self.up_bias is not None else None
+        x_MD = self._without_dropped(x_MD, counts_E)
+        inner_MF = self._activate(_add_bias(grouped_matmul(x_MD, self.up, counts_E), self.up_bias, expert_M))
+        y_MD = _add_bias(grouped_matmul(inner_MF, self.down, counts_E), self.down_bias, expert_M)
+        return self._without_dropped(y_MD, counts_E)
+
+    def _activate(self, x_MF: Tensor) -> Tensor:
+        if not self.gated:
+            return self.activation(x_MF)
+        gate, up = x_MF.chunk(2, dim=-1)
+        return self.activation(gate) * up if self.gate_limit is None else clamped_glu(gate, up, self.gate_limit)
+
+    def _without_dropped(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
+        """Zeros in rows that no expert takes, forward and backward: grouped kernels leave them as they find them."""
+        if not self.drops:
+            return x_MD
+        taken_M1 = torch.arange(len(x_MD), device=x_MD.device)[:, None] < counts_E.sum()
+        return torch.where(taken_M1, x_MD, 0)
+
+    @staticmethod
+    def _expert_of_row(rows: int, counts_E: Tensor) -> Tensor:
+        row_M = torch.arange(rows, device=counts_E.device)
+        return torch.searchsorted(counts_E.cumsum(0), row_M, right=True).clamp(max=len(counts_E) - 1)
+
+
+def _add_bias(y_MF: Tensor, bias_EF: Tensor | None, expert_M: Tensor | None) -> Tensor:
+    return y_MF if bias_EF is None or expert_M is None else y_MF + bias_EF[expert_M]
+
+
+class LocalDispatch(nn.Module):
+    """All experts are here."""
+
+    def forward(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, experts: nn.Module) -> Tensor:
+        copies = sort_by_expert(x_TD, indices_TK, experts.up.shape[0])  # type: ignore[union-attr, index, arg-type]
+        return copies.combine(experts(copies.x_MD, copies.counts_E), weights_TK)

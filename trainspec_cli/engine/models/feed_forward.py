@@ -1,0 +1,41 @@
+"""Feed-forward layers: with a gate (SwiGLU, arXiv:2002.05202) or without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainspec_cli.spec.model import Activation
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """arXiv:2109.08668."""
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu2": squared_relu}
+
+
+def clamped_glu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """What gpt_oss has in SwiGLU's place: both halves bounded, and the linear one about 1."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+class FeedForward(nn.Module):
+    """down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x)))."""
+
+    def __init__(self, hidden_size: int, ffn_size: int, *, gated: bool, activation: Activation):
+        super().__init__()
+        self.gate = nn.Linear(hidden_size, ffn_size, bias=False) if gated else None
+        self.up = nn.Linear(hidden_size, ffn_size, bias=False)
+        self.down = nn.Linear(ffn_size, hidden_size, bias=False)
+        self.activation = ACTIVATIONS[activation]
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(self.activation(self.up(x_BSD)))
+        return self.down(self.activation(self.gate(x_BSD)) * self.up(x_BSD))

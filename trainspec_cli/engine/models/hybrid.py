@@ -1,0 +1,46 @@
+"""State-space layers, alone or between attention, feed-forward and expert layers (Nemotron-H, arXiv:2504.03624)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from trainspec_cli.engine.models.attention import Attention
+from trainspec_cli.engine.models.decoder import dense_feed_forward
+from trainspec_cli.engine.models.language_model import LanguageModel
+from trainspec_cli.engine.models.mamba2 import Mamba2
+from trainspec_cli.engine.models.moe import MixtureOfExperts
+from trainspec_cli.spec.model import HybridModel
+
+MIXERS: dict[str, tuple[str, Callable[[HybridModel], nn.Module]]] = {
+    "M": ("mamba", Mamba2),
+    "*": ("attention", lambda model: Attention(model.as_decoder)),
+    "-": ("ffn", lambda model: dense_feed_forward(model.as_decoder)),
+    "E": ("ffn", lambda model: MixtureOfExperts(model.as_decoder)),
+}
+"""Letter of the pattern -> (the mixer's name in its block, what makes it)."""
+
+
+class HybridBlock(nn.Module):
+    """x + mixer(norm(x)), with one mixer: Mamba-2, attention without positions, a feed-forward or experts."""
+
+    def __init__(self, model: HybridModel, letter: str):
+        super().__init__()
+        self.kind, make = MIXERS[letter]
+        self.norm = nn.RMSNorm(model.hidden_size, eps=model.norm_eps)
+        self.add_module(self.kind, make(model))
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return x_BSD + self.get_submodule(self.kind)(self.norm(x_BSD))
+
+
+class Hybrid(LanguageModel):
+    """The order of the layers tells tokens' places: state-space layers need no positions, nor do those between."""
+
+    writes_per_layer: ClassVar[int] = 1
+
+    def __init__(self, model: HybridModel, layers: range | None = None):
+        super().__init__(model, layers, lambda layer: HybridBlock(model, model.layers[layer]))
+        self.model = model

@@ -1,0 +1,144 @@
+"""What all models of text share: embedding, blocks, norm, head and loss, as a whole or as a stage of a pipeline.
+
+Shapes: B samples, S tokens a sample, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from trainspec_cli.engine.models.attention import Attention
+from trainspec_cli.engine.models.cross_entropy import LinearCrossEntropy
+from trainspec_cli.engine.models.feed_forward import FeedForward
+from trainspec_cli.engine.models.latent_attention import LatentAttention
+from trainspec_cli.engine.models.mamba2 import MAMBA_INIT, Mamba2
+from trainspec_cli.engine.models.moe import MixtureOfExperts
+from trainspec_cli.engine.models.router import Router
+from trainspec_cli.spec.model import DecoderModel, HybridModel
+
+INIT_STD = 0.02
+
+
+class LanguageModel(nn.Module):
+    """Token ids -> summed cross-entropy of the next token (or logits, to write text).
+
+    As a pipeline's stage it holds some of the layers: the first stage embeds, the others take hidden states; the last
+    ends in the loss, the others in hidden states.
+    """
+
+    tensor_cuts: ClassVar[dict[str, int]] = {
+        "embed.weight": 0,
+        "head.weight": 0,
+        "blocks.*.attention.[qkv].weight": 0,
+        "blocks.*.attention.[qkv].bias": 0,
+        "blocks.*.attention.kv.weight": 0,
+        "blocks.*.attention.sinks": 0,
+        "blocks.*.attention.out.weight": 1,
+        "blocks.*.ffn.gate.weight": 0,
+        "blocks.*.ffn.up.weight": 0,
+        "blocks.*.ffn.down.weight": 1,
+        "blocks.*.ffn.shared.gate.weight": 0,
+        "blocks.*.ffn.shared.up.weight": 0,
+        "blocks.*.ffn.shared.down.weight": 1,
+        "blocks.*.mamba.out.weight": 1,
+        "blocks.*.mamba.*": 0,
+    }
+    """Which dimension of which parameter tensor parallelism cuts; the first pattern that fits decides."""
+    tensor_partial: ClassVar[tuple[str, ...]] = ("blocks.*.attention.*_norm.weight", "blocks.*.attention.*_down.weight")
+    """Whole parameters inside regions: a rank's gradient is its share."""
+    writes_per_layer: ClassVar[int]
+    """How often a layer adds to the residual stream."""
+
+    def __init__(self, model: DecoderModel | HybridModel, layers: range | None, make_block: Callable[[int], nn.Module]):
+        super().__init__()
+        layers = range(model.num_layers) if layers is None else layers
+        first, last = 0 in layers, model.num_layers - 1 in layers
+        embeds = first or (last and model.tied_embeddings)
+        self.embed = nn.Embedding(model.vocab_size, model.hidden_size) if embeds else None
+        self.blocks = nn.ModuleDict({str(layer): make_block(layer) for layer in layers})
+        self.norm = nn.RMSNorm(model.hidden_size, eps=model.norm_eps) if last else None
+        self.head = None
+        if last and not model.tied_embeddings:
+            self.head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
+        self.loss: LinearCrossEntropy | None = LinearCrossEntropy() if last else None
+        self.residual_std = INIT_STD / math.sqrt(self.writes_per_layer * model.num_layers)
+
+    def forward(self, tokens_or_x: Tensor, targets_BS: Tensor | None = None) -> Tensor:
+        """-> hidden states (B, S, D) of a stage that is not the last; else the summed loss (scalar, fp32) where targets
+        are given, and logits (B, S, V) where none are."""
+        x_BSD = tokens_or_x if tokens_or_x.is_floating_point() else self.embed_tokens(tokens_or_x)
+        inputs = self.block_inputs(x_BSD)
+        for block in self.blocks.values():
+            x_BSD = block(x_BSD, *inputs)
+        if self.norm is None or self.loss is None:
+            return x_BSD
+        head = self.head or self.embed
+        assert head is not None, "the last stage of a tied model holds the embedding too"
+        return self.loss(self.norm(x_BSD), head.weight, targets_BS)
+
+    def embed_tokens(self, tokens_BS: Tensor) -> Tensor:
+        assert self.embed is not None, "the first stage alone takes tokens"
+        return self.embed(tokens_BS)
+
+    def block_inputs(self, _x_BSD: Tensor) -> tuple[Tensor, ...]:
+        """What every block takes besides the hidden states."""
+        return ()
+
+    # What is published
+
+    def block_modules(self) -> Sequence[nn.Module]:
+        """The units that are sharded and recomputed as one."""
+        return list(self.blocks.values())
+
+    def compile_modules(self) -> Sequence[nn.Module]:
+        """The units whose arithmetic a compiler may fuse; what lies between them stays eager."""
+        return [*self.blocks.values(), *([self.loss.chunk] if self.loss else [])]
+
+    def region_modules(self) -> Sequence[nn.Module]:
+        """The modules whose matrices tensor parallelism cuts: whole input, summed output.
+
+        Routed experts are none: they are spread whole, and each rank routes its own tokens.
+        """
+        return self._all(Attention, LatentAttention, FeedForward, Mamba2)
+
+    def attention_modules(self) -> Sequence[nn.Module]:
+        """Those that cross the sequence, in their `core`."""
+        return self._all(Attention, LatentAttention)
+
+    def expert_modules(self) -> Sequence[nn.Module]:
+        """The mixtures of experts: each has `experts`, whose parameters' first dimension is the expert, and a
+        `dispatch` that brings tokens there and back."""
+        return self._all(MixtureOfExperts)
+
+    def balance_modules(self) -> Sequence[Router]:
+        """Each counts `tokens_per_expert_E` since its last `update_balance(counts_E)`, which takes the global batch's
+        counts; it wants `loss_scale` (1 / global tokens) filled before a step."""
+        return self._all(Router)
+
+    def _all(self, *kinds: type[nn.Module]) -> list[Any]:
+        return [module for module in self.blocks.modules() if isinstance(module, kinds)]
+
+    # First values
+
+    def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+        """Norms to 1, biases to 0; matrices Normal(0, 0.02), those into the residual stream by the square root of the
+        number of their kind less (GPT-2); a scan's own as in Mamba-2."""
+        leaf = name.rpartition(".")[2]
+        if ".mamba." in name and name.partition(".mamba.")[2] in MAMBA_INIT:
+            MAMBA_INIT[name.partition(".mamba.")[2]](full, generator)
+        elif leaf.endswith("bias"):
+            full.zero_()
+        elif full.dim() == 1 and leaf != "sinks":
+            full.fill_(1.0)
+        else:
+            into_residual = name.endswith(("out.weight", "down.weight", "experts.down"))
+            full.normal_(0.0, self.residual_std if into_residual else INIT_STD, generator=generator)
+
+    def init_buffers(self) -> None:
+        for router in self.balance_modules():
+            router.init_buffers()

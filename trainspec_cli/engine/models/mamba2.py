@@ -1,0 +1,160 @@
+"""Mamba-2 (arXiv:2405.21060): a linear recurrence over tokens, computed in blocks of them as matrix products.
+
+State of a head: h_t = exp(dt_t a) h_(t-1) + dt_t x_t b_t^T, read out as y_t = h_t c_t. Within a block the same is a
+masked attention of c on b; from block to block the states go on (section 6, listing 1). Decays are computed in fp32.
+
+Shapes: B samples, S tokens a sample, D hidden size, I inner size, G groups, R heads a group, H = G x R heads,
+P head size, N state size, C blocks of Q tokens, W taps of a convolution.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainspec_cli.spec.model import HybridModel
+
+CONV_TAPS = 4
+SCAN_BLOCK = 128
+"""Tokens of a block: the products within grow with it, the states between shrink."""
+STEP_RANGE = (1e-3, 0.1)
+"""First values of the step dt, log-uniform."""
+DECAY_RANGE = (1.0, 16.0)
+"""First values of -a, uniform."""
+
+
+def selective_scan(x_BSHP: Tensor, dt_BSH: Tensor, a_H: Tensor, b_BSGN: Tensor, c_BSGN: Tensor, block: int) -> Tensor:
+    """y (B, S, H, P), without the skip. `dt` and `a` (negative) in fp32 at least; heads share b and c by group."""
+    seq_len, groups = x_BSHP.shape[1], b_BSGN.shape[2]
+    x, dt, b, c = (_into_blocks(tensor, block) for tensor in (x_BSHP, dt_BSH, b_BSGN, c_BSGN))
+    decay_log = (dt * a_H).unflatten(-1, (groups, -1)).permute(0, 1, 3, 4, 2).cumsum(-1)  # B C G R Q
+    x = (x * dt[..., None].to(x.dtype)).unflatten(3, (groups, -1))  # B C Q G R P
+    y = _within_blocks(x, decay_log, b, c) + _from_earlier_blocks(x, decay_log, b, c)
+    return y.flatten(1, 2)[:, :seq_len].flatten(2, 3)
+
+
+def _into_blocks(tensor: Tensor, block: int) -> Tensor:
+    """(B, S, ...) -> (B, C, Q, ...), zeros at the end: a step of 0 changes no state."""
+    padding = (*(0, 0) * (tensor.dim() - 2), 0, -tensor.shape[1] % block)
+    return F.pad(tensor, padding).unflatten(1, (-1, block))
+
+
+def _within_blocks(x: Tensor, decay_log: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Attention of c on b, faded by the decay between the two tokens: (B, C, Q, G, R, P)."""
+    block = x.shape[2]
+    later = torch.ones(block, block, dtype=torch.bool, device=x.device).triu(1)
+    decay = (decay_log[..., :, None] - decay_log[..., None, :]).masked_fill(later, -torch.inf).exp()
+    scores = torch.einsum("bcqgn,bckgn->bcgqk", c, b)
+    faded = (scores[:, :, :, None] * decay).to(x.dtype)
+    return torch.einsum("bcgrqk,bckgrp->bcqgrp", faded, x)
+
+
+def _from_earlier_blocks(x: Tensor, decay_log: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """What the states at each block's beginning add to its tokens: (B, C, Q, G, R, P)."""
+    to_end = (decay_log[..., -1:] - decay_log).exp().permute(0, 1, 4, 2, 3)[..., None]
+    added = torch.einsum("bcqgn,bcqgrp->bcgrpn", b, x * to_end.to(x.dtype))
+    weights = _decay_between_blocks(decay_log[..., -1].permute(0, 2, 3, 1))
+    entering = torch.einsum("bgrcz,bzgrpn->bcgrpn", weights, added.to(weights.dtype)).to(x.dtype)
+    from_begin = decay_log.exp().permute(0, 1, 4, 2, 3)[..., None]
+    return torch.einsum("bcqgn,bcgrpn->bcqgrp", c, entering) * from_begin.to(x.dtype)
+
+
+def _decay_between_blocks(total_C: Tensor) -> Tensor:
+    """(..., C, Z): how block z's state has faded when block c begins; 0 for z >= c.
+
+    Sums of the blocks between the two, and not differences of sums from the beginning, which lose digits.
+    """
+    blocks = total_C.shape[-1]
+    between = torch.ones(blocks, blocks, dtype=torch.bool, device=total_C.device).tril(-1)
+    # Entry (c, z) sums the totals of z < k < c: row k - 1 enters from row k on.
+    shifted = F.pad(total_C[..., :-1], (1, 0))[..., :, None].expand(*total_C.shape, blocks)
+    entered = torch.arange(blocks, device=total_C.device)
+    summed = shifted.where(entered[:, None] > entered + 1, 0.0).cumsum(-2)
+    return summed.masked_fill(~between, -torch.inf).exp()
+
+
+class CausalConv(nn.Module):
+    """A convolution of each channel by itself over the last `CONV_TAPS` tokens."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, CONV_TAPS))
+        self.bias = nn.Parameter(torch.empty(channels))
+
+    def forward(self, x_BSI: Tensor) -> Tensor:
+        x_BIS = F.pad(x_BSI.transpose(1, 2), (CONV_TAPS - 1, 0))
+        return F.conv1d(x_BIS, self.weight[:, None], self.bias, groups=len(self.weight)).transpose(1, 2)
+
+
+class Mamba2(nn.Module):
+    """The mixer of one layer. One matrix and one convolution for each of its parts, so that heads and groups can be
+    spread; their numbers follow from the matrices."""
+
+    def __init__(self, model: HybridModel):
+        super().__init__()
+        heads, inputs = model.mamba_heads, model.hidden_size
+        inner, states = heads * model.mamba_head_dim, model.mamba_groups * model.mamba_state_size
+        self.head_dim, self.state_size = model.mamba_head_dim, model.mamba_state_size
+        self.group_size, self.norm_eps = inner // model.mamba_groups, model.norm_eps
+        self.z, self.x = nn.Linear(inputs, inner, bias=False), nn.Linear(inputs, inner, bias=False)
+        self.b, self.c = nn.Linear(inputs, states, bias=False), nn.Linear(inputs, states, bias=False)
+        self.dt = nn.Linear(inputs, heads, bias=False)
+        self.conv_x, self.conv_b, self.conv_c = CausalConv(inner), CausalConv(states), CausalConv(states)
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.a_log = nn.Parameter(torch.empty(heads))
+        self.skip = nn.Parameter(torch.empty(heads))
+        self.norm = nn.Parameter(torch.empty(inner))
+        self.out = nn.Linear(inner, inputs, bias=False)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        x_BSHP = F.silu(self.conv_x(self.x(x_BSD))).unflatten(-1, (-1, self.head_dim))
+        b_BSGN = F.silu(self.conv_b(self.b(x_BSD))).unflatten(-1, (-1, self.state_size))
+        c_BSGN = F.silu(self.conv_c(self.c(x_BSD))).unflatten(-1, (-1, self.state_size))
+        dt_BSH = F.softplus(_widen(self.dt(x_BSD)) + _widen(self.dt_bias))
+        block = min(SCAN_BLOCK, x_BSD.shape[1])
+        y_BSHP = selective_scan(x_BSHP, dt_BSH, -_widen(self.a_log).exp(), b_BSGN, c_BSGN, block)
+        y_BSHP = y_BSHP + x_BSHP * self.skip[:, None]
+        return self.out(self._gated_norm(y_BSHP.flatten(2), self.z(x_BSD)))
+
+    def _gated_norm(self, y_BSI: Tensor, z_BSI: Tensor) -> Tensor:
+        """Each group is normed by itself, after its gate."""
+        gated = (y_BSI * F.silu(z_BSI)).unflatten(-1, (-1, self.group_size))
+        return F.rms_norm(gated, (self.group_size,), eps=self.norm_eps).flatten(-2) * self.norm
+
+
+def _widen(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+# First values, as in the reference implementation
+
+
+def _init_conv(full: Tensor, generator: torch.Generator) -> None:
+    full.uniform_(-(CONV_TAPS**-0.5), CONV_TAPS**-0.5, generator=generator)
+
+
+def _init_step_bias(full: Tensor, generator: torch.Generator) -> None:
+    """softplus(bias) is log-uniform over `STEP_RANGE`."""
+    step = full.uniform_(*map(math.log, STEP_RANGE), generator=generator).exp_()
+    full.copy_(step + (-torch.expm1(-step)).log())
+
+
+def _init_decay(full: Tensor, generator: torch.Generator) -> None:
+    full.uniform_(*DECAY_RANGE, generator=generator).log_()
+
+
+MAMBA_INIT: dict[str, Callable[[Tensor, torch.Generator], None]] = {
+    "conv_x.weight": _init_conv,
+    "conv_b.weight": _init_conv,
+    "conv_c.weight": _init_conv,
+    "conv_x.bias": _init_conv,
+    "conv_b.bias": _init_conv,
+    "conv_c.bias": _init_conv,
+    "dt_bias": _init_step_bias,
+    "a_log": _init_decay,
+}
+"""Of the parameters that are neither matrices nor ones."""

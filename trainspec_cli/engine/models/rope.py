@@ -1,0 +1,75 @@
+"""Rotary position embeddings (arXiv:2104.09864) and how they are stretched to longer contexts.
+
+Shapes: B samples, S tokens a sample, H heads, E size that is rotated.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from trainspec_cli.spec.model import RopeScaling
+
+
+def rope_angles(
+    seq_len: int,
+    head_dim: int,
+    theta: float,
+    device: torch.device | None = None,
+    scaling: RopeScaling | None = None,
+) -> Tensor:
+    """Angles of the pairs (eq. 15): (S, E/2), fp32."""
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    if scaling is not None:
+        frequencies = SCALINGS[scaling.kind](frequencies, head_dim, theta, scaling)
+    return torch.outer(torch.arange(seq_len, device=device, dtype=torch.float32), frequencies)
+
+
+def apply_rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + E/2) of each head, the order that Hugging Face's llama uses."""
+    seq_len = x_BSHE.shape[1]
+    first, second = x_BSHE.chunk(2, dim=-1)
+    rotated = torch.cat((-second, first), dim=-1)
+    return x_BSHE * cos_SE[:seq_len, None, :] + rotated * sin_SE[:seq_len, None, :]
+
+
+def score_factor(scaling: RopeScaling | None) -> float:
+    """What attention's scores are multiplied by besides 1 / sqrt(E): YaRN's softer softmax (arXiv:2309.00071, eq. 22).
+
+    Published models put its square root into the rotated query and key each, or, where only a part of the head is
+    rotated (DeepSeek-V3), the whole into the scores: the same product.
+    """
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    return (0.1 * math.log(scaling.factor) + 1.0) ** 2
+
+
+def _scale_llama3(frequencies: Tensor, _head_dim: int, _theta: float, scaling: RopeScaling) -> Tensor:
+    """Between the two wavelengths, a blend that is linear in the turns within the original length."""
+    turns = scaling.original_seq_len * frequencies / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return _blend(frequencies, scaling.factor, kept.clamp(0, 1))
+
+
+def _scale_yarn(frequencies: Tensor, head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
+    """Between the two numbers of turns, a blend that is linear in the frequency's index."""
+
+    def index_of(turns: float) -> float:
+        return head_dim * math.log(scaling.original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
+    if scaling.whole_bounds:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    index = torch.arange(len(frequencies), device=frequencies.device, dtype=torch.float32)
+    slowed = ((index - low) / max(high - low, 0.001)).clamp(0, 1)
+    return _blend(frequencies, scaling.factor, 1 - slowed)
+
+
+def _blend(frequencies: Tensor, factor: float, kept: Tensor) -> Tensor:
+    return frequencies / factor * (1 - kept) + frequencies * kept
+
+
+SCALINGS = {"llama3": _scale_llama3, "yarn": _scale_yarn}

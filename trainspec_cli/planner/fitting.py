@@ -1,0 +1,27 @@
+"""Whether a plan fits the machine at hand, and what would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from trainspec_cli.spec.layout import Layout
+from trainspec_cli.spec.local import LocalPrediction
+from trainspec_cli.spec.plan import Plan
+
+Predict = Callable[[Plan], LocalPrediction]
+
+
+def suggest(plan: Plan, predict: Predict, limit_bytes: float) -> str:
+    """The first change, of those that keep the result the same, with which the plan fits; "" where none does.
+
+    `limit_bytes` is what one process may take.
+    """
+    per_rank = plan.micro_batch_size * plan.grad_accum_steps
+    sharded = Layout(dp_shard=plan.world_size)
+    for layout, words in ((plan.layout, ""), (sharded, f"layout.dp_shard={plan.world_size}")):
+        for micro in (size for size in range(plan.micro_batch_size, 0, -1) if per_rank % size == 0):
+            other = replace(plan, layout=layout, micro_batch_size=micro, grad_accum_steps=per_rank // micro)
+            if predict(other).needed_bytes <= limit_bytes:
+                return " ".join(filter(None, (words, f"batching.micro_batch_size={micro}")))
+    return ""
