@@ -21,7 +21,7 @@ from trainspec_cli.spec.run import RunSpec, TrainSection
 H100S = Machine("node", 64, 2**40, gpu_names=("NVIDIA H100 80GB HBM3",) * 8, gpu_memory_bytes=80 * 2**30, bf16=True)
 SPEC = RunSpec(
     model=DecoderModel(32, 4096, 32, 8, 128, 14336, 128256),
-    data=DataSpec(seq_len=4096, source="python_stdlib"),
+    data=DataSpec(seq_len=1024, source="python_stdlib"),
     optim=OptimSpec(lr=1e-3),
     batching=BatchingSpec(global_batch_size=16, micro_batch_size=1),
     train=TrainSection(max_steps=1),
@@ -42,7 +42,7 @@ def test_the_layout_that_will_run_is_predicted() -> None:
 
 def test_replicas_of_what_fits_in_shards_do_not_fit() -> None:
     sharded = plan(SPEC, H100S)
-    whole = plan(replace(SPEC, layout=LayoutSpec()), H100S)
+    whole = plan(replace(SPEC, layout=LayoutSpec(dp_replicate=8, dp_shard=1)), H100S)
     limit_bytes = device_limit_bytes(sharded, H100S)
     assert limit_bytes < 80 * 2**30
     assert predict_device(sharded, H100S).needed_bytes < limit_bytes < predict_device(whole, H100S).needed_bytes

@@ -177,6 +177,10 @@ def test_probe_and_prediction_go_through_json() -> None:
     assert from_plain(MachineProbe, to_plain(probe)) == probe
 
 
-def test_no_probe_speaks_of_compiled_blocks() -> None:
+def test_no_probe_speaks_of_other_arithmetic() -> None:
     assert is_predictable(made())
     assert not is_predictable(made(compile=True))
+    assert not is_predictable(made(recompute="full"))
+    assert not is_predictable(made(layout=LayoutSpec(tp=2)))
+    for departure in ({"gated_mlp": False}, {"qk_norm": True}, {"sliding_window": 64}):
+        assert not is_predictable(made(model=replace(MODEL, **departure)))

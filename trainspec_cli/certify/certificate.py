@@ -75,6 +75,8 @@ def digest(body: dict[str, Any]) -> str:
 
 def verify(file: Path) -> dict[str, Any]:
     """The certificate in `file`. Raises RecipeError where it is none, or was altered."""
+    if not file.is_file():
+        raise RecipeError(_refused(file, f"there is no file {file}"))
     try:
         body = json.loads(file.read_text(encoding="utf-8"))
         schema, told = body["schema"], body["digest"]

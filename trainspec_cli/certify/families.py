@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainspec_cli.spec.model import DecoderModel, ExpertSpec, HybridModel, LatentAttention, ModelSpec
+from trainspec_cli.spec.model import ConvModel, DecoderModel, ExpertSpec, HybridModel, LatentAttention, ModelSpec
 
 SEQ_LEN = 64
 SAMPLES = 8
@@ -70,4 +70,6 @@ FAMILIES: dict[str, ModelSpec] = {
         ffn_size=128,
         **_MAMBA,
     ),
+    "resnet": ConvModel("resnet", input_size=(32, 32), widths=(8, 16), blocks=(1, 1), in_channels=1, num_classes=4),
+    "unet": ConvModel("unet", input_size=(16, 16, 16), widths=(4, 8), in_channels=1, num_classes=4),
 }

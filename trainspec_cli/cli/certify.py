@@ -49,6 +49,8 @@ def certify(
     console = make_console(as_json=as_json)
     if verify is not None:
         return _tell(read_verified(verify), console, as_json=as_json)
+    if output is not None:
+        _check_writable(output)
     machine = _machine()
     wanted = _checks(only or [], processes or len(machine.gpu_names) or DEFAULT_PROCESSES)
     if listed:
@@ -61,6 +63,16 @@ def certify(
 
 
 DEFAULT_PROCESSES = 4
+
+
+def _check_writable(output: Path) -> None:
+    """Before minutes of runs, not after them."""
+    try:
+        with output.open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        message = f"--output {output} cannot be written: {error.strerror}"
+        raise RecipeError(Problem("output_exists", message, hint="choose a file in a folder that is there")) from error
 
 
 def _machine() -> Machine:

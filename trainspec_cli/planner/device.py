@@ -8,7 +8,7 @@ from trainspec_cli.planner.capacity import describe_fabric, efficiency_of, softw
 from trainspec_cli.planner.catalogue import find_accelerator
 from trainspec_cli.planner.hardware import Efficiency
 from trainspec_cli.planner.memory import estimate_memory, memory_limit_bytes
-from trainspec_cli.planner.setup import Setup
+from trainspec_cli.planner.setup import RECOMPUTE, Setup
 from trainspec_cli.planner.step import estimate_step, micro_batch
 from trainspec_cli.planner.topology import axis_groups
 from trainspec_cli.spec.cluster import Machine
@@ -55,6 +55,8 @@ def setup_of(plan: Plan, machine: Machine) -> Setup:
         micro_batch_size=float(plan.micro_batch_size),
         grad_accum=plan.grad_accum_steps,
         compute=plan.compute,
+        recompute=RECOMPUTE[plan.recompute],
+        offload_optimizer=plan.offload == "optimizer",
         matmul=plan.compute if plan.spec.precision.matmul == "compute" else template.matmul,
         software=software_of(plan.spec, sharded=layout.zero_stage == 3 and layout.dp_shard > 1),
     )

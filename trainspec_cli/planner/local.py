@@ -9,21 +9,27 @@ from trainspec_cli.spec.model import DecoderModel, ModelSpec
 from trainspec_cli.spec.plan import Plan
 from trainspec_cli.spec.probe import MachineProbe
 
+DEPARTURES = (
+    *("gated_mlp", "activation", "gate_limit", "learned_positions", "sliding_window", "mla", "experts"),
+    *("prediction_layers", "attention_bias", "qk_norm", "attention_sinks"),
+)
+"""Fields of a decoder by which its arithmetic is another than the llama's."""
+
 
 def is_predictable(plan: Plan) -> bool:
-    """No probe speaks of GPUs, of models that are no plain llamas, of compiled blocks, or of axes but data's."""
-    layout, model = plan.layout, plan.spec.model
-    plain_run = plan.recompute == plan.offload == "none" and not plan.spec.compile
-    along_data_alone = layout.data_parallel_size == layout.world_size and layout.ep == 1
-    return plan.device == "cpu" and plain_run and along_data_alone and _is_plain(model)
+    """A probe speaks of llamas on the CPU whose blocks are eager, kept whole, and spread by data parallelism alone."""
+    layout = plan.layout
+    whole = (layout.cp, layout.tp, layout.pp, layout.ep) == (1, 1, 1, 1)
+    eager = not plan.spec.compile and plan.recompute == "none" and plan.offload == "none"
+    return plan.device == "cpu" and whole and eager and is_llama(plan.spec.model)
 
 
-def _is_plain(model: ModelSpec) -> bool:
+def is_llama(model: ModelSpec) -> bool:
+    """A decoder that departs from the llama in nothing but its sizes and positions."""
     if not isinstance(model, DecoderModel):
         return False
-    departs = (model.experts, model.mla, model.sliding_window, model.rope_scaling, model.learned_positions)
-    flags = (model.qk_norm, model.attention_sinks, not model.gated_mlp, model.attention_bias != "none")
-    return not any(departs) and not any(flags)
+    plain = {name: DecoderModel.__dataclass_fields__[name].default for name in DEPARTURES}
+    return all(getattr(model, name) == value for name, value in plain.items())
 
 
 def predict_local(plan: Plan, probe: MachineProbe) -> LocalPrediction:

@@ -109,7 +109,7 @@ def _stage_layers(spec: RunSpec) -> Iterator[Problem]:
     stages, layers, wanted = count_stages(spec.layout), spec.model.num_layers, spec.layout.stage_layers  # type: ignore[union-attr]
     if layers < stages:
         message = f"{layers} layers (`model.num_layers`) do not fill {stages} pipeline stages"
-        yield Problem("illegal_layout", message, "layout.pp", f"type layout.pp={_largest_below(layers, stages)}")
+        yield Problem("illegal_layout", message, "layout.pp", _fewer_stages(layers, spec.layout))
     if wanted is not None and (len(wanted) != stages or sum(wanted) != layers or min(wanted) < 1):
         message = (
             f"`layout.stage_layers` is {list(wanted)}: {len(wanted)} stages with {sum(wanted)} layers; "
@@ -125,8 +125,12 @@ def count_stages(layout: LayoutSpec) -> int:
     return size_of(layout, "pp") * chunks
 
 
-def _largest_below(layers: int, stages: int) -> int:
-    return max(size for size in range(1, stages) if size <= layers)
+def _fewer_stages(layers: int, layout: LayoutSpec) -> str:
+    pp = size_of(layout, "pp")
+    chunks = count_stages(layout) // pp
+    if chunks > 1 and layers >= pp:
+        return f"type layout.pipeline_schedule=1f1b, which has one stage a rank and not {chunks}"
+    return f"type layout.pp={max(1, layers // chunks)}"
 
 
 def expert_parallel(spec: RunSpec) -> Iterator[Problem]:

@@ -43,6 +43,9 @@ class ConvNet(nn.Module):
     def expert_modules(self) -> Sequence[nn.Module]:
         return []
 
+    def balance_modules(self) -> Sequence[nn.Module]:
+        return []
+
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Convolutions Normal(0, sqrt(2 / inputs)) (arXiv:1502.01852); norms to 1, biases to 0."""
         if full.dim() == 1:

@@ -1,0 +1,58 @@
+"""`trainspec certify`: what is asked for, before anything runs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trainspec_cli.__main__ import main
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["trainspec", "certify", *arguments])
+        try:
+            code = main()
+        except SystemExit as ended:
+            code = ended.code
+        told = capsys.readouterr()
+        return int(code or 0), told.out, told.err
+
+    return call
+
+
+def test_cases_can_be_listed(run):
+    code, out, _ = run("--list", "--only", "dense", "--processes", "2")
+    lines = out.splitlines()
+    assert code == 0
+    assert "NUM-1  dense-fp32-tp2" in lines
+    assert not any("moe" in line or "tp2.pp2" in line for line in lines)
+
+
+def test_a_pattern_that_names_nothing_is_told_before_anything_runs(run):
+    code, _, err = run("--only", "NUM-11")
+    assert code == 2
+    assert "--only NUM-11 names no clause, family or case" in err
+    assert "did you mean NUM-1?" in err
+
+
+def test_an_output_that_cannot_be_written_is_told_before_anything_runs(run, tmp_path):
+    code, _, err = run("--output", str(tmp_path / "no" / "such" / "folder.json"))
+    assert code == 2
+    assert "cannot be written: No such file or directory" in err
+
+
+def test_legal_layouts_need_no_runs_and_certificates_are_verified(run, tmp_path):
+    file = tmp_path / "certificate.json"
+    code, out, _ = run("--only", "LEGAL-1", "--json", "--output", str(file))
+    body = json.loads(out)
+    assert code == 0
+    assert body["verdict"] == "kept"
+    assert not body["whole"]
+    assert run("--verify", str(file))[0] == 0
+    file.write_text(file.read_text().replace('"kept"', '"broken"'))
+    code, _, err = run("--verify", str(file))
+    assert code == 2
+    assert "was altered" in err
