@@ -142,13 +142,14 @@ def swap(tape: Tape, x: Value) -> Value:
 
 
 def ring(tape: Tape, q: Value, k: Value, v: Value, rows: float) -> Value:
-    """Keys and values travel with their successors; sums are in fp32, keys of groups repeated for their queries."""
+    """Keys and values travel with their successors; sums are in fp32, keys of groups repeated for their queries. The
+    result stands head by head, and is copied to stand token by token."""
     width, query, pair = q.width, q.elements, k.elements + v.elements
     travelling = 2 * width * pair
     forward = 4 * query + travelling + (2 * width + 8) * query + 2 * width * query
     backward = 4 * query + 2 * width * pair + 2 * 4 * pair + (8 * width + 4) * query
     saved = (q, k, v, tape.new(rows, 4.0))
-    return tape.apply((q, k, v), query, saved=saved, saves_output=True, scratch=(forward, backward))
+    return tape.copy(tape.apply((q, k, v), query, saved=saved, saves_output=True, scratch=(forward, backward)))
 
 
 def feed_forward(tape: Tape, x: Value, shape: Shape) -> Value:
@@ -157,7 +158,5 @@ def feed_forward(tape: Tape, x: Value, shape: Shape) -> Value:
     down = tape.leaf(size)
     if not model.gated_mlp:
         return tape.linear(tape.unary(tape.linear(x, tape.leaf(size), elements)), down, x.elements)
-    gated = tape.mul(
-        tape.unary(tape.linear(x, tape.leaf(size), elements)), tape.linear(x, tape.leaf(size), elements)
-    )
+    gated = tape.mul(tape.unary(tape.linear(x, tape.leaf(size), elements)), tape.linear(x, tape.leaf(size), elements))
     return tape.linear(gated, down, shape.tokens * model.hidden_size)

@@ -7,21 +7,25 @@ reduce-scatter lives until the next one.
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from trainspec_cli.planner.engine_memory.blocks import BlockProfile, Shape, profile_block
 from trainspec_cli.planner.engine_memory.units import Unit, block_unit, outside_unit
 from trainspec_cli.policy.pipeline import SPLIT_SCHEDULES, Action, actions, cut_layers, num_stages, stages_of_rank
 from trainspec_cli.spec.layout import Layout
-from trainspec_cli.spec.model import DecoderModel
+from trainspec_cli.spec.model import DecoderModel, ModelSpec
 from trainspec_cli.spec.plan import Plan
+from trainspec_cli.spec.run import Recompute
 
 MASTER_WIDTH = 4.0
 """Bytes of a parameter as it is kept, of its gradient there and of each moment."""
-WIDTHS = {"bf16": 2.0, "fp32": 4.0, "fp64": 8.0}
+WIDTHS = {"bf16": 2.0, "fp16": 2.0, "tf32": 4.0, "fp32": 4.0, "fp64": 8.0}
 CHUNK_BYTES = 128 * 2**20
 """Of logits held at once, as fp32; a chunk has 64 tokens at least."""
+
+
+CAUSES = ("parameters", "optimizer", "gradients", "gathered", "activations", "temporaries")
+"""Gradients: the sharded ones, that the optimizer sees. Temporaries: unsharded gradients and collectives' buffers too."""
 
 
 @dataclass(frozen=True)
@@ -29,41 +33,81 @@ class EnginePeak:
     """Bytes of tensors at the fullest moment of a step."""
 
     by_cause: dict[str, float]
-    """parameters, optimizer, gradients, gathered, activations, temporaries."""
 
     @property
     def total_bytes(self) -> float:
         return sum(self.by_cause.values())
 
 
-def is_counted(plan: Plan) -> bool:
-    """Plain decoders on GPUs, without offloading or compilation."""
+@dataclass(frozen=True)
+class EngineRun:
+    """What a step's memory follows from."""
+
+    model: DecoderModel
+    layout: Layout
+    seq_len: int
+    samples: int
+    """Of a micro-batch."""
+    micro_batches: int
+    compute: str
+    reduce: str
+    recompute: Recompute
+    optimizer: str
+
+
+def run_of(plan: Plan) -> EngineRun:
     model, spec = plan.spec.model, plan.spec
-    if not isinstance(model, DecoderModel):
+    assert isinstance(model, DecoderModel)
+    return EngineRun(
+        model,
+        plan.layout,
+        spec.data.seq_len,
+        plan.micro_batch_size,
+        plan.grad_accum_steps,
+        plan.compute,
+        spec.precision.reduce,
+        plan.recompute,
+        spec.optim.name,
+    )
+
+
+def is_counted(model: ModelSpec, offload: str) -> bool:
+    """Dense decoders without windows, latents, sinks or tables of positions, and without offloading."""
+    if not isinstance(model, DecoderModel) or offload != "none":
         return False
     departs = (model.experts, model.mla, model.sliding_window, model.attention_sinks, model.learned_positions)
-    return not any(departs) and model.attention_bias == "none" and plan.offload == "none" and not spec.compile
+    return not any(departs) and model.attention_bias == "none" and not model.prediction_layers
 
 
-def engine_peak(plan: Plan, pipeline_rank: int) -> EnginePeak:
-    """Of one rank of the pipeline, of a plan that `is_counted`."""
-    return EnginePeak(_Replay(plan, pipeline_rank).run())
+def engine_peak(run: EngineRun, pipeline_rank: int) -> EnginePeak:
+    """Of one rank of the pipeline, where `is_counted`. Blocks are counted eager: compiled ones keep no more."""
+    return EnginePeak(_Replay(run, pipeline_rank).run())
+
+
+def replayed_micro_batches(run: EngineRun) -> int:
+    """Enough to fill a pipeline; what follows is the same again, but for GPipe, which holds them all."""
+    layout, enough = run.layout, 4 * run.layout.pp
+    grows = layout.pp > 1 and layout.pipeline_schedule == "gpipe"
+    return run.micro_batches if grows or run.micro_batches % layout.pp else min(run.micro_batches, enough)
 
 
 class _Account:
     """Live bytes by cause, and what they were at the peak."""
 
     def __init__(self) -> None:
-        self.live: Counter[str] = Counter()
-        self.at_peak: dict[str, float] = {}
+        self.live = dict.fromkeys(CAUSES, 0.0)
+        self.at_peak = dict(self.live)
+        self._total = self._peak = 0.0
 
     def add(self, cause: str, size: float) -> None:
-        self.live[cause] += size  # type: ignore[assignment]
+        self.live[cause] += size
+        self._total += size
         self.touch(0.0)
 
     def touch(self, temporaries: float) -> None:
         """`temporaries` more are live for a moment."""
-        if sum(self.live.values()) + temporaries > sum(self.at_peak.values()):
+        if self._total + temporaries > self._peak:
+            self._peak = self._total + temporaries
             self.at_peak = {**self.live, "temporaries": self.live["temporaries"] + temporaries}
 
 
@@ -83,7 +127,6 @@ class _Sharded:
 
 @dataclass
 class _Stage:
-    layers: int
     first: bool
     last: bool
     blocks: list[_Sharded]
@@ -94,21 +137,18 @@ class _Stage:
     """Of the last reduce-scatter."""
     left: int = 0
     """Backwards still to come."""
-    tables: int = field(default=0)
 
 
 class _Replay:
-    def __init__(self, plan: Plan, pipeline_rank: int):
-        model, layout = plan.spec.model, plan.layout
-        assert isinstance(model, DecoderModel)
-        self.plan, self.model, self.layout = plan, model, layout
-        self.width, self.reduce_width = WIDTHS[plan.compute], WIDTHS[plan.spec.precision.reduce]
-        self.split = layout.pp > 1 and layout.pipeline_schedule in SPLIT_SCHEDULES
-        self.shape = Shape(model, _without_data(layout), plan.micro_batch_size, plan.spec.data.seq_len // layout.cp, self.width)
-        self.profile: BlockProfile = profile_block(self.shape, plan.recompute, self.split)
+    def __init__(self, run: EngineRun, pipeline_rank: int):
+        self.given, self.model, self.layout, self.rank = run, run.model, run.layout, pipeline_rank
+        self.micro_batches = replayed_micro_batches(run)
+        self.width, self.reduce_width = WIDTHS[run.compute], WIDTHS[run.reduce]
+        self.split = run.layout.pp > 1 and run.layout.pipeline_schedule in SPLIT_SCHEDULES
+        self.shape = Shape(run.model, _without_data(run.layout), run.samples, run.seq_len // run.layout.cp, self.width)
+        self.profile: BlockProfile = profile_block(self.shape, run.recompute, self.split)
         self.account = _Account()
-        self.rank = pipeline_rank
-        self.stages = {stage: self._stage(stage) for stage in stages_of_rank(layout, pipeline_rank)}
+        self.stages = {stage: self._stage(stage) for stage in stages_of_rank(run.layout, pipeline_rank)}
 
     def _stage(self, stage: int) -> _Stage:
         stages = num_stages(self.layout)
@@ -116,7 +156,7 @@ class _Replay:
         first, last = stage == 0, stage == stages - 1
         blocks = [_Sharded(block_unit(self.model, self.layout)) for _ in range(layers)]
         outside = _Sharded(outside_unit(self.model, self.layout, first, last))
-        return _Stage(layers, first, last, blocks, outside, left=self.plan.grad_accum_steps)
+        return _Stage(first, last, blocks, outside, left=self.micro_batches)
 
     @property
     def message_bytes(self) -> float:
@@ -125,18 +165,18 @@ class _Replay:
 
     def run(self) -> dict[str, float]:
         self._hold_state()
-        for action in actions(self.layout, self.plan.grad_accum_steps)[self.rank]:
+        for action in actions(self.layout, self.micro_batches)[self.rank]:
             _ACTIONS[action.kind](self, action)
         return self.account.at_peak
 
     def _hold_state(self) -> None:
-        plan, model = self.plan, self.model
+        plan, model = self.given, self.model
         own = sum(part.unit.own for stage in self.stages.values() for part in (*stage.blocks, stage.outside))
-        moments = 2 * MASTER_WIDTH if plan.spec.optim.name == "adamw" else 0.0
-        tables = len(self.stages) * plan.spec.data.seq_len * (2 * 4 * model.head_dim + 8)
+        moments = 2 * MASTER_WIDTH if self.given.optimizer == "adamw" else 0.0
+        tables = len(self.stages) * self.given.seq_len * (2 * 4 * self.model.head_dim + 8)
         self.account.add("parameters", own * MASTER_WIDTH + tables)
         self.account.add("optimizer", own * moments)
-        self.account.add("temporaries", 16.0 * self.shape.tokens * plan.grad_accum_steps)
+        self.account.add("temporaries", 16.0 * self.shape.tokens * self.given.micro_batches)
         if self.layout.pp > 1:  # one that came early, and one that was sent
             self.account.add("temporaries", 2 * self.message_bytes)
 
@@ -319,7 +359,8 @@ class _Replay:
 
 def _without_data(layout: Layout) -> Layout:
     """What a block's sizes follow from, so that layouts share profiles."""
-    return replace(Layout(), tp=layout.tp, cp=layout.cp, sequence_parallel=layout.sequence_parallel, context_method=layout.context_method)
+    kept = {"tp": layout.tp, "cp": layout.cp, "sequence_parallel": layout.sequence_parallel}
+    return replace(Layout(), context_method=layout.context_method, **kept)
 
 
 _ACTIONS = {
