@@ -76,8 +76,8 @@ def axes_of_groups(built: Machinery) -> dict[str, str]:
     groups = {axis: mesh.group(axis) for axis in MESH_AXES}
     groups |= {axis: mesh.expert_group(axis) for axis in ("ep", "expert_shard")} if mesh.experts else {}
     groups |= {"pp": lines.up, "dp_shard": mesh.shard.get_group()}
-    named = {group.group_name: axis for axis, group in groups.items() if group.size() > 1}
-    return named | ({lines.down.group_name: "pp"} if mesh.layout.pp > 1 else {})
+    named = {str(group.group_name): axis for axis, group in groups.items() if group.size() > 1}
+    return named | ({str(lines.down.group_name): "pp"} if mesh.layout.pp > 1 else {})
 
 
 def name_state(ledger: Ledger, built: Machinery) -> None:
@@ -99,7 +99,7 @@ def kernels_of(device: str) -> Iterator[None]:
     """On GPUs a norm is one kernel, which saves its input; on a CPU it is made of several, which save more."""
     plain = F.rms_norm
     if device == "cuda":
-        F.rms_norm = _fused_rms_norm
+        F.rms_norm = _fused_rms_norm  # type: ignore[assignment]
     try:
         yield
     finally:

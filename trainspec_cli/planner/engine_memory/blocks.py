@@ -126,7 +126,7 @@ def core(tape: Tape, q: Value, k: Value, v: Value, shape: Shape) -> Value:
     if layout.context_method == "ulysses":
         q, k, v = (swap(tape, y) for y in (q, k, v))
         return swap(tape, flash(tape, q, k, v, rows))
-    return ring(tape, q, k, v, rows)
+    return ring(tape, q, k, v, rows, layout.cp)
 
 
 def flash(tape: Tape, q: Value, k: Value, v: Value, rows: float) -> Value:
@@ -141,13 +141,18 @@ def swap(tape: Tape, x: Value) -> Value:
     return tape.copy(x, scratch=(size, size))
 
 
-def ring(tape: Tape, q: Value, k: Value, v: Value, rows: float) -> Value:
-    """Keys and values travel with their successors; sums are in fp32, keys of groups repeated for their queries. The
-    result stands head by head, and is copied to stand token by token."""
+def ring(tape: Tape, q: Value, k: Value, v: Value, rows: float, turns: int) -> Value:
+    """Of the ring's last rank, whose queries meet every part of the keys.
+
+    Keys and values travel with their successors; sums are in fp32, keys of groups repeated for their queries. A
+    selective recomputation keeps each turn's result. The whole stands head by head, and is copied to stand token by
+    token.
+    """
     width, query, pair = q.width, q.elements, k.elements + v.elements
     travelling = 2 * width * pair
     forward = 4 * query + travelling + (2 * width + 8) * query + 2 * width * query
     backward = 4 * query + 2 * width * pair + 2 * 4 * pair + (8 * width + 4) * query
+    tape.keep((query * width + 4 * rows) * turns)
     saved = (q, k, v, tape.new(rows, 4.0))
     return tape.copy(tape.apply((q, k, v), query, saved=saved, saves_output=True, scratch=(forward, backward)))
 

@@ -7,7 +7,7 @@ reduce-scatter lives until the next one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from trainspec_cli.planner.engine_memory.blocks import BlockProfile, Shape, profile_block
 from trainspec_cli.planner.engine_memory.units import Unit, block_unit, outside_unit
@@ -25,7 +25,7 @@ CHUNK_BYTES = 128 * 2**20
 
 
 CAUSES = ("parameters", "optimizer", "gradients", "gathered", "activations", "temporaries")
-"""Gradients: the sharded ones, that the optimizer sees. Temporaries: unsharded gradients and collectives' buffers too."""
+"""Gradients: the sharded ones, that the optimizer sees. Unsharded ones and collectives' buffers are temporaries."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,6 @@ class _Replay:
         return self.account.at_peak
 
     def _hold_state(self) -> None:
-        plan, model = self.given, self.model
         own = sum(part.unit.own for stage in self.stages.values() for part in (*stage.blocks, stage.outside))
         moments = 2 * MASTER_WIDTH if self.given.optimizer == "adamw" else 0.0
         tables = len(self.stages) * self.given.seq_len * (2 * 4 * self.model.head_dim + 8)
@@ -359,8 +358,12 @@ class _Replay:
 
 def _without_data(layout: Layout) -> Layout:
     """What a block's sizes follow from, so that layouts share profiles."""
-    kept = {"tp": layout.tp, "cp": layout.cp, "sequence_parallel": layout.sequence_parallel}
-    return replace(Layout(), context_method=layout.context_method, **kept)
+    return Layout(
+        tp=layout.tp,
+        cp=layout.cp,
+        sequence_parallel=layout.sequence_parallel,
+        context_method=layout.context_method,
+    )
 
 
 _ACTIONS = {

@@ -156,6 +156,13 @@ class Tape:
             self.kept.append(out.storage)
         return out
 
+    def keep(self, size: float) -> None:
+        """Results of costly operations within one that is recorded as a whole."""
+        if self.recalled:
+            self.recalled.popleft()
+        elif self.kept is not None:
+            self.kept.append(Storage(self.meter, size))
+
     def _recorded(self, out: Value, inputs: Sequence[Value], backward: Backward) -> Value:
         node = Node(next(self._numbers), [value.node for value in inputs], backward)
         return Value(out.storage, out.elements, out.width, node)
