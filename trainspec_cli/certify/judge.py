@@ -16,8 +16,6 @@ GRADIENT_BOUND = 1e-5
 LOSS_BOUND = 1e-5
 FORMAT_FACTOR = 2.0
 """NUM-3: so many times the format's own error."""
-FORMAT_FLOOR = 1e-3
-"""NUM-3: below this a parameter's own bf16 error is luck, and the median over all of them is taken instead."""
 
 Heard = Mapping[Run, Testimony]
 
@@ -139,13 +137,13 @@ def _judge_format(check: Check, heard: Heard) -> Finding:
     exact = heard[_in_fp64(check.run.case)]
     ours, own = (gradient_errors(heard[run], exact) for run in (check.run, _own_format(check.run.case)))
     usual = sorted(own.values())[len(own) // 2]
-    ratios = {name: error / (own[name] if own[name] > FORMAT_FLOOR else usual) for name, error in ours.items()}
+    ratios = {name: error / max(own[name], usual) for name, error in ours.items()}
     worst = max(ratios, key=lambda name: ratios[name])
     figures: dict[str, float | str] = {
         "worst_ratio": ratios[worst],
         "parameter": worst,
         "error": ours[worst],
-        "error_of_the_format": own[worst],
+        "error_of_the_format": max(own[worst], usual),
     }
     return _finding(check, ratios[worst], FORMAT_FACTOR, figures)
 

@@ -30,6 +30,7 @@ from trainspec_cli.engine.parallel.tensor import apply_tensor_parallel, partial_
 from trainspec_cli.engine.passes import Stages
 from trainspec_cli.engine.shares import Cut, Share
 from trainspec_cli.policy.pipeline import SPLIT_SCHEDULES, cut_layers, num_stages, rank_of_stage, stages_of_rank
+from trainspec_cli.spec.layout import Layout
 from trainspec_cli.spec.model import ConvModel
 from trainspec_cli.spec.plan import Plan
 
@@ -116,25 +117,9 @@ def _spread_stage(plan: Plan, mesh: Mesh, clock: StepClock, stage: int) -> tuple
 
     -> (the module, which parameters are cut how, names of those whose gradients are partial over tp).
     """
-    layout = plan.layout
-    layers = None
-    if num_stages(layout) > 1:
-        assert not isinstance(plan.spec.model, ConvModel), "convolutions are not cut into stages"
-        layers = cut_layers(plan.spec.model.num_layers, layout)[stage]
     with torch.device("meta"):
-        part = build_model(plan.spec.model, plan.spec.data.seq_len, layers)
-    cuts: dict[str, Cut] = {}
-    partial: list[str] = []
-    if layout.ep > 1:
-        cuts |= apply_expert_parallel(part, Peers(mesh.expert_group("ep"), clock.collective), sort_by_expert)
-    if layout.tp > 1:
-        peers = Peers(mesh.group("tp"), clock.collective)
-        cuts |= apply_tensor_parallel(part, peers, sequence_parallel=layout.sequence_parallel)
-        partial = partial_parameters(part, sequence_parallel=layout.sequence_parallel, cuts=cuts)
-    if layout.cp > 1:
-        apply_context_parallel(part, Peers(mesh.group("cp"), clock.collective), layout.context_method)
-    if layout.cp > 1 or layout.tp > 1:
-        sum_over_sequence(routers_of([part]), [Peers(mesh.group(axis), clock.collective) for axis in ("cp", "tp")])
+        part = build_model(plan.spec.model, plan.spec.data.seq_len, _layers_of(plan, stage))
+    cuts, partial = _cut(part, plan.layout, mesh, clock)
     if isinstance(plan.spec.model, ConvModel):
         for norm in part.norm_modules():
             norm.ranks = Peers(mesh.stage.get_group(), clock.collective)
@@ -142,17 +127,49 @@ def _spread_stage(plan: Plan, mesh: Mesh, clock: StepClock, stage: int) -> tuple
     if plan.spec.compile:
         for module in part.compile_modules():
             module.compile()
-    how = DataParallel(
+    experts = [module.experts for module in part.expert_modules()]
+    expert_shard = mesh.experts["expert_shard"] if mesh.experts else None
+    apply_data_parallel(part, experts, mesh.shard, expert_shard, _data_parallel(plan, mesh, clock))
+    return part, cuts, partial
+
+
+def _layers_of(plan: Plan, stage: int) -> range | None:
+    """None: all of them."""
+    if num_stages(plan.layout) == 1:
+        return None
+    assert not isinstance(plan.spec.model, ConvModel), "convolutions are not cut into stages"
+    return cut_layers(plan.spec.model.num_layers, plan.layout)[stage]
+
+
+def _cut(part: Any, layout: Layout, mesh: Mesh, clock: StepClock) -> tuple[dict[str, Cut], list[str]]:
+    """Expert, tensor and context parallelism; -> (cuts, names of partial parameters)."""
+
+    def peers(axis: str) -> Peers:
+        return Peers(mesh.group(axis), clock.collective)
+
+    cuts: dict[str, Cut] = {}
+    partial: list[str] = []
+    if layout.ep > 1:
+        cuts |= apply_expert_parallel(part, Peers(mesh.expert_group("ep"), clock.collective), sort_by_expert)
+    if layout.tp > 1:
+        cuts |= apply_tensor_parallel(part, peers("tp"), sequence_parallel=layout.sequence_parallel)
+        partial = partial_parameters(part, sequence_parallel=layout.sequence_parallel, cuts=cuts)
+    if layout.cp > 1:
+        apply_context_parallel(part, peers("cp"), layout.context_method)
+    if layout.cp > 1 or layout.tp > 1:
+        sum_over_sequence(routers_of([part]), [peers("cp"), peers("tp")])
+    return cuts, partial
+
+
+def _data_parallel(plan: Plan, mesh: Mesh, clock: StepClock) -> DataParallel:
+    return DataParallel(
         compute=DTYPES[plan.compute],
         reduce=DTYPES[plan.spec.precision.reduce],
-        free_after_forward=layout.zero_stage == 3,
+        free_after_forward=plan.layout.zero_stage == 3,
         offload=plan.offload != "none",
         replicas=Peers(mesh.group("dp_replicate"), clock.collective),
         time_collective=clock.collective,
     )
-    experts = [module.experts for module in part.expert_modules()]
-    apply_data_parallel(part, experts, mesh.shard, mesh.experts["expert_shard"] if mesh.experts else None, how)
-    return part, cuts, partial
 
 
 def _share(plan: Plan, name: str, parameter: nn.Parameter, cuts: dict[str, Cut]) -> Share:

@@ -119,7 +119,7 @@ def exchange_in_backward(model: FSDPModule, exchange: bool) -> None:
 def exchange_now(model: FSDPModule) -> None:
     """Exchange what was added up, where weights' gradients came after their backward (split pipeline schedules).
 
-    FSDP2 has no public call for it; this is what torch's own pipeline schedules do (torch 2.11 to 2.13).
+    FSDP2 has no public call for it; this is what torch's own pipeline schedules do (as of torch 2.13).
     """
     exchange_in_backward(model, True)
     root = fully_shard.state(model)  # type: ignore[attr-defined]
@@ -127,5 +127,13 @@ def exchange_now(model: FSDPModule) -> None:
         groups = getattr(state, "_fsdp_param_groups", None)
         for group in [state._fsdp_param_group] if groups is None else groups:
             if group is not None:
+                _same_format(group)
                 group.post_backward()
     root._root_post_backward_final_callback()
+
+
+def _same_format(group: Any) -> None:
+    """Gradients that a backward left are in the format of the exchange, those that came after it still as computed."""
+    for parameter in group.fsdp_params:
+        parameter.accumulate_unsharded_grad_if_needed()
+        parameter.to_accumulated_grad_if_needed()
