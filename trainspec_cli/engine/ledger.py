@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -31,7 +32,8 @@ class Ledger(TorchDispatchMode):
     """While it is entered, everything that is allocated, computed and exchanged is written down.
 
     A storage counts from the operation that made it until it dies, with the size that it has: FSDP2 frees parameters by
-    resizing their storages to nothing.
+    resizing their storages to nothing. What autograd saves counts as activations, what FSDP2 gathers as gathered, what
+    is named as it is named (`name`), the rest as temporaries.
     """
 
     def __init__(self) -> None:
@@ -39,18 +41,37 @@ class Ledger(TorchDispatchMode):
         self.live_bytes = self.peak_bytes = 0
         self.flops = 0.0
         self.comm_bytes: Counter[str] = Counter()
+        self.axes: dict[str, str] = {}
+        """Names of process groups -> the mesh axes that they lie along."""
+        self.by_cause: Counter[str] = Counter()
+        self.peak_by_cause: Counter[str] = Counter()
         self._sizes: dict[int, int] = {}
+        self._causes: dict[int, str] = {}
+        self._saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
 
     def begin(self) -> None:
         """Count anew from here; what lives stays counted."""
         self.peak_bytes, self.flops, self.comm_bytes = self.live_bytes, 0.0, Counter()
+        self.peak_by_cause = Counter(self.by_cause)
 
     def told(self) -> dict[str, Any]:
         return {
             "peak_memory_bytes": self.peak_bytes,
+            "peak_by_cause": {cause: size for cause, size in self.peak_by_cause.items() if size},
             "flops": self.flops,
             "comm_bytes": dict(self.comm_bytes),
         }
+
+    def name(self, tensors: Iterable[Tensor], cause: str) -> None:
+        """Count what `tensors` hold as `cause` from now on."""
+        for tensor in _tensors(list(tensors)):
+            self._rename(tensor.untyped_storage()._cdata, cause)
+
+    def _rename(self, key: int, cause: str) -> None:
+        if key in self._sizes:
+            self.by_cause[self._causes[key]] -= self._sizes[key]
+            self.by_cause[cause] += self._sizes[key]
+            self._causes[key] = cause
 
     def __enter__(self) -> Ledger:
         self._resize = torch.UntypedStorage.resize_
@@ -59,14 +80,23 @@ class Ledger(TorchDispatchMode):
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             ledger._hold(storage)
+            ledger._rename(storage._cdata, "gathered")
             return result
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        self._saving.__enter__()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*exception)
+        self._saving.__exit__(*exception)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor) and self._causes.get(tensor.untyped_storage()._cdata) == "temporaries":
+            owner = tensor if tensor._base is None else tensor._base
+            self.name([tensor], "gathered" if isinstance(owner, nn.Parameter) else "activations")
+        return tensor
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -83,12 +113,18 @@ class Ledger(TorchDispatchMode):
         key, size = storage._cdata, storage.nbytes()
         if key not in self._sizes:
             weakref.finalize(storage, self._drop, key)
-        self.live_bytes += size - self._sizes.get(key, 0)
+            self._causes[key] = "temporaries"
+        grown = size - self._sizes.get(key, 0)
         self._sizes[key] = size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.live_bytes += grown
+        self.by_cause[self._causes[key]] += grown
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes, self.peak_by_cause = self.live_bytes, Counter(self.by_cause)
 
     def _drop(self, key: int) -> None:
-        self.live_bytes -= self._sizes.pop(key, 0)
+        size = self._sizes.pop(key, 0)
+        self.live_bytes -= size
+        self.by_cause[self._causes.pop(key)] -= size
 
     def _computed(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         packet = func._overloadpacket
@@ -98,16 +134,19 @@ class Ledger(TorchDispatchMode):
             self.flops += flop_registry[packet](*args, **kwargs, out_val=result)
 
     def _exchanged(self, func: Any, args: Any) -> None:
-        """Bytes of the larger side: what a rank has in hand before or after."""
+        """Bytes of the larger side: what a rank has in hand before or after. Kept as `axis kind`."""
         kind = COLLECTIVES.get(func._overloadpacket.__name__)
         if kind:
             sides = [sum(t.nbytes for t in _tensors(argument)) for argument in args]
-            self.comm_bytes[kind] += max(sides, default=0)
+            group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+            axis = self.axes.get(dist.ProcessGroup.unbox(group).group_name, "all")
+            self.comm_bytes[f"{axis} {kind}"] += max(sides, default=0)
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
-    """A DTensor is a wrapper: what it holds has been seen by itself."""
-    return (leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor))
+    """A DTensor is a wrapper: what it holds has been seen by itself. On meta there is nothing to hold."""
+    found = (leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor))
+    return (tensor for tensor in found if tensor.device.type != "meta")
 
 
 def _attention_flops(args: Any) -> float:

@@ -18,9 +18,13 @@ TRACE = ("-m", "trainspec_cli.engine.trace")
 
 
 def traced_ranks(plan: Plan) -> list[int]:
-    """The first rank of the pipeline's first stage, and of its last: the stages between hold less than one of them."""
-    per_stage = plan.world_size // plan.layout.pp
-    return sorted({0, (plan.layout.pp - 1) * per_stage})
+    """One of the pipeline's first stage, and one of its last: the stages between hold less than one of them.
+
+    Along cp the last, whose queries meet every part of the keys.
+    """
+    layout = plan.layout
+    per_stage, along_cp = plan.world_size // layout.pp, (layout.cp - 1) * layout.tp
+    return sorted({along_cp, (layout.pp - 1) * per_stage + along_cp})
 
 
 def trace_plan(plan: Plan) -> dict[str, Any]:

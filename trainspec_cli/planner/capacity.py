@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner import workload
+from trainspec_cli.planner.engine_memory.stages import stages_memory
 from trainspec_cli.planner.hardware import Efficiency, peak_flops_per_s
-from trainspec_cli.planner.memory import estimate_memory, memory_limit_bytes
+from trainspec_cli.planner.memory import memory_limit_bytes
 from trainspec_cli.planner.prose import usual_gbit
 from trainspec_cli.planner.search import Found, Search, recompute_names, share_recomputed
 from trainspec_cli.planner.setup import Setup, Software
@@ -35,7 +36,8 @@ def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SH
     fabric = describe_fabric(spec.cluster, machine)
     eff = efficiency_of(spec.cluster)
     search, found = run_search(spec, fabric, eff, shown)
-    candidates = [candidate_of(item, spec, eff) for item in found]
+    counted = [candidate_of(item, spec, eff) for item in found]
+    candidates = sorted(counted, key=lambda candidate: not candidate.fits)  # the search's own estimate is a rough one
     advice: tuple[str, ...] = ()
     if not candidates:
         if search.smallest is not None:
@@ -193,7 +195,7 @@ def software_of(spec: RunSpec, sharded: bool) -> Software:
 def candidate_of(found: Found, spec: RunSpec, eff: Efficiency) -> Candidate:
     setup = found.setup
     time = estimate_step(setup, eff)
-    stages = estimate_memory(setup)
+    stages = stages_memory(setup, found.recompute)
     devices = setup.fabric.num_devices
     tokens_per_s = spec.batching.global_batch_size * _length(spec) / time.total_s
     model_flops = workload.flops_per_token(spec.model, spec.data.seq_len)

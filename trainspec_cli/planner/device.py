@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from trainspec_cli.planner.capacity import describe_fabric, efficiency_of, software_of, template_of
 from trainspec_cli.planner.catalogue import find_accelerator
+from trainspec_cli.planner.engine_memory.stages import stages_memory
 from trainspec_cli.planner.hardware import Efficiency
-from trainspec_cli.planner.memory import estimate_memory, memory_limit_bytes
+from trainspec_cli.planner.memory import memory_limit_bytes
 from trainspec_cli.planner.setup import RECOMPUTE, Setup
 from trainspec_cli.planner.step import estimate_step, micro_batch
 from trainspec_cli.planner.topology import axis_groups
@@ -24,7 +25,7 @@ def is_known(plan: Plan, machine: Machine) -> bool:
 def predict_device(plan: Plan, machine: Machine) -> LocalPrediction:
     """Of a plan whose GPUs are known (`is_known`)."""
     setup, eff = setup_of(plan, machine), efficiency_of(plan.spec.cluster)
-    memory = max(estimate_memory(setup), key=lambda stage: stage.total_bytes)
+    memory = max(stages_memory(setup, plan.recompute), key=lambda stage: stage.total_bytes)
     return LocalPrediction(
         time_s=step_parts_s(setup, eff),
         memory={

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
 
-from trainspec_cli.spec.prediction import Candidate, CapacityPlan
+from trainspec_cli.spec.prediction import Candidate, CapacityPlan, MemoryBreakdown
 from trainspec_cli.units import format_bytes, format_duration, format_si
 
 
@@ -23,7 +24,25 @@ def trace_as_json(candidate: Candidate, capacity: CapacityPlan, traced: dict[str
         "micro_batch_size": candidate.micro_batch_size,
         "recompute": candidate.recompute,
         **traced,
-        "estimated": {"peak_memory_bytes": tensors, "flops": executed},
+        "estimated": {"peak_memory_bytes": tensors, "peak_by_cause": _by_cause(memory), "flops": executed},
+    }
+
+
+GROUPS = {
+    "parameters": ("parameters", "gathered"),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "activations": ("activations", "temporaries"),
+}
+"""The planner's causes -> the trace's."""
+
+
+def _by_cause(memory: MemoryBreakdown) -> dict[str, float]:
+    return {
+        "parameters": memory.parameters_bytes,
+        "gradients": memory.gradients_bytes,
+        "optimizer": memory.optimizer_bytes,
+        "activations": memory.activations_bytes + memory.logits_bytes,
     }
 
 
@@ -37,12 +56,19 @@ def render_trace(trace: dict[str, Any]) -> RenderableType:
         ("", "right"),
     ):
         table.add_column(heading, justify=justify, header_style="dim")  # type: ignore[arg-type]
-    for name, key, show in (("peak of tensors", "peak_memory_bytes", format_bytes), ("executed", "flops", _flops)):
-        traced, planned = trace[key], trace["estimated"][key]
-        table.add_row(name, show(traced), show(planned), f"{planned / traced - 1:+.1%}" if traced else "")
+    estimated = trace["estimated"]
+    _add_row(table, "peak of tensors", trace["peak_memory_bytes"], estimated["peak_memory_bytes"], format_bytes)
+    for cause, parts in GROUPS.items():
+        traced = sum(trace["peak_by_cause"].get(part, 0) for part in parts)
+        _add_row(table, f"  {cause}", traced, estimated["peak_by_cause"][cause], format_bytes)
+    _add_row(table, "executed", trace["flops"], estimated["flops"], _flops)
     for kind, size in sorted(trace["comm_bytes"].items()):
         table.add_row(kind.replace("_", "-"), format_bytes(size), "", "")
     return table
+
+
+def _add_row(table: Table, name: str, traced: float, planned: float, show: Callable[[float], str]) -> None:
+    table.add_row(name, show(traced), show(planned), f"{planned / traced - 1:+.1%}" if traced else "")
 
 
 def _flops(flops: float) -> str:

@@ -50,12 +50,12 @@ class Peers:
         return x
 
     def gather_sequence(self, x_BSD: Tensor) -> Tensor:
-        """(B, S / n, D) -> (B, S, D)."""
+        """(B, S / n, D) -> (B, S, D), contiguous: else every matrix product of a region would copy and save its own."""
         mine_SBD = x_BSD.transpose(0, 1).contiguous()
         all_SBD = mine_SBD.new_empty((mine_SBD.shape[0] * self.size, *mine_SBD.shape[1:]))
         with self.time():
             all_gather(all_SBD, mine_SBD, group=self.group)
-        return all_SBD.transpose(0, 1)
+        return all_SBD.transpose(0, 1).contiguous()
 
     def scatter_sum(self, x_BSD: Tensor) -> Tensor:
         """(B, S, D), a summand on each rank -> this rank's (B, S / n, D) of the sum."""

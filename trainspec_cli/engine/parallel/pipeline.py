@@ -93,6 +93,7 @@ class Mailbox:
             self._here[message] = tensor
             return
         tensor = tensor.contiguous()
+        self._sent = [(sent, work) for sent, work in self._sent if not work.is_completed()]
         self._sent.append(
             (tensor, dist.isend(tensor, group=self.lines.towards(receiver > self.rank), group_dst=receiver))
         )
@@ -176,7 +177,9 @@ class _SplitLinear(torch.autograd.Function):
         return dx, None, None
 
 
+@torch.no_grad()
 def _weight_gradient(x: Tensor, dout: Tensor) -> Tensor:
+    """What is put off runs outside of autograd's backward, where a graph of `x` would be recorded and keep `dout`."""
     return dout.flatten(0, -2).T @ x.flatten(0, -2)
 
 

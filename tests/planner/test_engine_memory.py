@@ -1,0 +1,152 @@
+"""The engine's peak from arithmetic against a trace of the real step: 50 layouts, families and sizes.
+
+pytest -m slow -s tests/planner/test_engine_memory.py     # all of them, with a table
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trainspec_cli.certify.cases import Case, build_plan
+from trainspec_cli.launch.tracing import trace_plan, traced_ranks
+from trainspec_cli.planner.engine_memory import engine_peak, is_counted, run_of
+from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.layout import Layout
+from trainspec_cli.spec.model import DecoderModel
+from trainspec_cli.spec.plan import Plan
+from trainspec_cli.units import GIB
+
+MODELS = Path(__file__).parents[2] / "conf" / "model"
+MOST_UNDER, MOST_OVER = -0.03, 0.05
+
+
+@dataclass(frozen=True)
+class Run:
+    model: str
+    axes: dict[str, Any] = field(default_factory=dict)
+    samples: int = 1
+    """Of a micro-batch."""
+    micro_batches: int = 1
+    seq_len: int = 4096
+    recompute: Any = "none"
+    compute: Any = "bf16"
+    reduce: Any = "fp32"
+
+    @property
+    def name(self) -> str:
+        axes = ".".join(f"{axis}={size}" for axis, size in self.axes.items()) or "one"
+        return f"{self.model} {axes} {self.micro_batches}x{self.samples}x{self.seq_len} {self.recompute} {self.compute}"
+
+
+def fsdp(size: int, **axes: Any) -> dict[str, Any]:
+    return {"dp_shard": size, **axes}
+
+
+DEFAULT_RUNS = (
+    Run("llama_tiny", fsdp(4), samples=4, seq_len=512),
+    Run("llama3_8b", fsdp(8), seq_len=8192, recompute="selective"),
+    Run("llama3_8b", {"dp_replicate": 2, "dp_shard": 4}, micro_batches=4),
+    Run("qwen3_0_6b", fsdp(2, tp=2, cp=2), samples=2, recompute="full", seq_len=8192),
+    Run("llama_6m", {"pp": 2, "pipeline_schedule": "zbv"}, micro_batches=6, samples=2, seq_len=1024),
+)
+MORE_RUNS = (
+    Run("llama_tiny", {}, samples=8, seq_len=256),
+    Run("llama_tiny", {"dp_replicate": 2}, samples=8, seq_len=256, compute="fp32"),
+    Run("llama_6m", {}, samples=8, seq_len=1024, micro_batches=2),
+    Run("llama_6m", fsdp(2), samples=4, seq_len=2048, compute="fp32", micro_batches=3),
+    Run("llama_6m", {"pp": 2, "pipeline_schedule": "gpipe"}, samples=2, seq_len=2048, micro_batches=6),
+    Run("llama_6m", {"tp": 2}, samples=4, seq_len=2048),
+    Run("qwen3_0_6b", {}, samples=4, seq_len=2048, recompute="selective"),
+    Run("qwen3_0_6b", fsdp(8), samples=8, seq_len=2048),
+    Run("qwen3_0_6b", fsdp(8, zero_stage=2), samples=2, micro_batches=4),
+    Run("qwen3_0_6b", {"pp": 2, "dp_shard": 2}, samples=2, micro_batches=8),
+    Run("qwen3_0_6b", {"pp": 4, "pipeline_schedule": "zero_bubble"}, samples=1, micro_batches=8),
+    Run("qwen3_1_7b", fsdp(4), samples=4, compute="fp32", seq_len=2048),
+    Run("qwen3_1_7b", fsdp(4, cp=4), seq_len=32768),
+    Run("qwen3_4b", fsdp(8), samples=2, recompute="full"),
+    Run("qwen3_4b", fsdp(8, tp=4), samples=4, recompute="selective"),
+    Run("qwen3_8b", fsdp(16), seq_len=8192),
+    Run("qwen3_8b", fsdp(2, tp=8, sequence_parallel=False), samples=2),
+    Run("llama3_8b", fsdp(8), seq_len=8192),
+    Run("llama3_8b", fsdp(8), seq_len=8192, recompute="full"),
+    Run("llama3_8b", fsdp(8), samples=2, seq_len=8192, reduce="bf16"),
+    Run("llama3_8b", fsdp(8, zero_stage=2), micro_batches=4),
+    Run("llama3_8b", fsdp(8, zero_stage=1), micro_batches=4),
+    Run("llama3_8b", fsdp(64), samples=4, seq_len=8192, recompute="selective"),
+    Run("llama3_8b", fsdp(8), compute="fp32"),
+    Run("llama3_8b", fsdp(2, tp=4), seq_len=8192),
+    Run("llama3_8b", fsdp(2, tp=4), samples=4),
+    Run("llama3_8b", fsdp(2, tp=4, sequence_parallel=False)),
+    Run("llama3_8b", fsdp(2, cp=4), seq_len=65536),
+    Run("llama3_8b", fsdp(2, cp=4, context_method="ulysses"), seq_len=65536),
+    Run("llama3_8b", fsdp(4, tp=2, cp=2), seq_len=32768, recompute="selective"),
+    Run("llama3_8b", {"pp": 4, "dp_shard": 2}, micro_batches=16),
+    Run("llama3_8b", {"pp": 4, "dp_replicate": 2}, micro_batches=16, recompute="full"),
+    Run("llama3_8b", {"pp": 4, "pipeline_schedule": "gpipe"}, micro_batches=8, recompute="selective"),
+    Run("llama3_8b", {"pp": 4, "pipeline_schedule": "interleaved", "virtual_stages": 2}, micro_batches=12),
+    Run("llama3_8b", {"pp": 4, "dp_shard": 2, "pipeline_schedule": "zero_bubble"}, micro_batches=12),
+    Run("llama3_8b", {"pp": 4, "tp": 2, "pipeline_schedule": "zbv"}, micro_batches=8),
+    Run("qwen3_14b", fsdp(16, tp=4), samples=2, seq_len=8192),
+    Run("qwen3_32b", fsdp(64), seq_len=8192, recompute="full"),
+    Run("llama2_70b", {"tp": 8, "pp": 4, "dp_replicate": 4}, micro_batches=16),
+    Run("llama3_70b", fsdp(64), seq_len=8192, recompute="full"),
+    Run("llama3_70b", fsdp(8, tp=8), samples=2, seq_len=8192, recompute="selective"),
+    Run("llama3_70b", {"tp": 8, "pp": 4, "dp_shard": 8}, micro_batches=16, seq_len=8192),
+    Run("llama3_70b", fsdp(8, tp=8, cp=4), seq_len=131072, recompute="full"),
+    Run("llama3_405b", fsdp(512, tp=8), seq_len=8192, recompute="full"),
+    Run("llama3_405b", {"tp": 8, "pp": 16, "dp_shard": 128}, seq_len=8192, micro_batches=16),
+)
+
+
+def plan_of(run: Run) -> Plan:
+    layout = Layout(**run.axes)
+    layout = replace(layout, sequence_parallel=layout.sequence_parallel and layout.tp > 1)
+    base = build_plan(Case("dense", optimizer="adamw"), "cuda")
+    model = from_plain(DecoderModel, yaml.safe_load((MODELS / f"{run.model}.yaml").read_text()))
+    batch = run.samples * run.micro_batches * layout.data_parallel_size
+    spec = replace(
+        base.spec,
+        model=model,
+        data=replace(base.spec.data, seq_len=run.seq_len),
+        batching=replace(base.spec.batching, global_batch_size=batch),
+        precision=replace(base.spec.precision, reduce=run.reduce),
+    )
+    return replace(
+        base,
+        spec=spec,
+        layout=layout,
+        devices_per_node=layout.world_size,
+        compute=run.compute,
+        recompute=run.recompute,
+        micro_batch_size=run.samples,
+        grad_accum_steps=run.micro_batches,
+    )
+
+
+def error_of(run: Run) -> float:
+    """Of the fullest rank of a pipeline's ends."""
+    plan = plan_of(run)
+    assert is_counted(plan.spec.model, plan.offload)
+    traced = trace_plan(plan)["peak_memory_bytes"]
+    ranks = {rank * plan.layout.pp // plan.world_size for rank in traced_ranks(plan)}
+    counted = max(engine_peak(run_of(plan), rank).total_bytes for rank in ranks)
+    print(f"{run.name:78s} traced {traced / GIB:8.3f} GiB, counted {counted / GIB:8.3f} {counted / traced - 1:+.2%}")
+    return counted / traced - 1
+
+
+@pytest.mark.parametrize("run", DEFAULT_RUNS, ids=lambda run: run.name)
+def test_arithmetic_comes_to_what_the_step_takes(run: Run) -> None:
+    assert MOST_UNDER <= error_of(run) <= MOST_OVER
+
+
+@pytest.mark.slow
+def test_it_does_for_fifty_layouts_and_sizes() -> None:
+    errors = {run.name: error_of(run) for run in (*DEFAULT_RUNS, *MORE_RUNS)}
+    assert len(errors) == 50
+    wrong = {name: error for name, error in errors.items() if not MOST_UNDER <= error <= MOST_OVER}
+    assert not wrong

@@ -1,0 +1,57 @@
+"""The engine's count in the planner's terms: a breakdown for each pipeline stage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+from trainspec_cli.planner.engine_memory.step import EngineRun, engine_peak, is_counted
+from trainspec_cli.planner.memory import DEFAULT_MEMORY, MemoryModel, communicators, estimate_memory
+from trainspec_cli.planner.setup import Setup
+from trainspec_cli.spec.model import DecoderModel
+from trainspec_cli.spec.prediction import MemoryBreakdown
+from trainspec_cli.spec.run import Recompute
+
+
+def stages_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
+    """Of a run of trainspec's own engine; where it is not counted, the estimate of frameworks in general."""
+    offload = "optimizer" if setup.offload_optimizer else "none"
+    if not is_counted(setup.model, offload) or setup.trainable < 1 or recompute not in ("none", "selective", "full"):
+        return estimate_memory(setup)
+    run = _run_of(setup, cast("Recompute", recompute))
+    outside_bytes = DEFAULT_MEMORY.group_bytes * communicators(setup)
+    peaks = (engine_peak(run, rank).by_cause for rank in range(setup.layout.pp))
+    return tuple(_breakdown(peak, outside_bytes, DEFAULT_MEMORY) for peak in peaks)
+
+
+def _run_of(setup: Setup, recompute: Recompute) -> EngineRun:
+    assert isinstance(setup.model, DecoderModel)
+    sequence_parallel = setup.layout.sequence_parallel and setup.layout.tp > 1
+    return EngineRun(
+        model=setup.model,
+        layout=replace(setup.layout, sequence_parallel=sequence_parallel),
+        seq_len=setup.seq_len,
+        samples=int(setup.micro_batch_size),
+        micro_batches=setup.grad_accum,
+        compute=setup.compute,
+        reduce="bf16" if setup.software.reduce_bytes == 2.0 else "fp32",
+        recompute=recompute,
+        optimizer="adamw" if setup.software.moment_bytes else "sgd",
+    )
+
+
+def _breakdown(peak: dict[str, float], groups_bytes: float, constants: MemoryModel) -> MemoryBreakdown:
+    """With what no tensor takes: communicators, the allocator's holes, the device's context, and the reserve."""
+    parameters, work = peak["parameters"] + peak["gathered"], peak["activations"] + peak["temporaries"]
+    unused = constants.fragmentation * work
+    unused += constants.states_fragmentation * (parameters + peak["gradients"] + peak["optimizer"])
+    whole = sum(peak.values()) + groups_bytes + unused + constants.context_bytes
+    return MemoryBreakdown(
+        parameters_bytes=parameters,
+        gradients_bytes=peak["gradients"],
+        optimizer_bytes=peak["optimizer"],
+        activations_bytes=work,
+        comm_buffers_bytes=groups_bytes,
+        fragmentation_bytes=unused + constants.reserve * whole,
+        context_bytes=constants.context_bytes,
+    )
