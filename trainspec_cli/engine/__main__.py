@@ -31,6 +31,7 @@ def work(run_dir: RunDir, stop: StopRequest) -> None:
     import torch.distributed as dist
 
     from trainspec_cli.engine.build import build_machinery, join_processes
+    from trainspec_cli.engine.initial import load_initial
     from trainspec_cli.engine.sources import open_source
     from trainspec_cli.engine.trainer import Trainer
 
@@ -38,6 +39,8 @@ def work(run_dir: RunDir, stop: StopRequest) -> None:
     run = read_json(run_dir.run_json)
     device = join_processes(plan.device)
     machinery = build_machinery(plan, device)
+    if not run_dir.checkpoint_steps():
+        load_initial(plan, machinery)
     source = open_source(plan, run["data_dir"], machinery)
     Trainer(plan, run_dir, source, run["digest"], machinery, stop).run()
     dist.destroy_process_group()

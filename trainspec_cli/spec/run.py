@@ -10,6 +10,7 @@ from trainspec_cli.spec.batching import BatchingSpec
 from trainspec_cli.spec.checkpoint import CheckpointSpec
 from trainspec_cli.spec.cluster import ClusterSpec
 from trainspec_cli.spec.data import DataSpec
+from trainspec_cli.spec.init import InitSpec
 from trainspec_cli.spec.layout import LayoutSpec
 from trainspec_cli.spec.model import ModelSpec
 from trainspec_cli.spec.optim import OptimSpec
@@ -63,6 +64,7 @@ class RunSpec:
     train: TrainSection
     description: str = ""
     """One line for `trainspec recipes`."""
+    init: InitSpec = field(default_factory=InitSpec)
     cluster: ClusterSpec = field(default_factory=ClusterSpec)
     layout: LayoutSpec = field(default_factory=LayoutSpec)
     precision: PrecisionSpec = field(default_factory=PrecisionSpec)

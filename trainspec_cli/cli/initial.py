@@ -1,0 +1,130 @@
+"""What `init.from` says besides weights: the model, where the recipe leaves it open, and the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from trainspec_cli.compose.compose import Completion
+from trainspec_cli.errors import Problem, RecipeError, TrainspecError
+from trainspec_cli.huggingface.config import differences, read_model
+from trainspec_cli.huggingface.folder import CONFIG, TOKENIZER, open_weights, read_config
+from trainspec_cli.rundir.files import read_json
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.data import SAMPLE_SOURCES
+from trainspec_cli.spec.init import InitSpec
+from trainspec_cli.spec.model import DecoderModel, ModelSpec
+from trainspec_cli.spec.run import RunSpec
+from trainspec_cli.spec.structure import build, choose_section
+from trainspec_cli.spec.unknown import UNKNOWN
+
+AUTO_FAMILY = "auto"
+
+
+def complete(data: dict[str, Any]) -> Completion:
+    """The values that a composed recipe leaves to the checkpoint that it begins with."""
+    begins_with = (data.get("init") or {}).get("from")
+    model = dict(data.get("model") or {})
+    is_open = model.get("family") == AUTO_FAMILY
+    if not isinstance(begins_with, str):
+        return _without_checkpoint(model) if is_open else Completion({}, "")
+    init = InitSpec(begins_with)
+    try:
+        found, source, tokenizer = _read(init)
+    except TrainspecError as error:
+        return _failed(begins_with, error.problems) if is_open else Completion({}, begins_with, tuple(error.problems))
+    asked = {key: value for key, value in model.items() if not (is_open and key == "family")}
+    values = {"model": {key: value for key, value in found.items() if key not in asked}} if is_open else {}
+    problems = _contradictions(found | asked if is_open else asked, found, source)
+    return Completion(values | _tokenizer(data, tokenizer), source, tuple(problems))
+
+
+def _without_checkpoint(model: dict[str, Any]) -> Completion:
+    """A model that is written out key by key needs no group."""
+    if len(model) > 1:
+        return Completion({"model": {"family": "decoder"}}, "")
+    message = "no model is named: `model` is auto, and `init.from` is null"
+    hint = "type model=llama_6m, or another of conf/model; or init.from=hf:<a checkpoint's folder>"
+    return _failed("", [Problem("missing_value", message, "model", hint)])
+
+
+def _failed(source: str, problems: Iterable[Problem]) -> Completion:
+    """What misses of the model follows from that, and is not told again."""
+    return Completion({"model": {"family": "decoder"}}, source, tuple(problems), frozenset({"model"}))
+
+
+def _read(init: InitSpec) -> tuple[dict[str, Any], str, Path | None]:
+    """-> (the checkpoint's model, the file that says so, its tokenizer). Raises TrainspecError."""
+    if (folder := init.hugging_face) is not None:
+        model = read_model(read_config(folder), str(folder / CONFIG))
+        return model, str(folder / CONFIG), _if_there(folder / TOKENIZER)
+    assert init.run is not None
+    run = RunDir(init.run)
+    if not run.plan_json.is_file():
+        raise RecipeError(_no_run(init))
+    token_folder = read_json(run.run_json)["data_dir"]
+    tokenizer = _if_there(Path(token_folder) / TOKENIZER) if token_folder else None
+    return read_json(run.plan_json)["spec"]["model"], str(run.plan_json), tokenizer
+
+
+def _no_run(init: InitSpec) -> Problem:
+    message = f"`init.from` is {init.from_}, which holds no run of trainspec"
+    return Problem("missing_file", message, "init.from", f"type init.from=hf:{init.from_} for a Hugging Face folder")
+
+
+def check_weights(spec: RunSpec) -> Iterable[Problem]:
+    """A rule: what `init.from` names holds the model's weights."""
+    if spec.init.from_ is None:
+        return []
+    try:
+        if (folder := spec.init.hugging_face) is not None:
+            if not isinstance(spec.model, DecoderModel):
+                raise RecipeError(Problem("unsupported", "Hugging Face folders hold decoders", "init.from"))
+            open_weights(folder, spec.model)
+        elif spec.init.run is not None and not RunDir(spec.init.run).checkpoint_steps():
+            raise RecipeError(Problem("missing_file", f"{spec.init.run} holds no whole checkpoint", "init.from"))
+    except TrainspecError as error:
+        return error.problems
+    return []
+
+
+def _if_there(file: Path) -> Path | None:
+    return file.absolute() if file.is_file() else None
+
+
+def _contradictions(asked: dict[str, Any], found: dict[str, Any], source: str) -> list[Problem]:
+    """Keys under which the recipe's model is another than the checkpoint's."""
+    mine, theirs = _build(asked), _build(found)
+    if mine is UNKNOWN:
+        return []
+    if isinstance(mine, DecoderModel) and isinstance(theirs, DecoderModel):
+        differing = differences(mine, theirs)
+    else:
+        differing = {} if mine == theirs else {"family": (mine.family, theirs.family)}
+    return [
+        Problem(
+            code="contradiction",
+            message=f"`model.{key}` is {ours}, and {source} says {its}",
+            path=f"model.{key}",
+            hint=f"type model.{key}={its}, or model=auto to take the checkpoint's whole model",
+        )
+        for key, (ours, its) in differing.items()
+    ]
+
+
+def _build(section: dict[str, Any]) -> Any:
+    """UNKNOWN where it is mistyped, which is told by others."""
+    kind = choose_section(ModelSpec, section)
+    assert kind is not None
+    model, problems = build(kind, section)
+    return UNKNOWN if problems else model
+
+
+def _tokenizer(data: dict[str, Any], found: Path | None) -> dict[str, Any]:
+    """The checkpoint's, where the recipe names none: its ids are what the weights know."""
+    reads = data.get("data") or {}
+    named = (reads.get("tokenizer") or {}).get("path")
+    if found is None or named or reads.get("source") in (*SAMPLE_SOURCES, "tokens"):
+        return {}
+    return {"data": {"tokenizer": {"path": str(found)}}}
