@@ -22,22 +22,29 @@ from trainspec_cli.spec.unknown import UNKNOWN
 AUTO_FAMILY = "auto"
 
 
-def complete(data: dict[str, Any]) -> Completion:
-    """The values that a composed recipe leaves to the checkpoint that it begins with."""
+def complete(data: dict[str, Any], unchosen: frozenset[str]) -> Completion:
+    """The values that a composed recipe leaves to the checkpoint that it begins with.
+
+    The model is left to it by `model=auto`, to which some keys may be added, and where no model is chosen at all.
+    """
     begins_with = (data.get("init") or {}).get("from")
-    model = dict(data.get("model") or {})
-    is_open = model.get("family") == AUTO_FAMILY
+    asked = {} if "model" in unchosen else dict(data.get("model") or {})
+    is_auto = asked.get("family") == AUTO_FAMILY
     if not isinstance(begins_with, str):
-        return _without_checkpoint(model) if is_open else Completion({}, "")
-    init = InitSpec(begins_with)
+        return _without_checkpoint(asked) if is_auto else Completion({}, "")
+    is_open = is_auto or "model" in unchosen
     try:
-        found, source, tokenizer = _read(init)
+        found, source, tokenizer = _read(InitSpec(begins_with))
     except TrainspecError as error:
-        return _failed(begins_with, error.problems) if is_open else Completion({}, begins_with, tuple(error.problems))
-    asked = {key: value for key, value in model.items() if not (is_open and key == "family")}
-    values = {"model": {key: value for key, value in found.items() if key not in asked}} if is_open else {}
-    problems = _contradictions(found | asked if is_open else asked, found, source)
-    return Completion(values | _tokenizer(data, tokenizer), source, tuple(problems))
+        return _failed(error.problems) if is_open else Completion({}, begins_with, problems=tuple(error.problems))
+    if is_open:
+        asked = found | {key: value for key, value in asked.items() if key != "family"}
+    return Completion(
+        values=({"model": asked} if is_open else {}) | _tokenizer(data, tokenizer),
+        source=source,
+        replaced=frozenset({"model"} if is_open else ()),
+        problems=tuple(_contradictions(asked, found, source)),
+    )
 
 
 def _without_checkpoint(model: dict[str, Any]) -> Completion:
@@ -46,12 +53,12 @@ def _without_checkpoint(model: dict[str, Any]) -> Completion:
         return Completion({"model": {"family": "decoder"}}, "")
     message = "no model is named: `model` is auto, and `init.from` is null"
     hint = "type model=llama_6m, or another of conf/model; or init.from=hf:<a checkpoint's folder>"
-    return _failed("", [Problem("missing_value", message, "model", hint)])
+    return _failed([Problem("missing_value", message, "model", hint)])
 
 
-def _failed(source: str, problems: Iterable[Problem]) -> Completion:
+def _failed(problems: Iterable[Problem]) -> Completion:
     """What misses of the model follows from that, and is not told again."""
-    return Completion({"model": {"family": "decoder"}}, source, tuple(problems), frozenset({"model"}))
+    return Completion({}, "", frozenset({"model"}), tuple(problems), frozenset({"model"}))
 
 
 def _read(init: InitSpec) -> tuple[dict[str, Any], str, Path | None]:
@@ -117,6 +124,7 @@ def _build(section: dict[str, Any]) -> Any:
     """UNKNOWN where it is mistyped, which is told by others."""
     kind = choose_section(ModelSpec, section)
     assert kind is not None
+    model: Any
     model, problems = build(kind, section)
     return UNKNOWN if problems else model
 

@@ -50,22 +50,22 @@ class Completion:
     values: dict[str, Any]
     source: str
     """The file they stand in."""
+    replaced: frozenset[str] = frozenset()
+    """Groups of which nothing that was written stays."""
     problems: tuple[Problem, ...] = ()
     failed: frozenset[str] = frozenset()
     """Groups that should have been completed, and could not be."""
 
 
-Complete = Callable[[dict[str, Any]], Completion]
-"""Given all that is written, interpolations resolved as far as they can be."""
+Complete = Callable[[dict[str, Any], frozenset[str]], Completion]
+"""Given all that is written, interpolations resolved as far as they can be, and the groups that nobody chose."""
 
 
 def compose(recipe: str, overrides: Sequence[str] = (), cwd: Path | None = None) -> Composed:
     return compose_arguments([f"{RECIPE}={recipe}", *overrides], cwd)
 
 
-def compose_arguments(
-    arguments: Sequence[str], cwd: Path | None = None, complete: Complete | None = None
-) -> Composed:
+def compose_arguments(arguments: Sequence[str], cwd: Path | None = None, complete: Complete | None = None) -> Composed:
     """Compose what a command line asks for (`recipe=NAME` is one of its arguments).
 
     Raises nothing for faults of people: they are in `problems`, and what they left whole is in `data`.
@@ -77,11 +77,11 @@ def compose_arguments(
     values = [argument for argument in parsed if argument.key != RECIPE and not is_choice(argument, groups)]
     config, parts, unforeseen = _compose_files(selection)
     problems += selection.problems + unforeseen + apply_arguments(config, values)
-    completion = complete(resolve(config)[0]) if complete else Completion({}, "")
-    config = OmegaConf.merge(config, completion.values)  # type: ignore[assignment]
+    origins = _origins(selection, parts, values)
+    unchosen = frozenset(group for group in groups if _is_default(group, selection, origins))
+    completion = complete(resolve(config)[0], unchosen) if complete else Completion({}, "")
+    config = _apply(completion, config, origins)
     data, unresolved = resolve(config)
-    completed = (path for key, item in completion.values.items() for path in value_paths(key, item))
-    origins = _origins(selection, parts, values) | {path: Origin(completion.source, 1) for path in completed}
     problems += completion.problems
     return Composed(
         recipe=selection.recipe,
@@ -92,6 +92,21 @@ def compose_arguments(
         problems=tuple(locate(problems + unresolved, origins, arguments, cwd)),
         failed=completion.failed | frozenset(selection.failed | ({RECIPE} if unforeseen else set())),
     )
+
+
+def _is_default(group: str, selection: Selection, origins: Origins) -> bool:
+    """Neither its option nor any of its values was chosen by a recipe or on the command line."""
+    options = selection.options.get(group, [])
+    files = {origin.file for path, origin in origins.items() if path.partition(".")[0] == group}
+    return len(options) == 1 and len(files) == 1
+
+
+def _apply(completion: Completion, config: DictConfig, origins: Origins) -> DictConfig:
+    for group in completion.replaced:
+        config[group] = {}
+    for path in (path for key, item in completion.values.items() for path in value_paths(key, item)):
+        origins[path] = Origin(completion.source, 1)
+    return OmegaConf.merge(config, completion.values)  # type: ignore[return-value]
 
 
 def _compose_files(selection: Selection) -> tuple[DictConfig, list[Part], list[Problem]]:

@@ -85,7 +85,7 @@ def write_file(path: Path, held: Sequence[Parameter], full: Mapping[str, Tensor]
         file.write(make_header({piece.tensor: (dtype, piece.tensor_shape) for _, piece in pieces}))
         for name, piece in pieces:
             tensor = _cut(full[name], piece).to(DTYPES[dtype]).contiguous()
-            file.write(tensor.view(torch.uint8).flatten().numpy())
+            file.write(tensor.view(torch.uint8).numpy().data)
 
 
 def _cut(full: Tensor, piece: Piece) -> Tensor:

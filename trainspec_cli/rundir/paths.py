@@ -6,7 +6,7 @@ RUN/
   command.txt     what was started, to paste     pid.json     the supervisor, while the run is alive
   events/rank00000.jsonl                         errors/rank00000.json  a failing worker's own words
   checkpoints/step_00000020/                     logs/        the workers' output
-  result.json     how it ended
+  result.json     how it ended                   huggingface/  config and tokenizer of the folder it began with
 """
 
 from __future__ import annotations
@@ -66,6 +66,10 @@ class RunDir:
     @property
     def logs(self) -> Path:
         return self.root / "logs"
+
+    @property
+    def huggingface(self) -> Path:
+        return self.root / "huggingface"
 
     @property
     def checkpoints(self) -> Path:
