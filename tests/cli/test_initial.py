@@ -1,4 +1,4 @@
-"""What `init.from` completes, and what it refuses. The folders here hold no weights: those are engine/test_initial.py's."""
+"""What `init.from` completes, and what it refuses. Weights that mean something are in engine/test_initial.py."""
 
 from __future__ import annotations
 

@@ -37,13 +37,14 @@ def complete(data: dict[str, Any], unchosen: frozenset[str]) -> Completion:
         found, source, tokenizer = _read(InitSpec(begins_with))
     except TrainspecError as error:
         return _failed(error.problems) if is_open else Completion({}, begins_with, problems=tuple(error.problems))
-    if is_open:
-        asked = found | {key: value for key, value in asked.items() if key != "family"}
+    if is_auto:
+        del asked["family"]
+    left_open = {key: value for key, value in found.items() if key not in asked} if is_open else {}
     return Completion(
-        values=({"model": asked} if is_open else {}) | _tokenizer(data, tokenizer),
+        values=({"model": left_open} if is_open else {}) | _tokenizer(data, tokenizer),
         source=source,
-        replaced=frozenset({"model"} if is_open else ()),
-        problems=tuple(_contradictions(asked, found, source)),
+        replaced=frozenset({"model"} & unchosen),
+        problems=tuple(_contradictions(left_open | asked, found, source)),
     )
 
 
