@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+from trainspec_cli.corpus.chat import describe
 from trainspec_cli.corpus.manifest import SCHEMA
 from trainspec_cli.spec.data import DataSpec
 
@@ -38,6 +39,7 @@ def _facts(data: DataSpec, files: list[Path]) -> dict[str, object]:
         "heldout_fraction": data.heldout_fraction,
         "max_bytes": data.max_bytes,
         "tokenizer": _tokenizer_facts(data),
+        **describe(data),
         "files": [_file_facts(file) for file in files],
     }
 

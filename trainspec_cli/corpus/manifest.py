@@ -55,6 +55,8 @@ class Manifest:
     """What `xz -9e` needs for the held-out text; null where Python was built without lzma."""
     train: SplitSummary
     heldout: SplitSummary
+    learns_parts: bool = False
+    """Of each document only some tokens are learnt: beside the shards lie its documents' index (documents.py)."""
 
     def split(self, name: Split) -> SplitSummary:
         return {"train": self.train, "heldout": self.heldout}[name]

@@ -10,6 +10,7 @@ from typing import BinaryIO, Self
 
 import numpy as np
 
+from trainspec_cli.corpus.documents import Documents, read_documents
 from trainspec_cli.corpus.manifest import (
     SPLITS,
     TOKENIZER_FILE,
@@ -138,6 +139,10 @@ class TokenFolder:
             filled += len(part)
             shard += 1
         return out
+
+    def documents(self, split: Split) -> Documents:
+        """Where documents begin, and what is learnt of them. Raises MachineError where the files are damaged."""
+        return read_documents(self.path, split, self.num_tokens(split))
 
     def verify(self) -> None:
         """Reads every file and compares its digest; raises MachineError naming one that was altered."""

@@ -12,9 +12,11 @@ import sys
 import sysconfig
 import tokenize
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from trainspec_cli.corpus.chat import Conversation, parse_line, template_of
 from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.spec.data import DataSpec
 
@@ -25,12 +27,18 @@ STDLIB_LEFT_OUT = frozenset({
 })  # fmt: skip
 
 
+_SUFFIXES = {"jsonl": ".jsonl", "chat": ".jsonl"}
+"""Of the files that count below a folder."""
+
+
 @dataclass(frozen=True)
 class Document:
     name: str
     """Its file, or `file:line`."""
     text: str
     """Never empty, and always expressible as UTF-8."""
+    conversation: Conversation | None = None
+    """What is learnt of it, where not all is."""
 
 
 def find_files(data: DataSpec) -> list[Path]:
@@ -38,7 +46,7 @@ def find_files(data: DataSpec) -> list[Path]:
     if data.source == "python_stdlib":
         files = _stdlib_files()
     elif data.path:
-        files = _files_at(data.path, suffix=".jsonl" if data.source == "jsonl" else "")
+        files = _files_at(data.path, suffix=_SUFFIXES.get(data.source, ""))
     else:
         raise _path_error(f"source {data.source} needs a path", "data.path=FILE, FOLDER or 'FOLDER/**/*.txt'")
     for file in files:
@@ -56,7 +64,7 @@ def documents(data: DataSpec, files: list[Path]) -> Iterator[Document]:
             text = _cut_to_bytes(document.text, left_bytes)
             left_bytes -= len(text.encode())
             if text:
-                yield Document(document.name, text)
+                yield replace(document, text=text)
             if len(text) < len(document.text) or left_bytes == 0:
                 return
 
@@ -133,13 +141,30 @@ def _read_text(file: Path, data: DataSpec) -> Iterator[Document]:
 
 
 def _read_jsonl(file: Path, data: DataSpec) -> Iterator[Document]:
-    """One document a line; blank lines are skipped."""
+    """One document a line."""
+    for number, line in _lines(file):
+        yield Document(f"{file}:{number}", _field(line, file, number, data))
+
+
+def _read_chat(file: Path, data: DataSpec) -> Iterator[Document]:
+    """One conversation a line, as its template writes it."""
+    find = partial(template_of, data.tokenizer.path, data.chat_template)
+    for number, line in _lines(file):
+        try:
+            found = parse_line(line, find, learn_all=data.loss_on == "all")
+        except ValueError as error:
+            raise _bad_document(file, number, f"{error}: {_excerpt(line)}", "") from error
+        yield Document(f"{file}:{number}", found.text, found)
+
+
+def _lines(file: Path) -> Iterator[tuple[int, str]]:
+    """Numbered from 1; blank ones are skipped."""
     try:
         with file.open("rb") as lines:
             start = 0
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield Document(f"{file}:{number}", _field(_decode(line, file, number, start), file, number, data))
+                    yield number, _decode(line, file, number, start)
                 start += len(line)
     except OSError as error:
         raise _unreadable(file, error) from error
@@ -197,4 +222,5 @@ _READERS: dict[str, Callable[[Path, DataSpec], Iterator[Document]]] = {
     "python_stdlib": _read_python,
     "text": _read_text,
     "jsonl": _read_jsonl,
+    "chat": _read_chat,
 }

@@ -9,6 +9,9 @@ from typing import Protocol
 
 from trainspec_cli.corpus.decode import decode, encode
 from trainspec_cli.corpus.labelled import LabelledSamples, open_samples
+from trainspec_cli.corpus.order import Shuffled
+from trainspec_cli.corpus.rows import open_rows
+from trainspec_cli.corpus.samples import step_positions
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build import Machinery
@@ -26,6 +29,9 @@ class Source(Protocol):
 
     def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of steps `start` to `end` - 1."""
+
+    def counted(self, step: int) -> int:
+        """Targets of that step's global batch that count: what its loss is the mean over."""
 
     def evaluate(self) -> Figures | None:
         """How the model does on what was held out: the fields of an `eval` event; None where nothing was."""
@@ -64,14 +70,18 @@ class TokenSource:
 
     def __init__(self, plan: Plan, folder: TokenFolder, built: Machinery):
         self.plan, self.spec, self.folder, self.built = plan, plan.spec, folder, built
+        self.order = Shuffled(open_rows(folder, "train", plan.spec.data), plan.spec.train.seed)
 
     def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
-        return batches(self.folder, batch_plan(self.plan, self.built), self.built.device, start, end)
+        return batches(self.order, batch_plan(self.plan, self.built), self.built.device, start, end)
+
+    def counted(self, step: int) -> int:
+        return max(1, self.order.counted(step_positions(step, self.spec.batching.global_batch_size)))
 
     def evaluate(self) -> Figures | None:
-        heldout = heldout_loss(
-            self.built, self.folder, seq_len=self.spec.data.seq_len, batch_size=self.plan.micro_batch_size
-        )
+        rows = open_rows(self.folder, "heldout", self.spec.data)
+        num_bytes = self.folder.num_bytes("heldout")
+        heldout = heldout_loss(self.built, rows, num_bytes=num_bytes, batch_size=self.plan.micro_batch_size)
         if heldout is None:
             return None
         return {
@@ -112,6 +122,9 @@ class SampleSource:
 
     def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
         return read_ahead(self.loader.read_step, self.built.device, start, end)
+
+    def counted(self, step: int) -> int:
+        return self.plan.tokens_per_step
 
     def evaluate(self) -> Figures | None:
         return heldout_metrics(self.built, self.loader)

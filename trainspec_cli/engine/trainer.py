@@ -118,7 +118,7 @@ class Trainer:
         outcome = train_step(
             self.built,
             micro_batches,
-            global_tokens=self.plan.tokens_per_step,
+            global_tokens=self.source.counted(self.step),
             clip_norm=self.spec.optim.grad_clip_norm,
             stop_requested=self.stop_request.requested,
         )

@@ -34,9 +34,10 @@ SAMPLE_SOURCES = ("phantom", "images", "volumes")
 class DataSpec:
     seq_len: int
     """Tokens a sample; 1 for images and volumes."""
-    source: Literal["python_stdlib", "text", "jsonl", "tokens", "phantom", "images", "volumes"]
+    source: Literal["python_stdlib", "text", "jsonl", "chat", "tokens", "phantom", "images", "volumes"]
     """`tokens` is a folder that `trainspec data prepare` wrote; text is prepared on the spot and cached.
 
+    `chat` is JSON lines of conversations (`messages`) or completions (`prompt`, `completion`).
     `images` is a folder with a sub-folder of pictures a class, `volumes` one of image and label pairs.
     """
     path: str | None = None
@@ -49,6 +50,16 @@ class DataSpec:
     max_bytes: int | None = None
     """Read at most this much text."""
     phantom: PhantomSpec = field(default_factory=PhantomSpec)
+    document_masks: bool = False
+    """Attention stays within documents, of which a sample may hold several; conversations are always kept apart."""
+    chat_template: str | None = None
+    """`chatml`, or a file of Jinja; null: the one that stands beside the tokenizer (chat only)."""
+    loss_on: Literal["replies", "all"] = "replies"
+    """What is learnt of a conversation: what the assistant says, or all of it (chat only)."""
+
+    @property
+    def masks_documents(self) -> bool:
+        return self.document_masks or self.source == "chat"
 
     @property
     def unit(self) -> Literal["tokens", "samples"]:

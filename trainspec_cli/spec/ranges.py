@@ -121,6 +121,8 @@ RANGES = {
     "data.phantom.seed": AT_LEAST_ZERO,
     "data.max_bytes": AT_LEAST_ONE,
     "data.tokenizer.vocab_size": BYTE_LEVEL,
+    "lora.rank": AT_LEAST_ZERO,
+    "lora.alpha": POSITIVE,
     "optim.lr": POSITIVE,
     "optim.beta1": MOMENT,
     "optim.beta2": MOMENT,

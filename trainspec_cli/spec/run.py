@@ -12,6 +12,7 @@ from trainspec_cli.spec.cluster import ClusterSpec
 from trainspec_cli.spec.data import DataSpec
 from trainspec_cli.spec.init import InitSpec
 from trainspec_cli.spec.layout import LayoutSpec
+from trainspec_cli.spec.lora import LoraSpec
 from trainspec_cli.spec.model import ModelSpec
 from trainspec_cli.spec.optim import OptimSpec
 from trainspec_cli.spec.precision import PrecisionSpec
@@ -65,6 +66,7 @@ class RunSpec:
     description: str = ""
     """One line for `trainspec recipes`."""
     init: InitSpec = field(default_factory=InitSpec)
+    lora: LoraSpec = field(default_factory=LoraSpec)
     cluster: ClusterSpec = field(default_factory=ClusterSpec)
     layout: LayoutSpec = field(default_factory=LayoutSpec)
     precision: PrecisionSpec = field(default_factory=PrecisionSpec)
