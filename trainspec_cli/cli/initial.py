@@ -12,6 +12,7 @@ from trainspec_cli.huggingface.config import differences, read_model
 from trainspec_cli.huggingface.folder import CONFIG, TOKENIZER, open_weights, read_config
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.data import SAMPLE_SOURCES
 from trainspec_cli.spec.init import InitSpec
 from trainspec_cli.spec.model import DecoderModel, ModelSpec
@@ -90,11 +91,21 @@ def check_weights(spec: RunSpec) -> Iterable[Problem]:
             if not isinstance(spec.model, DecoderModel):
                 raise RecipeError(Problem("unsupported", "Hugging Face folders hold decoders", "init.from"))
             open_weights(folder, spec.model)
-        elif spec.init.run is not None and not RunDir(spec.init.run).checkpoint_steps():
-            raise RecipeError(Problem("missing_file", f"{spec.init.run} holds no whole checkpoint", "init.from"))
+        elif spec.init.run is not None:
+            _check_run(RunDir(spec.init.run), spec)
     except TrainspecError as error:
         return error.problems
     return []
+
+
+def _check_run(run: RunDir, spec: RunSpec) -> None:
+    if not run.checkpoint_steps():
+        raise RecipeError(Problem("missing_file", f"{run.root} holds no whole checkpoint", "init.from"))
+    lora = read_json(run.plan_json)["spec"].get("lora") or {"rank": 0}
+    if lora["rank"] and lora != to_plain(spec.lora):
+        message = f"{run.root} trained LoRA adapters of other sizes, which would be left behind"
+        hint = f"merge them first: trainspec export {run.root} --output FOLDER, then init.from=hf:FOLDER"
+        raise RecipeError(Problem("contradiction", message, "lora", hint))
 
 
 def _if_there(file: Path) -> Path | None:

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from trainspec_cli.engine.checkpoint.weights import read_weights
+from trainspec_cli.huggingface.adapters import ADAPTERS, adapters_of
 from trainspec_cli.huggingface.safetensors import DTYPE_BYTES, INDEX, SINGLE, make_header
 from trainspec_cli.huggingface.tensors import Parameter, Piece, parameters
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.model import DecoderModel
 from trainspec_cli.spec.plan import Plan
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -35,17 +37,19 @@ class Order:
     dtype: str
     """As safetensors names it."""
     max_file_bytes: int
+    adapters_alone: bool = False
+    """Of a run with LoRA: PEFT's file of its adapters, and not the whole weights with them merged in."""
 
 
 def main() -> None:
     order = from_plain(Order, read_json(Path(sys.argv[1])))
     plan = from_plain(Plan, read_json(Path(order.plan_json)))
-    export(plan, order)
+    (export_adapters if order.adapters_alone else export)(plan, order)
 
 
 def export(plan: Plan, order: Order) -> None:
     """Write the safetensors files of `plan`'s model, and their index, into the folder."""
-    files = list(_files(parameters(plan.spec.model), order))  # type: ignore[arg-type]
+    files = list(_files(_parameters(plan), order))
     names = [SINGLE] if len(files) == 1 else [_part_name(number, len(files)) for number in range(1, len(files) + 1)]
     where: dict[str, str] = {}
     for name, held in zip(names, files, strict=True):
@@ -75,8 +79,27 @@ def _part_name(number: int, count: int) -> str:
     return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
+def export_adapters(plan: Plan, order: Order) -> None:
+    adapters = [half for parameter in _parameters(plan) for half in adapters_of(parameter, plan.spec.lora)]
+    full = read(plan, Path(order.checkpoint), adapters)
+    write_file(Path(order.output) / ADAPTERS, adapters, full, order.dtype)
+
+
+def _parameters(plan: Plan) -> list[Parameter]:
+    assert isinstance(plan.spec.model, DecoderModel), "other families are refused by name"
+    return parameters(plan.spec.model)
+
+
 def read(plan: Plan, checkpoint: Path, wanted: Sequence[Parameter]) -> dict[str, Tensor]:
-    return read_weights(checkpoint, {parameter.name: parameter.shape for parameter in wanted})
+    """Whole parameters, adapters merged in: W + (alpha / R) B A."""
+    halves = {parameter.name: adapters_of(parameter, plan.spec.lora) for parameter in wanted}
+    shapes = {held.name: held.shape for parameter in wanted for held in (parameter, *halves[parameter.name])}
+    full = read_weights(checkpoint, shapes)
+    for name, adapters in halves.items():
+        if adapters:
+            a_RD, b_FR = (full.pop(half.name) for half in adapters)
+            full[name].addmm_(b_FR, a_RD, alpha=plan.spec.lora.scale)
+    return full
 
 
 def write_file(path: Path, held: Sequence[Parameter], full: Mapping[str, Tensor], dtype: str) -> None:

@@ -15,6 +15,7 @@ from trainspec_cli.corpus.decode import decode
 from trainspec_cli.corpus.manifest import read_manifest
 from trainspec_cli.corpus.publish import publishing
 from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.huggingface.adapters import ADAPTER_CONFIG, adapter_config
 from trainspec_cli.huggingface.config import write_config
 from trainspec_cli.huggingface.folder import CONFIG, GENERATION, SMALL_FILES, TOKENIZER, TOKENIZER_CONFIG, read_config
 from trainspec_cli.launch.environment import python_path
@@ -98,8 +99,22 @@ def _write_tokenizer(token_folder: Path, seq_len: int, folder: Path) -> int:
     return end
 
 
-def _write_tensors(wanted: Export, folder: Path) -> None:
+def write_adapters(wanted: Export, output: Path) -> str:
+    """Make `output` with a run's LoRA adapters as PEFT reads them. Raises RecipeError where it trained none."""
+    plan = from_plain(Plan, read_json(wanted.run.plan_json))
+    if not plan.spec.lora.rank:
+        message = f"{wanted.run.root} trained whole weights, and no adapters"
+        raise RecipeError(Problem("unsupported", message, "--format", "type --format hf"))
+    base = plan.spec.init.hugging_face
+    with publishing(output.expanduser().resolve()) as temporary:
+        write_json(temporary / ADAPTER_CONFIG, adapter_config(plan.spec.lora, str(base.absolute()) if base else None))
+        _write_tensors(wanted, temporary, adapters_alone=True)
+    return "LoRA adapters"
+
+
+def _write_tensors(wanted: Export, folder: Path, *, adapters_alone: bool = False) -> None:
     order = {
+        "adapters_alone": adapters_alone,
         "plan_json": str(wanted.run.plan_json.absolute()),
         "checkpoint": str(wanted.run.checkpoint(wanted.step).absolute()),
         "output": str(folder),

@@ -14,13 +14,18 @@ from trainspec_cli.engine.checkpoint.store import Held
 from trainspec_cli.errors import MachineError
 
 PREFIX = "model."
+ADAPTERS = ("lora_a", "lora_b")
+"""What a run adds to the weights of another that had none."""
 
 
 def load_weights(folder: Path, held: Held) -> None:
     """Fill parameters and the buffers that training changes, from whatever layout; called by every rank together."""
     names = {name.removeprefix(PREFIX) for name in stored_tensors(folder)}
-    wanted = {key: value for key, value in held.state().items() if key.startswith(PREFIX)}
-    _require(folder, [name for key in wanted if (name := key.removeprefix(PREFIX)) not in names])
+    state = {key: value for key, value in held.state().items() if key.startswith(PREFIX)}
+    missing = {key for key in state if key.removeprefix(PREFIX) not in names}
+    new = {key for key in missing if key.endswith(ADAPTERS)}
+    _require(folder, sorted(key.removeprefix(PREFIX) for key in missing - new))
+    wanted = {key: value for key, value in state.items() if key not in new}
     dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder))
     copy_twins(held.shares, held.optimizer)
 
