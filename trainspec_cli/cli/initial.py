@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainspec_cli.compose.compose import Completion
+from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.errors import Problem, RecipeError, TrainspecError
 from trainspec_cli.huggingface.config import differences, read_model
 from trainspec_cli.huggingface.folder import CONFIG, TOKENIZER, open_weights, read_config
@@ -72,8 +73,10 @@ def _read(init: InitSpec) -> tuple[dict[str, Any], str, Path | None]:
     run = RunDir(init.run)
     if not run.plan_json.is_file():
         raise RecipeError(_no_run(init))
-    token_folder = read_json(run.run_json)["data_dir"]
-    tokenizer = _if_there(Path(token_folder) / TOKENIZER) if token_folder else None
+    kept = _if_there(run.huggingface / TOKENIZER)
+    data_dir = read_json(run.run_json)["data_dir"]
+    made = Collection.open(data_dir).tokenizer_folder if data_dir and Path(data_dir).is_dir() and not kept else None
+    tokenizer = kept or (_if_there(made / TOKENIZER) if made else None)
     return read_json(run.plan_json)["spec"]["model"], str(run.plan_json), tokenizer
 
 

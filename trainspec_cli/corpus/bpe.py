@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,6 +72,11 @@ def _as_plain_text(tokenizer: Tokenizer) -> Tokenizer:
     """Text that spells a special token is encoded like any other text."""
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+def digest(tokenizer: Tokenizer) -> str:
+    """Tells tokenizers apart."""
+    return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 
 def count_vocab(tokenizer: Tokenizer) -> int:

@@ -35,7 +35,7 @@ def _facts(data: DataSpec, files: list[Path]) -> dict[str, object]:
         "tokenizers": tokenizers.__version__,
         "python": sys.version if data.source == "python_stdlib" else None,
         "source": data.source,
-        "text_field": data.text_field if data.source == "jsonl" else None,
+        "text_field": data.text_field if data.source in ("jsonl", "parquet", "arrow") else None,
         "heldout_fraction": data.heldout_fraction,
         "max_bytes": data.max_bytes,
         "tokenizer": _tokenizer_facts(data),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,6 +12,7 @@ from trainspec_cli.huggingface.chat_template import ChatTemplate, Span, find_tem
 from trainspec_cli.huggingface.folder import CHAT_TEMPLATE, TOKENIZER_CONFIG
 from trainspec_cli.spec.data import DataSpec
 
+FIELDS = ("messages", "prompt", "completion", "tools", "documents")
 SHAPES = 'each line must be {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}'
 
 
@@ -25,11 +25,10 @@ class Conversation:
     """Its template writes every special token; a plain completion begins and ends with the tokenizer's own."""
 
 
-def parse_line(line: str, template: Callable[[], ChatTemplate], *, learn_all: bool) -> Conversation:
+def parse_record(record: Any, template: Callable[[], ChatTemplate], *, learn_all: bool) -> Conversation:
     """Raises ValueError that says what is wrong with the line, RecipeError where no template is to be had."""
-    record = json.loads(line)
     if isinstance(record, dict) and isinstance(record.get("messages"), list):
-        extra = {key: record[key] for key in ("tools", "documents") if key in record}
+        extra = {key: record[key] for key in ("tools", "documents") if record.get(key)}
         text, spans = template().replies(record["messages"], **extra)
         return Conversation(text, [(0, len(text))] if learn_all else spans, is_chat=True)
     if isinstance(record, dict) and all(isinstance(record.get(key), str) for key in ("prompt", "completion")):

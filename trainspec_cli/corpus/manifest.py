@@ -24,8 +24,12 @@ class Shard:
     """One file of little-endian token ids."""
 
     file: str
+    """Of others an absolute path."""
     tokens: int
     sha256: str
+    """Empty for a file of others."""
+    offset_bytes: int = 0
+    """Where the ids begin in the file; ours begin at once."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class Manifest:
     """Larger than `vocab_size` when the text was too small to fill it."""
     end_of_document_id: int
     tokenizer_sha256: str
+    """Empty where ids came without one."""
     source: dict[str, Any]
     """Where the text came from, for the record."""
     heldout_fraction: float

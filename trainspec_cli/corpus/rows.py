@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -139,8 +140,33 @@ class Packed:
         return row
 
 
-def open_rows(folder: TokenFolder, split: Split, data: DataSpec) -> Rows:
-    """A split as `data` wants it read."""
+class Joined:
+    """The rows of several sources, one after another."""
+
+    def __init__(self, sources: Sequence[Rows]):
+        self._sources = [source for source in sources if len(source)]
+        self._starts = np.cumsum([0, *map(len, self._sources)])
+        self.seq_len = sources[0].seq_len
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def counted(self, index: int) -> int:
+        source, place = self._place(index)
+        return source.counted(place)
+
+    def read(self, index: int) -> Row:
+        source, place = self._place(index)
+        return source.read(place)
+
+    def _place(self, index: int) -> tuple[Rows, int]:
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return self._sources[number], index - int(self._starts[number])
+
+
+def open_rows(folder: TokenFolder, split: Split, data: DataSpec, *, keeps_rest: bool | None = None) -> Rows:
+    """A split as `data` wants it read; `keeps_rest` of what is judged on alone, if not said."""
     if folder.manifest.learns_parts:
         return Packed(folder, split, data.seq_len)
-    return Windows(folder, split, data.seq_len, split == "heldout", data.masks_documents)
+    rest = split == "heldout" if keeps_rest is None else keeps_rest
+    return Windows(folder, split, data.seq_len, rest, data.masks_documents)

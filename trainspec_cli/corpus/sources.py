@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from trainspec_cli.corpus.chat import Conversation, parse_line, template_of
+from trainspec_cli.corpus.chat import FIELDS, Conversation, parse_record, template_of
+from trainspec_cli.corpus.tables import SUFFIXES, table_rows
 from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.spec.data import DataSpec
 
@@ -27,7 +29,14 @@ STDLIB_LEFT_OUT = frozenset({
 })  # fmt: skip
 
 
-_SUFFIXES = {"jsonl": ".jsonl", "chat": ".jsonl"}
+_SUFFIXES: dict[str, str | tuple[str, ...]] = {
+    "jsonl": ".jsonl",
+    "parquet": ".parquet",
+    "arrow": ".arrow",
+    "chat": (".jsonl", *SUFFIXES),
+    "nanogpt": ".bin",
+    "megatron": ".bin",
+}
 """Of the files that count below a folder."""
 
 
@@ -88,7 +97,7 @@ def _stdlib_files() -> list[Path]:
     return files
 
 
-def _files_at(path: str, suffix: str) -> list[Path]:
+def _files_at(path: str, suffix: str | tuple[str, ...]) -> list[Path]:
     """The file, the files below the folder (hidden ones left out), or those the glob matches."""
     place = Path(path).expanduser()
     if place.is_file():
@@ -101,12 +110,13 @@ def _files_at(path: str, suffix: str) -> list[Path]:
     else:
         raise _path_error(f"{place.absolute()} does not exist", "data.path takes a file, a folder or a glob")
     if not files:
-        got = f"{place.absolute()} holds no {suffix or 'visible'} file"
+        kind = suffix if isinstance(suffix, str) else " or ".join(suffix)
+        got = f"{place.absolute()} holds no {kind or 'visible'} file"
         raise _path_error(got, "name the files by a glob: data.path='FOLDER/**/*.txt'")
     return files
 
 
-def _walk(root: Path, suffix: str, left_out: frozenset[str] = frozenset()) -> Iterator[Path]:
+def _walk(root: Path, suffix: str | tuple[str, ...], left_out: frozenset[str] = frozenset()) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise _unreadable(Path(error.filename), error)
 
@@ -143,18 +153,32 @@ def _read_text(file: Path, data: DataSpec) -> Iterator[Document]:
 def _read_jsonl(file: Path, data: DataSpec) -> Iterator[Document]:
     """One document a line."""
     for number, line in _lines(file):
-        yield Document(f"{file}:{number}", _field(line, file, number, data))
+        yield Document(f"{file}:{number}", _text_of(_parse(line, file, number), file, number, data))
+
+
+def _read_table(file: Path, data: DataSpec) -> Iterator[Document]:
+    """One document a row."""
+    for number, record in enumerate(table_rows(file, [data.text_field]), 1):
+        yield Document(f"{file}:{number}", _text_of(record, file, number, data))
 
 
 def _read_chat(file: Path, data: DataSpec) -> Iterator[Document]:
     """One conversation a line, as its template writes it."""
     find = partial(template_of, data.tokenizer.path, data.chat_template)
-    for number, line in _lines(file):
+    for number, record in _records(file):
         try:
-            found = parse_line(line, find, learn_all=data.loss_on == "all")
+            found = parse_record(record, find, learn_all=data.loss_on == "all")
         except ValueError as error:
-            raise _bad_document(file, number, f"{error}: {_excerpt(line)}", "") from error
+            raise _bad_document(file, number, f"{error}: {_excerpt(repr(record))}", "") from error
         yield Document(f"{file}:{number}", found.text, found)
+
+
+def _records(file: Path) -> Iterator[tuple[int, Any]]:
+    """What conversations are read from: JSON lines or tables."""
+    if file.suffix in SUFFIXES:
+        yield from enumerate(table_rows(file, FIELDS), 1)
+        return
+    yield from ((number, _parse(line, file, number)) for number, line in _lines(file))
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
@@ -170,8 +194,7 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
         raise _unreadable(file, error) from error
 
 
-def _field(line: str, file: Path, number: int, data: DataSpec) -> str:
-    """The text that one JSON line holds."""
+def _parse(line: str, file: Path, number: int) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -179,6 +202,11 @@ def _field(line: str, file: Path, number: int, data: DataSpec) -> str:
         raise _bad_document(file, number, f"not JSON ({error.msg}): {_excerpt(line)}", hint) from error
     if not isinstance(record, dict):
         raise _bad_document(file, number, f"not a JSON object: {_excerpt(line)}", "")
+    return record
+
+
+def _text_of(record: dict[str, Any], file: Path, number: int, data: DataSpec) -> str:
+    """The text that one line or row holds."""
     if data.text_field not in record:
         fields = ", ".join(map(str, record)) or "none"
         raise _bad_document(
@@ -222,5 +250,7 @@ _READERS: dict[str, Callable[[Path, DataSpec], Iterator[Document]]] = {
     "python_stdlib": _read_python,
     "text": _read_text,
     "jsonl": _read_jsonl,
+    "parquet": _read_table,
+    "arrow": _read_table,
     "chat": _read_chat,
 }

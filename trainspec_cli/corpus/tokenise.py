@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -38,8 +37,7 @@ def write_tokens(data: DataSpec, files: list[Path], folder: Path, on_progress: O
     scan = _scan(data, files, on_progress)
     rule = HeldoutRule.from_scan(scan, data.heldout_fraction)
     tokenizer = _build_tokenizer(data, files, scan, rule, on_progress)
-    serialised = tokenizer.to_str()
-    (folder / TOKENIZER_FILE).write_text(serialised, encoding="utf-8")
+    (folder / TOKENIZER_FILE).write_text(tokenizer.to_str(), encoding="utf-8")
     end_id = bpe.find_end_of_document(tokenizer, data.tokenizer)
     vocab_size = bpe.count_vocab(tokenizer)
     read = _read(data, files, "encoding", scan.bytes, on_progress)
@@ -55,7 +53,7 @@ def write_tokens(data: DataSpec, files: list[Path], folder: Path, on_progress: O
         vocab_size=vocab_size,
         vocab_size_asked=vocab_size if data.tokenizer.path else data.tokenizer.vocab_size,
         end_of_document_id=end_id,
-        tokenizer_sha256=hashlib.sha256(serialised.encode()).hexdigest(),
+        tokenizer_sha256=bpe.digest(tokenizer),
         source=_describe_source(data),
         heldout_fraction=data.heldout_fraction,
         xz_bits_per_byte=xz_bits_per_byte,

@@ -55,7 +55,7 @@ class Trainer:
         self.plan, self.spec = plan, plan.spec
         self.run_dir, self.source, self.recipe_digest = run_dir, source, recipe_digest
         self.built, self.clock, self.stop_request = machinery, machinery.clock, stop
-        self.journal = Journal(run_dir, dist.get_rank(), tensorboard=self.spec.tracking.tensorboard)
+        self.journal = Journal(run_dir, dist.get_rank(), plan.spec)
         self.tally = RunTally()
         self.step = 0
         self.saved_step = -1
@@ -70,7 +70,7 @@ class Trainer:
         while self.step < self.spec.train.max_steps and not self.stopping:
             self._train_until_look()
             if not self.stopping:
-                self._look()
+                self._look_if_due()
         self._save()
         self._finish("done" if self.step == self.spec.train.max_steps else "stopped")
 
@@ -171,12 +171,20 @@ class Trainer:
     # When what is due
 
     def _next_look(self) -> int:
-        interval, last = self.spec.train.eval_interval_steps, self.spec.train.max_steps
-        return last if interval is None else min(last, (self.step // interval + 1) * interval)
+        """The next step after which the held-out data or a sample is due, or the last."""
+        intervals = (self.spec.train.eval_interval_steps, self.spec.train.sample_interval_steps)
+        due = [(self.step // interval + 1) * interval for interval in intervals if interval is not None]
+        return min([self.spec.train.max_steps, *due])
+
+    def _look_if_due(self) -> None:
+        last = self.step == self.spec.train.max_steps
+        if last or _falls_on(self.spec.train.eval_interval_steps, self.step):
+            self._look()
+        if not last and _falls_on(self.spec.train.sample_interval_steps, self.step):
+            self._write_sample()
 
     def _checkpoint_is_due(self) -> bool:
-        interval = self.spec.checkpoint.interval_steps
-        return interval is not None and self.step % interval == 0
+        return _falls_on(self.spec.checkpoint.interval_steps, self.step)
 
     # What is left behind
 
@@ -226,3 +234,7 @@ class Trainer:
         write_result(self.run_dir, self.built, self.plan, self.tally, status=status, step=self.step, heldout=summary)
         self.journal.write("end", step=self.step, status=status)
         self.journal.close()
+
+
+def _falls_on(interval: int | None, step: int) -> bool:
+    return interval is not None and step % interval == 0

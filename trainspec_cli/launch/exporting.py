@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.corpus.decode import decode
 from trainspec_cli.corpus.manifest import read_manifest
 from trainspec_cli.corpus.publish import publishing
@@ -76,9 +77,11 @@ def _write_beside(plan: Plan, run: RunDir, config: dict[str, Any], folder: Path)
     for name in SMALL_FILES:
         if (run.huggingface / name).is_file():
             shutil.copyfile(run.huggingface / name, folder / name)
-    token_folder = read_json(run.run_json)["data_dir"]
-    if not (folder / TOKENIZER).is_file() and token_folder is not None:
-        config |= {"eos_token_id": _write_tokenizer(Path(token_folder), plan.spec.data.seq_len, folder)}
+    data_dir = read_json(run.run_json)["data_dir"]
+    begun_without = data_dir is not None and not (folder / TOKENIZER).is_file()
+    token_folder = Collection.open(data_dir).tokenizer_folder if begun_without else None
+    if token_folder is not None:
+        config |= {"eos_token_id": _write_tokenizer(token_folder, plan.spec.data.seq_len, folder)}
     if not (folder / GENERATION).is_file():
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
         write_json(folder / GENERATION, ids)

@@ -137,6 +137,7 @@ RANGES = {
     "train.max_steps": AT_LEAST_ONE,
     "train.seed": AT_LEAST_ZERO,
     "train.eval_interval_steps": AT_LEAST_ONE,
+    "train.sample_interval_steps": AT_LEAST_ONE,
     "train.log_interval_steps": AT_LEAST_ONE,
     "checkpoint.interval_steps": AT_LEAST_ONE,
     "checkpoint.keep_last": AT_LEAST_ONE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trainspec_cli.corpus.rows import Rows, empty_row
@@ -13,9 +13,29 @@ from trainspec_cli.engine.data.loader import to_tensors
 
 @dataclass(frozen=True)
 class HeldoutLoss:
-    nats_per_token: float
-    bits_per_byte: float | None
-    """Over the UTF-8 bytes of the text, so that it does not depend on the tokenizer; None where they are not known."""
+    nats: float
+    tokens: int
+    bytes: int
+    """Of UTF-8; 0 where they are not known."""
+
+    @property
+    def nats_per_token(self) -> float:
+        return self.nats / max(1, self.tokens)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """It does not depend on the tokenizer."""
+        return self.nats / math.log(2) / self.bytes if self.bytes else None
+
+
+def total(losses: Sequence[HeldoutLoss]) -> HeldoutLoss:
+    """Of several texts as if they were one."""
+    known = all(loss.bytes for loss in losses)
+    return HeldoutLoss(
+        nats=sum(loss.nats for loss in losses),
+        tokens=sum(loss.tokens for loss in losses),
+        bytes=sum(loss.bytes for loss in losses) if known else 0,
+    )
 
 
 def heldout_batches(rows: Rows, batch_size: int, rank: int, num_ranks: int) -> Iterator[MicroBatch]:
@@ -28,5 +48,4 @@ def heldout_batches(rows: Rows, batch_size: int, rank: int, num_ranks: int) -> I
 
 
 def summarise(total_nats: float, rows: Rows, num_bytes: int) -> HeldoutLoss:
-    tokens = max(1, sum(rows.counted(index) for index in range(len(rows))))
-    return HeldoutLoss(total_nats / tokens, total_nats / math.log(2) / num_bytes if num_bytes else None)
+    return HeldoutLoss(total_nats, sum(rows.counted(index) for index in range(len(rows))), num_bytes)
