@@ -286,6 +286,9 @@ def packages(spec: RunSpec) -> Iterator[Problem]:
         if importlib.util.find_spec(package) is None:
             message = f"`{path}` is {sources.get(path, 'true')}, and the package {package} is not installed"
             yield _lacking("missing_package", path, message, f"type pip install 'trainspec[{extra}]'")
+    if spec.precision.matmul == "fp8" and importlib.util.find_spec("torchao") is None:
+        message = "`precision.matmul` is fp8, and the package torchao is not installed"
+        yield _lacking("missing_package", "precision.matmul", message, "type pip install 'trainspec[float8]'")
 
 
 def compiler(spec: RunSpec) -> Iterator[Problem]:
