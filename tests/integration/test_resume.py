@@ -103,14 +103,14 @@ def test_a_stopped_run_goes_on_at_the_next_sample(
 def test_an_altered_checkpoint_is_refused_by_name(trainspec, tmp_path):
     ended = trainspec("launch", "recipe=tiny", "train.max_steps=4", "run.dir=altered")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    part = RunDir(tmp_path / "altered").checkpoint(4) / "__1_0.distcp"
+    part = RunDir(tmp_path / "altered").checkpoint(4) / "rank00001.safetensors"
     content = bytearray(part.read_bytes())
     content[len(content) // 2] ^= 1
     part.write_bytes(content)
     refused = trainspec("resume", "altered", "train.max_steps=8")
     assert refused.returncode != 0
     said = " ".join((refused.stdout + refused.stderr).split())
-    assert re.search(r"step_00000004/\s*__1_0.distcp", said), said
+    assert re.search(r"step_00000004/\s*rank00001.safetensors", said), said
     assert "altered" in said
     assert "Traceback" not in said
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build import DTYPES, Machinery
-from trainspec_cli.engine.checkpoint import store
+from trainspec_cli.engine.checkpoints import Checkpoints
 from trainspec_cli.engine.observe.clock import Segments
 from trainspec_cli.engine.observe.device import Peak, device_name, measure_peak
 from trainspec_cli.engine.observe.journal import Journal
@@ -53,31 +53,26 @@ class Trainer:
         stop: StopRequest,
     ):
         self.plan, self.spec = plan, plan.spec
-        self.run_dir, self.source, self.recipe_digest = run_dir, source, recipe_digest
+        self.run_dir, self.source = run_dir, source
         self.built, self.clock, self.stop_request = machinery, machinery.clock, stop
         self.journal = Journal(run_dir, dist.get_rank(), tensorboard=self.spec.tracking.tensorboard)
         self.tally = RunTally()
+        self.checkpoints = Checkpoints(plan, run_dir, machinery, recipe_digest, self.journal)
         self.step = 0
-        self.saved_step = -1
         self.unread: DoneStep | None = None
         self.skipped_in_a_row = 0
         self.stopping = False
 
     def run(self) -> None:
         """Train to the last step or to a request to stop; a checkpoint is written either way."""
-        self._resume()
+        self.step = self.checkpoints.resume()
         self._announce()
         while self.step < self.spec.train.max_steps and not self.stopping:
             self._train_until_look()
             if not self.stopping:
                 self._look()
-        self._save()
+        self.checkpoints.save_last(self.step)
         self._finish("done" if self.step == self.spec.train.max_steps else "stopped")
-
-    def _resume(self) -> None:
-        manifest = store.load_newest(self.run_dir, self.built.held, self.built.device)
-        if manifest:
-            self.step = self.saved_step = manifest.step
 
     def _announce(self) -> None:
         if self.plan.peak_flops is None:
@@ -121,11 +116,11 @@ class Trainer:
             global_tokens=self.plan.tokens_per_step,
             clip_norm=self.spec.optim.grad_clip_norm,
             stop_requested=self.stop_request.requested,
+            writing=self.checkpoints.writing,
         )
         self.step += 1
-        if self._checkpoint_is_due():
-            with self.clock.part("checkpoint"):
-                self._save()
+        with self.clock.part("checkpoint"):
+            self.checkpoints.after_step(self.step)
         return DoneStep(self.step, outcome, lr, self.clock.cut())
 
     def _read_late(self, done: DoneStep | None) -> None:
@@ -154,6 +149,7 @@ class Trainer:
         }
         self.journal.write("step", **event)
         self.tally.steps.append(event)
+        self.checkpoints.note_step(done.step, sum(parts_s.values()), writing=done.outcome.writing.item() > 0)
         self.stopping = self.stopping or done.outcome.stop.item() > 0
         self._count_skipped(done.step, skipped)
 
@@ -174,34 +170,7 @@ class Trainer:
         interval, last = self.spec.train.eval_interval_steps, self.spec.train.max_steps
         return last if interval is None else min(last, (self.step // interval + 1) * interval)
 
-    def _checkpoint_is_due(self) -> bool:
-        interval = self.spec.checkpoint.interval_steps
-        return interval is not None and self.step % interval == 0
-
     # What is left behind
-
-    def _save(self) -> None:
-        if self.saved_step == self.step:
-            return
-        started = time.perf_counter()
-        manifest = store.save(
-            self.run_dir,
-            self.built.held,
-            step=self.step,
-            samples=self.step * self.spec.batching.global_batch_size,
-            seed=self.spec.train.seed,
-            recipe_digest=self.recipe_digest,
-            keep_last=self.spec.checkpoint.keep_last,
-            device=self.built.device,
-        )
-        self.saved_step = self.step
-        self.journal.write(
-            "checkpoint",
-            step=self.step,
-            path=str(self.run_dir.checkpoint(self.step)),
-            bytes=manifest.bytes,
-            seconds=time.perf_counter() - started,
-        )
 
     def _look(self) -> None:
         """How the model does on what was held out."""

@@ -1,0 +1,110 @@
+"""The run's checkpoints: begun when due, put off while one is being written, awaited at the end, and told of."""
+
+from __future__ import annotations
+
+from trainspec_cli.engine.build import Machinery
+from trainspec_cli.engine.cadence import Cadence
+from trainspec_cli.engine.checkpoint.manifest import About
+from trainspec_cli.engine.checkpoint.saver import Saved, Saver
+from trainspec_cli.engine.checkpoint.store import load_newest, raise_together
+from trainspec_cli.engine.observe.journal import Journal
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.plan import Plan
+
+
+class Checkpoints:
+    """Of one rank; every rank makes the same calls at the same steps, and decides by what all have agreed on."""
+
+    def __init__(self, plan: Plan, run_dir: RunDir, built: Machinery, recipe_digest: str, journal: Journal):
+        self._plan, self._run_dir, self._built = plan, run_dir, built
+        self._recipe_digest, self._journal = recipe_digest, journal
+        self._saver = Saver(run_dir, built.held, built.device, plan.spec.checkpoint.keep_last)
+        self._cadence = Cadence(plan)
+        self._saved_step = -1
+        self._due_since: int | None = None
+        self._begun: int | None = None
+        """The step whose checkpoint may still be being written, as far as all ranks know."""
+        self._newest: Saved | None = None
+
+    def resume(self) -> int:
+        """Restore the newest whole checkpoint; -> its step, 0 where there is none."""
+        manifest = load_newest(self._run_dir, self._built.held, self._built.device)
+        if manifest:
+            self._saved_step = manifest.step
+            self._cadence.start_at(manifest.step)
+        return manifest.step if manifest else 0
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank is still writing one; each step tells the others."""
+        return self._saver.busy
+
+    def note_step(self, step: int, step_time_s: float, *, writing: bool) -> None:
+        """What a step's figures say, the same on every rank: `writing` is whether any rank was when it ended."""
+        self._cadence.note_step(step_time_s, writing=writing)
+        if self._begun is not None and step > self._begun and not writing:
+            self._end_pending()
+
+    def after_step(self, step: int) -> None:
+        """Begin a checkpoint where one is due and none is being written."""
+        if self._cadence.is_due(step) and self._due_since is None:
+            self._due_since = step
+        if self._due_since is None or self._begun is not None:
+            return
+        if self._due_since < step:
+            self._warn(
+                step,
+                f"the checkpoint due at step {self._due_since} was put off to step {step}: the one before it was "
+                "still being written; a longer checkpoint.interval_steps avoids that",
+            )
+        self._due_since, self._saved_step = None, step
+        if self._plan.spec.checkpoint.mode == "async":
+            self._begun = step
+            self._saver.begin(self._about(step))
+        else:
+            self._end(self._saver.save(self._about(step)))
+
+    def save_last(self, step: int) -> None:
+        """The state of the last step, whole on disk when this returns. Raises MachineError where that cannot be."""
+        finished = self._saver.wait()
+        if finished:
+            self._tell(finished)
+        if self._saved_step != step:
+            self._tell(self._saver.save(self._about(step)))
+        raise_together(self._newest.error if self._newest else None)
+        self._saver.close()
+
+    def _about(self, step: int) -> About:
+        train, batch = self._plan.spec.train, self._plan.spec.batching.global_batch_size
+        return About(step, step * batch, train.seed, self._recipe_digest)
+
+    def _end_pending(self) -> None:
+        self._begun = None
+        finished = self._saver.take_finished()
+        assert finished is not None, "no rank was writing"
+        self._end(finished)
+
+    def _end(self, saved: Saved) -> None:
+        self._tell(saved)
+        chosen = self._cadence.learn(None if saved.error else (saved.blocked_s, saved.written_s))
+        if chosen:
+            self._journal.write("cadence", step=saved.about.step, **chosen)
+
+    def _tell(self, saved: Saved) -> None:
+        """A periodic one that failed is a warning: training goes on."""
+        self._newest = saved
+        step = saved.about.step
+        if saved.error:
+            self._warn(step, f"{saved.error}; the checkpoints before it are whole")
+            return
+        self._journal.write(
+            "checkpoint",
+            step=step,
+            path=str(self._run_dir.checkpoint(step)),
+            bytes=saved.bytes,
+            seconds=saved.blocked_s,
+            written_s=saved.written_s,
+        )
+
+    def _warn(self, step: int, message: str) -> None:
+        self._journal.write("warning", step=step, message=message)
