@@ -64,6 +64,8 @@ def test_kill_9_at_random_moments_and_resume(start_trainspec, trainspec, tmp_pat
 def test_kill_9_of_one_worker_then_resume(start_trainspec, trainspec, tmp_path, read_result, undisturbed):
     process = start_trainspec("launch", *RECIPE, "run.dir=killed")
     wait_for_step(RunDir(tmp_path / "killed"), 6, process)
+    while not RunDir(tmp_path / "killed").checkpoint_steps():
+        time.sleep(0.005)
     workers_of(process)[1].kill()
     said = process.communicate(timeout=120)[0]
     assert process.returncode == 5, said
@@ -76,8 +78,7 @@ def test_kill_9_of_one_worker_then_resume(start_trainspec, trainspec, tmp_path, 
     events = list(read_events(RunDir(tmp_path / "killed").events(0)))
     starts = [event["step"] for event in events if event["type"] == "start"]
     assert starts[0] == 0
-    assert starts[1] % 4 == 0
-    assert starts[1] > 0
+    assert starts[1] >= 4, "from a checkpoint"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])

@@ -22,6 +22,7 @@ class Checkpoints:
         self._cadence = Cadence(plan)
         self._saved_step = -1
         self._due_since: int | None = None
+        self._put_off = False
         self._begun: int | None = None
         """The step whose checkpoint may still be being written, as far as all ranks know."""
         self._newest: Saved | None = None
@@ -52,11 +53,7 @@ class Checkpoints:
         if self._due_since is None or self._begun is not None:
             return
         if self._due_since < step:
-            self._warn(
-                step,
-                f"the checkpoint due at step {self._due_since} was put off to step {step}: the one before it was "
-                "still being written; a longer checkpoint.interval_steps avoids that",
-            )
+            self._tell_put_off(self._due_since, step)
         self._due_since, self._saved_step = None, step
         if self._plan.spec.checkpoint.mode == "async":
             self._begun = step
@@ -105,6 +102,16 @@ class Checkpoints:
             seconds=saved.blocked_s,
             written_s=saved.written_s,
         )
+
+    def _tell_put_off(self, due: int, step: int) -> None:
+        """The first time; it goes on like that."""
+        if not self._put_off:
+            self._warn(
+                step,
+                f"the checkpoint due at step {due} was put off to step {step}: the one before it was still being "
+                "written; a longer checkpoint.interval_steps avoids that",
+            )
+        self._put_off = True
 
     def _warn(self, step: int, message: str) -> None:
         self._journal.write("warning", step=step, message=message)

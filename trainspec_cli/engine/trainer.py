@@ -16,6 +16,8 @@ from trainspec_cli.engine.checkpoints import Checkpoints
 from trainspec_cli.engine.observe.clock import Segments
 from trainspec_cli.engine.observe.device import Peak, device_name, measure_peak
 from trainspec_cli.engine.observe.journal import Journal
+from trainspec_cli.engine.observe.memory import MemoryWatch
+from trainspec_cli.engine.observe.watch import StepWatch
 from trainspec_cli.engine.optim.build import set_learning_rate
 from trainspec_cli.engine.result import RunTally, write_result
 from trainspec_cli.engine.signals import StopRequest
@@ -56,6 +58,7 @@ class Trainer:
         self.run_dir, self.source = run_dir, source
         self.built, self.clock, self.stop_request = machinery, machinery.clock, stop
         self.journal = Journal(run_dir, dist.get_rank(), tensorboard=self.spec.tracking.tensorboard)
+        self.watch = StepWatch(run_dir, self.journal, self.spec.resilience.hang_floor_s)
         self.tally = RunTally()
         self.checkpoints = Checkpoints(plan, run_dir, machinery, recipe_digest, self.journal)
         self.step = 0
@@ -66,13 +69,17 @@ class Trainer:
     def run(self) -> None:
         """Train to the last step or to a request to stop; a checkpoint is written either way."""
         self.step = self.checkpoints.resume()
+        self.memory = MemoryWatch(self.built.device, self.step, self.spec.train.max_steps)
         self._announce()
+        self.watch.start()
         while self.step < self.spec.train.max_steps and not self.stopping:
             self._train_until_look()
-            if not self.stopping:
-                self._look()
+            with self.watch.between_steps():
+                if not self.stopping:
+                    self._look()
         self.checkpoints.save_last(self.step)
         self._finish("done" if self.step == self.spec.train.max_steps else "stopped")
+        self.watch.close()
 
     def _announce(self) -> None:
         if self.plan.peak_flops is None:
@@ -121,6 +128,7 @@ class Trainer:
         self.step += 1
         with self.clock.part("checkpoint"):
             self.checkpoints.after_step(self.step)
+        self.watch.beat(self.step)
         return DoneStep(self.step, outcome, lr, self.clock.cut())
 
     def _read_late(self, done: DoneStep | None) -> None:
@@ -152,6 +160,8 @@ class Trainer:
         self.checkpoints.note_step(done.step, sum(parts_s.values()), writing=done.outcome.writing.item() > 0)
         self.stopping = self.stopping or done.outcome.stop.item() > 0
         self._count_skipped(done.step, skipped)
+        if leak := self.memory.look(done.step):
+            self.journal.write("warning", step=done.step, message=leak)
 
     def _count_skipped(self, step: int, skipped: bool) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0

@@ -44,7 +44,7 @@ def conclude(job: Job, ending: Ending) -> Outcome:
     elif ending.stop_requested and not causes:
         exit_code = Stopped.exit_code if job.run.checkpoint_steps() else Interrupted.exit_code
         return Outcome(_write_result(job.run, "stopped", exit_code))
-    result = _write_result(job.run, "failed", WorkerError.exit_code)
+    result = _write_result(job.run, "failed", causes[0].exit_code if causes else WorkerError.exit_code)
     return Outcome(result, explanation or Explanation("the workers ended without leaving a result"))
 
 

@@ -164,6 +164,7 @@ RANGES = {
     "cluster.cost.utilisation": PART,
     "cluster.cost.operation_ratio": AT_LEAST_ZERO,
     "resilience.min_replica_groups": AT_LEAST_ONE,
+    "resilience.hang_floor_s": POSITIVE,
     "layout.dp_replicate": AT_LEAST_ONE,
     "layout.dp_shard": AT_LEAST_ONE,
     "layout.cp": AT_LEAST_ONE,
