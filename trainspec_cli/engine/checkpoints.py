@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from trainspec_cli.engine.build import Machinery
 from trainspec_cli.engine.cadence import Cadence
 from trainspec_cli.engine.checkpoint.manifest import About
@@ -63,11 +65,14 @@ class Checkpoints:
 
     def save_last(self, step: int) -> None:
         """The state of the last step, whole on disk when this returns. Raises MachineError where that cannot be."""
+        started = time.perf_counter()
         finished = self._saver.wait()
+        waited_s = time.perf_counter() - started
         if finished:
-            self._tell(finished)
+            self._tell(finished, waited_s)
         if self._saved_step != step:
-            self._tell(self._saver.save(self._about(step)))
+            saved = self._saver.save(self._about(step))
+            self._tell(saved, saved.written_s)
         raise_together(self._newest.error if self._newest else None)
         self._saver.close()
 
@@ -87,8 +92,8 @@ class Checkpoints:
         if chosen:
             self._journal.write("cadence", step=saved.about.step, **chosen)
 
-    def _tell(self, saved: Saved) -> None:
-        """A periodic one that failed is a warning: training goes on."""
+    def _tell(self, saved: Saved, waited_s: float = 0.0) -> None:
+        """A periodic one that failed is a warning: training goes on. `waited_s`: outside any step."""
         self._newest = saved
         step = saved.about.step
         if saved.error:
@@ -101,6 +106,7 @@ class Checkpoints:
             bytes=saved.bytes,
             seconds=saved.blocked_s,
             written_s=saved.written_s,
+            **({"waited_s": waited_s} if waited_s else {}),
         )
 
     def _tell_put_off(self, due: int, step: int) -> None:

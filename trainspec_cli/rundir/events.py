@@ -8,13 +8,19 @@ the last, and a reader passes over it. A resumed run appends: where a step occur
     eval        step heldout_loss heldout_bits_per_byte xz_bits_per_byte seconds
                 (of images: step heldout_loss heldout_accuracy seconds; of volumes heldout_dice; and no `tokens` above)
     checkpoint  step path bytes seconds written_s
-                (`seconds` training waited; `written_s` until it was whole on disk, beside later steps)
+                (`seconds` training waited; `written_s` until it was whole on disk, beside later steps; `waited_s`
+                of the last one, which the run's end waited for outside any step)
     cadence     step interval_steps blocked_s drag_s written_s step_time_s mtbf_s
                 (the interval that `checkpoint.interval_steps: auto` has chosen, and its grounds)
     hang        step waited_s deadline_s host waiting waits_in collectives stack
     sample      step prompt text
     warning     step message
     end         step status
+
+The supervisor's marks, in a file of their own:
+
+    launch      restart                            failure                            ended  exit_code
+    (restart: by itself, after a failure; failure: the moment it knew of one)
 """
 
 from __future__ import annotations
