@@ -8,6 +8,7 @@ and witness.json (losses and digests) there.
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ from trainspec_cli.engine.checkpoint.manifest import About
 from trainspec_cli.engine.checkpoint.saver import Saver
 from trainspec_cli.engine.checkpoint.store import load_newest
 from trainspec_cli.engine.digest import weights_sha256
+from trainspec_cli.engine.mesh import Mesh, build_mesh
 from trainspec_cli.engine.optim.update import clear_gradients
 from trainspec_cli.engine.shares import unique_shares
 from trainspec_cli.engine.step import compute_gradients, train_step
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.layout import Layout
 from trainspec_cli.spec.model import ConvModel
 from trainspec_cli.spec.plan import Plan
 from trainspec_cli.spec.run import RunSpec
@@ -42,22 +45,28 @@ def main() -> None:
 
 
 def testify(folder: Path, device: torch.device) -> None:
-    """One run; the groups of its mesh are its own."""
     plan = from_plain(Plan, read_json(folder / "plan.json"))
     run: dict[str, Any] = read_json(folder / "run.json")
     torch.compiler.reset()
-    built = build_machinery(plan, device)
+    mesh = mesh_of(plan.layout, device.type)
+    built = build_machinery(plan, device, mesh)
     told: dict[str, Any] = {}
     if run["gradients"]:
         told["loss"] = first_gradients(plan, built, folder)
     source = folder.parent / run["continues"] if run["continues"] else None
     told |= train(plan, built, run["steps"], save_at=run["save_at"], folder=folder, source=source)
     if run["resume"]:
-        built = build_machinery(plan, device)
+        built = build_machinery(plan, device, mesh)
         told["resumed"] = train(plan, built, run["steps"], save_at=None, folder=folder, source=folder)
     if dist.get_rank() == 0:
         write_json(folder / "witness.json", told)
     dist.barrier()
+
+
+@lru_cache
+def mesh_of(layout: Layout, device_type: str) -> Mesh:
+    """One for all runs of a layout: each group keeps threads, and some hundred runs of groups would be thousands."""
+    return build_mesh(layout, device_type)
 
 
 def first_gradients(plan: Plan, built: Machinery, folder: Path) -> float:

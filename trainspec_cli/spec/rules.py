@@ -39,7 +39,7 @@ def check(spec: RunSpec) -> list[Problem]:
 
 def check_machine(spec: RunSpec, machine: Machine) -> list[Problem]:
     """What this host lacks, where the recipe is right."""
-    return apply([lambda spec: gpus(spec, machine), packages, compiler], spec)
+    return apply([lambda spec: gpus(spec, machine), lambda spec: fp8_units(spec, machine), packages, compiler], spec)
 
 
 def apply(rules: Iterable[Rule], spec: RunSpec) -> list[Problem]:
@@ -222,11 +222,23 @@ def gpus(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
         yield _lacking("too_few_gpus", "cluster.devices_per_node", message, hint)
 
 
+def fp8_units(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
+    """A GPU has them or not; a CPU emulates them."""
+    if spec.precision.matmul == "fp8" and spec.cluster.device != "cpu" and machine.gpu_names and not machine.fp8:
+        message = (
+            f"`precision.matmul` is fp8, which {machine.gpu_names[0]} does not multiply (Ada, Hopper and later do)"
+        )
+        yield _lacking("no_fp8", "precision.matmul", message, "type precision.matmul=compute")
+
+
 def packages(spec: RunSpec) -> Iterator[Problem]:
     if spec.tracking.tensorboard and importlib.util.find_spec("tensorboard") is None:
         message = "`tracking.tensorboard` is true, and the package tensorboard is not installed"
         hint = "type pip install 'trainspec[tensorboard]'"
         yield _lacking("missing_package", "tracking.tensorboard", message, hint)
+    if spec.precision.matmul == "fp8" and importlib.util.find_spec("torchao") is None:
+        message = "`precision.matmul` is fp8, and the package torchao is not installed"
+        yield _lacking("missing_package", "precision.matmul", message, "type pip install 'trainspec[float8]'")
 
 
 def compiler(spec: RunSpec) -> Iterator[Problem]:
