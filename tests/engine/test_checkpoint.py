@@ -66,7 +66,7 @@ def test_everything_comes_back_bit_for_bit(tmp_path):
     (saved,) = save(RunDir(tmp_path), held, 3)
     expected_random = torch.randn(3)
     other = trained(1)
-    found = load_newest(RunDir(tmp_path), other, CPU)
+    found = load_newest(RunDir(tmp_path), other, CPU).manifest
     assert (found.step, found.about.samples, found.bytes) == (3, 12, saved.bytes)
     assert found.bytes == sum(path.stat().st_size for path in RunDir(tmp_path).checkpoint(3).glob("rank*"))
     assert_equal(other, held)

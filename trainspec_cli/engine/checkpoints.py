@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import time
+
+import torch.distributed as dist
 
 from trainspec_cli.engine.build import Machinery
 from trainspec_cli.engine.cadence import Cadence
 from trainspec_cli.engine.checkpoint.manifest import About
+from trainspec_cli.engine.checkpoint.memory import Place, clear
 from trainspec_cli.engine.checkpoint.saver import Saved, Saver
-from trainspec_cli.engine.checkpoint.store import load_newest, raise_together
+from trainspec_cli.engine.checkpoint.store import Restored, load_newest, raise_together
 from trainspec_cli.engine.observe.journal import Journal
+from trainspec_cli.rundir.memory import memory_folder
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.plan import Plan
 
@@ -20,7 +25,8 @@ class Checkpoints:
     def __init__(self, plan: Plan, run_dir: RunDir, built: Machinery, recipe_digest: str, journal: Journal):
         self._plan, self._run_dir, self._built = plan, run_dir, built
         self._recipe_digest, self._journal = recipe_digest, journal
-        self._saver = Saver(run_dir, built.held, built.device, plan.spec.checkpoint.keep_last)
+        self._memory = find_place(run_dir) if plan.spec.checkpoint.memory_interval_steps else None
+        self._saver = Saver(run_dir, built.held, built.device, plan.spec.checkpoint.keep_last, self._memory)
         self._cadence = Cadence(plan)
         self._saved_step = -1
         self._due_since: int | None = None
@@ -29,13 +35,16 @@ class Checkpoints:
         """The step whose checkpoint may still be being written, as far as all ranks know."""
         self._newest: Saved | None = None
 
-    def resume(self) -> int:
-        """Restore the newest whole checkpoint; -> its step, 0 where there is none."""
-        manifest = load_newest(self._run_dir, self._built.held, self._built.device)
-        if manifest:
-            self._saved_step = manifest.step
-            self._cadence.start_at(manifest.step)
-        return manifest.step if manifest else 0
+    def resume(self) -> Restored | None:
+        """Restore the newest whole checkpoint; None where there is none."""
+        restored = load_newest(self._run_dir, self._built.held, self._built.device, self._memory)
+        if restored:
+            self._cadence.start_at(restored.manifest.step)
+            if restored.slot is None:
+                self._saved_step = restored.manifest.step
+            else:
+                self._saver.keep_slot(restored.slot)
+        return restored
 
     @property
     def writing(self) -> bool:
@@ -52,7 +61,10 @@ class Checkpoints:
         """Begin a checkpoint where one is due and none is being written."""
         if self._cadence.is_due(step) and self._due_since is None:
             self._due_since = step
-        if self._due_since is None or self._begun is not None:
+        if self._begun is not None:
+            return
+        if self._due_since is None:
+            self._copy_if_due(step)
             return
         if self._due_since < step:
             self._tell_put_off(self._due_since, step)
@@ -63,18 +75,27 @@ class Checkpoints:
         else:
             self._end(self._saver.save(self._about(step)))
 
+    def _copy_if_due(self, step: int) -> None:
+        """In memory alone; one that falls due while another is being written is left out."""
+        interval = self._plan.spec.checkpoint.memory_interval_steps
+        if interval and step % interval == 0:
+            self._begun = step
+            self._saver.begin(self._about(step), to_disk=False)
+
     def save_last(self, step: int) -> None:
         """The state of the last step, whole on disk when this returns. Raises MachineError where that cannot be."""
         started = time.perf_counter()
         finished = self._saver.wait()
         waited_s = time.perf_counter() - started
-        if finished:
+        if finished and not finished.in_memory:
             self._tell(finished, waited_s)
         if self._saved_step != step:
             saved = self._saver.save(self._about(step))
             self._tell(saved, saved.written_s)
         raise_together(self._newest.error if self._newest else None)
         self._saver.close()
+        if self._memory:
+            clear(self._memory)
 
     def _about(self, step: int) -> About:
         train, batch = self._plan.spec.train, self._plan.spec.batching.global_batch_size
@@ -87,6 +108,8 @@ class Checkpoints:
         self._end(finished)
 
     def _end(self, saved: Saved) -> None:
+        if saved.in_memory:
+            return
         self._tell(saved)
         chosen = self._cadence.learn(None if saved.error else (saved.blocked_s, saved.written_s))
         if chosen:
@@ -121,3 +144,9 @@ class Checkpoints:
 
     def _warn(self, step: int, message: str) -> None:
         self._journal.write("warning", step=step, message=message)
+
+
+def find_place(run_dir: RunDir) -> Place:
+    """torchrun says how many ranks a host has."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    return Place(memory_folder(run_dir), rank, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))

@@ -68,9 +68,10 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the last step or to a request to stop; a checkpoint is written either way."""
-        self.step = self.checkpoints.resume()
+        restored = self.checkpoints.resume()
+        self.step = restored.manifest.step if restored else 0
         self.memory = MemoryWatch(self.built.device, self.step, self.spec.train.max_steps)
-        self._announce()
+        self._announce(str(restored.folder) if restored else None)
         self.watch.start()
         while self.step < self.spec.train.max_steps and not self.stopping:
             self._train_until_look()
@@ -81,7 +82,7 @@ class Trainer:
         self._finish("done" if self.step == self.spec.train.max_steps else "stopped")
         self.watch.close()
 
-    def _announce(self) -> None:
+    def _announce(self, restored_from: str | None) -> None:
         if self.plan.peak_flops is None:
             self.tally.peak = measure_peak(self.built.device, DTYPES[self.plan.compute])
         else:
@@ -96,6 +97,7 @@ class Trainer:
             params=self.plan.params,
             flops_per_token=self.plan.flops_per_token,
             unit=self.spec.data.unit,
+            restored_from=restored_from,
             pid=os.getpid(),
             host=socket.gethostname(),
         )

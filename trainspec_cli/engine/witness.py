@@ -82,9 +82,9 @@ def train(
     plan: Plan, built: Machinery, steps: int, *, save_at: int | None, folder: Path, source: Path | None
 ) -> dict[str, Any]:
     """Up to `steps`, from the first or from the checkpoint in `source`."""
-    manifest = load_newest(RunDir(source), built.held, built.device) if source else None
+    restored = load_newest(RunDir(source), built.held, built.device) if source else None
     losses = []
-    for step in range(manifest.step if manifest else 0, steps):
+    for step in range(restored.manifest.step if restored else 0, steps):
         losses.append(_step(plan, built, step))
         if step + 1 == save_at:
             _save(plan, built, RunDir(folder), step + 1)

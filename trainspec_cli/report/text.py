@@ -45,7 +45,7 @@ def describe_event(event: Event) -> str:
 
 def describe_saving(event: Event) -> str:
     """`in 320 ms`; of one written beside training `in 320 ms, training held up for 7 ms`."""
-    written_s = event.get("written_s", event["seconds"])
+    written_s = event["written_s"] if "written_s" in event else event["seconds"]
     beside = f", training held up for {format_duration(event['seconds'])}" if event["seconds"] < written_s else ""
     return f"in {format_duration(written_s)}{beside}"
 

@@ -3,7 +3,7 @@
 A line reaches the kernel in one `write`, so a crash of the process loses no whole line; a half line can only be
 the last, and a reader passes over it. A resumed run appends: where a step occurs twice the later line is true.
 
-    start       world_size step device_name peak_flops peak_source params flops_per_token unit pid host
+    start       world_size step device_name peak_flops peak_source params flops_per_token unit restored_from pid host
     step        step loss grad_norm lr tokens samples step_time_s time_s{PARTS} skipped
     eval        step heldout_loss heldout_bits_per_byte xz_bits_per_byte seconds
                 (of images: step heldout_loss heldout_accuracy seconds; of volumes heldout_dice; and no `tokens` above)

@@ -17,5 +17,11 @@ class CheckpointSpec:
     """
     mode: Literal["async", "sync"] = "async"
     """async: training waits for a copy in memory, which is written while it goes on; sync: until it is on disk."""
+    memory_interval_steps: int | None = None
+    """Steps between copies in the hosts' memory (/dev/shm), each node keeping the one before it's too; null: none.
+
+    They outlive the workers: a run that starts again on the same hosts, a lost one replaced, goes on from them. They
+    take twice the state's size, of two nodes or more four times, until the run has ended in order.
+    """
     keep_last: int = 2
     """Older whole checkpoints are removed."""

@@ -137,6 +137,7 @@ RANGES = {
     "train.eval_interval_steps": AT_LEAST_ONE,
     "train.log_interval_steps": AT_LEAST_ONE,
     "checkpoint.interval_steps": AT_LEAST_ONE,
+    "checkpoint.memory_interval_steps": AT_LEAST_ONE,
     "checkpoint.keep_last": AT_LEAST_ONE,
     "cluster.num_nodes": AT_LEAST_ONE,
     "cluster.devices_per_node": AT_LEAST_ONE,

@@ -122,7 +122,10 @@ def write_part(path: Path, part: WrittenPart) -> None:
 
 
 def read_part(path: Path) -> WrittenPart:
-    content = read_json(path)
+    return part_from(read_json(path))
+
+
+def part_from(content: dict[str, Any]) -> WrittenPart:
     return WrittenPart(FileDigest(**content["file"]), {n: _entry(fields) for n, fields in content["tensors"].items()})
 
 

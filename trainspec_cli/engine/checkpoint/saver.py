@@ -24,6 +24,7 @@ from torch import Tensor
 from trainspec_cli.engine.checkpoint import files
 from trainspec_cli.engine.checkpoint.image import Image, plan_image, view_bytes
 from trainspec_cli.engine.checkpoint.manifest import About, WrittenPart
+from trainspec_cli.engine.checkpoint.memory import MemoryCopies, Place
 from trainspec_cli.engine.checkpoint.ownership import choose_owners
 from trainspec_cli.engine.checkpoint.parts import Held, Part, rng_parts
 from trainspec_cli.errors import MachineError
@@ -44,13 +45,31 @@ class Saved:
     written_s: float
     """From the beginning until it was whole on disk."""
     error: MachineError | None = None
+    in_memory: bool = False
+    """Kept in the hosts' memory alone."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The state, copied aside for the writer."""
+
+    about: About
+    started: float
+    blocked_s: float
+    buffer: Tensor
+    copied: torch.cuda.Event | None
+    """The device reaches it when the copy is done."""
+    slot: int
+    to_disk: bool
 
 
 class Saver:
     """Of one rank; all ranks of the group make the same calls in the same order."""
 
-    def __init__(self, run_dir: RunDir, held: Held, device: torch.device, keep_last: int):
+    def __init__(self, run_dir: RunDir, held: Held, device: torch.device, keep_last: int, memory: Place | None = None):
+        """`memory`: where copies in the hosts' memory are kept; None: nowhere."""
         self._run_dir, self._held, self._device, self._keep_last = run_dir, held, device, keep_last
+        self._memory_place, self._slot = memory, 0
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint", initializer=_step_back)
         self._pending: Future[Saved] | None = None
@@ -67,14 +86,24 @@ class Saver:
         taken_s = time.perf_counter() - started
         return Saved(about, told[0][0], taken_s, taken_s, MachineError(problems) if problems else None)
 
-    def begin(self, about: About) -> None:
-        """Copy the state aside and go on; the one before must have been taken by `take_finished`."""
+    def keep_slot(self, slot: int) -> None:
+        """The next copy in memory goes to the other one: this one holds what the run goes on from."""
+        self._slot = 1 - slot
+
+    def begin(self, about: About, *, to_disk: bool = True) -> None:
+        """Copy the state aside and go on; the one before must have been taken by `take_finished`.
+
+        Not `to_disk`: it is kept in memory alone.
+        """
         assert self._pending is None, "one checkpoint is written at a time"
         started = time.perf_counter()
-        self._image.fill(self._buffer, self._own_parts())
+        slot, self._slot = self._slot, 1 - self._slot
+        buffer = self._memory.open(slot) if self._memory else self._buffer
+        self._image.fill(buffer, self._own_parts())
         copied = _mark(self._device)
         blocked_s = time.perf_counter() - started
-        self._pending = self._thread.submit(self._write_copy, about, started, blocked_s, copied)
+        copy = Copy(about, started, blocked_s, buffer, copied, slot, to_disk)
+        self._pending = self._thread.submit(self._write_copy, copy)
 
     @property
     def busy(self) -> bool:
@@ -97,10 +126,15 @@ class Saver:
     def close(self) -> None:
         self._thread.shutdown()
 
-    def _write_copy(self, about: About, started: float, blocked_s: float, copied: torch.cuda.Event | None) -> Saved:
-        if copied:
-            copied.synchronize()
-        return self._write(about, started, blocked_s, [view_bytes(self._buffer)])
+    def _write_copy(self, copy: Copy) -> Saved:
+        if copy.copied:
+            copy.copied.synchronize()
+        if self._memory:
+            self._memory.share(copy.slot, copy.about)
+        if copy.to_disk:
+            return self._write(copy.about, copy.started, copy.blocked_s, [view_bytes(copy.buffer)])
+        taken_s = time.perf_counter() - copy.started
+        return Saved(copy.about, self._image.bytes, copy.blocked_s, taken_s, in_memory=True)
 
     def _write(self, about: About, started: float, blocked_s: float, stream: Iterable[memoryview]) -> Saved:
         """This rank's part; rank 0 waits for all and publishes."""
@@ -137,6 +171,10 @@ class Saver:
         dist.all_gather_object(held, {(part.name, part.offsets): part.bytes for part in parts})
         owners = choose_owners(held)
         return plan_image([part for part in parts if owners[part.name, part.offsets] == self._rank])
+
+    @cached_property
+    def _memory(self) -> MemoryCopies | None:
+        return MemoryCopies(self._memory_place, self._image, self._device) if self._memory_place else None
 
     @cached_property
     def _buffer(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +11,39 @@ import torch.distributed as dist
 
 from trainspec_cli.engine.checkpoint.files import clear_partials
 from trainspec_cli.engine.checkpoint.manifest import Manifest, read_manifest, verify_files
-from trainspec_cli.engine.checkpoint.parts import Held, copy_twins, rng_parts, set_rng
-from trainspec_cli.engine.checkpoint.reading import fill_parts
+from trainspec_cli.engine.checkpoint.memory import Place, fetch, find_newest
+from trainspec_cli.engine.checkpoint.parts import Held, Part, copy_twins, rng_parts, set_rng
+from trainspec_cli.engine.checkpoint.reading import files_needed, fill_parts
 from trainspec_cli.errors import MachineError, Problem
 from trainspec_cli.rundir.paths import RunDir
 
 
-def load_newest(run_dir: RunDir, held: Held, device: torch.device) -> Manifest | None:
-    """Restore the newest whole checkpoint; None where there is none. Raises MachineError on an altered one.
+@dataclass(frozen=True)
+class Restored:
+    manifest: Manifest
+    folder: Path
+    slot: int | None = None
+    """The slot in the hosts' memory that it came from; None: from disk."""
 
-    Called by every rank together; what a killed save left behind is cleared.
+
+def load_newest(run_dir: RunDir, held: Held, device: torch.device, memory: Place | None = None) -> Restored | None:
+    """Restore the newest whole checkpoint, on disk or (`memory`) in the hosts' memory; None where there is none.
+
+    Called by every rank together; what a killed save left behind is cleared. Raises MachineError on an altered one.
     """
     if dist.get_rank() == 0:
         clear_partials(run_dir.checkpoints)
-    steps = run_dir.checkpoint_steps()
-    return _load(run_dir.checkpoint(steps[-1]), held, device) if steps else None
+    newest = max(run_dir.checkpoint_steps(), default=-1)
+    found = find_newest(memory) if memory else None
+    if memory and found and found.manifest.step > newest:
+        parts = _parts(found.manifest, held, device)
+        fetch(memory, found, files_needed(found.manifest, parts))
+        _restore(found.folder, found.manifest, parts, held, device)
+        return Restored(found.manifest, found.folder, found.slot)
+    return _load(run_dir.checkpoint(newest), held, device) if newest >= 0 else None
 
 
-def _load(folder: Path, held: Held, device: torch.device) -> Manifest:
+def _load(folder: Path, held: Held, device: torch.device) -> Restored:
     """The ranks share out the files' verification, and go on when all have said yes."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     error = None
@@ -37,16 +53,20 @@ def _load(folder: Path, held: Held, device: torch.device) -> Manifest:
     except MachineError as refusal:
         error = refusal
     raise_together(error)
-    restore(folder, manifest, held, device)
-    return manifest
+    _restore(folder, manifest, _parts(manifest, held, device), held, device)
+    return Restored(manifest, folder)
 
 
-def restore(folder: Path, manifest: Manifest, held: Held, device: torch.device) -> None:
+def _parts(manifest: Manifest, held: Held, device: torch.device) -> list[Part]:
     """Random generators go on where they were, where the ranks are as many as they were."""
     generators = rng_parts(dist.get_rank(), device) if manifest.world_size == dist.get_world_size() else []
-    fill_parts(folder, manifest, [*held.parts(), *generators])
+    return [*held.parts(), *generators]
+
+
+def _restore(folder: Path, manifest: Manifest, parts: list[Part], held: Held, device: torch.device) -> None:
+    fill_parts(folder, manifest, parts)
     copy_twins(held.shares, held.optimizer)
-    set_rng(generators, device)
+    set_rng([part for part in parts if part.name.startswith("rng.")], device)
 
 
 def raise_together(error: MachineError | None) -> None:
