@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from trainspec_cli.planner.clock import Clock
-from trainspec_cli.planner.goodput import Job, Outcome, draw, job_mtbf_s, simulate, simulate_many
+from trainspec_cli.planner.goodput import Job, Outcome, draw, simulate, simulate_many
 from trainspec_cli.policy.cadence import daly_interval_s, expected_efficiency
-from trainspec_cli.policy.recovery import durations
+from trainspec_cli.policy.recovery import durations, job_mtbf_s
 from trainspec_cli.spec.reliability import ReliabilitySpec
 from trainspec_cli.spec.resilience import ResilienceSpec
 

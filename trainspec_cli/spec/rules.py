@@ -39,7 +39,10 @@ def check(spec: RunSpec) -> list[Problem]:
 
 def check_machine(spec: RunSpec, machine: Machine) -> list[Problem]:
     """What this host lacks, where the recipe is right."""
-    return apply([lambda spec: gpus(spec, machine), lambda spec: fp8_units(spec, machine), packages, compiler], spec)
+    return apply(
+        [lambda spec: gpus(spec, machine), lambda spec: fp8_units(spec, machine), packages, compiler, shared_memory],
+        spec,
+    )
 
 
 def apply(rules: Iterable[Rule], spec: RunSpec) -> list[Problem]:
@@ -247,6 +250,13 @@ def compiler(spec: RunSpec) -> Iterator[Problem]:
     if spec.compile and not any(map(shutil.which, candidates)):
         message = "`compile` is true, and no C++ compiler (g++, clang++) is on the PATH"
         yield _lacking("missing_compiler", "compile", message, "type compile=false, or install one (apt install g++)")
+
+
+def shared_memory(spec: RunSpec) -> Iterator[Problem]:
+    """Copies of the state are kept in files that lie in memory."""
+    path = "checkpoint.memory_interval_steps"
+    if spec.checkpoint.memory_interval_steps is not None and not Path("/dev/shm").is_dir():
+        yield _lacking("no_shared_memory", path, f"`{path}` needs /dev/shm, which this host lacks", f"type {path}=null")
 
 
 def _lacking(code: str, path: str, message: str, hint: str) -> Problem:
