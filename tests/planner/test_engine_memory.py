@@ -158,8 +158,6 @@ def test_arithmetic_comes_to_what_the_step_takes(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_it_does_for_fifty_layouts_and_sizes() -> None:
-    errors = {run.name: error_of(run) for run in (*DEFAULT_RUNS, *DENSE_RUNS, *OTHER_RUNS)}
-    assert len(errors) == 50
-    wrong = {name: error for name, error in errors.items() if not MOST_UNDER <= error <= MOST_OVER}
-    assert not wrong
+@pytest.mark.parametrize("run", (*DENSE_RUNS, *OTHER_RUNS), ids=lambda run: run.name)
+def test_it_does_for_fifty_layouts_sizes_and_families(run: Run) -> None:
+    assert MOST_UNDER <= error_of(run) <= MOST_OVER
