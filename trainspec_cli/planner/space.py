@@ -120,6 +120,8 @@ class Space:
             yield base
             return
         layers = num_layers(self.spec.model)
+        if not self._keep(base.pp <= layers, "more pipeline stages than layers"):
+            return
         for schedule in schedules_of(wanted):
             for chunks in self._chunks(schedule, base.pp, layers, accum):
                 yield replace(base, pipeline_schedule=schedule, virtual_stages=chunks, stage_layers=wanted.stage_layers)
