@@ -37,6 +37,8 @@ class Space:
             if not self._keep(splits_heads(model, tp), "tp does not divide the heads"):
                 continue
             for cp in self._axis(wanted.cp, max(1, self.spec.data.seq_len // MIN_TOKENS_PER_RANK)):
+                if not self._keep(self.spec.data.seq_len % cp == 0, "the sequence does not divide by cp"):
+                    continue
                 for pp in self._axis(wanted.pp, num_layers(model)):
                     if self.world_size % (tp * cp * pp):
                         self.refused["the axes' product is not the number of devices"] += 1
