@@ -12,6 +12,7 @@ from rich.console import Console
 
 from trainspec_cli.compose.origins import show_path
 from trainspec_cli.errors import EXIT_DONE, Problem, Stopped, WorkerError
+from trainspec_cli.launch.groups import supervise_groups
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.local import LocalExecutor
 from trainspec_cli.launch.outcome import Explanation, Outcome, conclude
@@ -39,7 +40,10 @@ def make_console(*, as_json: bool) -> Console:
 def train(job: Job, plan: Plan, console: Console, *, as_json: bool) -> int:
     """Run the job and tell how it ended; -> the exit code. Raises WorkerError where it failed."""
     with LiveView(job.run, plan, console) as view:
-        ending = supervise(job, LocalExecutor(), view.watch)
+        if plan.replica_groups > 1:
+            ending = supervise_groups(job, plan, view.watch, view.say)
+        else:
+            ending = supervise(job, LocalExecutor(), view.watch)
     if ending.left_behind:
         console.print(f"processes {', '.join(map(str, ending.left_behind))} hang in the kernel and could not be ended")
     outcome = conclude(job, ending)

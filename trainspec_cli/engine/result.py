@@ -50,7 +50,7 @@ def write_result(
         tally.steps,
         flops_per_token=plan.flops_per_token,
         peak_flops=tally.peak.flops,
-        world_size=dist.get_world_size(),
+        world_size=plan.world_size,
     )
     if dist.get_rank() != 0:
         return

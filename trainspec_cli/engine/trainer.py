@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build import DTYPES, Machinery
 from trainspec_cli.engine.checkpoint import store
+from trainspec_cli.engine.faults import Faults
 from trainspec_cli.engine.observe.clock import Segments
 from trainspec_cli.engine.observe.device import Peak, device_name, measure_peak
-from trainspec_cli.engine.observe.journal import Journal
+from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.engine.optim.build import set_learning_rate
 from trainspec_cli.engine.result import RunTally, write_result
 from trainspec_cli.engine.signals import StopRequest
@@ -38,6 +40,9 @@ class DoneStep:
     outcome: StepOutcome
     lr: float
     segments: Segments
+    samples: int
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What else its event says."""
 
 
 class Trainer:
@@ -55,18 +60,27 @@ class Trainer:
         self.plan, self.spec = plan, plan.spec
         self.run_dir, self.source, self.recipe_digest = run_dir, source, recipe_digest
         self.built, self.clock, self.stop_request = machinery, machinery.clock, stop
-        self.journal = Journal(run_dir, dist.get_rank(), tensorboard=self.spec.tracking.tensorboard)
+        self.journal: Journal | GroupJournal = self._open_journal()
+        self.faults = Faults(plan, run_dir)
         self.tally = RunTally()
         self.step = 0
+        self.samples = 0
+        """Taken so far, by all ranks: the position of the next one."""
         self.saved_step = -1
         self.unread: DoneStep | None = None
         self.skipped_in_a_row = 0
         self.stopping = False
 
+    def _open_journal(self) -> Journal | GroupJournal:
+        return Journal(self.run_dir, dist.get_rank(), tensorboard=self.spec.tracking.tensorboard)
+
     def run(self) -> None:
         """Train to the last step or to a request to stop; a checkpoint is written either way."""
         self._resume()
         self._announce()
+        self._run_to_end()
+
+    def _run_to_end(self) -> None:
         while self.step < self.spec.train.max_steps and not self.stopping:
             self._train_until_look()
             if not self.stopping:
@@ -78,6 +92,7 @@ class Trainer:
         manifest = store.load_newest(self.run_dir, self.built.held, self.built.device)
         if manifest:
             self.step = self.saved_step = manifest.step
+            self.samples = manifest.samples
 
     def _announce(self) -> None:
         if self.plan.peak_flops is None:
@@ -87,7 +102,7 @@ class Trainer:
         self.journal.write(
             "start",
             step=self.step,
-            world_size=dist.get_world_size(),
+            world_size=self.plan.world_size,
             device_name=device_name(self.built.device),
             peak_flops=self.tally.peak.flops,
             peak_source=self.tally.peak.source,
@@ -113,6 +128,7 @@ class Trainer:
     def _one_step(self, coming: Iterator[list[MicroBatch]]) -> DoneStep:
         lr = learning_rate(self.spec.optim.schedule, self.spec.optim.lr, self.step, self.spec.train.max_steps)
         set_learning_rate(self.built.optimizer, lr)
+        self.faults.strike(self.step, self.built)
         with self.clock.part("data_wait"):
             micro_batches = next(coming)
         outcome = train_step(
@@ -122,11 +138,16 @@ class Trainer:
             clip_norm=self.spec.optim.grad_clip_norm,
             stop_requested=self.stop_request.requested,
         )
+        return self._count(outcome, lr, self.spec.batching.global_batch_size)
+
+    def _count(self, outcome: StepOutcome, lr: float, samples: int, **about: Any) -> DoneStep:
+        """The update is made; the checkpoint that may be due belongs to its step."""
         self.step += 1
+        self.samples += samples
         if self._checkpoint_is_due():
             with self.clock.part("checkpoint"):
                 self._save()
-        return DoneStep(self.step, outcome, lr, self.clock.cut())
+        return DoneStep(self.step, outcome, lr, self.clock.cut(), samples, about)
 
     def _read_late(self, done: DoneStep | None) -> None:
         """Record a step: on a GPU when the next one has been started, so that reading its figures waits for nothing.
@@ -146,11 +167,12 @@ class Trainer:
             "loss": done.outcome.loss.item(),
             "grad_norm": done.outcome.grad_norm.item(),
             "lr": done.lr,
-            self.spec.data.unit: self.plan.tokens_per_step,
-            "samples": self.spec.batching.global_batch_size,
+            self.spec.data.unit: done.samples * self.spec.data.seq_len,
+            "samples": done.samples,
             "step_time_s": sum(parts_s.values()),
             "time_s": parts_s,
             "skipped": skipped,
+            **done.about,
         }
         self.journal.write("step", **event)
         self.tally.steps.append(event)
@@ -188,7 +210,7 @@ class Trainer:
             self.run_dir,
             self.built.held,
             step=self.step,
-            samples=self.step * self.spec.batching.global_batch_size,
+            samples=self.samples,
             seed=self.spec.train.seed,
             recipe_digest=self.recipe_digest,
             keep_last=self.spec.checkpoint.keep_last,

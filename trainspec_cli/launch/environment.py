@@ -12,6 +12,8 @@ from trainspec_cli.spec.cluster import Machine
 from trainspec_cli.spec.plan import Plan
 
 LAUNCH_ID = "TRAINSPEC_LAUNCH_ID"
+GROUP, LIGHTHOUSE, HOST = "TRAINSPEC_GROUP", "TRAINSPEC_LIGHTHOUSE", "TRAINSPEC_HOST"
+"""A replica group's number, where the groups' lighthouse listens, and the interface on which they talk."""
 FAILURE_GRACE_S = 10
 """How long workers may take to end once one of them has failed."""
 

@@ -43,6 +43,8 @@ class WorkerFailure:
     """Told by the worker itself."""
     consequence: bool = False
     """It ended because another one had."""
+    foreseen: bool = False
+    """An error for people: it would come again."""
 
 
 def find_failures(job: Job) -> list[WorkerFailure]:
@@ -56,6 +58,8 @@ def _told(job: Job) -> Iterator[WorkerFailure]:
     """Workers that wrote down what happened to them."""
     for path in sorted(job.run.errors_folder.glob("rank*.json")):
         error = read_json(path)
+        if not job.first_rank <= error["rank"] < job.first_rank + job.world_size:
+            continue
         foreseen = bool(error.get("code"))
         summary = error["message"] if foreseen else f"{error['type']}: {error['message']}".strip().rstrip(":")
         yield WorkerFailure(
@@ -67,6 +71,7 @@ def _told(job: Job) -> Iterator[WorkerFailure]:
             step=error.get("step"),
             time=error.get("time", path.stat().st_mtime),
             own_words=True,
+            foreseen=foreseen,
             consequence=bool(_PEER_LOST.search(summary)),
         )
 
@@ -78,7 +83,7 @@ def _silent(job: Job) -> Iterator[WorkerFailure]:
     for rank, code, pid in _EXIT.findall(text):
         log = worker_log(job, int(rank))
         yield WorkerFailure(
-            rank=int(rank),
+            rank=job.first_rank + int(rank),
             host=socket.gethostname(),
             summary=_describe_exit(int(code)),
             detail=tail(log) if log else "",

@@ -33,6 +33,9 @@ def conclude(job: Job, ending: Ending) -> Outcome:
     A worker that fails after the run was done changes nothing, unless it told of an error of its own; one that fails
     while the others stop because torchrun asked them to is a failure, and no stop on request.
     """
+    if ending.given_up:
+        result = _write_result(job.run, "failed", WorkerError.exit_code)
+        return Outcome(result, Explanation(ending.given_up))
     failures = find_failures(job)
     causes = [failure for failure in failures if not failure.consequence]
     explanation = explain(failures) if failures else _explain_torchrun(job, ending)

@@ -25,6 +25,8 @@ class Ending:
     """By the supervisor: at a deadline, or on a second request."""
     left_behind: tuple[int, ...] = ()
     """Ids of processes that could not be ended (stuck in the kernel)."""
+    given_up: str = ""
+    """Why the supervisor ended the run, where it did (too few replica groups were left)."""
 
 
 def supervise(job: Job, executor: Executor, watch: Callable[[bool], None]) -> Ending:

@@ -80,6 +80,10 @@ class LiveView:
             self._show(stop_requested)
         self._show(stop_requested)
 
+    def say(self, text: str) -> None:
+        """What the supervisor has done."""
+        self._screen.say(text)
+
     def _show(self, stop_requested: bool) -> None:
         self._screen.show(self._phase(stop_requested), self._progress)
 

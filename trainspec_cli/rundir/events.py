@@ -10,7 +10,11 @@ the last, and a reader passes over it. A resumed run appends: where a step occur
     checkpoint  step path bytes seconds
     sample      step prompt text
     warning     step message
+    recovery    step change{left,joined,retried,restart} group stall_s lost_steps
     end         step status
+
+Of replica groups rank 0's file is the run's story, written by the group that leads; each process has a file of its own
+below `groupNNNNN/`. Their `step` events add: group, groups (those that took part), took [first sample, samples].
 """
 
 from __future__ import annotations

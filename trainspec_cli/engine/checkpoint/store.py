@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 
 from trainspec_cli.engine.checkpoint.manifest import (
     FileDigest,
@@ -41,6 +41,10 @@ class Held:
 
     def state(self) -> dict[str, Any]:
         return gather_state(self.shares, self.parts, self.optimizer)
+
+    def tensors(self) -> list[Tensor]:
+        """This rank's parts of it as plain tensors that share its memory, in an order that the layout alone decides."""
+        return [getattr(part, "local", part) for _, part in sorted(self.state().items())]
 
 
 def save(

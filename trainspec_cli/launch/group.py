@@ -1,0 +1,101 @@
+"""One replica group on this host: its starts, one after another, and how each of them fares."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from dataclasses import replace
+from typing import Literal
+
+import psutil
+
+from trainspec_cli.launch import processes
+from trainspec_cli.launch.command import LOOPBACK, torchrun_command
+from trainspec_cli.launch.environment import GROUP, HOST, LIGHTHOUSE
+from trainspec_cli.launch.failure import WorkerFailure, find_failures
+from trainspec_cli.launch.job import Job
+from trainspec_cli.launch.local import start
+
+State = Literal["running", "waiting", "done", "gone"]
+"""waiting: for its next start. done: it ended well. gone: it will not be started again."""
+
+
+class ReplicaGroup:
+    def __init__(self, number: int, size: int, job: Job, lighthouse: str, devices: str | None):
+        """`job` is the whole run's; `devices`, of a GPU run, those that the group may see."""
+        self.number, self.size, self._run_job = number, size, job
+        self._environment = {GROUP: str(number), LIGHTHOUSE: lighthouse, HOST: LOOPBACK}
+        if devices is not None:
+            self._environment["CUDA_VISIBLE_DEVICES"] = devices
+        self.state: State = "waiting"
+        self.start_at = 0.0
+        self.starts_s: list[float] = []
+        self.failures_in_a_row = 0
+        self.job = job
+        self._torchrun: subprocess.Popen[bytes] | None = None
+        self._workers: list[psutil.Process] = []
+        self._spoken_bytes = 0
+        self.spoke_at = 0.0
+        """When its events grew last; 0 before it has taken part in this start."""
+
+    def start(self) -> None:
+        """A fresh rendezvous: torchrun takes a free port of its own."""
+        logs = self._run_job.logs / f"group{self.number:05d}_start{len(self.starts_s) + 1:03d}"
+        self.job = replace(
+            self._run_job,
+            command=torchrun_command(self.size, logs, self._run_job.worker),
+            environment={**self._run_job.environment, **self._environment},
+            world_size=self.size,
+            logs=logs,
+            first_rank=self.number * self.size,
+        )
+        self._torchrun = start(self.job.command, self.job)
+        self._workers, self.spoke_at, self._spoken_bytes = [], 0.0, self._events_bytes()
+        self.starts_s.append(time.monotonic())
+        self.state = "running"
+
+    def has_failed(self) -> bool:
+        """A worker, or torchrun itself."""
+        code = self.exit_code()
+        if code is not None:
+            return code != 0
+        if len(self._workers) < self.size:
+            self._workers = self._find_workers()
+        return any(processes.has_failed(worker) for worker in self._workers)
+
+    def exit_code(self) -> int | None:
+        assert self._torchrun is not None, "it was started"
+        return self._torchrun.poll()
+
+    def look(self, now_s: float) -> None:
+        """Note whether it has said something; the first is where it begins."""
+        size = self._events_bytes()
+        if size > self._spoken_bytes:
+            is_first, self._spoken_bytes = not self.spoke_at, size
+            self.spoke_at = now_s
+            self.failures_in_a_row = self.failures_in_a_row if is_first else 0
+
+    def end(self) -> list[WorkerFailure]:
+        """Kill what is left of this start; -> why it failed. What its workers wrote of it is put among the logs."""
+        processes.kill_all(lambda: processes.members_of_group(self.job.launch_id, self.number))
+        if self._torchrun is not None:
+            self._torchrun.wait(processes.KILL_TIMEOUT_S)
+        return find_failures(self.job)
+
+    def put_errors_away(self) -> None:
+        """What a start that is made good again said of its end is kept among its logs."""
+        for rank in range(self.job.first_rank, self.job.first_rank + self.size):
+            words = self.job.run.error(rank)
+            if words.exists():
+                words.rename(self.job.logs / words.name)
+
+    def _find_workers(self) -> list[psutil.Process]:
+        assert self._torchrun is not None, "it was started"
+        try:
+            return psutil.Process(self._torchrun.pid).children()
+        except psutil.NoSuchProcess:
+            return []
+
+    def _events_bytes(self) -> int:
+        events = self.job.run.group_events(self.number, 0)
+        return events.stat().st_size if events.is_file() else 0
