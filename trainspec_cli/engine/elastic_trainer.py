@@ -89,8 +89,8 @@ class ElasticTrainer(Trainer):
                 self.failed_tries += 1
                 continue
             self.stopping = stop
-            self.journal.lead(self.seat.rank == 0, self.step)
             if enough:
+                self.journal.lead(self.seat.rank == 0, self.step)
                 return not stop
             self.late = self.committed_seat is None and self.run_dir.result_json.exists()
             self.stopping = self.stopping or self.late

@@ -245,6 +245,8 @@ class Trainer:
                 self._look()
             self._write_sample()
         summary = self.source.summarise(self.tally.heldout)
-        write_result(self.run_dir, self.built, self.plan, self.tally, status=status, step=self.step, heldout=summary)
-        self.journal.write("end", step=self.step, status=status)
+        sha256 = write_result(
+            self.run_dir, self.built, self.plan, self.tally, status=status, step=self.step, heldout=summary
+        )
+        self.journal.write("end", step=self.step, status=status, weights_sha256=sha256)
         self.journal.close()

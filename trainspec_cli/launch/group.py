@@ -16,6 +16,7 @@ from trainspec_cli.launch.failure import WorkerFailure, find_failures
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.local import start
 
+STEP = b'"type": "step"'
 State = Literal["running", "waiting", "done", "gone"]
 """waiting: for its next start. done: it ended well. gone: it will not be started again."""
 
@@ -34,9 +35,9 @@ class ReplicaGroup:
         self.job = job
         self._torchrun: subprocess.Popen[bytes] | None = None
         self._workers: list[psutil.Process] = []
-        self._spoken_bytes = 0
-        self.spoke_at = 0.0
-        """When its events grew last; 0 before it has taken part in this start."""
+        self._read_bytes = 0
+        self.stepped_at = 0.0
+        """When it was last seen to have made a step; 0 before the first of this start."""
 
     def start(self) -> None:
         """A fresh rendezvous: torchrun takes a free port of its own."""
@@ -50,7 +51,7 @@ class ReplicaGroup:
             first_rank=self.number * self.size,
         )
         self._torchrun = start(self.job.command, self.job)
-        self._workers, self.spoke_at, self._spoken_bytes = [], 0.0, self._events_bytes()
+        self._workers, self.stepped_at, self._read_bytes = [], 0.0, self._events_bytes()
         self.starts_s.append(time.monotonic())
         self.state = "running"
 
@@ -68,12 +69,15 @@ class ReplicaGroup:
         return self._torchrun.poll()
 
     def look(self, now_s: float) -> None:
-        """Note whether it has said something; the first is where it begins."""
+        """Note whether it has made a step since the last look."""
         size = self._events_bytes()
-        if size > self._spoken_bytes:
-            is_first, self._spoken_bytes = not self.spoke_at, size
-            self.spoke_at = now_s
-            self.failures_in_a_row = self.failures_in_a_row if is_first else 0
+        if size == self._read_bytes:
+            return
+        with self.job.run.group_events(self.number, 0).open("rb") as events:
+            events.seek(self._read_bytes)
+            if STEP in events.read(size - self._read_bytes):
+                self.stepped_at, self.failures_in_a_row = now_s, 0
+        self._read_bytes = size
 
     def end(self) -> list[WorkerFailure]:
         """Kill what is left of this start; -> why it failed. What its workers wrote of it is put among the logs."""

@@ -58,6 +58,7 @@ class _Run:
         self._expect()
         self.stop_requested = self.killed = False
         self.given_up = ""
+        self._has_stepped = False
 
     def anything_left(self) -> bool:
         return any(group.state in ("running", "waiting") for group in self._groups)
@@ -79,6 +80,7 @@ class _Run:
         if group.state != "running":
             return
         group.look(now_s)
+        self._has_stepped = self._has_stepped or group.stepped_at > 0
         if group.has_failed() or self._is_stuck(group):
             self._recover(group, now_s)
         elif group.exit_code() == 0:
@@ -87,8 +89,8 @@ class _Run:
 
     def _is_stuck(self, group: ReplicaGroup) -> bool:
         """The others have gone on without it for as long as they waited for it."""
-        newest = max(other.spoke_at for other in self._groups)
-        return 0 < group.spoke_at < newest - self._resilience.exchange_timeout_s
+        newest = max(other.stepped_at for other in self._groups)
+        return 0 < group.stepped_at < newest - self._resilience.exchange_timeout_s
 
     def _recover(self, group: ReplicaGroup, now_s: float) -> None:
         """Start it again, or go on without it, or end the run."""
@@ -116,8 +118,7 @@ class _Run:
     def _is_final(self, failures: list[WorkerFailure]) -> bool:
         """An error that was foreseen would come again, and so would one before the run's first step."""
         causes = [failure for failure in failures if not failure.consequence]
-        stepped = self._job.run.events(0).is_file()
-        return any(failure.foreseen or (failure.own_words and not stepped) for failure in causes)
+        return any(failure.foreseen or (failure.own_words and not self._has_stepped) for failure in causes)
 
     def _check_enough(self, explanation: Explanation) -> None:
         left = [group for group in self._groups if group.state in ("running", "waiting")]

@@ -11,7 +11,7 @@ the last, and a reader passes over it. A resumed run appends: where a step occur
     sample      step prompt text
     warning     step message
     recovery    step change{left,joined,retried,restart} group stall_s lost_steps
-    end         step status
+    end         step status weights_sha256
 
 Of replica groups rank 0's file is the run's story, written by the group that leads; each process has a file of its own
 below `groupNNNNN/`. Their `step` events add: group, groups (those that took part), took [first sample, samples].
