@@ -16,7 +16,7 @@ from trainspec_cli.launch.groups import supervise_groups
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.local import LocalExecutor
 from trainspec_cli.launch.outcome import Explanation, Outcome, conclude
-from trainspec_cli.launch.supervise import supervise
+from trainspec_cli.launch.restarts import supervise_with_restarts
 from trainspec_cli.report.collect import collect
 from trainspec_cli.report.live import LiveView
 from trainspec_cli.report.render import render_summary
@@ -43,7 +43,7 @@ def train(job: Job, plan: Plan, console: Console, *, as_json: bool) -> int:
         if plan.replica_groups > 1:
             ending = supervise_groups(job, plan, view.watch, view.say)
         else:
-            ending = supervise(job, LocalExecutor(), view.watch)
+            job, ending = supervise_with_restarts(job, LocalExecutor(), plan.spec.resilience, view.watch, view.say)
     if ending.left_behind:
         console.print(f"processes {', '.join(map(str, ending.left_behind))} hang in the kernel and could not be ended")
     outcome = conclude(job, ending)

@@ -85,7 +85,7 @@ def _silent(job: Job) -> Iterator[WorkerFailure]:
         yield WorkerFailure(
             rank=job.first_rank + int(rank),
             host=socket.gethostname(),
-            summary=_describe_exit(int(code)),
+            summary=describe_exit(int(code)),
             detail=tail(log) if log else "",
             # SIGKILL comes from outside, so it is where a failure begins.
             time=0.0 if int(code) == -signal.SIGKILL else math.inf,
@@ -93,7 +93,7 @@ def _silent(job: Job) -> Iterator[WorkerFailure]:
         )
 
 
-def _describe_exit(code: int) -> str:
+def describe_exit(code: int) -> str:
     if code > 0:
         return f"ended with exit code {code} before it could say why"
     name = signal.Signals(-code).name

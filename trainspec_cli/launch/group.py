@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import time
 from dataclasses import replace
@@ -12,11 +13,11 @@ import psutil
 from trainspec_cli.launch import processes
 from trainspec_cli.launch.command import LOOPBACK, torchrun_command
 from trainspec_cli.launch.environment import GROUP, HOST, LIGHTHOUSE
-from trainspec_cli.launch.failure import WorkerFailure, find_failures
+from trainspec_cli.launch.failure import WorkerFailure, describe_exit, find_failures
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.local import start
+from trainspec_cli.rundir.events import EventTail
 
-STEP = b'"type": "step"'
 State = Literal["running", "waiting", "done", "gone"]
 """waiting: for its next start. done: it ended well. gone: it will not be started again."""
 
@@ -35,7 +36,7 @@ class ReplicaGroup:
         self.job = job
         self._torchrun: subprocess.Popen[bytes] | None = None
         self._workers: list[psutil.Process] = []
-        self._read_bytes = 0
+        self._events = EventTail(job.run.group_events(number, 0))
         self.stepped_at = 0.0
         """When it was last seen to have made a step; 0 before the first of this start."""
 
@@ -51,18 +52,23 @@ class ReplicaGroup:
             first_rank=self.number * self.size,
         )
         self._torchrun = start(self.job.command, self.job)
-        self._workers, self.stepped_at, self._read_bytes = [], 0.0, self._events_bytes()
+        self._workers, self.stepped_at = [], 0.0
+        self._events.read()  # those of the start before
         self.starts_s.append(time.monotonic())
         self.state = "running"
 
-    def has_failed(self) -> bool:
-        """A worker, or torchrun itself."""
+    def lost_worker(self) -> WorkerFailure | None:
+        """A worker that has failed, or torchrun itself; torchrun would look at the others before it says so."""
         code = self.exit_code()
         if code is not None:
-            return code != 0
+            return WorkerFailure(self.job.first_rank, socket.gethostname(), describe_exit(code)) if code else None
         if len(self._workers) < self.size:
             self._workers = self._find_workers()
-        return any(processes.has_failed(worker) for worker in self._workers)
+        for rank, worker in enumerate(self._workers, start=self.job.first_rank):
+            code = processes.unread_exit_code(worker)
+            if code:
+                return WorkerFailure(rank, socket.gethostname(), describe_exit(code))
+        return None
 
     def exit_code(self) -> int | None:
         assert self._torchrun is not None, "it was started"
@@ -70,14 +76,8 @@ class ReplicaGroup:
 
     def look(self, now_s: float) -> None:
         """Note whether it has made a step since the last look."""
-        size = self._events_bytes()
-        if size == self._read_bytes:
-            return
-        with self.job.run.group_events(self.number, 0).open("rb") as events:
-            events.seek(self._read_bytes)
-            if STEP in events.read(size - self._read_bytes):
-                self.stepped_at, self.failures_in_a_row = now_s, 0
-        self._read_bytes = size
+        if any(event["type"] == "step" for event in self._events.read()):
+            self.stepped_at, self.failures_in_a_row = now_s, 0
 
     def end(self) -> list[WorkerFailure]:
         """Kill what is left of this start; -> why it failed. What its workers wrote of it is put among the logs."""
@@ -96,10 +96,6 @@ class ReplicaGroup:
     def _find_workers(self) -> list[psutil.Process]:
         assert self._torchrun is not None, "it was started"
         try:
-            return psutil.Process(self._torchrun.pid).children()
+            return sorted(psutil.Process(self._torchrun.pid).children(), key=lambda process: process.pid)
         except psutil.NoSuchProcess:
             return []
-
-    def _events_bytes(self) -> int:
-        events = self.job.run.group_events(self.number, 0)
-        return events.stat().st_size if events.is_file() else 0

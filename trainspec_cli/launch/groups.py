@@ -18,6 +18,7 @@ from trainspec_cli.launch.processes import POLL_S
 from trainspec_cli.launch.signals import StopRequests, on_stop_signal
 from trainspec_cli.launch.supervise import Ending
 from trainspec_cli.policy.recovery import enough_groups, may_restart, pause_s
+from trainspec_cli.rundir.events import EventTail
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.spec.fault import parse_faults
 from trainspec_cli.spec.plan import Plan
@@ -54,6 +55,8 @@ class _Run:
             for number in range(plan.replica_groups)
         ]
         self._faults = [fault for fault in parse_faults(plan.spec.fault) if fault.kind == "lighthouse"]
+        self._faults.sort(key=lambda fault: fault.step)
+        self._story = EventTail(job.run.events(0))
         self._deadline = math.inf
         self._expect()
         self.stop_requested = self.killed = False
@@ -81,8 +84,9 @@ class _Run:
             return
         group.look(now_s)
         self._has_stepped = self._has_stepped or group.stepped_at > 0
-        if group.has_failed() or self._is_stuck(group):
-            self._recover(group, now_s)
+        lost = group.lost_worker()
+        if lost is not None or self._is_stuck(group):
+            self._recover(group, lost, now_s)
         elif group.exit_code() == 0:
             group.state = "done"
             self._set_states("waiting", "gone")
@@ -92,11 +96,10 @@ class _Run:
         newest = max(other.stepped_at for other in self._groups)
         return 0 < group.stepped_at < newest - self._resilience.exchange_timeout_s
 
-    def _recover(self, group: ReplicaGroup, now_s: float) -> None:
+    def _recover(self, group: ReplicaGroup, lost: WorkerFailure | None, now_s: float) -> None:
         """Start it again, or go on without it, or end the run."""
-        stuck = not group.has_failed()
-        failures = group.end()
-        explanation = _silent(group) if stuck or not failures else explain(failures)
+        failures = group.end() or ([lost] if lost else [])
+        explanation = explain(failures) if failures else Explanation("it lives, and the others had to go on without it")
         group.failures_in_a_row += 1
         group.state = "gone"
         if self._is_final(failures):
@@ -149,12 +152,13 @@ class _Run:
         write_json(self._job.run.groups_json, {"expected": sum(group.state != "gone" for group in self._groups)})
 
     def _keep_lighthouse(self) -> None:
+        """And put it out where the recipe asks for that."""
+        step = max((event["step"] for event in self._story.read() if event["type"] == "step"), default=0)
+        while self._faults and step >= self._faults[0].step:
+            self._faults.pop(0)
+            self._lighthouse.kill()
         if self._lighthouse.keep_alive():
             self._say("the lighthouse ended; it starts again")
-
-
-def _silent(group: ReplicaGroup) -> Explanation:
-    return Explanation(f"group {group.number} lives, but the others had to go on without it")
 
 
 def _after(pause: float) -> str:

@@ -13,6 +13,7 @@ from trainspec_cli.launch.supervise import Ending
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.recoveries import read_recoveries
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,15 @@ class Outcome:
 
 
 def conclude(job: Job, ending: Ending) -> Outcome:
+    """How the run ended, with what its failures cost."""
+    outcome = _conclude(job, ending)
+    recoveries = read_recoveries(read_events(job.run.events(0)))
+    outcome.result["recoveries"] = recoveries
+    write_json(job.run.result_json, outcome.result)
+    return outcome
+
+
+def _conclude(job: Job, ending: Ending) -> Outcome:
     """The workers' own result counts where they left one; else it is told from what remains, and written down.
 
     A worker that fails after the run was done changes nothing, unless it told of an error of its own; one that fails

@@ -7,6 +7,7 @@ starts every worker in a session of its own, and what a killed worker had starte
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -59,13 +60,13 @@ def kill_all(find: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
     return left
 
 
-def has_failed(process: psutil.Process) -> bool:
-    """Whether it has ended by a signal or an error, though its parent has not looked yet (Linux alone can tell)."""
+def unread_exit_code(process: psutil.Process) -> int | None:
+    """Of one that has ended, but whose parent has not looked yet (Linux alone can tell); negative for a signal."""
     try:
         state, *_, status = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):
-        return False
-    return state == "Z" and int(status) != 0
+        return None
+    return os.waitstatus_to_exitcode(int(status)) if state == "Z" else None
 
 
 def stop(launch_id: str, grace_s: float) -> None:

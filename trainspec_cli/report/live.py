@@ -13,8 +13,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from trainspec_cli.report.progress import EventTail, Progress
+from trainspec_cli.report.progress import Progress
 from trainspec_cli.report.text import describe_event, describe_progress
+from trainspec_cli.rundir.events import EventTail
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.plan import Plan
 

@@ -49,6 +49,24 @@ class EventWriter:
         os.close(self._descriptor)
 
 
+class EventTail:
+    """Reads what was appended to a file since the last look; half a line waits for its other half."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._offset = path.stat().st_size if path.is_file() else 0
+
+    def read(self) -> list[dict[str, Any]]:
+        if not self._path.is_file():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return list(parse_lines(whole.splitlines(keepends=True)))
+
+
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """Whole lines only; a line cut by a crash is passed over."""
     if path.is_file():
