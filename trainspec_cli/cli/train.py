@@ -20,6 +20,7 @@ from trainspec_cli.launch.restarts import supervise_with_restarts
 from trainspec_cli.report.collect import collect
 from trainspec_cli.report.live import LiveView
 from trainspec_cli.report.render import render_summary
+from trainspec_cli.report.text import describe_recovery
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.plan import Plan
 
@@ -78,6 +79,9 @@ def _tell_end(job: Job, outcome: Outcome, console: Console) -> None:
         console.print(f"{outcome.explanation.headline}\n", markup=False, highlight=False, soft_wrap=True)
     if outcome.exit_code == EXIT_DONE or outcome.result["steps"]:
         console.print(render_summary(collect(job.root)))
+    if outcome.result["recoveries"]:
+        costs = [f"  {describe_recovery(recovery)}" for recovery in outcome.result["recoveries"]]
+        console.print("\n".join(["failures", *costs, ""]), markup=False, highlight=False, soft_wrap=True)
     console.print(_last_words(job.run, outcome), markup=False, highlight=False, soft_wrap=True)
 
 
