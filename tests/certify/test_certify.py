@@ -58,6 +58,17 @@ def test_a_planted_fault_is_caught(tmp_path, references, fault, case):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(tp=2)])
+def test_fp8_costs_what_fp8_costs_one_process(tmp_path, layout):
+    check = Check("NUM-3", Run(Case("dense", layout, compute="fp8"), losses=False))
+    (finding,) = measure(tmp_path, [check]).values()
+    assert finding.passed, finding.figures
+    error = finding.figures["error_of_the_format"]
+    assert isinstance(error, float)
+    assert error > 0.03, "bf16 alone costs a tenth of this"
+
+
+@pytest.mark.slow
 def test_forgotten_moments_are_caught_and_sound_ones_resume(tmp_path):
     run = Run(Case("dense", Layout(dp_shard=2), optimizer="adamw"), gradients=False, resume=True)
     check = Check("CKPT-1", run)

@@ -36,6 +36,7 @@ class Run:
     recompute: Any = "none"
     compute: Any = "bf16"
     reduce: Any = "fp32"
+    matmul: Any = "compute"
 
     @property
     def name(self) -> str:
@@ -82,7 +83,7 @@ MORE_RUNS = (
     Run("llama3_8b", fsdp(2, tp=4), seq_len=8192),
     Run("llama3_8b", fsdp(2, tp=4), samples=4),
     Run("llama3_8b", fsdp(2, tp=4, sequence_parallel=False)),
-    Run("llama3_8b", fsdp(2, cp=4), seq_len=65536),
+    Run("llama3_8b", fsdp(8), seq_len=8192, recompute="full", samples=2, matmul="fp8"),
     Run("llama3_8b", fsdp(2, cp=4, context_method="ulysses"), seq_len=65536),
     Run("llama3_8b", fsdp(4, tp=2, cp=2), seq_len=32768, recompute="selective"),
     Run("llama3_8b", {"pp": 4, "dp_shard": 2}, micro_batches=16),
@@ -114,7 +115,7 @@ def plan_of(run: Run) -> Plan:
         model=model,
         data=replace(base.spec.data, seq_len=run.seq_len),
         batching=replace(base.spec.batching, global_batch_size=batch),
-        precision=replace(base.spec.precision, reduce=run.reduce),
+        precision=replace(base.spec.precision, reduce=run.reduce, matmul=run.matmul),
     )
     return replace(
         base,

@@ -15,7 +15,7 @@ def test_a_plain_recipe_is_trained(make_spec):
 @pytest.mark.parametrize(
     ("path", "value", "choices"),
     [
-        ("precision.matmul", "fp8", "compute"),
+        ("precision.matmul", "nvfp4", "compute or fp8"),
         ("cluster.num_nodes", 2, "1"),
     ],
 )
@@ -27,7 +27,7 @@ def test_a_value_that_only_the_planner_knows_is_refused(make_spec, path, value, 
 
 
 def test_every_refusal_is_told_at_once(make_spec):
-    problems = check_engine(make_spec({"layout.etp": 2, "precision.matmul": "fp8", "model.prediction_layers": 1}))
+    problems = check_engine(make_spec({"layout.etp": 2, "precision.matmul": "nvfp4", "model.prediction_layers": 1}))
     assert {problem.path for problem in problems} == {"model.prediction_layers", "precision.matmul", "layout.etp"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -18,7 +19,8 @@ from trainspec_cli.spec.plan import Plan
 from trainspec_cli.spec.precision import PrecisionSpec
 from trainspec_cli.spec.run import Offload, Recompute, RunSpec, TrainSection
 
-Compute = Literal["fp32", "bf16", "fp64"]
+Compute = Literal["fp32", "bf16", "fp64", "fp8"]
+"""fp8: linear layers multiply in it, the rest is bf16."""
 STEPS = 20
 SAVE_AT = 10
 
@@ -123,11 +125,20 @@ def cases(max_processes: int) -> dict[str, list[Case]]:
         if spread not in COMBINED:
             continue
         by_clause["NUM-3"].append(Case(family, spread, compute="bf16"))
+        if family == FP8_FAMILY and has_float8():
+            by_clause["NUM-3"].append(Case(family, spread, compute="fp8"))
         by_clause["NUM-4"] += [Case(family, spread, recompute=again) for again in ("selective", "full")]
         by_clause["NUM-4"].append(Case(family, spread, offload="optimizer"))
         if spread.pp == 1 or spread.pipeline_schedule == "1f1b":
             by_clause["NUM-5"].append(Case(family, spread, compile=True))
     return {clause: [case for case in found if not refusals(case)] for clause, found in by_clause.items()}
+
+
+FP8_FAMILY = "dense"
+
+
+def has_float8() -> bool:
+    return importlib.util.find_spec("torchao") is not None
 
 
 def spreads(family: str, max_processes: int) -> list[Layout]:
@@ -170,7 +181,7 @@ def build_spec(case: Case) -> RunSpec:
         batching=BatchingSpec(global_batch_size=SAMPLES),
         train=TrainSection(max_steps=STEPS),
         layout=LayoutSpec(**wanted),
-        precision=PrecisionSpec(compute="fp32"),
+        precision=PrecisionSpec(compute="fp32", matmul="fp8" if case.compute == "fp8" else "compute"),
         compile=case.compile,
         recompute=case.recompute,
         offload=case.offload,
@@ -189,7 +200,7 @@ def build_plan(case: Case, device: Literal["cpu", "cuda"]) -> Plan:
         device=device,
         num_nodes=1,
         devices_per_node=layout.world_size,
-        compute=case.compute,
+        compute="bf16" if case.compute == "fp8" else case.compute,
         recompute=case.recompute,
         offload=case.offload,
         micro_batch_size=micro,

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from trainspec_cli.compose.origins import show_path
-from trainspec_cli.errors import EXIT_DONE, Problem, Stopped, WorkerError
+from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, Stopped, WorkerError
 from trainspec_cli.launch.groups import supervise_groups
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.local import LocalExecutor
@@ -48,8 +48,9 @@ def train(job: Job, plan: Plan, console: Console, *, as_json: bool) -> int:
     if ending.left_behind:
         console.print(f"processes {', '.join(map(str, ending.left_behind))} hang in the kernel and could not be ended")
     outcome = conclude(job, ending)
-    if outcome.exit_code == WorkerError.exit_code:
-        raise WorkerError(_failure(job, outcome.explanation, console, as_json=as_json))
+    if outcome.result["status"] == "failed":
+        kind = MachineError if outcome.exit_code == MachineError.exit_code else WorkerError
+        raise kind(_failure(job, outcome.explanation, console, as_json=as_json))
     if as_json:
         typer.echo(json.dumps({"run": str(job.root), **outcome.result}, indent=2))
     else:

@@ -72,6 +72,7 @@ def leave_error(run_dir: RunDir, error: Exception) -> None:
             "type": type(error).__name__,
             "message": str(error),
             "code": problem.code if problem else None,
+            "exit_code": error.exit_code if isinstance(error, TrainspecError) else None,
             "hint": problem.hint if problem else None,
             "traceback": traceback.format_exc(),
         },

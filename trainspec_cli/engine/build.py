@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainspec_cli.engine.balance import routers_of, sum_over_sequence
-from trainspec_cli.engine.checkpoint.store import Held
+from trainspec_cli.engine.checkpoint.parts import Held
 from trainspec_cli.engine.mesh import Mesh, build_mesh
 from trainspec_cli.engine.models.build import build_model
 from trainspec_cli.engine.models.experts import sort_by_expert
@@ -23,13 +23,14 @@ from trainspec_cli.engine.parallel.context import apply_context_parallel, held_p
 from trainspec_cli.engine.parallel.data_parallel import DataParallel, apply_data_parallel
 from trainspec_cli.engine.parallel.exchange import Peers
 from trainspec_cli.engine.parallel.expert import apply_expert_parallel
+from trainspec_cli.engine.parallel.float8 import apply_float8
 from trainspec_cli.engine.parallel.materialise import allocate, materialise
 from trainspec_cli.engine.parallel.pipeline import Hidden, Lines, WeightQueue
 from trainspec_cli.engine.parallel.recompute import apply_recompute
 from trainspec_cli.engine.parallel.tensor import apply_tensor_parallel, partial_parameters
 from trainspec_cli.engine.passes import Stages
 from trainspec_cli.engine.shares import Cut, Share
-from trainspec_cli.policy.pipeline import SPLIT_SCHEDULES, cut_layers, num_stages, rank_of_stage, stages_of_rank
+from trainspec_cli.policy.pipeline import SPLIT_SCHEDULES, cut_layers, num_stages, stages_of_rank
 from trainspec_cli.spec.layout import Layout
 from trainspec_cli.spec.model import ConvModel
 from trainspec_cli.spec.plan import Plan
@@ -84,7 +85,7 @@ def join_processes(device_type: str) -> torch.device:
 
 
 def build_machinery(plan: Plan, device: torch.device, mesh: Mesh | None = None) -> Machinery:
-    """Each stage on meta: cut -> recompute -> compile -> shard -> materialise; then the optimizer."""
+    """Each stage on meta: fp8 -> cut -> recompute -> compile -> shard -> materialise; then the optimizer."""
     mesh, clock = mesh or build_mesh(plan.layout, device.type), StepClock(device)
     positions_S = _positions(plan, mesh)
     parts, shares, partials = {}, [], []
@@ -103,7 +104,7 @@ def build_machinery(plan: Plan, device: torch.device, mesh: Mesh | None = None) 
         device=device,
         mesh=mesh,
         clock=clock,
-        stages=Stages(plan.layout, parts, _lines(mesh, device), queue, _hidden(plan), clock),
+        stages=Stages(plan.layout, parts, Lines(mesh.group("pp"), mesh.upstream, device), queue, _hidden(plan), clock),
         shares=shares,
         optimizer=build_optimizer(shares, plan.spec.optim),
         late_sums=_late_sums(plan, mesh, clock, shares, partials),
@@ -119,6 +120,8 @@ def _spread_stage(plan: Plan, mesh: Mesh, clock: StepClock, stage: int) -> tuple
     """
     with torch.device("meta"):
         part = build_model(plan.spec.model, plan.spec.data.seq_len, _layers_of(plan, stage))
+    if plan.spec.precision.matmul == "fp8":
+        apply_float8(part.block_modules(), emulate=plan.device == "cpu")
     cuts, partial = _cut(part, plan.layout, mesh, clock)
     if isinstance(plan.spec.model, ConvModel):
         for norm in part.norm_modules():
@@ -191,14 +194,6 @@ def _positions(plan: Plan, mesh: Mesh) -> Tensor | None:
     return held_positions(plan.spec.data.seq_len, layout.context_method, mesh.rank("cp"), layout.cp)
 
 
-def _lines(mesh: Mesh, device: torch.device) -> Lines:
-    """The second group is made by every rank together, for every pipeline."""
-    if mesh.layout.pp == 1:
-        return Lines(mesh.group("pp"), mesh.group("pp"), device)
-    down, _ = dist.new_subgroups_by_enumeration(mesh.pipelines)
-    return Lines(mesh.group("pp"), down, device)
-
-
 def _hidden(plan: Plan) -> Hidden:
     layout = plan.layout
     parts = layout.tp if layout.sequence_parallel else 1
@@ -208,18 +203,6 @@ def _hidden(plan: Plan) -> Hidden:
 def _late_sums(
     plan: Plan, mesh: Mesh, clock: StepClock, shares: Sequence[Share], partials: Sequence[Share]
 ) -> list[LateSum]:
-    sums = [LateSum(partials, Peers(mesh.group("tp"), clock.collective))] if partials else []
     twins = [share for share in shares if _is_twin(plan, share.name)]
-    ends = _ends_group(plan, mesh)
-    return [*sums, LateSum(twins, Peers(ends, clock.collective))] if twins and ends is not None else sums
-
-
-def _ends_group(plan: Plan, mesh: Mesh) -> dist.ProcessGroup | None:
-    """The ranks of the first and the last stage, where a tied embedding stands on both; made by every rank together."""
-    if not _is_twin(plan, "embed.weight"):
-        return None
-    layout = plan.layout
-    last = rank_of_stage(layout, num_stages(layout) - 1)
-    pairs = [sorted({pipeline[0], pipeline[last]}) for pipeline in mesh.pipelines]
-    group, _ = dist.new_subgroups_by_enumeration(pairs)
-    return group
+    sums = ((partials, mesh.group("tp")), (twins, mesh.ends))
+    return [LateSum(summed, Peers(group, clock.collective)) for summed, group in sums if summed]

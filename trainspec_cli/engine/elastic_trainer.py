@@ -14,7 +14,7 @@ from torch import Tensor
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.elastic.digests import diverging_groups, local_digest
 from trainspec_cli.engine.elastic.membership import Membership, Place, Seat
-from trainspec_cli.engine.faults import GROUP
+from trainspec_cli.engine.faults import GROUP, START
 from trainspec_cli.engine.observe.journal import GroupJournal
 from trainspec_cli.engine.optim.build import set_learning_rate
 from trainspec_cli.engine.portions import PortionReader
@@ -48,9 +48,12 @@ class ElasticTrainer(Trainer):
     seat: Seat
 
     def run(self) -> None:
-        """The membership is made last: from then on the others count on this group."""
-        self._resume()
-        self._announce()
+        """The membership is made last: from then on the others count on this group.
+
+        Whoever comes back heals from them, and looks for a checkpoint only where nobody holds the state any more.
+        """
+        self.restored = os.environ[START] == "1"
+        self._announce(self._restore() if self.restored else None)
         self.taken = torch.tensor([self.samples])
         self.reader = PortionReader(self.plan, self.source, self.built)
         self.committed_seat: Seat | None = None
@@ -73,7 +76,9 @@ class ElasticTrainer(Trainer):
         self.clock.restart()
         look = self._next_look()
         while self.step < look and not self.stopping:
-            if self._take_seat() and (done := self._try_step()):
+            with self.watch.between_steps():
+                seated = self._take_seat()
+            if seated and (done := self._try_step()):
                 self._record(done)
                 self._note_changes(done)
 
@@ -83,6 +88,9 @@ class ElasticTrainer(Trainer):
             self.seat = self.membership.agree(self.step)
             if self.seat.healed:
                 self.step, self.samples = self.seat.step, int(self.taken)
+            elif not self.seat.step and not self.restored:
+                self._restore_at_last()
+                continue
             enough, stop = self._call_roll()
             if self.membership.failed_anywhere:
                 self.membership.vote(self.step)
@@ -96,6 +104,12 @@ class ElasticTrainer(Trainer):
             self.stopping = self.stopping or self.late
             time.sleep(WAIT_S)
         return False
+
+    def _restore_at_last(self) -> None:
+        """Every group has died: the newest checkpoint is all that is left."""
+        self.restored = True
+        self._restore()
+        self.taken.fill_(self.samples)
 
     def _call_roll(self) -> tuple[bool, bool]:
         """-> (whether there are groups enough, whether any was asked to stop): the same on every rank of every group.
@@ -136,6 +150,7 @@ class ElasticTrainer(Trainer):
             global_tokens=portion.step_samples * self.spec.data.seq_len,
             clip_norm=self.spec.optim.grad_clip_norm,
             groups=_Voting(self.membership, self.step),
+            writing=self.checkpoints.writing,
         )
         if outcome is None:
             self.failed_tries += 1
@@ -183,10 +198,14 @@ class ElasticTrainer(Trainer):
 
     # What is left behind
 
-    def _save(self) -> None:
+    def _checkpoint(self) -> None:
         """One group writes for all."""
+        if self.seat.rank == 0:
+            super()._checkpoint()
+
+    def _checkpoint_last(self) -> None:
         if self.seat.rank == 0 and not self.late:
-            super()._save()
+            super()._checkpoint_last()
 
     def _finish(self, status: str) -> None:
         """A group that came back when the others had done leaves their result as it is."""

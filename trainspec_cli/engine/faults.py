@@ -15,8 +15,8 @@ from trainspec_cli.spec.fault import Fault, parse_faults
 from trainspec_cli.spec.plan import Plan
 
 BY_SUPERVISOR = ("lighthouse",)
-GROUP = "TRAINSPEC_GROUP"
-"""The environment variable that numbers a process's replica group."""
+GROUP, START = "TRAINSPEC_GROUP", "TRAINSPEC_START"
+"""Environment variables: the number of a process's replica group, and of that group's start, from 1."""
 
 
 class InjectedFault(RuntimeError):  # noqa: N818 - a fault, not an error of ours

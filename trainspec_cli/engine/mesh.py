@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trainspec_cli.policy.pipeline import num_stages, rank_of_stage
 from trainspec_cli.spec.layout import MESH_AXES, Layout
 
 
@@ -27,6 +28,10 @@ class Mesh:
     """(pp, dp_replicate, expert_shard, ep), where ep spreads experts."""
     stage: DeviceMesh
     """All axes but pp, flat: the ranks that hold the same layers."""
+    upstream: dist.ProcessGroup
+    """The pipeline's ranks once more: what flows against the stages' order has a group of its own."""
+    ends: dist.ProcessGroup
+    """The ranks of the pipeline's first and last stage, where a tied embedding stands on both."""
 
     def group(self, axis: str) -> dist.ProcessGroup:
         return self.axes[axis].get_group()
@@ -37,12 +42,6 @@ class Mesh:
 
     def rank(self, axis: str) -> int:
         return int(self.axes[axis].get_local_rank())
-
-    @property
-    def pipelines(self) -> list[list[int]]:
-        """The ranks of each pipeline, from its first rank on; pp is the outermost axis."""
-        apart = math.prod(getattr(self.layout, axis) for axis in MESH_AXES if axis != "pp")
-        return [[first + apart * rank for rank in range(self.layout.pp)] for first in range(apart)]
 
     @property
     def device_type(self) -> str:
@@ -58,12 +57,15 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """Called by every rank together."""
     sizes = tuple(getattr(layout, axis) for axis in MESH_AXES)
     axes = init_device_mesh(device_type, sizes, mesh_dim_names=MESH_AXES)
+    upstream, ends = _pipeline_groups(layout, axes["pp"].get_group())
     return Mesh(
         layout=layout,
         axes=axes,
         shard=axes["dp_shard", "cp"]._flatten("shard"),
         experts=_expert_mesh(layout, device_type),
         stage=axes["dp_replicate", "dp_shard", "cp", "tp"]._flatten("stage"),
+        upstream=upstream,
+        ends=ends,
     )
 
 
@@ -73,3 +75,20 @@ def _expert_mesh(layout: Layout, device_type: str) -> DeviceMesh | None:
     ranks = layout.dp_shard * layout.cp * layout.tp
     sizes = (layout.pp, layout.dp_replicate, ranks // layout.ep, layout.ep)
     return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep"))
+
+
+def _pipeline_groups(layout: Layout, own: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """-> (upstream, ends)"""
+    if layout.pp == 1:
+        return own, own
+    last = rank_of_stage(layout, num_stages(layout) - 1)
+    pipelines = ranks_of_pipelines(layout)
+    upstream, _ = dist.new_subgroups_by_enumeration(pipelines)
+    ends, _ = dist.new_subgroups_by_enumeration([sorted({ranks[0], ranks[last]}) for ranks in pipelines])
+    return upstream, ends
+
+
+def ranks_of_pipelines(layout: Layout) -> list[list[int]]:
+    """Each from its first rank on; pp is the outermost axis."""
+    apart = math.prod(getattr(layout, axis) for axis in MESH_AXES if axis != "pp")
+    return [[first + apart * rank for rank in range(layout.pp)] for first in range(apart)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from trainspec_cli.engine.build import Machinery
 from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.observe.device import Peak, peak_memory_bytes
 from trainspec_cli.errors import EXIT_DONE, Stopped
+from trainspec_cli.rundir.accounting import account_run, goodput
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.throughput import measure_throughput
@@ -52,6 +54,7 @@ def write_result(
         peak_flops=tally.peak.flops,
         world_size=plan.world_size,
     )
+    time_s = account_run(run_dir, now=time.time())
     if dist.get_rank() == 0:
         write_json(
             run_dir.result_json,
@@ -65,6 +68,8 @@ def write_result(
                 "mfu": throughput.mfu,
                 "peak_memory_bytes": int(memory),
                 "weights_sha256": sha256,
+                "goodput": goodput(time_s),
+                "time_s": time_s,
             },
         )
     return sha256

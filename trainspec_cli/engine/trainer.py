@@ -13,11 +13,13 @@ import torch.distributed as dist
 
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build import DTYPES, Machinery
-from trainspec_cli.engine.checkpoint import store
+from trainspec_cli.engine.checkpoints import Checkpoints
 from trainspec_cli.engine.faults import Faults
 from trainspec_cli.engine.observe.clock import Segments
 from trainspec_cli.engine.observe.device import Peak, device_name, measure_peak
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
+from trainspec_cli.engine.observe.memory import MemoryWatch
+from trainspec_cli.engine.observe.watch import StepWatch
 from trainspec_cli.engine.optim.build import set_learning_rate
 from trainspec_cli.engine.result import RunTally, write_result
 from trainspec_cli.engine.signals import StopRequest
@@ -58,15 +60,16 @@ class Trainer:
         stop: StopRequest,
     ):
         self.plan, self.spec = plan, plan.spec
-        self.run_dir, self.source, self.recipe_digest = run_dir, source, recipe_digest
+        self.run_dir, self.source = run_dir, source
         self.built, self.clock, self.stop_request = machinery, machinery.clock, stop
         self.journal: Journal | GroupJournal = self._open_journal()
         self.faults = Faults(plan, run_dir)
+        self.watch = StepWatch(run_dir, self.journal, self.spec.resilience.hang_floor_s)
         self.tally = RunTally()
+        self.checkpoints = Checkpoints(plan, run_dir, machinery, recipe_digest, self.journal)
         self.step = 0
         self.samples = 0
         """Taken so far, by all ranks: the position of the next one."""
-        self.saved_step = -1
         self.unread: DoneStep | None = None
         self.skipped_in_a_row = 0
         self.stopping = False
@@ -76,25 +79,30 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the last step or to a request to stop; a checkpoint is written either way."""
-        self._resume()
-        self._announce()
+        self._announce(self._restore())
         self._run_to_end()
 
     def _run_to_end(self) -> None:
+        self.memory = MemoryWatch(self.built.device, self.step, self.spec.train.max_steps)
+        self.watch.start()
         while self.step < self.spec.train.max_steps and not self.stopping:
             self._train_until_look()
-            if not self.stopping:
-                self._look()
-        self._save()
+            with self.watch.between_steps():
+                if not self.stopping:
+                    self._look()
+        self._checkpoint_last()
         self._finish("done" if self.step == self.spec.train.max_steps else "stopped")
+        self.watch.close()
 
-    def _resume(self) -> None:
-        manifest = store.load_newest(self.run_dir, self.built.held, self.built.device)
-        if manifest:
-            self.step = self.saved_step = manifest.step
-            self.samples = manifest.samples
+    def _restore(self) -> str | None:
+        """Go on from the newest whole checkpoint; -> its folder."""
+        restored = self.checkpoints.resume()
+        if restored is None:
+            return None
+        self.step, self.samples = restored.manifest.step, restored.manifest.about.samples
+        return str(restored.folder)
 
-    def _announce(self) -> None:
+    def _announce(self, restored_from: str | None) -> None:
         if self.plan.peak_flops is None:
             self.tally.peak = measure_peak(self.built.device, DTYPES[self.plan.compute])
         else:
@@ -109,6 +117,7 @@ class Trainer:
             params=self.plan.params,
             flops_per_token=self.plan.flops_per_token,
             unit=self.spec.data.unit,
+            restored_from=restored_from,
             pid=os.getpid(),
             host=socket.gethostname(),
         )
@@ -137,6 +146,7 @@ class Trainer:
             global_tokens=self.plan.tokens_per_step,
             clip_norm=self.spec.optim.grad_clip_norm,
             stop_requested=self.stop_request.requested,
+            writing=self.checkpoints.writing,
         )
         return self._count(outcome, lr, self.spec.batching.global_batch_size)
 
@@ -144,9 +154,9 @@ class Trainer:
         """The update is made; the checkpoint that may be due belongs to its step."""
         self.step += 1
         self.samples += samples
-        if self._checkpoint_is_due():
-            with self.clock.part("checkpoint"):
-                self._save()
+        with self.clock.part("checkpoint"):
+            self._checkpoint()
+        self.watch.beat(self.step)
         return DoneStep(self.step, outcome, lr, self.clock.cut(), samples, about)
 
     def _read_late(self, done: DoneStep | None) -> None:
@@ -176,8 +186,11 @@ class Trainer:
         }
         self.journal.write("step", **event)
         self.tally.steps.append(event)
+        self.checkpoints.note_step(done.step, sum(parts_s.values()), writing=done.outcome.writing.item() > 0)
         self.stopping = self.stopping or done.outcome.stop.item() > 0
         self._count_skipped(done.step, skipped)
+        if leak := self.memory.look(done.step):
+            self.journal.write("warning", step=done.step, message=leak)
 
     def _count_skipped(self, step: int, skipped: bool) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
@@ -196,34 +209,13 @@ class Trainer:
         interval, last = self.spec.train.eval_interval_steps, self.spec.train.max_steps
         return last if interval is None else min(last, (self.step // interval + 1) * interval)
 
-    def _checkpoint_is_due(self) -> bool:
-        interval = self.spec.checkpoint.interval_steps
-        return interval is not None and self.step % interval == 0
-
     # What is left behind
 
-    def _save(self) -> None:
-        if self.saved_step == self.step:
-            return
-        started = time.perf_counter()
-        manifest = store.save(
-            self.run_dir,
-            self.built.held,
-            step=self.step,
-            samples=self.samples,
-            seed=self.spec.train.seed,
-            recipe_digest=self.recipe_digest,
-            keep_last=self.spec.checkpoint.keep_last,
-            device=self.built.device,
-        )
-        self.saved_step = self.step
-        self.journal.write(
-            "checkpoint",
-            step=self.step,
-            path=str(self.run_dir.checkpoint(self.step)),
-            bytes=manifest.bytes,
-            seconds=time.perf_counter() - started,
-        )
+    def _checkpoint(self) -> None:
+        self.checkpoints.after_step(self.step, self.samples)
+
+    def _checkpoint_last(self) -> None:
+        self.checkpoints.save_last(self.step, self.samples)
 
     def _look(self) -> None:
         """How the model does on what was held out."""

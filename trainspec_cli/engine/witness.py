@@ -8,6 +8,7 @@ and witness.json (losses and digests) there.
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,18 @@ import torch.distributed as dist
 
 from trainspec_cli.engine.batch import MicroBatch, held_part
 from trainspec_cli.engine.build import Machinery, build_machinery, join_processes
-from trainspec_cli.engine.checkpoint import store
+from trainspec_cli.engine.checkpoint.manifest import About
+from trainspec_cli.engine.checkpoint.saver import Saver
+from trainspec_cli.engine.checkpoint.store import load_newest
 from trainspec_cli.engine.digest import weights_sha256
+from trainspec_cli.engine.mesh import Mesh, build_mesh
 from trainspec_cli.engine.optim.update import clear_gradients
 from trainspec_cli.engine.shares import unique_shares
 from trainspec_cli.engine.step import compute_gradients, train_step
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.layout import Layout
 from trainspec_cli.spec.model import ConvModel
 from trainspec_cli.spec.plan import Plan
 from trainspec_cli.spec.run import RunSpec
@@ -40,22 +45,28 @@ def main() -> None:
 
 
 def testify(folder: Path, device: torch.device) -> None:
-    """One run; the groups of its mesh are its own."""
     plan = from_plain(Plan, read_json(folder / "plan.json"))
     run: dict[str, Any] = read_json(folder / "run.json")
     torch.compiler.reset()
-    built = build_machinery(plan, device)
+    mesh = mesh_of(plan.layout, device.type)
+    built = build_machinery(plan, device, mesh)
     told: dict[str, Any] = {}
     if run["gradients"]:
         told["loss"] = first_gradients(plan, built, folder)
     source = folder.parent / run["continues"] if run["continues"] else None
     told |= train(plan, built, run["steps"], save_at=run["save_at"], folder=folder, source=source)
     if run["resume"]:
-        built = build_machinery(plan, device)
+        built = build_machinery(plan, device, mesh)
         told["resumed"] = train(plan, built, run["steps"], save_at=None, folder=folder, source=folder)
     if dist.get_rank() == 0:
         write_json(folder / "witness.json", told)
     dist.barrier()
+
+
+@lru_cache
+def mesh_of(layout: Layout, device_type: str) -> Mesh:
+    """One for all runs of a layout: each group keeps threads, and some hundred runs of groups would be thousands."""
+    return build_mesh(layout, device_type)
 
 
 def first_gradients(plan: Plan, built: Machinery, folder: Path) -> float:
@@ -71,9 +82,9 @@ def train(
     plan: Plan, built: Machinery, steps: int, *, save_at: int | None, folder: Path, source: Path | None
 ) -> dict[str, Any]:
     """Up to `steps`, from the first or from the checkpoint in `source`."""
-    manifest = store.load_newest(RunDir(source), built.held, built.device) if source else None
+    restored = load_newest(RunDir(source), built.held, built.device) if source else None
     losses = []
-    for step in range(manifest.step if manifest else 0, steps):
+    for step in range(restored.manifest.step if restored else 0, steps):
         losses.append(_step(plan, built, step))
         if step + 1 == save_at:
             _save(plan, built, RunDir(folder), step + 1)
@@ -92,8 +103,9 @@ def _step(plan: Plan, built: Machinery, step: int) -> float:
 
 
 def _save(plan: Plan, built: Machinery, run_dir: RunDir, step: int) -> None:
-    seed = plan.spec.train.seed
-    store.save(run_dir, built.held, step=step, samples=0, seed=seed, recipe_digest="", keep_last=1, device=built.device)
+    saver = Saver(run_dir, built.held, built.device, keep_last=1)
+    saver.save(About(step, samples=0, seed=plan.spec.train.seed, recipe_digest=""))
+    saver.close()
 
 
 def drawn_batch(plan: Plan, built: Machinery, step: int) -> list[MicroBatch]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainspec_cli.errors import WorkerError
 from trainspec_cli.launch.job import Job
 from trainspec_cli.rundir.files import read_json
 
@@ -45,6 +46,8 @@ class WorkerFailure:
     """It ended because another one had."""
     foreseen: bool = False
     """An error for people: it would come again."""
+    exit_code: int = WorkerError.exit_code
+    """What the run ends with because of it."""
 
 
 def find_failures(job: Job) -> list[WorkerFailure]:
@@ -60,19 +63,21 @@ def _told(job: Job) -> Iterator[WorkerFailure]:
         error = read_json(path)
         if not job.first_rank <= error["rank"] < job.first_rank + job.world_size:
             continue
-        foreseen = bool(error.get("code"))
+        hung, foreseen = error.get("code") == "hang", bool(error.get("code"))
         summary = error["message"] if foreseen else f"{error['type']}: {error['message']}".strip().rstrip(":")
         yield WorkerFailure(
             rank=error["rank"],
             host=error["host"],
             summary=summary,
-            detail="" if foreseen else error["traceback"].rstrip(),
+            detail="" if foreseen and not hung else error["traceback"].rstrip(),
             hint=error.get("hint") or "",
             step=error.get("step"),
-            time=error.get("time", path.stat().st_mtime),
+            # Whatever ended after a hang was found, and however, ended because of it.
+            time=-math.inf if hung else error.get("time", path.stat().st_mtime),
             own_words=True,
-            foreseen=foreseen,
-            consequence=bool(_PEER_LOST.search(summary)),
+            foreseen=foreseen and not hung,
+            consequence=not foreseen and bool(_PEER_LOST.search(summary)),
+            exit_code=error.get("exit_code") or WorkerError.exit_code,
         )
 
 

@@ -12,7 +12,7 @@ import psutil
 
 from trainspec_cli.launch import processes
 from trainspec_cli.launch.command import LOOPBACK, torchrun_command
-from trainspec_cli.launch.environment import GROUP, HOST, LIGHTHOUSE
+from trainspec_cli.launch.environment import GROUP, HOST, LIGHTHOUSE, START
 from trainspec_cli.launch.failure import WorkerFailure, describe_exit, find_failures
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.local import start
@@ -46,7 +46,7 @@ class ReplicaGroup:
         self.job = replace(
             self._run_job,
             command=torchrun_command(self.size, logs, self._run_job.worker),
-            environment={**self._run_job.environment, **self._environment},
+            environment={**self._run_job.environment, **self._environment, START: str(len(self.starts_s) + 1)},
             world_size=self.size,
             logs=logs,
             first_rank=self.number * self.size,

@@ -16,9 +16,9 @@ from trainspec_cli.launch.lighthouse import Lighthouse
 from trainspec_cli.launch.local import start_guard
 from trainspec_cli.launch.processes import POLL_S
 from trainspec_cli.launch.signals import StopRequests, on_stop_signal
-from trainspec_cli.launch.supervise import Ending
+from trainspec_cli.launch.supervise import SUPERVISOR, Ending
 from trainspec_cli.policy.recovery import enough_groups, may_restart, pause_s
-from trainspec_cli.rundir.events import EventTail
+from trainspec_cli.rundir.events import EventTail, EventWriter
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.spec.fault import parse_faults
 from trainspec_cli.spec.plan import Plan
@@ -28,8 +28,9 @@ Watch = Callable[[bool], None]
 
 def supervise_groups(job: Job, plan: Plan, watch: Watch, say: Callable[[str], None]) -> Ending:
     """As `supervise`, for a plan of several replica groups. `say` hears of every failure and what follows."""
-    requests = StopRequests()
+    requests, marks = StopRequests(), EventWriter(job.run.supervisor_events, SUPERVISOR)
     with on_stop_signal(requests.add):
+        marks.write("launch", restart=False)
         guarding = start_guard(job)
         run = _Run(job, plan, requests, say)
         try:
@@ -41,6 +42,8 @@ def supervise_groups(job: Job, plan: Plan, watch: Watch, say: Callable[[str], No
             left = processes.kill(job.launch_id)
             with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
                 guarding.communicate(guard.DONE, timeout=processes.KILL_TIMEOUT_S)
+            marks.write("ended", exit_code=0)
+            marks.close()
         watch(run.stop_requested)
     return Ending(0, run.stop_requested, run.killed, tuple(process.pid for process in left), run.given_up)
 

@@ -17,6 +17,9 @@ BF16_CPU_FLAGS = frozenset({"amx_bf16", "avx512_bf16"})
 BF16_COMPUTE_CAPABILITY = (8, 0)
 """Ampere, the first NVIDIA generation whose tensor cores multiply bf16."""
 
+FP8_COMPUTE_CAPABILITY = (8, 9)
+"""Ada, the first whose tensor cores multiply fp8."""
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -36,6 +39,7 @@ def detect(*, look_for_gpus: bool = True) -> Machine:
         gpu_names=tuple(gpu.name for gpu in gpus),
         gpu_memory_bytes=min((gpu.memory_bytes for gpu in gpus), default=0),
         bf16=all(gpu.compute_capability >= BF16_COMPUTE_CAPABILITY for gpu in gpus) if gpus else cpu_has_bf16(),
+        fp8=bool(gpus) and all(gpu.compute_capability >= FP8_COMPUTE_CAPABILITY for gpu in gpus),
     )
 
 

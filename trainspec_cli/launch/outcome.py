@@ -10,6 +10,7 @@ from trainspec_cli.errors import Interrupted, Stopped, WorkerError
 from trainspec_cli.launch.failure import Explanation, explain, find_failures, tail
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.supervise import Ending
+from trainspec_cli.rundir.accounting import account_run, goodput
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
@@ -57,7 +58,7 @@ def _conclude(job: Job, ending: Ending) -> Outcome:
     elif ending.stop_requested and not causes:
         exit_code = Stopped.exit_code if job.run.checkpoint_steps() else Interrupted.exit_code
         return Outcome(_write_result(job.run, "stopped", exit_code))
-    result = _write_result(job.run, "failed", WorkerError.exit_code)
+    result = _write_result(job.run, "failed", causes[0].exit_code if causes else WorkerError.exit_code)
     return Outcome(result, explanation or Explanation("the workers ended without leaving a result"))
 
 
@@ -79,7 +80,7 @@ def _write_result(run: RunDir, status: str, exit_code: int) -> dict[str, Any]:
             step = event
         elif event["type"] == "eval":
             evaluation = event
-    result = {
+    result: dict[str, Any] = {
         "status": status,
         "exit_code": exit_code,
         "steps": step.get("step", 0),
@@ -91,5 +92,7 @@ def _write_result(run: RunDir, status: str, exit_code: int) -> dict[str, Any]:
         "peak_memory_bytes": None,
         "weights_sha256": None,
     }
+    time_s = account_run(run)
+    result |= {"goodput": goodput(time_s), "time_s": time_s}
     write_json(run.result_json, result)
     return result

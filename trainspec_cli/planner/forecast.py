@@ -10,6 +10,7 @@ from trainspec_cli.planner.assumptions import gather_assumptions
 from trainspec_cli.planner.expense import expect_carbon, expect_energy, expect_money, occupation
 from trainspec_cli.planner.uncertainty import propagate, within
 from trainspec_cli.policy import cadence, recovery
+from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.forecast import Goodput, Interval, RunForecast
 from trainspec_cli.spec.prediction import Candidate, CapacityPlan
 from trainspec_cli.spec.resilience import RecoveryMode, ResilienceSpec
@@ -63,7 +64,7 @@ def expect_goodput(spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resi
     outcomes = goodput.simulate_many(job, cluster, resilience, SEEDS)
     parts = [{cause: lost / outcome.wall_s for cause, lost in outcome.lost_s.items()} for outcome in outcomes]
     kept = [outcome.goodput for outcome in outcomes]
-    mtbf_s = goodput.job_mtbf_s(cluster, plan.world_size)
+    mtbf_s = recovery.job_mtbf_s(cluster, plan.world_size)
     blocked_s, _ = checkpoint_times(spec, plan)
     rollback_s = recovery.rollback_mtbf_s(resilience, cluster, mtbf_s, job.replica_groups)
     return Goodput(
@@ -87,8 +88,8 @@ def describe_job(spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resili
     work_s = spec.train.max_steps * candidate.step_time_s
     blocked_s, load_s = checkpoint_times(spec, plan)
     steps = spec.checkpoint.interval_steps
-    if steps is None:
-        mtbf_s = goodput.job_mtbf_s(spec.cluster.reliability, plan.world_size)
+    if steps is None or steps == AUTO:
+        mtbf_s = recovery.job_mtbf_s(spec.cluster.reliability, plan.world_size)
         rollback_s = recovery.rollback_mtbf_s(resilience, spec.cluster.reliability, mtbf_s, groups)
         best_s = cadence.checkpoint_interval_s(blocked_s, blocked_s, rollback_s)
         steps = cadence.checkpoint_interval_steps(min(best_s, work_s), candidate.step_time_s)
@@ -123,10 +124,9 @@ def expect_wall_time(steps: int, step_time_s: float, useful: Interval) -> Interv
 
 def _notes(spec: RunSpec, candidate: Candidate, useful: Goodput) -> list[str]:
     notes = []
-    if spec.checkpoint.interval_steps is None:
-        notes.append(
-            f"checkpoint.interval_steps is null; this counts on {useful.checkpoint_interval_steps}, the best interval"
-        )
+    if spec.checkpoint.interval_steps in (None, AUTO):
+        left_open, best = spec.checkpoint.interval_steps or "null", useful.checkpoint_interval_steps
+        notes.append(f"checkpoint.interval_steps is {left_open}; this counts on {best}, the best interval")
     if spec.resilience.mode == "elastic" and candidate.layout.dp_replicate == 1:
         notes.append("resilience.mode=elastic needs layout.dp_replicate above 1: one group alone restarts")
     return notes

@@ -93,6 +93,11 @@ def capacity(active_groups: int, replica_groups: int) -> float:
     return active_groups / replica_groups
 
 
+def job_mtbf_s(cluster: ReliabilitySpec, devices: int) -> float:
+    """Mean time between failures of a job on `devices` devices."""
+    return cluster.mtbf_device_hours * 3600 / devices
+
+
 def rollback_mtbf_s(resilience: ResilienceSpec, cluster: ReliabilitySpec, mtbf_s: float, replica_groups: int) -> float:
     """Mean time between failures that throw the run back to a checkpoint: checkpoints are for these alone.
 

@@ -35,9 +35,9 @@ def describe_event(event: Event) -> str:
     if event["type"] == "eval":
         return f"step {event['step']}: held out {describe_evaluation(event)}"
     if event["type"] == "checkpoint":
-        return (
-            f"step {event['step']}: checkpoint, {format_bytes(event['bytes'])} in {format_duration(event['seconds'])}"
-        )
+        return f"step {event['step']}: checkpoint, {format_bytes(event['bytes'])} {describe_saving(event)}"
+    if event["type"] == "cadence":
+        return f"step {event['step']}: {describe_cadence(event)}"
     if event["type"] == "recovery":
         return describe_recovery({**event, "kind": event["change"]})
     if event["type"] == "warning":
@@ -58,6 +58,22 @@ def describe_recovery(recovery: Event) -> str:
     cost = [f"{stall_s:.2f} s"] if stall_s is not None else []
     cost += [f"{lost} step{'s' if lost > 1 else ''} lost"] if lost else []
     return f"step {recovery['step']}: {who}{kinds[recovery['kind']]}: {', '.join(cost)}".removesuffix(": ")
+
+
+def describe_saving(event: Event) -> str:
+    """`in 320 ms`; of one written beside training `in 320 ms, training held up for 7 ms`."""
+    written_s = event["written_s"] if "written_s" in event else event["seconds"]
+    beside = f", training held up for {format_duration(event['seconds'])}" if event["seconds"] < written_s else ""
+    return f"in {format_duration(written_s)}{beside}"
+
+
+def describe_cadence(event: Event) -> str:
+    """What `checkpoint.interval_steps: auto` has chosen, and why."""
+    cost_s = event["blocked_s"] + event["drag_s"]
+    return (
+        f"from here a checkpoint every {event['interval_steps']:,} steps: one costs {format_duration(cost_s)} and is "
+        f"whole in {format_duration(event['written_s'])}; failures come every {format_duration(event['mtbf_s'])}"
+    )
 
 
 def describe_plan(plan: Plan) -> str:

@@ -4,7 +4,7 @@ RUN/
   composed.yaml   the composed recipe            run.json     digest, recipe, argv, git state, data folder
   plan.json       what the workers run           versions.json  lock of versions
   command.txt     what was started, to paste     pid.json     the supervisor, while the run is alive
-  events/rank00000.jsonl                         errors/rank00000.json  a failing worker's own words
+  events/rank00000.jsonl, supervisor.jsonl       errors/rank00000.json  a failing worker's own words
   checkpoints/step_00000020/                     logs/        the workers' output
   result.json     how it ended                   groups.json  the replica groups that a start waits for
   faults/         the injected faults that have struck
@@ -68,6 +68,10 @@ class RunDir:
     @property
     def faults_folder(self) -> Path:
         return self.root / "faults"
+
+    @property
+    def supervisor_events(self) -> Path:
+        return self.events_folder / "supervisor.jsonl"
 
     @property
     def errors_folder(self) -> Path:

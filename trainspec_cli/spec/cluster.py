@@ -94,3 +94,5 @@ class Machine:
     """Of the smallest GPU."""
     bf16: bool = False
     """The device multiplies bf16 natively (amx_bf16 or avx512_bf16 on a CPU, compute capability 8.0 on a GPU)."""
+    fp8: bool = False
+    """The GPUs multiply fp8 (compute capability 8.9)."""

@@ -13,13 +13,14 @@ from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.conv_rules import CONV_RULES
 from trainspec_cli.spec.layout_rules import LAYOUT_RULES
 from trainspec_cli.spec.model import ConvModel
+from trainspec_cli.spec.precision_rules import float8
 from trainspec_cli.spec.rules import Rule, apply
 from trainspec_cli.spec.run import RunSpec
 from trainspec_cli.spec.unknown import UNKNOWN
 
 TRAINED: dict[str, tuple[Any, ...]] = {
     "precision.compute": ("bf16", "fp32", AUTO),
-    "precision.matmul": ("compute",),
+    "precision.matmul": ("compute", "fp8"),
     "cluster.num_nodes": (1,),
     "cluster.device": ("cpu", "cuda", AUTO),
 }
@@ -64,7 +65,7 @@ def elastic_model(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("unsupported", message, "resilience.mode", "type resilience=restart")
 
 
-BUILT: tuple[Rule, ...] = (trained_model, *CONV_RULES, *LAYOUT_RULES)
+BUILT: tuple[Rule, ...] = (trained_model, *CONV_RULES, *LAYOUT_RULES, float8)
 
 
 def trained_value(path: str, spec: RunSpec) -> Iterator[Problem]:

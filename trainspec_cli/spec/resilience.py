@@ -26,6 +26,9 @@ class ResilienceSpec:
     """elastic: with fewer groups than this the run waits for them; where none can come back, it ends."""
     max_restarts_per_hour: int = 6
     """Of each group (elastic) or of the whole run (restart); a group that fails more often stays away."""
+    hang_floor_s: float | None = 120.0
+    """A step that takes this long, and five times as long as the slowest before it, is hung, and ends the run with the
+    ranks' stacks; null waits for ever."""
     heartbeat_timeout_s: float = 1.0
     """elastic: a group that is silent for this long counts as dead; the others' stall is hardly shorter."""
     exchange_timeout_s: float = 60.0

@@ -41,7 +41,8 @@ def check(spec: RunSpec) -> list[Problem]:
 
 def check_machine(spec: RunSpec, machine: Machine) -> list[Problem]:
     """What this host lacks, where the recipe is right."""
-    return apply([lambda spec: gpus(spec, machine), packages, torchft, compiler], spec)
+    here: list[Rule] = [lambda spec: gpus(spec, machine), lambda spec: fp8_units(spec, machine)]
+    return apply([*here, packages, torchft, compiler, shared_memory], spec)
 
 
 def apply(rules: Iterable[Rule], spec: RunSpec) -> list[Problem]:
@@ -229,11 +230,23 @@ def gpus(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
         yield _lacking("too_few_gpus", "cluster.devices_per_node", message, hint)
 
 
+def fp8_units(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
+    """A GPU has them or not; a CPU emulates them."""
+    if spec.precision.matmul == "fp8" and spec.cluster.device != "cpu" and machine.gpu_names and not machine.fp8:
+        message = (
+            f"`precision.matmul` is fp8, which {machine.gpu_names[0]} does not multiply (Ada, Hopper and later do)"
+        )
+        yield _lacking("no_fp8", "precision.matmul", message, "type precision.matmul=compute")
+
+
 def packages(spec: RunSpec) -> Iterator[Problem]:
     if spec.tracking.tensorboard and importlib.util.find_spec("tensorboard") is None:
         message = "`tracking.tensorboard` is true, and the package tensorboard is not installed"
         hint = "type pip install 'trainspec[tensorboard]'"
         yield _lacking("missing_package", "tracking.tensorboard", message, hint)
+    if spec.precision.matmul == "fp8" and importlib.util.find_spec("torchao") is None:
+        message = "`precision.matmul` is fp8, and the package torchao is not installed"
+        yield _lacking("missing_package", "precision.matmul", message, "type pip install 'trainspec[float8]'")
 
 
 def torchft(spec: RunSpec) -> Iterator[Problem]:
@@ -248,6 +261,13 @@ def compiler(spec: RunSpec) -> Iterator[Problem]:
     if spec.compile and not any(map(shutil.which, candidates)):
         message = "`compile` is true, and no C++ compiler (g++, clang++) is on the PATH"
         yield _lacking("missing_compiler", "compile", message, "type compile=false, or install one (apt install g++)")
+
+
+def shared_memory(spec: RunSpec) -> Iterator[Problem]:
+    """Copies of the state are kept in files that lie in memory."""
+    path = "checkpoint.memory_interval_steps"
+    if spec.checkpoint.memory_interval_steps is not None and not Path("/dev/shm").is_dir():
+        yield _lacking("no_shared_memory", path, f"`{path}` needs /dev/shm, which this host lacks", f"type {path}=null")
 
 
 def _lacking(code: str, path: str, message: str, hint: str) -> Problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from trainspec_cli.engine.observe.tensorboard import TensorBoardLog
@@ -13,8 +14,13 @@ Fields = dict[str, Any]
 
 class Journal:
     def __init__(self, run_dir: RunDir, rank: int, *, tensorboard: bool):
+        self._run_dir = run_dir
         self._events = EventWriter(run_dir.events(rank), rank)
         self._board = TensorBoardLog(run_dir.root / "tensorboard") if tensorboard and rank == 0 else None
+
+    def path(self, rank: int) -> Path:
+        """Where another rank of the same group writes its own."""
+        return self._run_dir.events(rank)
 
     def write(self, kind: str, **fields: Any) -> None:
         self._events.write(kind, **fields)
@@ -33,8 +39,13 @@ class GroupJournal:
     def __init__(self, run_dir: RunDir, group: int, rank: int, *, tensorboard: bool):
         self._run_dir, self._tells, self._tensorboard = run_dir, rank == 0, tensorboard
         self._own = EventWriter(run_dir.group_events(group, rank), rank)
+        self._group = group
         self._story: Journal | None = None
         self._start: Fields = {}
+
+    def path(self, rank: int) -> Path:
+        """Where another rank of the same group writes its own."""
+        return self._run_dir.group_events(self._group, rank)
 
     def write(self, kind: str, **fields: Any) -> None:
         if kind == "start":

@@ -41,6 +41,8 @@ class Shape:
     """Of this rank's part of the sequence."""
     width: float
     """Bytes of an element in the compute format."""
+    fp8: bool = False
+    """Linear layers multiply in it."""
 
     @property
     def tokens(self) -> float:
@@ -55,7 +57,7 @@ class Shape:
 @lru_cache(maxsize=1024)
 def profile_block(shape: Shape, recompute: Recompute, split: bool) -> BlockProfile:
     """Of one block, forward and backward. `split`: weights' gradients come later."""
-    tape = Tape(shape.width)
+    tape = Tape(shape.width, fp8=shape.fp8)
     tape.put_off = [] if split else None
     source = tape.leaf(shape.outside_tokens * shape.model.hidden_size)
     tape.is_saving = recompute == "none"

@@ -16,7 +16,8 @@ from trainspec_cli.spec.run import Recompute
 def stages_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
     """Of a run of trainspec's own engine; where it is not counted, the estimate of frameworks in general."""
     offload = "optimizer" if setup.offload_optimizer else "none"
-    if not is_counted(setup.model, offload) or setup.trainable < 1 or recompute not in ("none", "selective", "full"):
+    counted = is_counted(setup.model, offload) and setup.matmul in (setup.compute, "fp8")
+    if not counted or setup.trainable < 1 or recompute not in ("none", "selective", "full"):
         return estimate_memory(setup)
     run = _run_of(setup, cast("Recompute", recompute))
     outside_bytes = DEFAULT_MEMORY.group_bytes * communicators(setup)
@@ -36,6 +37,7 @@ def _run_of(setup: Setup, recompute: Recompute) -> EngineRun:
         compute=setup.compute,
         reduce="bf16" if setup.software.reduce_bytes == 2.0 else "fp32",
         recompute=recompute,
+        matmul=setup.matmul,
         optimizer="adamw" if setup.software.moment_bytes else "sgd",
     )
 

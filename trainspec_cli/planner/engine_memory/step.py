@@ -53,6 +53,7 @@ class EngineRun:
     reduce: str
     recompute: Recompute
     optimizer: str
+    matmul: str = "compute"
 
 
 def run_of(plan: Plan) -> EngineRun:
@@ -68,6 +69,7 @@ def run_of(plan: Plan) -> EngineRun:
         spec.precision.reduce,
         plan.recompute,
         spec.optim.name,
+        spec.precision.matmul,
     )
 
 
@@ -145,7 +147,8 @@ class _Replay:
         self.micro_batches = replayed_micro_batches(run)
         self.width, self.reduce_width = WIDTHS[run.compute], WIDTHS[run.reduce]
         self.split = run.layout.pp > 1 and run.layout.pipeline_schedule in SPLIT_SCHEDULES
-        self.shape = Shape(run.model, _without_data(run.layout), run.samples, run.seq_len // run.layout.cp, self.width)
+        own_seq, layout = run.seq_len // run.layout.cp, _without_data(run.layout)
+        self.shape = Shape(run.model, layout, run.samples, own_seq, self.width, run.matmul == "fp8")
         self.profile: BlockProfile = profile_block(self.shape, run.recompute, self.split)
         self.account = _Account()
         self.stages = {stage: self._stage(stage) for stage in stages_of_rank(run.layout, pipeline_rank)}

@@ -64,8 +64,8 @@ class Value:
 class Tape:
     """Records operations on values of `width` bytes an element."""
 
-    def __init__(self, width: float):
-        self.width, self.meter = width, Meter()
+    def __init__(self, width: float, *, fp8: bool = False):
+        self.width, self.meter, self.fp8 = width, Meter(), fp8
         self.is_saving = True
         """False: nothing is saved for a backward, as in a forward that will be done again."""
         self.kept: list[Storage] | None = None
@@ -169,7 +169,8 @@ class Tape:
 
     def linear(self, x: Value, weight: Value, elements: float) -> Value:
         """Saves its input; the weight is FSDP2's."""
-        out = self.apply((x, weight), elements, saved=(x,), costly=True)
+        scratch = casts_to_fp8(x.elements, weight.elements, elements, self.width) if self.fp8 else (0.0, 0.0)
+        out = self.apply((x, weight), elements, saved=(x,), costly=True, scratch=scratch)
         if self.put_off is None or out.node is None:
             return out
         put_off, inner = self.put_off, x.elements
@@ -205,3 +206,13 @@ class Tape:
     def copy_in_forward(self, x: Value) -> Value:
         out = self._result(x.elements, None, 0.0, costly=False, stopped=self.saves >= self.saves_left)
         return self._recorded(out, (x,), lambda gradient: (gradient,))
+
+
+def casts_to_fp8(x: float, weight: float, out: float, width: float) -> tuple[float, float]:
+    """Elements of a product -> bytes that torchao's eager casts take besides, (forward, backward).
+
+    A cast holds the scaled tensor in fp32, that clamped, and the result: 9 bytes an element, of which one stays.
+    """
+    held = 2 * out + weight + x * width
+    backward = (9 * out, out + 9 * weight, held + 8 * out, held + 9 * x)
+    return max(9 * x, x + 9 * weight), max(backward)
