@@ -61,7 +61,7 @@ def _told(job: Job) -> Iterator[WorkerFailure]:
     """Workers that wrote down what happened to them."""
     for path in sorted(job.run.errors_folder.glob("rank*.json")):
         error = read_json(path)
-        if not job.first_rank <= error["rank"] < job.first_rank + job.world_size:
+        if job.ranks is not None and error["rank"] not in job.ranks:
             continue
         hung, foreseen = error.get("code") == "hang", bool(error.get("code"))
         summary = error["message"] if foreseen else f"{error['type']}: {error['message']}".strip().rstrip(":")
@@ -88,7 +88,7 @@ def _silent(job: Job) -> Iterator[WorkerFailure]:
     for rank, code, pid in _EXIT.findall(text):
         log = worker_log(job, int(rank))
         yield WorkerFailure(
-            rank=job.first_rank + int(rank),
+            rank=job.ranks[int(rank)] if job.ranks else int(rank),
             host=socket.gethostname(),
             summary=describe_exit(int(code)),
             detail=tail(log) if log else "",

@@ -26,6 +26,7 @@ class ReplicaGroup:
     def __init__(self, number: int, size: int, job: Job, lighthouse: str, devices: str | None):
         """`job` is the whole run's; `devices`, of a GPU run, those that the group may see."""
         self.number, self.size, self._run_job = number, size, job
+        self.ranks = range(number * size, (number + 1) * size)
         self._environment = {GROUP: str(number), LIGHTHOUSE: lighthouse, HOST: LOOPBACK}
         if devices is not None:
             self._environment["CUDA_VISIBLE_DEVICES"] = devices
@@ -49,7 +50,7 @@ class ReplicaGroup:
             environment={**self._run_job.environment, **self._environment, START: str(len(self.starts_s) + 1)},
             world_size=self.size,
             logs=logs,
-            first_rank=self.number * self.size,
+            ranks=self.ranks,
         )
         self._torchrun = start(self.job.command, self.job)
         self._workers, self.stepped_at = [], 0.0
@@ -61,10 +62,10 @@ class ReplicaGroup:
         """A worker that has failed, or torchrun itself; torchrun would look at the others before it says so."""
         code = self.exit_code()
         if code is not None:
-            return WorkerFailure(self.job.first_rank, socket.gethostname(), describe_exit(code)) if code else None
+            return WorkerFailure(self.ranks[0], socket.gethostname(), describe_exit(code)) if code else None
         if len(self._workers) < self.size:
             self._workers = self._find_workers()
-        for rank, worker in enumerate(self._workers, start=self.job.first_rank):
+        for rank, worker in zip(self.ranks, self._workers, strict=False):
             code = processes.unread_exit_code(worker)
             if code:
                 return WorkerFailure(rank, socket.gethostname(), describe_exit(code))
@@ -88,7 +89,7 @@ class ReplicaGroup:
 
     def put_errors_away(self) -> None:
         """What a start that is made good again said of its end is kept among its logs."""
-        for rank in range(self.job.first_rank, self.job.first_rank + self.size):
+        for rank in self.ranks:
             words = self.job.run.error(rank)
             if words.exists():
                 words.rename(self.job.logs / words.name)

@@ -28,8 +28,8 @@ class Job:
     """The folder of this launch's output."""
     worker: tuple[str, ...] = ()
     """What torchrun starts on every device."""
-    first_rank: int = 0
-    """Of a replica group's processes, among those of the run."""
+    ranks: range | None = None
+    """Those of a replica group, among all of the run's; None: all."""
 
     @property
     def run(self) -> RunDir:
