@@ -77,6 +77,8 @@ class Space:
         wanted, elastic = self.spec.layout, self.spec.resilience.mode == "elastic"
         node = max(1, self.scaleup_devices // (base.tp * base.cp))
         groups: tuple[int, ...] = ELASTIC_GROUPS if elastic else ()
+        if elastic and self.spec.resilience.replica_groups != AUTO:
+            groups = (int(self.spec.resilience.replica_groups),)
         if wanted.dp_replicate != AUTO:
             groups = (int(wanted.dp_replicate),)
         options = {width, 1, *(width // number for number in groups if width % number == 0)}
