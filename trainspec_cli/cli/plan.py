@@ -82,6 +82,7 @@ def _plan_many(arguments: Sequence[str], sweep: str, as_json: bool, html: Path |
 
 def _plan(arguments: Sequence[str], *, trace: bool = False) -> dict[str, Any]:
     from trainspec_cli.cli.load import load_for_planning
+    from trainspec_cli.planner.elastic import in_replica_groups
     from trainspec_cli.planner.forecast import forecast_run
     from trainspec_cli.planner.spares import plan_on_what_divides
     from trainspec_cli.report.plan_json import plan_as_json
@@ -92,7 +93,8 @@ def _plan(arguments: Sequence[str], *, trace: bool = False) -> dict[str, Any]:
         spec, capacity = plan_on_what_divides(spec, machine)
     except TrainspecError as error:
         raise type(error)(loaded.composed.locate(error.problems)) from error
-    run = forecast_run(spec, capacity, capacity.best) if capacity.best else None
+    best = capacity.best
+    run = forecast_run(spec, capacity, best, in_replica_groups(spec, machine, best)) if best else None
     planned = plan_as_json(spec, capacity, run)
     return planned | {"trace": _trace(spec, capacity)} if trace and capacity.candidates else planned
 
