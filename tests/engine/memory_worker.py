@@ -41,7 +41,9 @@ def main() -> None:
     if ACT == "keep":
         keep(held, Saver(run_dir, held, CPU, keep_last=2, memory=place))
     restored = load_newest(run_dir, held, CPU, place)
-    print(restored and restored.manifest.step, hashlib.sha256(held.rows.numpy().tobytes()).hexdigest(), held.count.item())
+    print(
+        restored and restored.manifest.step, hashlib.sha256(held.rows.numpy().tobytes()).hexdigest(), held.count.item()
+    )
 
 
 def keep(held: Rows, saver: Saver) -> None:

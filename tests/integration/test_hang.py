@@ -3,12 +3,12 @@
 import json
 import signal
 
-from test_resume import wait_for_step, workers_of
-
 from trainspec_cli.rundir.paths import RunDir
 
 
-def test_a_stopped_rank_is_named_and_the_run_ends(start_trainspec, trainspec, tmp_path, read_result):
+def test_a_stopped_rank_is_named_and_the_run_ends(
+    wait_for_step, workers_of, start_trainspec, trainspec, tmp_path, read_result
+):
     recipe = ("recipe=tiny", "train.max_steps=4000", "resilience.hang_floor_s=4", "checkpoint.interval_steps=5")
     process = start_trainspec("launch", *recipe, "run.dir=hung")
     run_dir = RunDir(tmp_path / "hung")
