@@ -100,7 +100,7 @@ def test_an_altered_checkpoint_is_refused_by_name(trainspec, tmp_path):
 def test_what_a_killed_save_left_is_passed_over(trainspec, tmp_path, read_result):
     assert trainspec("launch", "recipe=tiny", "train.max_steps=4", "run.dir=half").returncode == 0
     run_dir = RunDir(tmp_path / "half")
-    shutil.copytree(run_dir.checkpoint(4), run_dir.checkpoints / ".step_00000006.partial")
+    shutil.copytree(run_dir.checkpoint(4), run_dir.checkpoints / ".step_00000006.killed.partial")
     ended = trainspec("resume", "half", "train.max_steps=6")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert read_result("half")["steps"] == 6

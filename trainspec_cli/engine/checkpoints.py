@@ -57,32 +57,37 @@ class Checkpoints:
         if self._begun is not None and step > self._begun and not writing:
             self._end_pending()
 
-    def after_step(self, step: int) -> None:
-        """Begin a checkpoint where one is due and none is being written."""
+    def after_step(self, step: int, samples: int, *, writes: bool = True) -> None:
+        """Begin a checkpoint where one is due and none is being written.
+
+        `samples` have been taken so far, by all ranks; not `writes`: another replica group does it for this one.
+        """
         if self._cadence.is_due(step) and self._due_since is None:
             self._due_since = step
-        if self._begun is not None:
+        if not writes:
+            self._due_since = None
+        if self._begun is not None or not writes:
             return
         if self._due_since is None:
-            self._copy_if_due(step)
+            self._copy_if_due(step, samples)
             return
         if self._due_since < step:
             self._tell_put_off(self._due_since, step)
         self._due_since, self._saved_step = None, step
         if self._plan.spec.checkpoint.mode == "async":
             self._begun = step
-            self._saver.begin(self._about(step))
+            self._saver.begin(self._about(step, samples))
         else:
-            self._end(self._saver.save(self._about(step)))
+            self._end(self._saver.save(self._about(step, samples)))
 
-    def _copy_if_due(self, step: int) -> None:
+    def _copy_if_due(self, step: int, samples: int) -> None:
         """In memory alone; one that falls due while another is being written is left out."""
         interval = self._plan.spec.checkpoint.memory_interval_steps
         if interval and step % interval == 0:
             self._begun = step
-            self._saver.begin(self._about(step), to_disk=False)
+            self._saver.begin(self._about(step, samples), to_disk=False)
 
-    def save_last(self, step: int) -> None:
+    def save_last(self, step: int, samples: int) -> None:
         """The state of the last step, whole on disk when this returns. Raises MachineError where that cannot be."""
         started = time.perf_counter()
         finished = self._saver.wait()
@@ -90,16 +95,15 @@ class Checkpoints:
         if finished and not finished.in_memory:
             self._tell(finished, waited_s)
         if self._saved_step != step:
-            saved = self._saver.save(self._about(step))
+            saved = self._saver.save(self._about(step, samples))
             self._tell(saved, saved.written_s)
         raise_together(self._newest.error if self._newest else None)
         self._saver.close()
         if self._memory:
             clear(self._memory)
 
-    def _about(self, step: int) -> About:
-        train, batch = self._plan.spec.train, self._plan.spec.batching.global_batch_size
-        return About(step, step * batch, train.seed, self._recipe_digest)
+    def _about(self, step: int, samples: int) -> About:
+        return About(step, samples, self._plan.spec.train.seed, self._recipe_digest)
 
     def _end_pending(self) -> None:
         self._begun = None

@@ -62,6 +62,8 @@ class Trainer:
         self.tally = RunTally()
         self.checkpoints = Checkpoints(plan, run_dir, machinery, recipe_digest, self.journal)
         self.step = 0
+        self.samples = 0
+        """Taken so far, by all ranks: the position of the next one."""
         self.unread: DoneStep | None = None
         self.skipped_in_a_row = 0
         self.stopping = False
@@ -69,7 +71,8 @@ class Trainer:
     def run(self) -> None:
         """Train to the last step or to a request to stop; a checkpoint is written either way."""
         restored = self.checkpoints.resume()
-        self.step = restored.manifest.step if restored else 0
+        if restored:
+            self.step, self.samples = restored.manifest.step, restored.manifest.about.samples
         self.memory = MemoryWatch(self.built.device, self.step, self.spec.train.max_steps)
         self._announce(str(restored.folder) if restored else None)
         self.watch.start()
@@ -78,7 +81,7 @@ class Trainer:
             with self.watch.between_steps():
                 if not self.stopping:
                     self._look()
-        self.checkpoints.save_last(self.step)
+        self.checkpoints.save_last(self.step, self.samples)
         self._finish("done" if self.step == self.spec.train.max_steps else "stopped")
         self.watch.close()
 
@@ -128,8 +131,9 @@ class Trainer:
             writing=self.checkpoints.writing,
         )
         self.step += 1
+        self.samples += self.spec.batching.global_batch_size
         with self.clock.part("checkpoint"):
-            self.checkpoints.after_step(self.step)
+            self.checkpoints.after_step(self.step, self.samples)
         self.watch.beat(self.step)
         return DoneStep(self.step, outcome, lr, self.clock.cut())
 

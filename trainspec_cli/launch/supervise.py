@@ -41,7 +41,7 @@ def supervise(job: Job, executor: Executor, watch: Callable[[bool], None]) -> En
     """
     requests, marks = StopRequests(), EventWriter(job.run.supervisor_events, SUPERVISOR)
     with on_stop_signal(requests.add):
-        marks.write("launch", restart=False)
+        marks.write("launch")
         running = executor.submit(job)
         watched = _Watched(running, job, requests, marks)
         try:

@@ -19,8 +19,7 @@ the last, and a reader passes over it. A resumed run appends: where a step occur
 
 The supervisor's marks, in a file of their own:
 
-    launch      restart                            failure                            ended  exit_code
-    (restart: by itself, after a failure; failure: the moment it knew of one)
+    launch                    failure  (when it knew of one)                    ended  exit_code
 """
 
 from __future__ import annotations

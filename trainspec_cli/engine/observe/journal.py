@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from trainspec_cli.engine.observe.tensorboard import TensorBoardLog
@@ -11,6 +12,7 @@ from trainspec_cli.rundir.paths import RunDir
 
 class Journal:
     def __init__(self, run_dir: RunDir, rank: int, *, tensorboard: bool):
+        self._run_dir = run_dir
         self._events = EventWriter(run_dir.events(rank), rank)
         self._board = TensorBoardLog(run_dir.root / "tensorboard") if tensorboard and rank == 0 else None
 
@@ -18,6 +20,10 @@ class Journal:
         self._events.write(kind, **fields)
         if self._board:
             self._board.record(kind, fields)
+
+    def events_of(self, rank: int) -> Path:
+        """Where another rank writes its own."""
+        return self._run_dir.events(rank)
 
     def close(self) -> None:
         self._events.close()
