@@ -44,6 +44,8 @@ class Checkpoints:
                 self._saved_step = restored.manifest.step
             else:
                 self._saver.keep_slot(restored.slot)
+        if self._plan.spec.checkpoint.mode == "async" and self._plan.spec.checkpoint.interval_steps is not None:
+            self._saver.prepare()
         return restored
 
     @property

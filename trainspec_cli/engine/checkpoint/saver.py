@@ -88,6 +88,10 @@ class Saver:
         taken_s = time.perf_counter() - started
         return Saved(about, told[0][0], taken_s, taken_s, MachineError(problems) if problems else None)
 
+    def prepare(self) -> None:
+        """Agree on who writes what, and make room for the copy: else the first `begin` would take its time for it."""
+        _ = self._memory or self._buffer
+
     def keep_slot(self, slot: int) -> None:
         """The next copy in memory goes to the other one: this one holds what the run goes on from."""
         self._slot = 1 - slot
@@ -183,9 +187,8 @@ class Saver:
     @cached_property
     def _buffer(self) -> Tensor:
         """Room for the copy; on a GPU's host it is pinned, so that the copy runs beside the kernels."""
-        buffer = torch.empty(self._image.bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        header = self._image.header
-        buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        buffer = torch.zeros(self._image.bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        self._image.put_header(buffer)
         return buffer
 
 
