@@ -8,7 +8,7 @@ from typing import cast
 from trainspec_cli.planner.engine_memory.step import EngineRun, engine_peak, is_counted
 from trainspec_cli.planner.memory import DEFAULT_MEMORY, MemoryModel, communicators, estimate_memory
 from trainspec_cli.planner.setup import Setup
-from trainspec_cli.spec.model import DecoderModel
+from trainspec_cli.spec.model import DecoderModel, HybridModel
 from trainspec_cli.spec.prediction import MemoryBreakdown
 from trainspec_cli.spec.run import Recompute
 
@@ -26,7 +26,7 @@ def stages_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
 
 
 def _run_of(setup: Setup, recompute: Recompute) -> EngineRun:
-    assert isinstance(setup.model, DecoderModel)
+    assert isinstance(setup.model, (DecoderModel, HybridModel))
     sequence_parallel = setup.layout.sequence_parallel and setup.layout.tp > 1
     return EngineRun(
         model=setup.model,
