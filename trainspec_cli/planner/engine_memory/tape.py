@@ -37,6 +37,16 @@ class Storage:
         self._meter.live -= self.size
 
 
+class Joined(Storage):
+    """Several of them, held as one."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, meter: Meter, *parts: Storage):
+        super().__init__(meter, 0.0)
+        self._parts = parts
+
+
 Backward = Callable[["Value"], Sequence["Value | None"]]
 """The gradient of an operation's output -> those of its inputs; None where an input needs none."""
 
@@ -44,8 +54,12 @@ Backward = Callable[["Value"], Sequence["Value | None"]]
 class Node:
     """An operation that was recorded, or (without inputs) a leaf, which adds up its gradient."""
 
-    def __init__(self, number: int, inputs: Sequence[Node | None], backward: Backward | None):
+    def __init__(
+        self, number: int, inputs: Sequence[Node | None], backward: Backward | None, *, has_views: bool = False
+    ):
         self.number, self.inputs, self.backward = number, inputs, backward
+        self.has_views = has_views
+        """Its outputs are parts of one value: their gradients are put side by side and not added."""
         self.gradient: Value | None = None
 
     def __lt__(self, other: Node) -> bool:
@@ -102,9 +116,17 @@ class Tape:
                 if source is not None and part is not None:
                     if source not in arrived:
                         heapq.heappush(waiting, source)
-                    arrived[source] = self.new(part.elements, part.width) if source in arrived else part
+                    arrived[source] = self._meet(source, arrived.get(source), part)
             del gradient
             part = None
+
+    def _meet(self, source: Node, first: Value | None, second: Value) -> Value:
+        if first is None:
+            return second
+        if source.has_views:
+            both = Joined(self.meter, first.storage, second.storage)
+            return Value(both, first.elements + second.elements, second.width)
+        return self.new(second.elements, second.width)
 
     def _run(self, node: Node, gradient: Value) -> Sequence[Value | None]:
         assert node.backward is not None
@@ -199,6 +221,42 @@ class Tape:
     def copy(self, x: Value, elements: float | None = None, scratch: tuple[float, float] = (0.0, 0.0)) -> Value:
         """Another of perhaps another size, as collectives make; saves nothing."""
         return self.apply((x,), x.elements if elements is None else elements, scratch=scratch)
+
+    def cast(self, x: Value, width: float) -> Value:
+        return x if x.width == width else self.apply((x,), x.elements, width=width)
+
+    def split(self, x: Value, *sizes: float) -> list[Value]:
+        """Views of parts; backward, their gradients are copied into one."""
+        node = Node(next(self._numbers), (x.node,), lambda _: (self.new(x.elements, x.width),), has_views=True)
+        passing: Backward = lambda gradient: (gradient,)  # noqa: E731
+        return [Value(x.storage, size, x.width, Node(next(self._numbers), (node,), passing)) for size in sizes]
+
+    def part(self, x: Value, elements: float) -> Value:
+        """A view; backward, its gradient is copied into zeros."""
+        size = x.elements, x.width
+        return self._view(x, elements, lambda _: (self.new(*size),))
+
+    def expand(self, x: Value, elements: float) -> Value:
+        """A view in which `x` is repeated; backward, a sum."""
+        size = x.elements, x.width
+        return self._view(x, elements, lambda _: (self.new(*size),))
+
+    def cat(self, *parts: Value) -> Value:
+        """Copied into one; backward, gradients are views of the one that comes."""
+        width, sizes = parts[0].width, [part.elements for part in parts]
+        out = self._result(sum(sizes), width, 0.0, costly=False, stopped=self.saves >= self.saves_left)
+
+        def backward(gradient: Value) -> Sequence[Value | None]:
+            return [Value(gradient.storage, size, width) for size in sizes]
+
+        return self._recorded(out, parts, backward)
+
+    def with_side(self, x: Value, loss: Value) -> Value:
+        """`x` itself; backward, the scalar `loss` is minimised too."""
+        return self._recorded(x, (x, loss), lambda gradient: (gradient, self.new(1, loss.width)))
+
+    def _view(self, x: Value, elements: float, backward: Backward) -> Value:
+        return Value(x.storage, elements, x.width, Node(next(self._numbers), (x.node,), backward))
 
     def copy_in_backward(self, x: Value) -> Value:
         return self._recorded(x, (x,), lambda gradient: (self.new(gradient.elements),))
