@@ -91,6 +91,10 @@ class Sequence:
     window: int | None
     sinks: bool
 
+    @property
+    def is_cut(self) -> bool:
+        return self.window is not None and self.window < self.length
+
 
 def core(tape: Tape, q: Value, k: Value, v: Value, shape: Shape) -> Value:
     layout = shape.layout
@@ -100,21 +104,19 @@ def core(tape: Tape, q: Value, k: Value, v: Value, shape: Shape) -> Value:
     length = shape.seq_len * layout.cp
     seq = Sequence(shape.samples, length, rows, shape.layer.window, shape.decoder.attention_sinks)
     if layout.cp == 1:
-        return causal_core(tape, q, k, v, seq)
+        mixed = causal_core(tape, q, k, v, seq)
+        return tape.copy(mixed) if seq.is_cut or v.elements < k.elements else mixed  # to stand token by token
     q, k, v = (swap(tape, y) for y in (q, k, v))
     return swap(tape, causal_core(tape, q, k, v, seq))
 
 
 def causal_core(tape: Tape, q: Value, k: Value, v: Value, seq: Sequence) -> Value:
-    """Kernels take heads of one size; where theirs was another, or blocks were put together, the result is copied."""
-    mixed_elements = q.elements * v.elements / k.elements
-    is_narrow, is_cut = v.elements < k.elements, seq.window is not None and seq.window < seq.length
+    """Kernels take heads of one size."""
+    is_narrow, elements = v.elements < k.elements, q.elements * v.elements / k.elements
     if is_narrow:
         v = tape.copy(v, k.elements)
-    mixed = windowed(tape, q, k, v, seq) if is_cut else whole(tape, q, k, v, seq)
-    if is_narrow:
-        mixed = tape.part(mixed, mixed_elements)
-    return tape.copy(mixed) if is_narrow or is_cut else mixed
+    mixed = windowed(tape, q, k, v, seq) if seq.is_cut else whole(tape, q, k, v, seq)
+    return tape.part(mixed, elements) if is_narrow else mixed
 
 
 def whole(tape: Tape, q: Value, k: Value, v: Value, seq: Sequence, share: float = 1.0) -> Value:
@@ -140,7 +142,7 @@ def windowed(tape: Tape, q: Value, k: Value, v: Value, seq: Sequence) -> Value:
     if seq.sinks:
         longer = 1 + 0.5 / window
         k, v = sink_key(tape, pad_front(tape, k, longer)), pad_front(tape, v, longer)
-    rest = flash(tape, q, k, v, seq.rows * share * (blocks - 1))
+    rest = flash(tape, q, k, v, seq.rows * share * (blocks - 1), mask=2 * window * window)
     if first.elements + rest.elements > elements:
         rest = tape.part(rest, elements - first.elements)
     return tape.cat(first, rest)
@@ -159,9 +161,9 @@ def sink_key(tape: Tape, k: Value) -> Value:
     return tape.copy_in_forward(k)
 
 
-def flash(tape: Tape, q: Value, k: Value, v: Value, rows: float) -> Value:
+def flash(tape: Tape, q: Value, k: Value, v: Value, rows: float, mask: float = 0.0) -> Value:
     """Saves its inputs, its output and a logarithm a row."""
-    saved = (q, k, v, tape.new(rows, 4.0))
+    saved = (q, k, v, tape.new(rows, 4.0), tape.new(mask))
     return tape.apply((q, k, v), q.elements, saved=saved, saves_output=True, costly=True)
 
 

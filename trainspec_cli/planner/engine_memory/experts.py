@@ -26,8 +26,7 @@ def mixture(tape: Tape, x: Value, shape: Shape) -> Value:
         return y
     shared = region(tape, x, shape, shared_experts)
     if shape.experts.shared_gate:
-        share = tape.linear(x, tape.leaf(shape.hidden), shape.outside_tokens)
-        share = tape.apply((share,), share.elements, saves_output=True)
+        share = sigmoid(tape, tape.linear(x, tape.leaf(shape.hidden), shape.outside_tokens))
         shared = tape.mul(shared, tape.expand(share, shared.elements))
     return tape.add(y, shared)
 
@@ -131,11 +130,11 @@ def take(tape: Tape, x: Value, elements: float, copies: Value) -> Value:
 
 
 def combine(tape: Tape, copies: Sorted, y: Value, weights: Value) -> Value:
-    """A token's copies, weighed and summed in one product."""
+    """A token's copies, weighed and summed in one product, of which each token is a matrix of one row."""
     back = take(tape, y, y.elements, copies.source)
     narrow = tape.cast(weights, tape.width)
     summed = y.elements * copies.tokens / weights.elements
-    return tape.apply((narrow, back), summed, saved=(narrow, back), costly=True)
+    return tape.part(tape.apply((narrow, back), summed, saved=(narrow, back), costly=True), summed)
 
 
 # The experts themselves
@@ -181,8 +180,11 @@ def activated(tape: Tape, x: Value, shape: Shape) -> Value:
 def clamped(tape: Tape, gate: Value, up: Value) -> Value:
     """gate * sigmoid(1.702 gate) * (up + 1), both bounded."""
     gate, up = tape.unary(gate), tape.unary(up)
-    sigmoid = tape.apply((tape.copy(gate),), gate.elements, saves_output=True)
-    return tape.mul(tape.mul(gate, sigmoid), tape.copy(up))
+    return tape.mul(tape.mul(gate, sigmoid(tape, tape.copy(gate))), tape.copy(up))
+
+
+def sigmoid(tape: Tape, x: Value) -> Value:
+    return tape.apply((x,), x.elements, saves_output=True)
 
 
 def without_dropped(tape: Tape, x: Value, shape: Shape) -> Value:

@@ -36,10 +36,10 @@ def feed_forward_of(tape: Tape, x: Value, shape: Shape, width: int) -> Value:
     size, elements = shape.hidden * inner, shape.tokens * inner
     down = tape.leaf(size)
     if not shape.decoder.gated_mlp:
-        up = tape.linear(x, tape.leaf(size), elements)
-        return tape.linear(activate(tape, up, shape), down, x.elements)
-    gate = activate(tape, tape.linear(x, tape.leaf(size), elements), shape)
-    gated = tape.mul(gate, tape.linear(x, tape.leaf(size), elements))
+        return tape.linear(activate(tape, tape.linear(x, tape.leaf(size), elements), shape), down, x.elements)
+    gated = tape.mul(
+        activate(tape, tape.linear(x, tape.leaf(size), elements), shape), tape.linear(x, tape.leaf(size), elements)
+    )
     return tape.linear(gated, down, shape.tokens * shape.hidden)
 
 

@@ -167,10 +167,10 @@ class Tape:
 
     def _result(self, elements: float, width: float | None, scratch: float, costly: bool, stopped: bool) -> Value:
         width = self.width if width is None else width
-        if costly and self.recalled:
-            return Value(self.recalled.popleft(), elements, width)
         if stopped:
             return Value(Storage(Meter(), 0.0), elements, width)
+        if costly and self.recalled:
+            return Value(self.recalled.popleft(), elements, width)
         room = Storage(self.meter, scratch)
         out = self.new(elements, width)
         del room
@@ -227,7 +227,8 @@ class Tape:
 
     def split(self, x: Value, *sizes: float) -> list[Value]:
         """Views of parts; backward, their gradients are copied into one."""
-        node = Node(next(self._numbers), (x.node,), lambda _: (self.new(x.elements, x.width),), has_views=True)
+        size = x.elements, x.width
+        node = Node(next(self._numbers), (x.node,), lambda _: (self.new(*size),), has_views=True)
         passing: Backward = lambda gradient: (gradient,)  # noqa: E731
         return [Value(x.storage, size, x.width, Node(next(self._numbers), (node,), passing)) for size in sizes]
 
@@ -253,7 +254,7 @@ class Tape:
 
     def with_side(self, x: Value, loss: Value) -> Value:
         """`x` itself; backward, the scalar `loss` is minimised too."""
-        return self._recorded(x, (x, loss), lambda gradient: (gradient, self.new(1, loss.width)))
+        return self._recorded(x, (x, loss), lambda gradient: (gradient, self.new(1, 4.0)))
 
     def _view(self, x: Value, elements: float, backward: Backward) -> Value:
         return Value(x.storage, elements, x.width, Node(next(self._numbers), (x.node,), backward))
