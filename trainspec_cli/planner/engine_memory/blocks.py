@@ -10,6 +10,7 @@ from trainspec_cli.planner.engine_memory.attention import attention, latent_atte
 from trainspec_cli.planner.engine_memory.experts import mixture
 from trainspec_cli.planner.engine_memory.parts import Part, feed_forward, norm, region
 from trainspec_cli.planner.engine_memory.shape import Mixer, Shape
+from trainspec_cli.planner.engine_memory.ssm import mamba
 from trainspec_cli.planner.engine_memory.tape import Tape, Value
 from trainspec_cli.spec.run import Recompute
 
@@ -73,4 +74,5 @@ MIXERS: dict[Mixer, Part] = {
     "latent": _in_region(latent_attention),
     "feed_forward": _in_region(feed_forward),
     "experts": mixture,
+    "mamba": _in_region(mamba),
 }

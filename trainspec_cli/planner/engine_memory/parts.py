@@ -44,7 +44,8 @@ def feed_forward_of(tape: Tape, x: Value, shape: Shape, width: int) -> Value:
 
 
 def activate(tape: Tape, x: Value, shape: Shape) -> Value:
-    """The square of relu takes two steps: relu saves its result, and the square its input, the same."""
+    """The square of relu takes two steps, and a power's backward two values on the way."""
     if shape.decoder.activation != "relu2":
         return tape.unary(x)
-    return tape.unary(tape.apply((x,), x.elements, saves_output=True))
+    relu = tape.apply((x,), x.elements, saves_output=True)
+    return tape.apply((relu,), x.elements, saved=(relu,), scratch=(0.0, 2 * x.elements * x.width))

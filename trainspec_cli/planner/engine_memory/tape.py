@@ -209,18 +209,18 @@ class Tape:
         return self.apply((x, weight), x.elements, saved=(x, self.new(rows, 4.0)))
 
     def unary(self, x: Value) -> Value:
-        return self.apply((x,), x.elements, saved=(x,))
+        return self.apply((x,), x.elements, saved=(x,), width=x.width)
 
     def mul(self, left: Value, right: Value) -> Value:
-        return self.apply((left, right), left.elements, saved=(left, right))
+        return self.apply((left, right), left.elements, saved=(left, right), width=left.width)
 
     def add(self, left: Value, right: Value) -> Value:
-        out = self._result(left.elements, None, 0.0, costly=False, stopped=self.saves >= self.saves_left)
+        out = self._result(left.elements, left.width, 0.0, costly=False, stopped=self.saves >= self.saves_left)
         return self._recorded(out, (left, right), lambda gradient: (gradient, gradient))
 
     def copy(self, x: Value, elements: float | None = None, scratch: tuple[float, float] = (0.0, 0.0)) -> Value:
         """Another of perhaps another size, as collectives make; saves nothing."""
-        return self.apply((x,), x.elements if elements is None else elements, scratch=scratch)
+        return self.apply((x,), x.elements if elements is None else elements, width=x.width, scratch=scratch)
 
     def cast(self, x: Value, width: float) -> Value:
         return x if x.width == width else self.apply((x,), x.elements, width=width)
@@ -237,10 +237,10 @@ class Tape:
         size = x.elements, x.width
         return self._view(x, elements, lambda _: (self.new(*size),))
 
-    def expand(self, x: Value, elements: float) -> Value:
-        """A view in which `x` is repeated; backward, a sum."""
+    def expand(self, x: Value, elements: float, width: float | None = None) -> Value:
+        """A view in which `x` is repeated (and read with another width); backward, a sum."""
         size = x.elements, x.width
-        return self._view(x, elements, lambda _: (self.new(*size),))
+        return self._view(x, elements, lambda _: (self.new(*size),), width)
 
     def cat(self, *parts: Value) -> Value:
         """Copied into one; backward, gradients are views of the one that comes."""
@@ -256,14 +256,20 @@ class Tape:
         """`x` itself; backward, the scalar `loss` is minimised too."""
         return self._recorded(x, (x, loss), lambda gradient: (gradient, self.new(1, 4.0)))
 
-    def _view(self, x: Value, elements: float, backward: Backward) -> Value:
-        return Value(x.storage, elements, x.width, Node(next(self._numbers), (x.node,), backward))
+    def negated(self, x: Value) -> Value:
+        """As the right side of a difference: no memory of its own but for its gradient."""
+        width = x.width
+        return self._view(x, x.elements, lambda gradient: (self.new(gradient.elements, width),))
+
+    def _view(self, x: Value, elements: float, backward: Backward, width: float | None = None) -> Value:
+        width = x.width if width is None else width
+        return Value(x.storage, elements, width, Node(next(self._numbers), (x.node,), backward))
 
     def copy_in_backward(self, x: Value) -> Value:
-        return self._recorded(x, (x,), lambda gradient: (self.new(gradient.elements),))
+        return self._recorded(x, (x,), lambda gradient: (self.new(gradient.elements, gradient.width),))
 
     def copy_in_forward(self, x: Value) -> Value:
-        out = self._result(x.elements, None, 0.0, costly=False, stopped=self.saves >= self.saves_left)
+        out = self._result(x.elements, x.width, 0.0, costly=False, stopped=self.saves >= self.saves_left)
         return self._recorded(out, (x,), lambda gradient: (gradient,))
 
 
