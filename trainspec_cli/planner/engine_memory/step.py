@@ -151,7 +151,7 @@ class _Replay:
         return 2.0 * self.shape.seq_len * self._rotated_size() * self.width if self.shape.rotates else 0.0
 
     def _loss(self, stage: _Stage) -> None:
-        """Kept: the gradients of the hidden states, and in fp32 of the head."""
+        """Kept: the gradients of the hidden states, and in fp32 of the head. A chunk's gradient lives into the next."""
         account, hidden, width = self.account, self.model.hidden_size, self.width
         rows = self.model.vocab_size // self.layout.tp
         tokens = self.shape.tokens
@@ -161,7 +161,8 @@ class _Replay:
         logits = chunk * rows
         narrow = width < 4.0
         product = logits * (width if narrow else 4.0) + rows * hidden * width
-        account.touch(entered + max(logits * (17.0 + (width if narrow else 0.0)), product))
+        before = logits * width if tokens > chunk else 0.0
+        account.touch(entered + max(before + logits * (17.0 + (width if narrow else 0.0)), product))
 
     def _backpropagate(self, stage: _Stage, exchanges: bool) -> None:
         account, sharding = self.account, stage.sharding
