@@ -11,7 +11,7 @@ from trainspec_cli.planner.engine_memory.experts import mixture
 from trainspec_cli.planner.engine_memory.parts import Part, feed_forward, norm, region
 from trainspec_cli.planner.engine_memory.shape import Mixer, Shape
 from trainspec_cli.planner.engine_memory.ssm import mamba
-from trainspec_cli.planner.engine_memory.tape import Tape, Value
+from trainspec_cli.planner.engine_memory.tape import Stretch, Tape, Value
 from trainspec_cli.spec.run import Recompute
 
 
@@ -19,13 +19,16 @@ from trainspec_cli.spec.run import Recompute
 class BlockProfile:
     """Bytes; what comes in is counted where it was made, what goes out here."""
 
-    forward_peak: float
-    kept: float
-    """From forward to backward, the output included."""
-    backward_peak: float
-    """The output's gradient, which takes its place, and the parameters' included."""
+    forward: tuple[Stretch, ...]
+    backward: tuple[Stretch, ...]
+    """With the output's gradient, which takes its place, and the parameters'."""
     put_off: float
     """Kept from a backward of inputs until that of weights, where schedules split them."""
+
+    @property
+    def kept(self) -> float:
+        """From forward to backward, the output included."""
+        return self.forward[-1].live
 
 
 @lru_cache(maxsize=1024)
@@ -37,7 +40,8 @@ def profile_block(shape: Shape, recompute: Recompute, split: bool) -> BlockProfi
     tape.is_saving = recompute == "none"
     tape.kept = [] if recompute == "selective" else None
     out = block(tape, source, shape)
-    forward_peak, kept, saves = tape.meter.peak, tape.meter.live, tape.saves
+    tape.mark()
+    forward, tape.stretches, saves = tuple(tape.stretches), [], tape.saves
     gradient, node = tape.new(out.elements), out.node
     del out
     tape.meter.peak = tape.meter.live
@@ -47,8 +51,9 @@ def profile_block(shape: Shape, recompute: Recompute, split: bool) -> BlockProfi
         node = block(tape, source, shape).node
     assert node is not None
     tape.backward(node, gradient)
+    tape.mark()
     put_off = {id(storage): storage.size for pair in tape.put_off or () for storage in pair}
-    return BlockProfile(forward_peak, kept, tape.meter.peak, sum(put_off.values()))
+    return BlockProfile(forward, tuple(tape.stretches), sum(put_off.values()))
 
 
 def block(tape: Tape, x: Value, shape: Shape) -> Value:

@@ -108,7 +108,7 @@ def spread_dispatch(tape: Tape, x: Value, indices: Value, weights: Value, shape:
     copies = sort_by_expert(tape, x, indices, shape)
     came = tape.copy(tape.part(copies.x, copies.x.elements))
     order = tape.new(indices.elements, INDEX)
-    multiplied = products(tape, permute(tape, came, order), shape)
+    multiplied = tape.leave(products(tape, tape.enter(permute(tape, came, order)), shape))
     back = tape.copy(permute(tape, multiplied, order))
     return combine(tape, copies, tape.cat(back), weights)
 

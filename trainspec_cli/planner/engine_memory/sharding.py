@@ -46,10 +46,14 @@ class Sharding:
             return
         size, account = part.unit.gathered * self.width, self.account
         if part.unit.shards > 1:
-            account.touch(size + part.unit.own * self.width)
-            account.add("temporaries", size - self.buffer_bytes)
-            self.buffer_bytes = size
-        account.add("gathered", size)
+            self.prefetch(part)
+            account.add("temporaries", -self.buffer_bytes)
+            self.buffer_bytes, part.prefetched = size, False
+        self._copy_out(part, size)
+
+    def _copy_out(self, part: Sharded, size: float) -> None:
+        self.account.add("gathered", size)
+        self.account.touch(size if part.unit.reorders else 0.0)
         part.is_gathered = True
 
     def end_forward(self) -> None:
@@ -77,10 +81,10 @@ class Sharding:
         if part.is_gathered:
             return
         size = part.unit.gathered * self.width
-        self.account.add("gathered", size)
+        self._copy_out(part, size)
         if part.prefetched:
             self.account.add("temporaries", -size)
-        part.is_gathered, part.prefetched = True, False
+        part.prefetched = False
 
     def make_gradient(self, part: Sharded) -> None:
         """A second one is added to the first, into new memory."""
@@ -108,6 +112,7 @@ class Sharding:
         if not waiting:
             return
         account, size = self.account, part.unit.gathered * self.reduce_width
+        account.touch(part.unit.largest * self.width if part.unit.reorders else 0.0)
         account.add("temporaries", -self.reduced_bytes)
         account.add("temporaries", size)
         account.add("temporaries", -waiting)

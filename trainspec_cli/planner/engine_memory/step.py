@@ -9,7 +9,8 @@ from trainspec_cli.planner.engine_memory.blocks import BlockProfile, profile_blo
 from trainspec_cli.planner.engine_memory.run import EnginePeak, EngineRun
 from trainspec_cli.planner.engine_memory.shape import Layer, Shape, layers_of
 from trainspec_cli.planner.engine_memory.sharding import MASTER_WIDTH, Sharded, Sharding
-from trainspec_cli.planner.engine_memory.units import block_unit, outside_unit
+from trainspec_cli.planner.engine_memory.tape import Event, Stretch
+from trainspec_cli.planner.engine_memory.units import block_unit, experts_unit, outside_unit
 from trainspec_cli.policy.pipeline import SPLIT_SCHEDULES, Action, actions, cut_layers, num_stages, stages_of_rank
 from trainspec_cli.spec.layout import Layout
 from trainspec_cli.spec.model import DecoderModel
@@ -35,6 +36,13 @@ def replayed_micro_batches(run: EngineRun) -> int:
 class _Block:
     profile: BlockProfile
     own: Sharded
+    experts: Sharded | None
+    """Where they are spread, sharded by themselves."""
+
+    @property
+    def units(self) -> list[Sharded]:
+        """In the order of their forwards' ends."""
+        return [self.experts, self.own] if self.experts else [self.own]
 
 
 @dataclass
@@ -76,7 +84,9 @@ class _Replay:
 
     def _block(self, layer: Layer) -> _Block:
         profile = profile_block(self._shape(layer), self.given.recompute, self.split)
-        return _Block(profile, Sharded(block_unit(self.model, layer, self.layout)))
+        spread = self.layout.ep > 1 and "experts" in layer.mixers
+        experts = Sharded(experts_unit(self.model, self.layout)) if spread else None
+        return _Block(profile, Sharded(block_unit(self.model, layer, self.layout)), experts)
 
     @property
     def message_bytes(self) -> float:
@@ -108,8 +118,7 @@ class _Replay:
         account.add("activations", self.message_bytes + self._angles_bytes())
         for block in stage.blocks:
             stage.sharding.gather(block.own)
-            account.touch(block.profile.forward_peak)
-            account.add("activations", block.profile.kept)
+            self._work(stage, block, block.profile.forward)
             stage.sharding.free_after_forward(block.own)
         if stage.last:
             self._loss(stage)
@@ -166,18 +175,17 @@ class _Replay:
 
     def _backpropagate(self, stage: _Stage, exchanges: bool) -> None:
         account, sharding = self.account, stage.sharding
+        sharding.prefetch(stage.blocks[-1].own if stage.blocks else None)
         if stage.last:
-            sharding.prefetch(_at(stage.blocks, len(stage.blocks) - 1))
             self._loss_backward(stage)
         else:
             account.add("temporaries", self.message_bytes)
-            sharding.prefetch(_at(stage.blocks, len(stage.blocks) - 1))
-        for index in reversed(range(len(stage.blocks))):
-            block = stage.blocks[index]
+        for block in reversed(stage.blocks):
             sharding.gather_again(block.own)
-            sharding.prefetch(_at(stage.blocks, index - 1))
-            account.touch(block.profile.backward_peak - block.profile.kept)
-            account.add("activations", block.profile.put_off - block.profile.kept)
+            sharding.prefetch(_before(stage, block.own))
+            account.add("activations", -block.profile.kept)
+            self._work(stage, block, block.profile.backward, exchanges)
+            account.add("activations", block.profile.put_off - block.profile.backward[-1].live)
             if not self.split:
                 sharding.make_gradient(block.own)
             sharding.after_backward(block.own, exchanges)
@@ -188,6 +196,32 @@ class _Replay:
         sharding.after_backward(stage.outside, exchanges)
         if exchanges:
             sharding.end_backward()
+
+    def _work(
+        self, stage: _Stage, block: _Block, stretches: tuple[Stretch, ...], exchanges: bool | None = None
+    ) -> None:
+        """A block's forward, or its backward, which `exchanges` gradients or not."""
+        live = 0.0
+        for stretch in stretches:
+            self.account.touch(stretch.peak - live)
+            self.account.add("activations", stretch.live - live)
+            live = stretch.live
+            if stretch.then and block.experts:
+                self._shard_experts(stage, block.experts, stretch.then, exchanges)
+
+    def _shard_experts(self, stage: _Stage, experts: Sharded, event: Event, exchanges: bool | None) -> None:
+        """In a backward they are let go after it alone, where their forward runs again too."""
+        sharding = stage.sharding
+        if event == "gather":
+            sharding.gather(experts)
+        elif event == "free" and exchanges is None:
+            sharding.free_after_forward(experts)
+        elif event == "gather_again":
+            sharding.gather_again(experts)
+            sharding.prefetch(_before(stage, experts))
+        elif event == "reduce":
+            sharding.make_gradient(experts)
+            sharding.after_backward(experts, exchanges is True)
 
     def _loss_backward(self, stage: _Stage) -> None:
         account, hidden, width = self.account, self.model.hidden_size, self.width
@@ -208,11 +242,14 @@ class _Replay:
 
 
 def _units(stage: _Stage) -> list[Sharded]:
-    return [*(block.own for block in stage.blocks), stage.outside]
+    return [*(unit for block in stage.blocks for unit in block.units), stage.outside]
 
 
-def _at(blocks: list[_Block], index: int) -> Sharded | None:
-    return blocks[index].own if index >= 0 else None
+def _before(stage: _Stage, unit: Sharded) -> Sharded | None:
+    """The unit whose forward ended before that of `unit`: its backward comes next."""
+    units = _units(stage)
+    index = next(index for index, other in enumerate(units) if other is unit)
+    return units[index - 1] if index else None
 
 
 def _without_data(layout: Layout) -> Layout:

@@ -10,7 +10,24 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
+from typing import Literal
+
+
+Event = Literal["gather", "free", "gather_again", "reduce"]
+"""Of experts that are sharded by themselves within a block: before and after their forward, and their backward."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A block's work from one event to the next, or to its end."""
+
+    peak: float
+    """Bytes, as the block alone counts them."""
+    live: float
+    """At its end."""
+    then: Event | None = None
 
 
 class Meter:
@@ -91,6 +108,9 @@ class Tape:
         self.saves_left = float("inf")
         """After so many saves the second forward ends: nothing more is allocated."""
         self.saves = 0
+        self.stretches: list[Stretch] = []
+        self._inner_leaves: list[Node] | None = None
+        """Of what is sharded by itself, while it is worked on."""
         self._numbers = count()
 
     def new(self, elements: float, width: float | None = None) -> Value:
@@ -99,7 +119,10 @@ class Tape:
 
     def leaf(self, elements: float) -> Value:
         """A parameter, or what comes in: its own memory is counted elsewhere."""
-        return Value(Storage(Meter(), 0.0), elements, self.width, Node(next(self._numbers), (), None))
+        node = Node(next(self._numbers), (), None)
+        if self._inner_leaves is not None:
+            self._inner_leaves.append(node)
+        return Value(Storage(Meter(), 0.0), elements, self.width, node)
 
     def backward(self, node: Node, gradient: Value) -> None:
         """From `node` to the leaves. Gradients that meet are added into new memory."""
@@ -133,6 +156,36 @@ class Tape:
         gradients = node.backward(gradient)
         node.backward = None
         return gradients
+
+    # What happens to parameters besides
+
+    def mark(self, then: Event | None = None) -> None:
+        """Here a stretch ends."""
+        self.stretches.append(Stretch(self.meter.peak, self.meter.live, then))
+        self.meter.peak = self.meter.live
+
+    def enter(self, x: Value) -> Value:
+        """Into what is sharded by itself. When its backward is done, its gradients are no more the tape's."""
+        self.mark("gather")
+        self._inner_leaves = leaves = []
+
+        def backward(gradient: Value) -> Sequence[Value | None]:
+            for leaf in leaves:
+                leaf.gradient = None
+            self.mark("reduce")
+            return (gradient,)
+
+        return self._recorded(x, (x,), backward)
+
+    def leave(self, y: Value) -> Value:
+        self.mark("free")
+        self._inner_leaves = None
+
+        def backward(gradient: Value) -> Sequence[Value | None]:
+            self.mark("gather_again")
+            return (gradient,)
+
+        return self._recorded(y, (y,), backward)
 
     # Operations
 
