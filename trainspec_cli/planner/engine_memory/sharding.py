@@ -86,9 +86,14 @@ class Sharding:
             self.account.add("temporaries", -size)
         part.prefetched = False
 
-    def make_gradient(self, part: Sharded) -> None:
-        """A second one is added to the first, into new memory."""
-        size = part.unit.full * self.width
+    def make_early_gradient(self, part: Sharded) -> None:
+        size = part.unit.early * self.width
+        self.account.add("temporaries", size)
+        part.gradient_bytes += size
+
+    def make_gradient(self, part: Sharded, *, put_off: bool = False) -> None:
+        """Or what was put off of it. A second one is added to the first, into new memory."""
+        size = (part.unit.full - (part.unit.early if put_off else 0.0)) * self.width
         if part.gradient_bytes:
             self.account.touch(part.unit.largest * self.width)
         self.account.add("temporaries", size - part.gradient_bytes)

@@ -10,7 +10,7 @@ from trainspec_cli.planner.engine_memory.run import EnginePeak, EngineRun
 from trainspec_cli.planner.engine_memory.shape import Layer, Shape, layers_of
 from trainspec_cli.planner.engine_memory.sharding import MASTER_WIDTH, Sharded, Sharding
 from trainspec_cli.planner.engine_memory.tape import Event, Stretch
-from trainspec_cli.planner.engine_memory.units import block_unit, experts_unit, outside_unit
+from trainspec_cli.planner.engine_memory.units import Unit, block_unit, experts_unit, outside_unit, whole_experts
 from trainspec_cli.policy.pipeline import SPLIT_SCHEDULES, Action, actions, cut_layers, num_stages, stages_of_rank
 from trainspec_cli.spec.layout import Layout
 from trainspec_cli.spec.model import DecoderModel
@@ -38,6 +38,8 @@ class _Block:
     own: Sharded
     experts: Sharded | None
     """Where they are spread, sharded by themselves."""
+    whole_experts: Unit
+    """Those that are not."""
 
     @property
     def units(self) -> list[Sharded]:
@@ -86,7 +88,8 @@ class _Replay:
         profile = profile_block(self._shape(layer), self.given.recompute, self.split)
         spread = self.layout.ep > 1 and "experts" in layer.mixers
         experts = Sharded(experts_unit(self.model, self.layout)) if spread else None
-        return _Block(profile, Sharded(block_unit(self.model, layer, self.layout)), experts)
+        whole = whole_experts(self.model, layer, self.layout)
+        return _Block(profile, Sharded(block_unit(self.model, layer, self.layout)), experts, whole)
 
     @property
     def message_bytes(self) -> float:
@@ -97,6 +100,7 @@ class _Replay:
         self._hold_state()
         for action in actions(self.layout, self.micro_batches)[self.rank]:
             _ACTIONS[action.kind](self, action)
+        self._sum_late()
         return self.account.at_peak
 
     def _hold_state(self) -> None:
@@ -109,6 +113,13 @@ class _Replay:
         self.account.add("temporaries", 16.0 * self.shape.tokens * self.given.micro_batches)
         if self.layout.pp > 1:  # one that came early, and one that was sent
             self.account.add("temporaries", 2 * self.message_bytes)
+
+    def _sum_late(self) -> None:
+        """Where ranks of tp hold the same experts, each has a share of their gradients: all are copied, and then into
+        one piece."""
+        if self.layout.tp > 1 and self.layout.ep == 1:
+            shares = sum(block.whole_experts.own for stage in self.stages.values() for block in stage.blocks)
+            self.account.touch(2 * shares * MASTER_WIDTH)
 
     # Actions
 
@@ -136,7 +147,7 @@ class _Replay:
         """The products that were put off, one after another; all that they need lives until the last."""
         stage, account = self.stages[action.stage], self.account
         for block in stage.blocks:
-            stage.sharding.make_gradient(block.own)
+            stage.sharding.make_gradient(block.own, put_off=True)
         account.add("activations", -sum(block.profile.put_off for block in stage.blocks))
         stage.left -= 1
         if stage.left == 0:
@@ -186,7 +197,9 @@ class _Replay:
             account.add("activations", -block.profile.kept)
             self._work(stage, block, block.profile.backward, exchanges)
             account.add("activations", block.profile.put_off - block.profile.backward[-1].live)
-            if not self.split:
+            if self.split:
+                sharding.make_early_gradient(block.own)
+            else:
                 sharding.make_gradient(block.own)
             sharding.after_backward(block.own, exchanges)
         sharding.make_gradient(stage.outside)
@@ -210,12 +223,14 @@ class _Replay:
                 self._shard_experts(stage, block.experts, stretch.then, exchanges)
 
     def _shard_experts(self, stage: _Stage, experts: Sharded, event: Event, exchanges: bool | None) -> None:
-        """In a backward they are let go after it alone, where their forward runs again too."""
+        """A forward that runs again within a backward ends with them, and leaves them gathered."""
         sharding = stage.sharding
         if event == "gather":
             sharding.gather(experts)
         elif event == "free" and exchanges is None:
             sharding.free_after_forward(experts)
+        elif event == "free":
+            sharding.end_forward()
         elif event == "gather_again":
             sharding.gather_again(experts)
             sharding.prefetch(_before(stage, experts))

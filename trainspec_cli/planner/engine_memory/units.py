@@ -20,6 +20,8 @@ class Unit:
     """Ranks over which rows are spread."""
     reorders: bool = False
     """Rows are not the first dimension: what is exchanged is copied into their order."""
+    early: float = 0.0
+    """Elements whose gradients come with those of the inputs, where schedules put off those of linear layers."""
 
     @property
     def own(self) -> float:
@@ -41,7 +43,8 @@ class Unit:
 
 
 def block_unit(model: TextModel, layer: Layer, layout: Layout) -> Unit:
-    return Unit(tuple(block_matrices(model, layer, layout)), layout.dp_shard * layout.cp)
+    early = whole_experts(model, layer, layout).full
+    return Unit(tuple(block_matrices(model, layer, layout)), layout.dp_shard * layout.cp, early=early)
 
 
 def block_matrices(model: TextModel, layer: Layer, layout: Layout) -> Iterator[Matrix]:
@@ -123,6 +126,13 @@ def experts_unit(model: TextModel, layout: Layout) -> Unit:
     if shapes[0][0] % shards == 0:
         return Unit(tuple((experts, rows * row) for experts, rows, row in shapes), shards)
     return Unit(tuple((rows, experts * row) for experts, rows, row in shapes), shards, reorders=shards > 1)
+
+
+def whole_experts(model: TextModel, layer: Layer, layout: Layout) -> Unit:
+    """Those in a block's unit."""
+    decoder = model.as_decoder if isinstance(model, HybridModel) else model
+    held = _experts(decoder, 1) if "experts" in layer.mixers and layout.ep == 1 else ()
+    return Unit(tuple((experts, rows * row) for experts, rows, row in held), layout.dp_shard * layout.cp)
 
 
 CONV_TAPS = 4
