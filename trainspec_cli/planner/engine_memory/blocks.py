@@ -2,58 +2,25 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
 from functools import lru_cache, partial
 
 from trainspec_cli.planner.engine_memory.attention import attention, latent_attention
 from trainspec_cli.planner.engine_memory.experts import mixture
 from trainspec_cli.planner.engine_memory.parts import Part, feed_forward, norm, region
+from trainspec_cli.planner.engine_memory.profile import BlockProfile, profile
 from trainspec_cli.planner.engine_memory.shape import Mixer, Shape
 from trainspec_cli.planner.engine_memory.ssm import mamba
-from trainspec_cli.planner.engine_memory.tape import Stretch, Tape, Value
+from trainspec_cli.planner.engine_memory.tape import Tape, Value
 from trainspec_cli.spec.run import Recompute
-
-
-@dataclass(frozen=True)
-class BlockProfile:
-    """Bytes; what comes in is counted where it was made, what goes out here."""
-
-    forward: tuple[Stretch, ...]
-    backward: tuple[Stretch, ...]
-    """With the output's gradient, which takes its place, and the parameters'."""
-    put_off: float
-    """Kept from a backward of inputs until that of weights, where schedules split them."""
-
-    @property
-    def kept(self) -> float:
-        """From forward to backward, the output included."""
-        return self.forward[-1].live
 
 
 @lru_cache(maxsize=1024)
 def profile_block(shape: Shape, recompute: Recompute, split: bool) -> BlockProfile:
-    """Of one block, forward and backward. `split`: weights' gradients come later."""
+    """Of one layer, forward and backward. `split`: weights' gradients come later."""
     tape = Tape(shape.width, fp8=shape.fp8)
     tape.put_off = [] if split else None
     source = tape.leaf(shape.outside_tokens * shape.hidden)
-    tape.is_saving = recompute == "none"
-    tape.kept = [] if recompute == "selective" else None
-    out = block(tape, source, shape)
-    tape.mark()
-    forward, tape.stretches, saves = tuple(tape.stretches), [], tape.saves
-    gradient, node = tape.new(out.elements), out.node
-    del out
-    tape.meter.peak = tape.meter.live
-    if recompute != "none":
-        tape.is_saving, tape.saves, tape.saves_left = True, 0, saves
-        tape.recalled, tape.kept = deque(tape.kept or ()), None
-        node = block(tape, source, shape).node
-    assert node is not None
-    tape.backward(node, gradient)
-    tape.mark()
-    put_off = {id(storage): storage.size for pair in tape.put_off or () for storage in pair}
-    return BlockProfile(forward, tuple(tape.stretches), sum(put_off.values()))
+    return profile(tape, lambda: block(tape, source, shape), recompute)
 
 
 def block(tape: Tape, x: Value, shape: Shape) -> Value:

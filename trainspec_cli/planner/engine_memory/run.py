@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainspec_cli.planner.engine_memory.shape import TextModel
 from trainspec_cli.spec.layout import Layout
-from trainspec_cli.spec.model import DecoderModel, HybridModel, ModelSpec
+from trainspec_cli.spec.model import ConvModel, ModelSpec
 from trainspec_cli.spec.plan import Plan
 from trainspec_cli.spec.run import Recompute
+
+WIDTHS = {"bf16": 2.0, "fp16": 2.0, "tf32": 4.0, "fp32": 4.0, "fp64": 8.0}
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class EnginePeak:
 
 @dataclass(frozen=True)
 class EngineRun:
-    model: TextModel
+    model: ModelSpec
     layout: Layout
     seq_len: int
     samples: int
@@ -39,7 +40,6 @@ class EngineRun:
 
 def run_of(plan: Plan) -> EngineRun:
     model, spec = plan.spec.model, plan.spec
-    assert isinstance(model, DecoderModel | HybridModel)
     return EngineRun(
         model,
         plan.layout,
@@ -55,7 +55,7 @@ def run_of(plan: Plan) -> EngineRun:
 
 
 def is_counted(model: ModelSpec, offload: str) -> bool:
-    """What the engine builds, but for convolutions and offloading."""
-    if not isinstance(model, DecoderModel | HybridModel) or offload != "none":
+    """What the engine builds, where nothing is offloaded."""
+    if isinstance(model, ConvModel) and model.architecture not in ("resnet", "unet"):
         return False
-    return not getattr(model, "prediction_layers", 0)
+    return offload == "none" and not getattr(model, "prediction_layers", 0)

@@ -5,24 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainspec_cli.planner.engine_memory.account import Account
-from trainspec_cli.planner.engine_memory.blocks import BlockProfile, profile_block
-from trainspec_cli.planner.engine_memory.run import EnginePeak, EngineRun
-from trainspec_cli.planner.engine_memory.shape import Layer, Shape, layers_of
+from trainspec_cli.planner.engine_memory.blocks import profile_block
+from trainspec_cli.planner.engine_memory.conv_step import ConvReplay, exchanges_every_backward
+from trainspec_cli.planner.engine_memory.profile import BlockProfile
+from trainspec_cli.planner.engine_memory.run import WIDTHS, EnginePeak, EngineRun
+from trainspec_cli.planner.engine_memory.shape import Layer, Shape, TextModel, layers_of
 from trainspec_cli.planner.engine_memory.sharding import MASTER_WIDTH, Sharded, Sharding
 from trainspec_cli.planner.engine_memory.tape import Event, Stretch
 from trainspec_cli.planner.engine_memory.units import Unit, block_unit, experts_unit, outside_unit, whole_experts
 from trainspec_cli.policy.pipeline import SPLIT_SCHEDULES, Action, actions, cut_layers, num_stages, stages_of_rank
 from trainspec_cli.spec.layout import Layout
-from trainspec_cli.spec.model import DecoderModel
+from trainspec_cli.spec.model import ConvModel, DecoderModel
 
-WIDTHS = {"bf16": 2.0, "fp16": 2.0, "tf32": 4.0, "fp32": 4.0, "fp64": 8.0}
 CHUNK_BYTES = 128 * 2**20
 """Of logits held at once, as fp32; a chunk has 64 tokens at least."""
 
 
 def engine_peak(run: EngineRun, pipeline_rank: int) -> EnginePeak:
     """Of one rank of the pipeline, where `is_counted`. Blocks are counted eager: compiled ones keep no more."""
-    return EnginePeak(_Replay(run, pipeline_rank).run())
+    if isinstance(run.model, ConvModel):
+        return EnginePeak(ConvReplay(run).run())
+    return EnginePeak(_Replay(run, run.model, pipeline_rank).run())
 
 
 def replayed_micro_batches(run: EngineRun) -> int:
@@ -59,12 +62,12 @@ class _Stage:
 
 
 class _Replay:
-    def __init__(self, run: EngineRun, pipeline_rank: int):
-        self.given, self.model, self.layout, self.rank = run, run.model, run.layout, pipeline_rank
+    def __init__(self, run: EngineRun, model: TextModel, pipeline_rank: int):
+        self.given, self.model, self.layout, self.rank = run, model, run.layout, pipeline_rank
         self.micro_batches = replayed_micro_batches(run)
         self.width, self.reduce_width = WIDTHS[run.compute], WIDTHS[run.reduce]
         self.split = run.layout.pp > 1 and run.layout.pipeline_schedule in SPLIT_SCHEDULES
-        self.layers = layers_of(run.model)
+        self.layers = layers_of(model)
         self.shape = self._shape(self.layers[0])
         self.account = Account()
         self.stages = {stage: self._stage(stage) for stage in stages_of_rank(run.layout, pipeline_rank)}
@@ -72,7 +75,7 @@ class _Replay:
     def _shape(self, layer: Layer) -> Shape:
         run = self.given
         own_seq, layout = run.seq_len // run.layout.cp, _without_data(run.layout)
-        return Shape(run.model, layer, layout, run.samples, own_seq, self.width, run.matmul == "fp8")
+        return Shape(self.model, layer, layout, run.samples, own_seq, self.width, run.matmul == "fp8")
 
     def _stage(self, stage: int) -> _Stage:
         stages = num_stages(self.layout)
@@ -138,7 +141,7 @@ class _Replay:
     def _backward(self, action: Action) -> None:
         stage = self.stages[action.stage]
         stage.left -= 1
-        self._backpropagate(stage, self._exchanges_every_backward() or stage.left == 0)
+        self._backpropagate(stage, (exchanges_every_backward(self.layout) and not self.split) or stage.left == 0)
 
     def _backward_input(self, action: Action) -> None:
         self._backpropagate(self.stages[action.stage], exchanges=False)
@@ -249,11 +252,6 @@ class _Replay:
         if not stage.outside.gradient_bytes:
             account.add("temporaries", table * width)
             stage.outside.gradient_bytes = table * width
-
-    def _exchanges_every_backward(self) -> bool:
-        """ZeRO-2 and 3 without replicas keep gradients sharded from one micro-batch to the next."""
-        layout = self.layout
-        return layout.zero_stage >= 2 and layout.dp_shard > 1 and layout.dp_replicate == 1 and not self.split
 
 
 def _units(stage: _Stage) -> list[Sharded]:
