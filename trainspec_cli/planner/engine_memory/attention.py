@@ -81,7 +81,7 @@ def latent_keys_values(tape: Tape, x: Value, shape: Shape) -> tuple[Value, Value
 
 
 @dataclass(frozen=True)
-class Sequence:
+class Heads:
     """What a kernel sees, with `samples` times `length` tokens of some heads."""
 
     samples: int
@@ -102,7 +102,7 @@ def core(tape: Tape, q: Value, k: Value, v: Value, shape: Shape) -> Value:
     if layout.cp > 1 and layout.context_method == "ring":
         return ring(tape, q, k, v, rows, layout.cp)
     length = shape.seq_len * layout.cp
-    seq = Sequence(shape.samples, length, rows, shape.layer.window, shape.decoder.attention_sinks)
+    seq = Heads(shape.samples, length, rows, shape.layer.window, shape.decoder.attention_sinks)
     if layout.cp == 1:
         mixed = causal_core(tape, q, k, v, seq)
         return tape.copy(mixed) if seq.is_cut or v.elements < k.elements else mixed  # to stand token by token
@@ -110,16 +110,16 @@ def core(tape: Tape, q: Value, k: Value, v: Value, shape: Shape) -> Value:
     return swap(tape, causal_core(tape, q, k, v, seq))
 
 
-def causal_core(tape: Tape, q: Value, k: Value, v: Value, seq: Sequence) -> Value:
+def causal_core(tape: Tape, q: Value, k: Value, v: Value, seq: Heads) -> Value:
     """Kernels take heads of one size."""
     is_narrow, elements = v.elements < k.elements, q.elements * v.elements / k.elements
     if is_narrow:
         v = tape.copy(v, k.elements)
-    mixed = windowed(tape, q, k, v, seq) if seq.is_cut else whole(tape, q, k, v, seq)
+    mixed = windowed(tape, q, k, v, seq) if seq.is_cut else whole(tape, q, k, v, seq=seq)
     return tape.part(mixed, elements) if is_narrow else mixed
 
 
-def whole(tape: Tape, q: Value, k: Value, v: Value, seq: Sequence, share: float = 1.0) -> Value:
+def whole(tape: Tape, q: Value, k: Value, v: Value, *, seq: Heads, share: float = 1.0) -> Value:
     """Causal; of the first `share` of the sequence."""
     rows, elements = seq.rows * share, q.elements
     if not seq.sinks:
@@ -129,11 +129,13 @@ def whole(tape: Tape, q: Value, k: Value, v: Value, seq: Sequence, share: float 
     return tape.part(flash(tape, q, k, v, rows * longer), elements)
 
 
-def windowed(tape: Tape, q: Value, k: Value, v: Value, seq: Sequence) -> Value:
+def windowed(tape: Tape, q: Value, k: Value, v: Value, seq: Heads) -> Value:
     """The first block by itself, each other one with the keys of the block before."""
     window, elements = float(seq.window or 0), q.elements
     share, blocks = window / seq.length, -(-seq.length // window)
-    first = whole(tape, *(tape.part(y, y.elements * share) for y in (q, k, v)), seq, share)
+    start = [tape.part(y, y.elements * share) for y in (q, k, v)]
+    first = whole(tape, *start, seq=seq, share=share)
+    del start
     q, k, v = (tape.copy(y, y.elements * blocks * share) for y in (q, k, v))
     k, v = (beside(tape, y, (blocks - 1) / blocks) for y in (k, v))
     q = tape.part(q, q.elements * (blocks - 1) / blocks)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 
@@ -89,6 +90,7 @@ class Network:
     """Ends in the loss."""
 
 
+@lru_cache(maxsize=64)
 def network(model: ConvModel, samples: int) -> Network:
     return _unet(model, samples) if model.segments else _resnet(model, samples)
 

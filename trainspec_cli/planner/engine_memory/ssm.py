@@ -1,6 +1,6 @@
 """Mamba-2's mixer on a tape: projections, convolutions over time, the scan in blocks, the gated norm.
 
-Comments give shapes as the engine does: B samples, C blocks of Q tokens, G groups, R heads a group, P head size, N state
+Shapes are given as the engine does: B samples, C blocks of Q tokens, G groups, R heads a group, P head size, N state
 size. A product of matrices wants its batch dimensions to stand in one piece; where they do not, what enters is copied.
 """
 

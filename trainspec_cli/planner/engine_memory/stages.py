@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import cast
 
-from trainspec_cli.planner.engine_memory.step import EngineRun, engine_peak, is_counted
+from trainspec_cli.planner.engine_memory.run import EngineRun, is_counted
+from trainspec_cli.planner.engine_memory.step import engine_peak
 from trainspec_cli.planner.memory import DEFAULT_MEMORY, MemoryModel, communicators, estimate_memory
 from trainspec_cli.planner.setup import Setup
-from trainspec_cli.spec.model import DecoderModel
+from trainspec_cli.spec.model import ConvModel
 from trainspec_cli.spec.prediction import MemoryBreakdown
 from trainspec_cli.spec.run import Recompute
 
@@ -17,7 +18,7 @@ def stages_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
     """Of a run of trainspec's own engine; where it is not counted, the estimate of frameworks in general."""
     offload = "optimizer" if setup.offload_optimizer else "none"
     counted = is_counted(setup.model, offload) and setup.matmul in (setup.compute, "fp8")
-    if not counted or setup.trainable < 1 or recompute not in ("none", "selective", "full"):
+    if not counted or not _is_built(setup) or setup.trainable < 1 or recompute not in ("none", "selective", "full"):
         return estimate_memory(setup)
     run = _run_of(setup, cast("Recompute", recompute))
     outside_bytes = DEFAULT_MEMORY.group_bytes * communicators(setup)
@@ -25,8 +26,13 @@ def stages_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
     return tuple(_breakdown(peak, outside_bytes, DEFAULT_MEMORY) for peak in peaks)
 
 
+def _is_built(setup: Setup) -> bool:
+    """Whether the engine spreads this model so: of convolutions the samples alone."""
+    layout = setup.layout
+    return not isinstance(setup.model, ConvModel) or layout.tp == layout.cp == layout.pp == 1
+
+
 def _run_of(setup: Setup, recompute: Recompute) -> EngineRun:
-    assert isinstance(setup.model, DecoderModel)
     sequence_parallel = setup.layout.sequence_parallel and setup.layout.tp > 1
     return EngineRun(
         model=setup.model,

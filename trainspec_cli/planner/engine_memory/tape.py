@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
-
 Event = Literal["gather", "free", "gather_again", "reduce"]
 """Of experts that are sharded by themselves within a block: before and after their forward, and their backward."""
 
@@ -167,7 +166,8 @@ class Tape:
     def enter(self, x: Value) -> Value:
         """Into what is sharded by itself. When its backward is done, its gradients are no more the tape's."""
         self.mark("gather")
-        self._inner_leaves = leaves = []
+        leaves: list[Node] = []
+        self._inner_leaves = leaves
 
         def backward(gradient: Value) -> Sequence[Value | None]:
             for leaf in leaves:
