@@ -13,7 +13,7 @@ from trainspec_cli.engine.checkpoint.manifest import About
 from trainspec_cli.engine.checkpoint.memory import Place, clear
 from trainspec_cli.engine.checkpoint.saver import Saved, Saver
 from trainspec_cli.engine.checkpoint.store import Restored, load_newest, raise_together
-from trainspec_cli.engine.observe.journal import Journal
+from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.rundir.memory import memory_folder
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.plan import Plan
@@ -22,7 +22,9 @@ from trainspec_cli.spec.plan import Plan
 class Checkpoints:
     """Of one rank; every rank makes the same calls at the same steps, and decides by what all have agreed on."""
 
-    def __init__(self, plan: Plan, run_dir: RunDir, built: Machinery, recipe_digest: str, journal: Journal):
+    def __init__(
+        self, plan: Plan, run_dir: RunDir, built: Machinery, recipe_digest: str, journal: Journal | GroupJournal
+    ):
         self._plan, self._run_dir, self._built = plan, run_dir, built
         self._recipe_digest, self._journal = recipe_digest, journal
         self._memory = find_place(run_dir) if plan.spec.checkpoint.memory_interval_steps else None
@@ -59,16 +61,11 @@ class Checkpoints:
         if self._begun is not None and step > self._begun and not writing:
             self._end_pending()
 
-    def after_step(self, step: int, samples: int, *, writes: bool = True) -> None:
-        """Begin a checkpoint where one is due and none is being written.
-
-        `samples` have been taken so far, by all ranks; not `writes`: another replica group does it for this one.
-        """
+    def after_step(self, step: int, samples: int) -> None:
+        """Begin a checkpoint where one is due and none is being written."""
         if self._cadence.is_due(step) and self._due_since is None:
             self._due_since = step
-        if not writes:
-            self._due_since = None
-        if self._begun is not None or not writes:
+        if self._begun is not None:
             return
         if self._due_since is None:
             self._copy_if_due(step, samples)

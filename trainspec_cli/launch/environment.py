@@ -12,6 +12,10 @@ from trainspec_cli.spec.cluster import Machine
 from trainspec_cli.spec.plan import Plan
 
 LAUNCH_ID = "TRAINSPEC_LAUNCH_ID"
+GROUP, START = "TRAINSPEC_GROUP", "TRAINSPEC_START"
+"""A replica group's number, and that of its start, from 1."""
+LIGHTHOUSE, HOST = "TRAINSPEC_LIGHTHOUSE", "TRAINSPEC_HOST"
+"""Where the groups' lighthouse listens, and the interface on which they talk."""
 FAILURE_GRACE_S = 10
 """How long workers may take to end once one of them has failed."""
 

@@ -44,6 +44,8 @@ class WorkerFailure:
     """Told by the worker itself."""
     consequence: bool = False
     """It ended because another one had."""
+    foreseen: bool = False
+    """An error for people: it would come again."""
     exit_code: int = WorkerError.exit_code
     """What the run ends with because of it."""
 
@@ -59,6 +61,8 @@ def _told(job: Job) -> Iterator[WorkerFailure]:
     """Workers that wrote down what happened to them."""
     for path in sorted(job.run.errors_folder.glob("rank*.json")):
         error = read_json(path)
+        if job.ranks is not None and error["rank"] not in job.ranks:
+            continue
         hung, foreseen = error.get("code") == "hang", bool(error.get("code"))
         summary = error["message"] if foreseen else f"{error['type']}: {error['message']}".strip().rstrip(":")
         yield WorkerFailure(
@@ -71,6 +75,7 @@ def _told(job: Job) -> Iterator[WorkerFailure]:
             # Whatever ended after a hang was found, and however, ended because of it.
             time=-math.inf if hung else error.get("time", path.stat().st_mtime),
             own_words=True,
+            foreseen=foreseen and not hung,
             consequence=not foreseen and bool(_PEER_LOST.search(summary)),
             exit_code=error.get("exit_code") or WorkerError.exit_code,
         )
@@ -83,9 +88,9 @@ def _silent(job: Job) -> Iterator[WorkerFailure]:
     for rank, code, pid in _EXIT.findall(text):
         log = worker_log(job, int(rank))
         yield WorkerFailure(
-            rank=int(rank),
+            rank=job.ranks[int(rank)] if job.ranks else int(rank),
             host=socket.gethostname(),
-            summary=_describe_exit(int(code)),
+            summary=describe_exit(int(code)),
             detail=tail(log) if log else "",
             # SIGKILL comes from outside, so it is where a failure begins.
             time=0.0 if int(code) == -signal.SIGKILL else math.inf,
@@ -93,7 +98,7 @@ def _silent(job: Job) -> Iterator[WorkerFailure]:
         )
 
 
-def _describe_exit(code: int) -> str:
+def describe_exit(code: int) -> str:
     if code > 0:
         return f"ended with exit code {code} before it could say why"
     name = signal.Signals(-code).name

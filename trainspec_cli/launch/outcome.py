@@ -14,6 +14,7 @@ from trainspec_cli.rundir.accounting import account_run, goodput
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.recoveries import read_recoveries
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,23 @@ class Outcome:
 
 
 def conclude(job: Job, ending: Ending) -> Outcome:
+    """How the run ended, with what its failures cost."""
+    outcome = _conclude(job, ending)
+    recoveries = read_recoveries(read_events(job.run.events(0)))
+    outcome.result["recoveries"] = recoveries
+    write_json(job.run.result_json, outcome.result)
+    return outcome
+
+
+def _conclude(job: Job, ending: Ending) -> Outcome:
     """The workers' own result counts where they left one; else it is told from what remains, and written down.
 
     A worker that fails after the run was done changes nothing, unless it told of an error of its own; one that fails
     while the others stop because torchrun asked them to is a failure, and no stop on request.
     """
+    if ending.given_up:
+        result = _write_result(job.run, "failed", WorkerError.exit_code)
+        return Outcome(result, Explanation(ending.given_up))
     failures = find_failures(job)
     causes = [failure for failure in failures if not failure.consequence]
     explanation = explain(failures) if failures else _explain_torchrun(job, ending)

@@ -29,9 +29,11 @@ class Ending:
     """By the supervisor: at a deadline, or on a second request."""
     left_behind: tuple[int, ...] = ()
     """Ids of processes that could not be ended (stuck in the kernel)."""
+    given_up: str = ""
+    """Why the supervisor ended the run, where it did (too few replica groups were left)."""
 
 
-def supervise(job: Job, executor: Executor, watch: Callable[[bool], None]) -> Ending:
+def supervise(job: Job, executor: Executor, watch: Callable[[bool], None], *, restart: bool = False) -> Ending:
     """Submit `job` and return when all its processes have ended. `watch` is called about ten times a second,
     with whether a stop has been asked for.
 
@@ -41,7 +43,7 @@ def supervise(job: Job, executor: Executor, watch: Callable[[bool], None]) -> En
     """
     requests, marks = StopRequests(), EventWriter(job.run.supervisor_events, SUPERVISOR)
     with on_stop_signal(requests.add):
-        marks.write("launch")
+        marks.write("launch", restart=restart)
         running = executor.submit(job)
         watched = _Watched(running, job, requests, marks)
         try:

@@ -162,7 +162,7 @@ class _Simulation:
             return
         self.progress.advance(self.clock.now_s)
         active = self.job.replica_groups - len(self.away)
-        enough = not self.away or active >= self.resilience.min_replica_groups
+        enough = not self.away or active >= self.resilience.min_groups
         self.progress.paused_for = None if enough else "stall"
         self.progress.rate = recovery.capacity(active, self.job.replica_groups)
 

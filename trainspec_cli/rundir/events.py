@@ -15,7 +15,11 @@ the last, and a reader passes over it. A resumed run appends: where a step occur
     hang        step waited_s deadline_s host waiting waits_in collectives stack
     sample      step prompt text
     warning     step message
-    end         step status
+    recovery    step change{left,joined,retried,restart} group stall_s lost_steps
+    end         step status weights_sha256
+
+Of replica groups rank 0's file is the run's story, written by the group that leads; each process has a file of its own
+below `groupNNNNN/`. Their `step` events add: group, groups (those that took part), took [first sample, samples].
 
 The supervisor's marks, in a file of their own:
 
@@ -73,6 +77,24 @@ class EventWriter:
         with self._lock:
             self._flush()
         os.close(self._descriptor)
+
+
+class EventTail:
+    """Reads what was appended to a file since the last look; half a line waits for its other half."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._offset = path.stat().st_size if path.is_file() else 0
+
+    def read(self) -> list[dict[str, Any]]:
+        if not self._path.is_file():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return list(parse_lines(whole.splitlines(keepends=True)))
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:

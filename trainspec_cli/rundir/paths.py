@@ -6,7 +6,8 @@ RUN/
   command.txt     what was started, to paste     pid.json     the supervisor, while the run is alive
   events/rank00000.jsonl, supervisor.jsonl       errors/rank00000.json  a failing worker's own words
   checkpoints/step_00000020/                     logs/        the workers' output
-  result.json     how it ended
+  result.json     how it ended                   groups.json  the replica groups that a start waits for
+  faults/         the injected faults that have struck
 """
 
 from __future__ import annotations
@@ -55,6 +56,18 @@ class RunDir:
 
     def events(self, rank: int) -> Path:
         return self.events_folder / f"rank{rank:05d}.jsonl"
+
+    def group_events(self, group: int, rank: int) -> Path:
+        """What one process of a replica group saw; the run's own story is rank 0's, by whichever group leads."""
+        return self.events_folder / f"group{group:05d}" / f"rank{rank:05d}.jsonl"
+
+    @property
+    def groups_json(self) -> Path:
+        return self.root / "groups.json"
+
+    @property
+    def faults_folder(self) -> Path:
+        return self.root / "faults"
 
     @property
     def supervisor_events(self) -> Path:

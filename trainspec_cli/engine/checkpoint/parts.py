@@ -45,6 +45,10 @@ class Held:
         """`model.*` and `optimizer.*`, of the live tensors; empty parts are left out."""
         return [part for part in self._parts() if part.tensor.numel()]
 
+    def tensors(self) -> list[Tensor]:
+        """The same in an order that the layout alone decides, for a rank that holds the same parts."""
+        return [part.tensor for part in sorted(self.parts(), key=lambda part: (part.name, part.offsets))]
+
     def _parts(self) -> Iterator[Part]:
         for share in unique_shares(self.shares):
             yield _part(f"model.{share.name}", share, share.local.detach())

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainspec_cli.engine.observe.journal import Journal
+from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.policy.hang import FIRST_S, Whereabouts, find_late, step_deadline_s
 from trainspec_cli.rundir.events import tail_events
@@ -46,7 +46,7 @@ class StepWatch(threading.Thread):
     def __init__(
         self,
         run_dir: RunDir,
-        journal: Journal,
+        journal: Journal | GroupJournal,
         floor_s: float | None,
         end: Callable[[int], Any] = os._exit,
     ):
@@ -117,7 +117,7 @@ class StepWatch(threading.Thread):
         """The newest report of each rank that has left one."""
         told = {}
         for rank in range(self._world_size):
-            for event in tail_events(self._journal.events_of(rank)):
+            for event in tail_events(self._journal.path(rank)):
                 if event["type"] == "hang" and event["time"] >= since:
                     told[rank] = event
         return told

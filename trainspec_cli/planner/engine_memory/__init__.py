@@ -3,6 +3,13 @@
 Known error against traces: at most 1.5% over 50 layouts, sizes and families of models of text (tests/planner).
 """
 
-from trainspec_cli.planner.engine_memory.step import EnginePeak, EngineRun, engine_peak, is_counted, run_of
+from trainspec_cli.planner.engine_memory.step import (
+    EnginePeak,
+    EngineRun,
+    engine_peak,
+    is_counted,
+    run_of,
+    tensors_by_cause,
+)
 
-__all__ = ["EnginePeak", "EngineRun", "engine_peak", "is_counted", "run_of"]
+__all__ = ["EnginePeak", "EngineRun", "engine_peak", "is_counted", "run_of", "tensors_by_cause"]

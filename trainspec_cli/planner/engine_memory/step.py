@@ -74,6 +74,14 @@ def run_of(plan: Plan) -> EngineRun:
     )
 
 
+def tensors_by_cause(plan: Plan) -> dict[str, float] | None:
+    """Bytes of the fullest stage's tensors, blocks eager; None where the engine's memory is not counted."""
+    if not is_counted(plan.spec.model, plan.offload):
+        return None
+    peaks = [engine_peak(run_of(plan), rank) for rank in (0, plan.layout.pp - 1)]
+    return max(peaks, key=lambda peak: peak.total_bytes).by_cause
+
+
 def is_counted(model: ModelSpec, offload: str) -> bool:
     """Models of text without offloading; experts without a capacity."""
     if offload != "none" or not isinstance(model, (DecoderModel, HybridModel)):
@@ -268,11 +276,11 @@ class _Replay:
     def _backpropagate(self, stage: _Stage, exchanges: bool) -> None:
         account = self.account
         if stage.last:
-            self._prefetch(stage.blocks[-1].own)
+            self._prefetch(stage.blocks[-1].own if stage.blocks else None)
             self._loss_backward(stage)
         else:
             account.add("temporaries", self.message_bytes)
-            self._prefetch(stage.blocks[-1].own)
+            self._prefetch(stage.blocks[-1].own if stage.blocks else None)
         for index in reversed(range(len(stage.blocks))):
             block, following = stage.blocks[index], stage.blocks[index - 1].own if index else None
             for part, prefetched in zip(block.parts, [*block.parts[1:], following], strict=True):
