@@ -200,7 +200,8 @@ class ElasticTrainer(Trainer):
 
     def _checkpoint(self) -> None:
         """One group writes for all."""
-        self.checkpoints.after_step(self.step, self.samples, writes=self.seat.rank == 0)
+        if self.seat.rank == 0:
+            super()._checkpoint()
 
     def _checkpoint_last(self) -> None:
         if self.seat.rank == 0 and not self.late:

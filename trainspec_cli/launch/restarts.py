@@ -13,6 +13,7 @@ from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.supervise import Ending, supervise
 from trainspec_cli.policy.recovery import may_restart
 from trainspec_cli.rundir.events import EventWriter, read_events
+from trainspec_cli.rundir.memory import newest_copy
 from trainspec_cli.spec.resilience import ResilienceSpec
 
 
@@ -46,7 +47,8 @@ def _comes_again(failures: list[WorkerFailure]) -> bool:
 
 
 def _newest_checkpoint(job: Job) -> int:
-    return max(job.run.checkpoint_steps(), default=0)
+    """On disk, or in this host's memory."""
+    return max(newest_copy(job.run), *job.run.checkpoint_steps(), 0)
 
 
 def _note_restart(job: Job) -> None:

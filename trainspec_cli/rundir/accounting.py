@@ -88,6 +88,8 @@ def _split(events: Iterable[Event], marks: Sequence[Event]) -> list[Attempt]:
         if event["type"] == "start":
             since = attempts[-1].last_time if attempts else 0.0
             launches = [mark for mark in marks if mark["type"] == "launch" and since <= mark["time"] <= event["time"]]
+            if attempts and marks and not launches:
+                continue  # another replica group tells the story from here on
             launched = launches[-1]["time"] if launches else event["time"]
             attempts.append(Attempt(launched, event, restarted))
             restarted = False
