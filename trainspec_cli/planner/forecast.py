@@ -24,10 +24,16 @@ CHECKPOINT_BYTES = {"adamw": 12.0, "sgd": 4.0}
 """A parameter: fp32 values, and AdamW's two moments. Published checkpoints weigh 12.8 to 13.2."""
 
 
-def forecast_run(spec: RunSpec, plan: CapacityPlan, candidate: Candidate) -> RunForecast:
-    """Expect what `candidate` makes of the recipe, from its first step to `train.max_steps`."""
+def forecast_run(
+    spec: RunSpec, plan: CapacityPlan, candidate: Candidate, elastic: Candidate | None = None
+) -> RunForecast:
+    """Expect what `candidate` makes of the recipe, from its first step to `train.max_steps`. `elastic`: the same work in
+    replica groups, to set beside it."""
     modes = recovery_modes(spec.resilience, candidate.layout.dp_replicate)
     chosen, *others = (expect_goodput(spec, plan, candidate, mode) for mode in modes)
+    if elastic is not None:
+        useful = expect_goodput(spec, plan, elastic, replace(spec.resilience, mode="elastic"))
+        others.append(replace(useful, layout=elastic.layout.describe()))
     steps = spec.train.max_steps
     wall_time_s = expect_wall_time(steps, candidate.step_time_s, chosen.goodput)
     spent = occupation(chosen, candidate.time)
@@ -79,6 +85,7 @@ def expect_goodput(spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resi
         checkpoint_s=blocked_s,
         checkpoint_bytes=checkpoint_bytes(spec, plan.params),
         restart_s=recovery.durations(cluster, job.state_bytes_per_device, job.load_s).restart_s,
+        wall_time_s=job.work_s / _quantile(kept, 0.5),
     )
 
 

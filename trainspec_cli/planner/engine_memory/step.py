@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainspec_cli.planner.engine_memory.blocks import BlockProfile, Shape, profile_block
-from trainspec_cli.planner.engine_memory.units import Unit, block_unit, outside_unit
+from trainspec_cli.planner.engine_memory.blocks import BlockProfile, profile_block
+from trainspec_cli.planner.engine_memory.shape import Shape, layer_of
+from trainspec_cli.planner.engine_memory.units import Unit, block_units, outside_unit
 from trainspec_cli.policy.pipeline import SPLIT_SCHEDULES, Action, actions, cut_layers, num_stages, stages_of_rank
 from trainspec_cli.spec.layout import Layout
-from trainspec_cli.spec.model import DecoderModel, ModelSpec
+from trainspec_cli.spec.model import DecoderModel, HybridModel, ModelSpec
 from trainspec_cli.spec.plan import Plan
 from trainspec_cli.spec.run import Recompute
 
@@ -43,7 +44,7 @@ class EnginePeak:
 class EngineRun:
     """What a step's memory follows from."""
 
-    model: DecoderModel
+    model: DecoderModel | HybridModel
     layout: Layout
     seq_len: int
     samples: int
@@ -58,7 +59,7 @@ class EngineRun:
 
 def run_of(plan: Plan) -> EngineRun:
     model, spec = plan.spec.model, plan.spec
-    assert isinstance(model, DecoderModel)
+    assert isinstance(model, (DecoderModel, HybridModel))
     return EngineRun(
         model,
         plan.layout,
@@ -73,12 +74,20 @@ def run_of(plan: Plan) -> EngineRun:
     )
 
 
+def tensors_by_cause(plan: Plan) -> dict[str, float] | None:
+    """Bytes of the fullest stage's tensors, blocks eager; None where the engine's memory is not counted."""
+    if not is_counted(plan.spec.model, plan.offload):
+        return None
+    peaks = [engine_peak(run_of(plan), rank) for rank in (0, plan.layout.pp - 1)]
+    return max(peaks, key=lambda peak: peak.total_bytes).by_cause
+
+
 def is_counted(model: ModelSpec, offload: str) -> bool:
-    """Dense decoders without windows, latents, sinks or tables of positions, and without offloading."""
-    if not isinstance(model, DecoderModel) or offload != "none":
+    """Models of text without offloading; experts without a capacity."""
+    if offload != "none" or not isinstance(model, (DecoderModel, HybridModel)):
         return False
-    departs = (model.experts, model.mla, model.sliding_window, model.attention_sinks, model.learned_positions)
-    return not any(departs) and model.attention_bias == "none" and not model.prediction_layers
+    bounded = model.experts is not None and model.experts.capacity_factor is not None
+    return not bounded and not getattr(model, "prediction_layers", 0)
 
 
 def engine_peak(run: EngineRun, pipeline_rank: int) -> EnginePeak:
@@ -128,10 +137,23 @@ class _Sharded:
 
 
 @dataclass
+class _Block:
+    own: _Sharded
+    experts: _Sharded | None
+    """Those spread over ep, which are sharded by themselves."""
+    profile: BlockProfile
+
+    @property
+    def parts(self) -> list[_Sharded]:
+        """As a backward meets them."""
+        return [self.own, *([self.experts] if self.experts else [])]
+
+
+@dataclass
 class _Stage:
     first: bool
     last: bool
-    blocks: list[_Sharded]
+    blocks: list[_Block]
     outside: _Sharded
     buffer_bytes: float = 0.0
     """Of the last forward's all-gather."""
@@ -139,6 +161,10 @@ class _Stage:
     """Of the last reduce-scatter."""
     left: int = 0
     """Backwards still to come."""
+
+    @property
+    def parts(self) -> list[_Sharded]:
+        return [*(part for block in self.blocks for part in block.parts), self.outside]
 
 
 class _Replay:
@@ -149,17 +175,22 @@ class _Replay:
         self.split = run.layout.pp > 1 and run.layout.pipeline_schedule in SPLIT_SCHEDULES
         own_seq, layout = run.seq_len // run.layout.cp, _without_data(run.layout)
         self.shape = Shape(run.model, layout, run.samples, own_seq, self.width, run.matmul == "fp8")
-        self.profile: BlockProfile = profile_block(self.shape, run.recompute, self.split)
         self.account = _Account()
         self.stages = {stage: self._stage(stage) for stage in stages_of_rank(run.layout, pipeline_rank)}
 
     def _stage(self, stage: int) -> _Stage:
         stages = num_stages(self.layout)
-        layers = len(cut_layers(self.model.num_layers, self.layout)[stage]) if stages > 1 else self.model.num_layers
+        layers = cut_layers(self.model.num_layers, self.layout)[stage] if stages > 1 else range(self.model.num_layers)
         first, last = stage == 0, stage == stages - 1
-        blocks = [_Sharded(block_unit(self.model, self.layout)) for _ in range(layers)]
+        blocks = [self._block(layer) for layer in layers]
         outside = _Sharded(outside_unit(self.model, self.layout, first, last))
         return _Stage(first, last, blocks, outside, left=self.micro_batches)
+
+    def _block(self, index: int) -> _Block:
+        layer = layer_of(self.model, index)
+        own, experts = block_units(self.model, self.layout, layer)
+        profile = profile_block(self.shape, layer, self.given.recompute, self.split)
+        return _Block(_Sharded(own), _Sharded(experts) if experts else None, profile)
 
     @property
     def message_bytes(self) -> float:
@@ -173,9 +204,13 @@ class _Replay:
         return self.account.at_peak
 
     def _hold_state(self) -> None:
-        own = sum(part.unit.own for stage in self.stages.values() for part in (*stage.blocks, stage.outside))
+        own = sum(part.unit.own for stage in self.stages.values() for part in stage.parts)
         moments = 2 * MASTER_WIDTH if self.given.optimizer == "adamw" else 0.0
-        tables = len(self.stages) * self.given.seq_len * (2 * 4 * self.model.head_dim + 8)
+        tables = (
+            len(self.stages)
+            * self.given.seq_len
+            * (8 * self.shape.rotated_size + (8 if self.shape.rotated_size else 0))
+        )
         self.account.add("parameters", own * MASTER_WIDTH + tables)
         self.account.add("optimizer", own * moments)
         self.account.add("temporaries", 16.0 * self.shape.tokens * self.given.micro_batches)
@@ -189,10 +224,12 @@ class _Replay:
         self._gather(stage, stage.outside)
         account.add("activations", self.message_bytes + self._angles_bytes())
         for block in stage.blocks:
-            self._gather(stage, block)
-            account.touch(self.profile.forward_peak)
-            account.add("activations", self.profile.kept)
-            self._free_after_forward(block)
+            for part in block.parts:
+                self._gather(stage, part)
+            account.touch(block.profile.forward_peak)
+            account.add("activations", block.profile.kept)
+            for part in block.parts:
+                self._free_after_forward(part)
         if stage.last:
             self._loss(stage)
         account.add("temporaries", -stage.buffer_bytes)
@@ -210,18 +247,18 @@ class _Replay:
         """The products that were put off, one after another; all that they need lives until the last."""
         stage, account = self.stages[action.stage], self.account
         for block in stage.blocks:
-            self._make_gradient(block)
-        account.add("activations", -self.profile.put_off * len(stage.blocks))
+            self._make_gradient(block.own)
+        account.add("activations", -sum(block.profile.put_off for block in stage.blocks))
         stage.left -= 1
         if stage.left == 0:
-            for block in (*stage.blocks, stage.outside):
-                self._after_backward(stage, block, exchanges=True)
+            for part in stage.parts:
+                self._after_backward(stage, part, exchanges=True)
             self._end_backward(stage)
 
     # Parts of them
 
     def _angles_bytes(self) -> float:
-        return 2.0 * self.shape.seq_len * self.model.head_dim * self.width
+        return 2.0 * self.shape.seq_len * self.shape.rotated_size * self.width if self.shape.rotates else 0.0
 
     def _loss(self, stage: _Stage) -> None:
         """Kept: the gradients of the hidden states, and in fp32 of the head."""
@@ -237,22 +274,26 @@ class _Replay:
         account.touch(entered + max(logits * (17.0 + (width if narrow else 0.0)), product))
 
     def _backpropagate(self, stage: _Stage, exchanges: bool) -> None:
-        account, profile = self.account, self.profile
+        account = self.account
         if stage.last:
-            self._prefetch(stage, len(stage.blocks) - 1)
+            self._prefetch(stage.blocks[-1].own if stage.blocks else None)
             self._loss_backward(stage)
         else:
             account.add("temporaries", self.message_bytes)
-            self._prefetch(stage, len(stage.blocks) - 1)
+            self._prefetch(stage.blocks[-1].own if stage.blocks else None)
         for index in reversed(range(len(stage.blocks))):
-            block = stage.blocks[index]
-            self._gather_again(stage, block)
-            self._prefetch(stage, index - 1)
-            account.touch(profile.backward_peak - profile.kept)
-            account.add("activations", profile.put_off - profile.kept)
+            block, following = stage.blocks[index], stage.blocks[index - 1].own if index else None
+            for part, prefetched in zip(block.parts, [*block.parts[1:], following], strict=True):
+                self._gather_again(part)
+                self._prefetch(prefetched)
+            live = block.profile.kept
+            if block.experts:
+                live = self._backward_of_experts(stage, block, exchanges)
+            account.touch(block.profile.backward_peak - live)
+            account.add("activations", block.profile.put_off - live)
             if not self.split:
-                self._make_gradient(block)
-            self._after_backward(stage, block, exchanges)
+                self._make_gradient(block.own)
+            self._after_backward(stage, block.own, exchanges)
         self._make_gradient(stage.outside)
         account.add("activations", -self.message_bytes - self._angles_bytes())
         if not stage.last:
@@ -260,6 +301,19 @@ class _Replay:
         self._after_backward(stage, stage.outside, exchanges)
         if exchanges:
             self._end_backward(stage)
+
+    def _backward_of_experts(self, stage: _Stage, block: _Block, exchanges: bool) -> float:
+        """Experts that are sharded by themselves exchange their gradients in the midst of their block's backward.
+
+        -> bytes of activations and temporaries that live then.
+        """
+        profile = block.profile
+        assert block.experts is not None
+        self.account.touch(profile.experts_peak - profile.kept)
+        self.account.add("activations", profile.experts_live - profile.kept)
+        self._make_gradient(block.experts)
+        self._after_backward(stage, block.experts, exchanges)
+        return profile.experts_live
 
     def _loss_backward(self, stage: _Stage) -> None:
         account, hidden, width = self.account, self.model.hidden_size, self.width
@@ -296,15 +350,14 @@ class _Replay:
             self.account.add("gathered", -part.unit.gathered * self.width)
             part.is_gathered = False
 
-    def _prefetch(self, stage: _Stage, index: int) -> None:
-        part = stage.blocks[index] if index >= 0 else None
+    def _prefetch(self, part: _Sharded | None) -> None:
         if part is None or part.is_gathered or part.prefetched or part.unit.shards == 1:
             return
         self.account.touch((part.unit.gathered + part.unit.own) * self.width)
         self.account.add("temporaries", part.unit.gathered * self.width)
         part.prefetched = True
 
-    def _gather_again(self, stage: _Stage, part: _Sharded) -> None:
+    def _gather_again(self, part: _Sharded) -> None:
         """In a backward: the buffer is let go at once."""
         if part.is_gathered:
             return
@@ -366,6 +419,7 @@ def _without_data(layout: Layout) -> Layout:
         cp=layout.cp,
         sequence_parallel=layout.sequence_parallel,
         context_method=layout.context_method,
+        ep=layout.ep,
     )
 
 

@@ -77,6 +77,10 @@ class Tape:
         self.saves_left = float("inf")
         """After so many saves the second forward ends: nothing more is allocated."""
         self.saves = 0
+        self.apart: set[Node] = set()
+        """Leaves whose gradients are taken away as soon as all of them are there."""
+        self.taken: tuple[float, float] = (0.0, 0.0)
+        """The peak until then, and what lived after it."""
         self._numbers = count()
 
     def new(self, elements: float, width: float | None = None) -> Value:
@@ -86,6 +90,18 @@ class Tape:
     def leaf(self, elements: float) -> Value:
         """A parameter, or what comes in: its own memory is counted elsewhere."""
         return Value(Storage(Meter(), 0.0), elements, self.width, Node(next(self._numbers), (), None))
+
+    def leaf_apart(self, elements: float) -> Value:
+        leaf = self.leaf(elements)
+        assert leaf.node is not None
+        self.apart.add(leaf.node)
+        return leaf
+
+    def _take_apart(self) -> None:
+        for node in self.apart:
+            node.gradient = None
+        self.taken = (self.meter.peak, self.meter.live)
+        self.meter.peak = self.meter.live
 
     def backward(self, node: Node, gradient: Value) -> None:
         """From `node` to the leaves. Gradients that meet are added into new memory."""
@@ -97,6 +113,9 @@ class Tape:
             gradient = arrived.pop(node)
             if node.backward is None:
                 node.gradient = gradient if node.gradient is None else self.new(gradient.elements)
+                del gradient
+                if node in self.apart and all(leaf.gradient for leaf in self.apart):
+                    self._take_apart()
                 continue
             for source, part in zip(node.inputs, self._run(node, gradient), strict=True):
                 if source is not None and part is not None:
@@ -145,10 +164,10 @@ class Tape:
 
     def _result(self, elements: float, width: float | None, scratch: float, costly: bool, stopped: bool) -> Value:
         width = self.width if width is None else width
+        if stopped:  # before a costly result would be recalled, which so lives on
+            return Value(Storage(Meter(), 0.0), elements, width)
         if costly and self.recalled:
             return Value(self.recalled.popleft(), elements, width)
-        if stopped:
-            return Value(Storage(Meter(), 0.0), elements, width)
         room = Storage(self.meter, scratch)
         out = self.new(elements, width)
         del room
@@ -182,15 +201,29 @@ class Tape:
         out.node.backward = backward
         return out
 
+    def product(self, x: Value, weight: Value, elements: float) -> Value:
+        """A matrix product that is no linear layer: in the compute format, its weight's gradient at once."""
+        return self.apply((x, weight), elements, saved=(x,), costly=True)
+
     def norm(self, x: Value, weight: Value, rows: float) -> Value:
         """In one kernel: saves its input and a number a row."""
         return self.apply((x, weight), x.elements, saved=(x, self.new(rows, 4.0)))
 
     def unary(self, x: Value) -> Value:
-        return self.apply((x,), x.elements, saved=(x,))
+        return self.apply((x,), x.elements, saved=(x,), width=x.width)
 
     def mul(self, left: Value, right: Value) -> Value:
         return self.apply((left, right), left.elements, saved=(left, right))
+
+    def mul_leaf(self, x: Value, weight: Value) -> Value:
+        """By a small parameter; its gradient is summed from a product as large as `x`."""
+        return self.apply((x, weight), x.elements, saved=(x,), width=x.width, scratch=(0.0, x.elements * x.width))
+
+    def einsum(self, left: Value, right: Value, elements: float, *, copies: bool, width: float | None = None) -> Value:
+        """A batched matrix product. `copies`: its operands have to be put in order first, and the copies are saved."""
+        if copies:
+            left, right = self.copy(left), self.copy(right)
+        return self.apply((left, right), elements, saved=(left, right), width=width, costly=True)
 
     def add(self, left: Value, right: Value) -> Value:
         out = self._result(left.elements, None, 0.0, costly=False, stopped=self.saves >= self.saves_left)
@@ -198,7 +231,37 @@ class Tape:
 
     def copy(self, x: Value, elements: float | None = None, scratch: tuple[float, float] = (0.0, 0.0)) -> Value:
         """Another of perhaps another size, as collectives make; saves nothing."""
-        return self.apply((x,), x.elements if elements is None else elements, scratch=scratch)
+        return self.apply((x,), x.elements if elements is None else elements, width=x.width, scratch=scratch)
+
+    def view(self, x: Value, elements: float) -> Value:
+        """A part of `x`; its gradient stands in zeros of the whole."""
+        whole = x.elements
+        node = self._recorded(x, (x,), lambda _gradient: (self.new(whole),)).node
+        return Value(x.storage, elements, x.width, node)
+
+    def halves(self, x: Value) -> tuple[Value, Value]:
+        """Views; their gradients wait for one another and are put together."""
+        half, width = x.elements / 2, x.width  # not x itself, which would live on
+
+        def backward(_gradient: Value) -> Sequence[Value | None]:
+            room = Storage(self.meter, half * width)
+            whole = self.new(2 * half)
+            del room
+            return (whole,)
+
+        node = self._recorded(x, (x,), backward).node
+        return Value(x.storage, half, x.width, node), Value(x.storage, half, x.width, node)
+
+    def join(self, first: Value, second: Value) -> Value:
+        return self.apply((first, second), first.elements + second.elements)
+
+    def copy_as(self, x: Value, width: float) -> Value:
+        """In another format, where it is another."""
+        return x if width == x.width else self.apply((x,), x.elements, width=width)
+
+    def copy_with_bias(self, x: Value, bias: Value) -> Value:
+        out = self._result(x.elements, x.width, 0.0, costly=False, stopped=self.saves >= self.saves_left)
+        return self._recorded(out, (x, bias), lambda gradient: (gradient, self.new(bias.elements)))
 
     def copy_in_backward(self, x: Value) -> Value:
         return self._recorded(x, (x,), lambda gradient: (self.new(gradient.elements),))
