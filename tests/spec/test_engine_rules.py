@@ -16,7 +16,6 @@ def test_a_plain_recipe_is_trained(make_spec):
     ("path", "value", "choices"),
     [
         ("precision.matmul", "nvfp4", "compute or fp8"),
-        ("resilience.mode", "elastic", "restart"),
         ("cluster.num_nodes", 2, "1"),
     ],
 )

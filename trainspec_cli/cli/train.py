@@ -11,14 +11,16 @@ import typer
 from rich.console import Console
 
 from trainspec_cli.compose.origins import show_path
-from trainspec_cli.errors import EXIT_DONE, Problem, Stopped, WorkerError
+from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, Stopped, WorkerError
+from trainspec_cli.launch.groups import supervise_groups
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.local import LocalExecutor
 from trainspec_cli.launch.outcome import Explanation, Outcome, conclude
-from trainspec_cli.launch.supervise import supervise
+from trainspec_cli.launch.restarts import supervise_with_restarts
 from trainspec_cli.report.collect import collect
 from trainspec_cli.report.live import LiveView
 from trainspec_cli.report.render import render_summary
+from trainspec_cli.report.text import describe_recovery
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.plan import Plan
 
@@ -39,12 +41,16 @@ def make_console(*, as_json: bool) -> Console:
 def train(job: Job, plan: Plan, console: Console, *, as_json: bool) -> int:
     """Run the job and tell how it ended; -> the exit code. Raises WorkerError where it failed."""
     with LiveView(job.run, plan, console) as view:
-        ending = supervise(job, LocalExecutor(), view.watch)
+        if plan.replica_groups > 1:
+            ending = supervise_groups(job, plan, view.watch, view.say)
+        else:
+            job, ending = supervise_with_restarts(job, LocalExecutor(), plan.spec.resilience, view.watch, view.say)
     if ending.left_behind:
         console.print(f"processes {', '.join(map(str, ending.left_behind))} hang in the kernel and could not be ended")
     outcome = conclude(job, ending)
-    if outcome.exit_code == WorkerError.exit_code:
-        raise WorkerError(_failure(job, outcome.explanation, console, as_json=as_json))
+    if outcome.result["status"] == "failed":
+        kind = MachineError if outcome.exit_code == MachineError.exit_code else WorkerError
+        raise kind(_failure(job, outcome.explanation, console, as_json=as_json))
     if as_json:
         typer.echo(json.dumps({"run": str(job.root), **outcome.result}, indent=2))
     else:
@@ -74,6 +80,9 @@ def _tell_end(job: Job, outcome: Outcome, console: Console) -> None:
         console.print(f"{outcome.explanation.headline}\n", markup=False, highlight=False, soft_wrap=True)
     if outcome.exit_code == EXIT_DONE or outcome.result["steps"]:
         console.print(render_summary(collect(job.root)))
+    if outcome.result["recoveries"]:
+        costs = [f"  {describe_recovery(recovery)}" for recovery in outcome.result["recoveries"]]
+        console.print("\n".join(["failures", *costs, ""]), markup=False, highlight=False, soft_wrap=True)
     console.print(_last_words(job.run, outcome), markup=False, highlight=False, soft_wrap=True)
 
 

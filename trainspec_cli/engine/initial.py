@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from trainspec_cli.engine.build import Machinery
@@ -34,7 +35,7 @@ def load_initial(plan: Plan, built: Machinery) -> None:
     elif init.run is not None:
         run = RunDir(init.run)
         folder = run.checkpoint(run.checkpoint_steps()[-1])
-        verify_files(folder, read_manifest(folder).files)
+        verify_files(folder, read_manifest(folder).files[dist.get_rank() :: dist.get_world_size()])
         load_weights(folder, built.held)
 
 

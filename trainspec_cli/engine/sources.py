@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from trainspec_cli.corpus.collection import Collection, Judged
 from trainspec_cli.corpus.decode import decode, encode
 from trainspec_cli.corpus.labelled import LabelledSamples, open_samples
-from trainspec_cli.corpus.samples import step_positions
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build import Machinery
 from trainspec_cli.engine.data.heldout import HeldoutLoss, total
-from trainspec_cli.engine.data.loader import BatchPlan, batches, read_ahead
+from trainspec_cli.engine.data.loader import BatchPlan, batches, read_ahead, read_positions
 from trainspec_cli.engine.data.sample_loader import SampleLoader
 from trainspec_cli.engine.evaluate import heldout_loss, heldout_metrics, write_text
 from trainspec_cli.spec.model import ConvModel
@@ -29,8 +30,11 @@ class Source(Protocol):
     def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of steps `start` to `end` - 1."""
 
-    def counted(self, step: int) -> int:
-        """Targets of that step's global batch that count: what its loss is the mean over."""
+    def read(self, positions: np.ndarray) -> list[MicroBatch]:
+        """The samples at `positions` of the run as micro-batches, on the host."""
+
+    def counted(self, positions: np.ndarray) -> int:
+        """Targets of the samples at `positions` that count: what their loss is the mean over."""
 
     def evaluate(self) -> Figures | None:
         """How the model does on what was held out: the fields of an `eval` event; None where nothing was."""
@@ -75,8 +79,11 @@ class TokenSource:
     def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
         return batches(self.order, batch_plan(self.plan, self.built), self.built.device, start, end)
 
-    def counted(self, step: int) -> int:
-        return max(1, self.order.counted(step_positions(step, self.spec.batching.global_batch_size)))
+    def counted(self, positions: np.ndarray) -> int:
+        return max(1, self.order.counted(positions))
+
+    def read(self, positions: np.ndarray) -> list[MicroBatch]:
+        return read_positions(self.order, batch_plan(self.plan, self.built), positions)
 
     def evaluate(self) -> Figures | None:
         """Of what is held out of all that is trained on, else of the validation sets; and of each by name."""
@@ -138,8 +145,11 @@ class SampleSource:
     def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
         return read_ahead(self.loader.read_step, self.built.device, start, end)
 
-    def counted(self, step: int) -> int:
-        return self.plan.tokens_per_step
+    def read(self, positions: np.ndarray) -> list[MicroBatch]:
+        return self.loader.read_positions(positions)
+
+    def counted(self, positions: np.ndarray) -> int:
+        return len(positions)
 
     def evaluate(self) -> Figures | None:
         return heldout_metrics(self.built, self.loader)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainspec_cli.errors import WorkerError
 from trainspec_cli.launch.job import Job
 from trainspec_cli.rundir.files import read_json
 
@@ -43,6 +44,10 @@ class WorkerFailure:
     """Told by the worker itself."""
     consequence: bool = False
     """It ended because another one had."""
+    foreseen: bool = False
+    """An error for people: it would come again."""
+    exit_code: int = WorkerError.exit_code
+    """What the run ends with because of it."""
 
 
 def find_failures(job: Job) -> list[WorkerFailure]:
@@ -56,18 +61,23 @@ def _told(job: Job) -> Iterator[WorkerFailure]:
     """Workers that wrote down what happened to them."""
     for path in sorted(job.run.errors_folder.glob("rank*.json")):
         error = read_json(path)
-        foreseen = bool(error.get("code"))
+        if job.ranks is not None and error["rank"] not in job.ranks:
+            continue
+        hung, foreseen = error.get("code") == "hang", bool(error.get("code"))
         summary = error["message"] if foreseen else f"{error['type']}: {error['message']}".strip().rstrip(":")
         yield WorkerFailure(
             rank=error["rank"],
             host=error["host"],
             summary=summary,
-            detail="" if foreseen else error["traceback"].rstrip(),
+            detail="" if foreseen and not hung else error["traceback"].rstrip(),
             hint=error.get("hint") or "",
             step=error.get("step"),
-            time=error.get("time", path.stat().st_mtime),
+            # Whatever ended after a hang was found, and however, ended because of it.
+            time=-math.inf if hung else error.get("time", path.stat().st_mtime),
             own_words=True,
-            consequence=bool(_PEER_LOST.search(summary)),
+            foreseen=foreseen and not hung,
+            consequence=not foreseen and bool(_PEER_LOST.search(summary)),
+            exit_code=error.get("exit_code") or WorkerError.exit_code,
         )
 
 
@@ -78,9 +88,9 @@ def _silent(job: Job) -> Iterator[WorkerFailure]:
     for rank, code, pid in _EXIT.findall(text):
         log = worker_log(job, int(rank))
         yield WorkerFailure(
-            rank=int(rank),
+            rank=job.ranks[int(rank)] if job.ranks else int(rank),
             host=socket.gethostname(),
-            summary=_describe_exit(int(code)),
+            summary=describe_exit(int(code)),
             detail=tail(log) if log else "",
             # SIGKILL comes from outside, so it is where a failure begins.
             time=0.0 if int(code) == -signal.SIGKILL else math.inf,
@@ -88,7 +98,7 @@ def _silent(job: Job) -> Iterator[WorkerFailure]:
         )
 
 
-def _describe_exit(code: int) -> str:
+def describe_exit(code: int) -> str:
     if code > 0:
         return f"ended with exit code {code} before it could say why"
     name = signal.Signals(-code).name

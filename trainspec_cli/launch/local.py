@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 from trainspec_cli.launch import guard, processes
 from trainspec_cli.launch.environment import LAUNCH_ID
@@ -22,16 +23,8 @@ class LocalExecutor:
 class LocalProcesses:
     def __init__(self, job: Job):
         self._job = job
-        self._guard = _start_guard(job)
-        with job.torchrun_log.open("wb") as log:
-            self._torchrun = subprocess.Popen(
-                job.command,
-                env={**os.environ, **job.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self._guard = start_guard(job)
+        self._torchrun = start(job.command, job)
 
     def exit_code(self) -> int | None:
         return self._torchrun.poll()
@@ -52,7 +45,21 @@ class LocalProcesses:
         return tuple(process.pid for process in left)
 
 
-def _start_guard(job: Job) -> subprocess.Popen[bytes]:
+def start(command: Sequence[str], job: Job) -> subprocess.Popen[bytes]:
+    """In a session of its own, with the job's environment; what it says goes to the job's torchrun log."""
+    job.logs.mkdir(parents=True, exist_ok=True)
+    with job.torchrun_log.open("ab") as log:
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **job.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def start_guard(job: Job) -> subprocess.Popen[bytes]:
     environment = {**os.environ, **job.environment}
     del environment[LAUNCH_ID]  # it must not count itself among those it ends
     return subprocess.Popen(

@@ -35,7 +35,12 @@ class BatchPlan:
 
 def read_step(order: Order, plan: BatchPlan, step: int) -> list[MicroBatch]:
     """This rank's micro-batches of `step`, on the host."""
-    rows = order.rows(rank_positions(step, plan.global_batch_size, plan.rank, plan.num_ranks))
+    return read_positions(order, plan, rank_positions(step, plan.global_batch_size, plan.rank, plan.num_ranks))
+
+
+def read_positions(order: Order, plan: BatchPlan, positions: np.ndarray) -> list[MicroBatch]:
+    """The micro-batches of the samples at `positions`, in this order."""
+    rows = order.rows(positions)
     parts = [rows[start : start + plan.micro_batch_size] for start in range(0, len(rows), plan.micro_batch_size)]
     return [held_part(to_tensors(part), plan.positions_S) for part in parts]
 
@@ -65,7 +70,11 @@ def read_ahead(
             ready = coming.pop(0).result()
             if step + PREFETCHED_STEPS < end:
                 coming.append(pool.submit(read, step + PREFETCHED_STEPS))
-            yield [tuple(tensor.to(device, non_blocking=True) for tensor in part) for part in ready]
+            yield bring(ready, device)
+
+
+def bring(micro_batches: list[MicroBatch], device: torch.device) -> list[MicroBatch]:
+    return [tuple(tensor.to(device, non_blocking=True) for tensor in part) for part in micro_batches]
 
 
 def _stage(part: MicroBatch, device: torch.device) -> MicroBatch:

@@ -22,7 +22,7 @@ class WandbLog:
             dir=str(run_dir.root),
             id=run_dir.root.resolve().name,
             resume="allow",
-            mode=os.environ.get("WANDB_MODE", "offline"),
+            mode=os.environ.get("WANDB_MODE", "offline"),  # type: ignore[arg-type]
             config=to_plain(spec),
         )
 
