@@ -192,14 +192,15 @@ def data_path(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _source_path(source: str, path: str | None, where: str) -> Iterator[Problem]:
+    chosen = f"data={source}" if where == "data" else source
     if source in WITHOUT_PATH:
         if path is not None:
-            message = f"`{where}.path` is {path}, but {source} reads no file of yours"
+            message = f"`{where}.path` is {path}, but {chosen} reads no file of yours"
             yield Problem(
                 code="unsupported", path=f"{where}.path", message=message, hint=f"type {WITHOUT_PATH[source]}"
             )
     elif path is None:
-        message = f"`{where}.path` is null; {source} reads a file, folder or glob"
+        message = f"`{where}.path` is null; {chosen} reads a file, folder or glob"
         hint = f"type {where}.path=<path>"
         yield Problem(code="missing_value", path=f"{where}.path", message=message, hint=hint)
     elif not _exists(path, folder_only=source in OF_FOLDERS):

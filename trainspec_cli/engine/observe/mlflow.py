@@ -7,7 +7,7 @@ from typing import Any
 
 from trainspec_cli.engine.observe.scalars import scalars_of
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.canonical import canonical_json, to_plain
+from trainspec_cli.spec.canonical import digest
 from trainspec_cli.spec.run import RunSpec
 
 
@@ -22,7 +22,7 @@ class MlflowLog:
         experiment = known.experiment_id if known else self._client.create_experiment(spec.tracking.project, place)
         name = run_dir.root.resolve().name
         self._id = self._client.create_run(experiment, run_name=name).info.run_id
-        self._client.set_tag(self._id, "spec", canonical_json(to_plain(spec))[:5000])
+        self._client.set_tag(self._id, "recipe_digest", digest(spec))
 
     def record(self, kind: str, fields: dict[str, Any]) -> None:
         for name, value in scalars_of(kind, fields).items():
