@@ -33,7 +33,7 @@ def profile(tape: Tape, block: Callable[[], Value], recompute: Recompute) -> Blo
     out = block()
     tape.mark()
     forward, tape.stretches, saves = tuple(tape.stretches), [], tape.saves
-    gradient, node = tape.new(out.elements), out.node
+    arriving, node = [tape.new(out.elements)], out.node
     del out
     tape.meter.peak = tape.meter.live
     if recompute != "none":
@@ -41,7 +41,7 @@ def profile(tape: Tape, block: Callable[[], Value], recompute: Recompute) -> Blo
         tape.recalled, tape.kept = deque(tape.kept or ()), None
         node = block().node
     assert node is not None
-    tape.backward(node, gradient)
+    tape.backward(node, arriving.pop())  # nothing else holds it
     tape.mark()
     put_off = {id(storage): storage.size for pair in tape.put_off or () for storage in pair}
     return BlockProfile(forward, tuple(tape.stretches), sum(put_off.values()))
