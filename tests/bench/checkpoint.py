@@ -20,14 +20,14 @@ from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.units import format_bytes, format_duration
 
-ROUNDS = 3
+ROUNDS = 2
 WAYS = {
     "none": (),
     "sync": ("checkpoint.interval_steps=10", "checkpoint.mode=sync"),
     "async": ("checkpoint.interval_steps=10", "checkpoint.mode=async"),
 }
-RECIPE = (
-    *("recipe=quickstart", "train.max_steps=64", "train.eval_interval_steps=null", "sample.max_new_tokens=0"),
+RECIPE = (  # 27M parameters
+    *("recipe=quickstart", "train.max_steps=44", "train.eval_interval_steps=null", "sample.max_new_tokens=0"),
     *(
         "model.num_layers=8",
         "model.hidden_size=512",
@@ -44,6 +44,7 @@ def main() -> None:
         for number in range(ROUNDS):
             for way, settings in WAYS.items():
                 found[way].append(measure(Path(folder) / f"{way}{number}", settings))
+                print(way, found[way][-1], flush=True)
     figures = {way: {key: median(run[key] for run in runs) for key in runs[0]} for way, runs in found.items()}
     for way, of in figures.items():
         saves = f"held up {format_duration(of['blocked_s'])}, whole after {format_duration(of['written_s'])}, "

@@ -51,12 +51,13 @@ def test_an_undisturbed_run():
 
 
 def test_a_failure_and_a_restart_by_the_supervisor():
-    events = [start(10), *steps(1, 8, begin=10), start(30, step=5), *steps(6, 20, begin=30), mark("end", 45)]
+    restart = {"type": "recovery", "change": "restart", "time": 22, "step": 8, "stall_s": None}
+    events = [start(10), *steps(1, 8, begin=10), restart, start(30, step=5), *steps(6, 20, begin=30), mark("end", 45)]
     marks = [
         mark("launch", 7),
         mark("failure", 20),
         mark("ended", 21),
-        mark("launch", 23, restart=True),
+        mark("launch", 23),
         mark("ended", 45),
     ]
     check(events, marks, wall_s=38, start_up=3, productive=20, recomputed=3, detection=2, recovery=1 + 2 + 7)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from trainspec_cli.planner import goodput
 from trainspec_cli.planner.assumptions import gather_assumptions
@@ -27,8 +27,10 @@ CHECKPOINT_BYTES = {"adamw": 12.0, "sgd": 4.0}
 def forecast_run(
     spec: RunSpec, plan: CapacityPlan, candidate: Candidate, elastic: Candidate | None = None
 ) -> RunForecast:
-    """Expect what `candidate` makes of the recipe, from its first step to `train.max_steps`. `elastic`: the same work in
-    replica groups, to set beside it."""
+    """Expect what `candidate` makes of the recipe, from its first step to `train.max_steps`.
+
+    `elastic`: the same work in replica groups, to set beside it.
+    """
     modes = recovery_modes(spec.resilience, candidate.layout.dp_replicate)
     chosen, *others = (expect_goodput(spec, plan, candidate, mode) for mode in modes)
     if elastic is not None:
@@ -71,7 +73,7 @@ def expect_goodput(spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resi
     parts = [{cause: lost / outcome.wall_s for cause, lost in outcome.lost_s.items()} for outcome in outcomes]
     kept = [outcome.goodput for outcome in outcomes]
     mtbf_s = recovery.job_mtbf_s(cluster, plan.world_size)
-    blocked_s, _ = checkpoint_times(spec, plan)
+    saving = checkpoint_times(spec, plan)
     rollback_s = recovery.rollback_mtbf_s(resilience, cluster, mtbf_s, job.replica_groups)
     return Goodput(
         mode=resilience.mode,
@@ -81,8 +83,8 @@ def expect_goodput(spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resi
         mtbf_s=mtbf_s,
         checkpoint_interval_s=job.interval_s,
         checkpoint_interval_steps=cadence.checkpoint_interval_steps(job.interval_s, job.step_time_s),
-        optimal_interval_s=cadence.checkpoint_interval_s(blocked_s, blocked_s, rollback_s),
-        checkpoint_s=blocked_s,
+        optimal_interval_s=cadence.checkpoint_interval_s(saving.blocked_s, saving.written_s, rollback_s),
+        checkpoint_s=saving.blocked_s,
         checkpoint_bytes=checkpoint_bytes(spec, plan.params),
         restart_s=recovery.durations(cluster, job.state_bytes_per_device, job.load_s).restart_s,
         wall_time_s=job.work_s / _quantile(kept, 0.5),
@@ -93,12 +95,12 @@ def describe_job(spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resili
     """The run as the simulation sees it, with the recipe's checkpoint interval or else the best."""
     groups = candidate.layout.dp_replicate
     work_s = spec.train.max_steps * candidate.step_time_s
-    blocked_s, load_s = checkpoint_times(spec, plan)
+    saving = checkpoint_times(spec, plan)
     steps = spec.checkpoint.interval_steps
     if steps is None or steps == AUTO:
         mtbf_s = recovery.job_mtbf_s(spec.cluster.reliability, plan.world_size)
         rollback_s = recovery.rollback_mtbf_s(resilience, spec.cluster.reliability, mtbf_s, groups)
-        best_s = cadence.checkpoint_interval_s(blocked_s, blocked_s, rollback_s)
+        best_s = cadence.checkpoint_interval_s(saving.blocked_s, saving.written_s, rollback_s)
         steps = cadence.checkpoint_interval_steps(min(best_s, work_s), candidate.step_time_s)
     return goodput.Job(
         work_s=work_s,
@@ -106,10 +108,10 @@ def describe_job(spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resili
         devices=plan.world_size,
         replica_groups=groups,
         interval_s=steps * candidate.step_time_s,
-        blocked_s=blocked_s,
-        written_s=blocked_s,
+        blocked_s=saving.blocked_s,
+        written_s=saving.written_s,
         state_bytes_per_device=checkpoint_bytes(spec, plan.params) / (plan.world_size / groups),
-        load_s=load_s,
+        load_s=saving.written_s,
     )
 
 
@@ -118,10 +120,20 @@ def checkpoint_bytes(spec: RunSpec, params: int) -> float:
     return CHECKPOINT_BYTES[spec.optim.name] * params
 
 
-def checkpoint_times(spec: RunSpec, plan: CapacityPlan) -> tuple[float, float]:
-    """-> (seconds training waits for one to be written, seconds to read it back): all nodes share the work."""
-    write_s = checkpoint_bytes(spec, plan.params) / (spec.cluster.num_nodes * spec.cluster.storage_gb_per_s * 1e9)
-    return write_s, write_s
+@dataclass(frozen=True)
+class CheckpointTimes:
+    blocked_s: float
+    """Training waits this long: until it is written, or (`checkpoint.mode=async`) copied to the hosts' memory."""
+    written_s: float
+    """Until it is whole on disk; reading it back takes as long."""
+
+
+def checkpoint_times(spec: RunSpec, plan: CapacityPlan) -> CheckpointTimes:
+    """All nodes share the writing, and all devices the copying."""
+    size, cluster = checkpoint_bytes(spec, plan.params), spec.cluster
+    written_s = size / (cluster.num_nodes * cluster.storage_gb_per_s * 1e9)
+    copied_s = size / (plan.world_size * cluster.host_link_gb_per_s * 1e9)
+    return CheckpointTimes(copied_s if spec.checkpoint.mode == "async" else written_s, written_s)
 
 
 def expect_wall_time(steps: int, step_time_s: float, useful: Interval) -> Interval:

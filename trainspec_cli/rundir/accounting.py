@@ -83,12 +83,16 @@ def account(events: Iterable[Event], marks: Sequence[Event], now: float | None =
 
 def _split(events: Iterable[Event], marks: Sequence[Event]) -> list[Attempt]:
     attempts: list[Attempt] = []
+    restarted = False
     for event in events:
         if event["type"] == "start":
             since = attempts[-1].last_time if attempts else 0.0
             launches = [mark for mark in marks if mark["type"] == "launch" and since <= mark["time"] <= event["time"]]
-            launch = launches[-1] if launches else {"time": event["time"], "restart": bool(attempts)}
-            attempts.append(Attempt(launch["time"], event, launch.get("restart", False)))
+            launched = launches[-1]["time"] if launches else event["time"]
+            attempts.append(Attempt(launched, event, restarted))
+            restarted = False
+        elif event["type"] == "recovery" and event.get("change") == "restart":
+            restarted = True
         elif attempts:
             attempts[-1].events.append(event)
     return attempts
@@ -105,7 +109,7 @@ def _add_attempt(time_s: dict[str, float], attempt: Attempt, kept_until: float) 
         elif event["type"] == "checkpoint":
             spent["checkpoint"] += event.get("waited_s", 0.0)
         elif event["type"] == "recovery":
-            spent["recovery"] += event["stall_s"] or 0.0
+            spent["recovery"] += event["stall_s"] or 0.0  # it lies within a step; a restart's lies between attempts
             spent["productive"] -= event["stall_s"] or 0.0
     spent["other"] = attempt.last_time - attempt.begin["time"] - math.fsum(spent.values())
     if spent["other"] < 0:  # two clocks differ by their jitter

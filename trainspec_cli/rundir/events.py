@@ -23,8 +23,7 @@ below `groupNNNNN/`. Their `step` events add: group, groups (those that took par
 
 The supervisor's marks, in a file of their own:
 
-    launch      restart                            failure                            ended  exit_code
-    (restart: by itself, after a failure; failure: the moment it knew of one)
+    launch                    failure  (when it knew of one)                    ended  exit_code
 """
 
 from __future__ import annotations

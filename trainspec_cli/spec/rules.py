@@ -34,8 +34,19 @@ Rule = Callable[[RunSpec], Iterable[Problem]]
 def check(spec: RunSpec) -> list[Problem]:
     """Everything that can be said without a machine."""
     ranges = [_range_rule(path) for path in RANGES]
-    rules = [*MODEL_RULES, world_size, batch, schedule, vocabulary, data_path, tokenizer, uncertainty, ownership]
-    rules += ELASTIC_RULES
+    rules = [
+        *MODEL_RULES,
+        world_size,
+        batch,
+        schedule,
+        vocabulary,
+        data_path,
+        tokenizer,
+        uncertainty,
+        ownership,
+        memory_copies,
+        *ELASTIC_RULES,
+    ]
     return apply([*ranges, *rules], spec)
 
 
@@ -268,6 +279,13 @@ def shared_memory(spec: RunSpec) -> Iterator[Problem]:
     path = "checkpoint.memory_interval_steps"
     if spec.checkpoint.memory_interval_steps is not None and not Path("/dev/shm").is_dir():
         yield _lacking("no_shared_memory", path, f"`{path}` needs /dev/shm, which this host lacks", f"type {path}=null")
+
+
+def memory_copies(spec: RunSpec) -> Iterator[Problem]:
+    path = "checkpoint.memory_interval_steps"
+    if spec.checkpoint.memory_interval_steps is not None and spec.resilience.mode == "elastic":
+        message = f"`{path}` is set, and with resilience=elastic every replica group holds the newest state already"
+        yield Problem(code="unsupported", path=path, message=message, hint=f"type {path}=null, or resilience=restart")
 
 
 def _lacking(code: str, path: str, message: str, hint: str) -> Problem:

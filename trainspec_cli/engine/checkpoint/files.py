@@ -1,7 +1,8 @@
-"""A checkpoint's folder: written as `.step_00000020.partial`, published by one rename when every rank's part is there.
+"""A checkpoint's folder: written as `.step_00000020.TOKEN.partial`, published by one rename when all parts are there.
 
 So a folder of the real name is whole, whenever the run was killed. The ranks agree through the folder itself: each
-leaves `rank00003.json` beside its file when that is on disk, or `rank00003.failed.json`.
+leaves `rank00003.json` beside its file when that is on disk, or `rank00003.failed.json`. The token is the savers' own,
+so that what a killed save has left is never taken for a part; the next save that is published clears it away.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ PATIENCE_S = 1800.0
 """A rank that has not told of its part after this long never will."""
 
 
-def partial_folder(run_dir: RunDir, step: int) -> Path:
+def partial_folder(run_dir: RunDir, step: int, token: str) -> Path:
     final = run_dir.checkpoint(step)
-    return final.with_name(f".{final.name}.partial")
+    return final.with_name(f".{final.name}.{token}.partial")
 
 
 def file_name(rank: int) -> str:
@@ -71,9 +72,8 @@ def leave_failure(folder: Path, rank: int, error: OSError) -> None:
         write_json(folder / f"rank{rank:05d}.failed.json", {"rank": rank, "message": error.strerror or str(error)})
 
 
-def commit(run_dir: RunDir, about: About, world_size: int, keep_last: int) -> Manifest:
+def commit(run_dir: RunDir, partial: Path, about: About, world_size: int, keep_last: int) -> Manifest:
     """Wait for every rank's part, then publish; called by one rank. Raises MachineError where a part failed."""
-    partial = partial_folder(run_dir, about.step)
     failures = _await_parts(partial, world_size)
     if failures:
         shutil.rmtree(partial, ignore_errors=True)
@@ -126,6 +126,7 @@ def _publish(run_dir: RunDir, partial: Path, about: About, world_size: int, keep
     _sync_folder(final.parent)
     for step in run_dir.checkpoint_steps()[:-keep_last]:
         shutil.rmtree(run_dir.checkpoint(step))
+    _clear_partials(run_dir.checkpoints, about.step)
     return manifest
 
 
@@ -137,7 +138,8 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def clear_partials(checkpoints: Path) -> None:
-    """What a killed save left behind."""
+def _clear_partials(checkpoints: Path, until_step: int) -> None:
+    """What killed saves left behind."""
     for partial in checkpoints.glob(".step_*.partial"):
-        shutil.rmtree(partial)
+        if int(partial.name.split(".")[1].removeprefix("step_")) <= until_step:
+            shutil.rmtree(partial)

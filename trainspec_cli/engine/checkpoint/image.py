@@ -46,6 +46,10 @@ class Image:
     def bytes(self) -> int:
         return len(self.header) + sum(part.bytes for part in self.parts)
 
+    def put_header(self, buffer: Tensor) -> None:
+        """What `fill` leaves as it is."""
+        buffer[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
+
     def fill(self, buffer: Tensor, parts: Sequence[Part]) -> None:
         """Copy `parts`, in this image's order, to their places in `buffer` (`bytes` of uint8)."""
         for start, part in zip(self.starts, parts, strict=True):

@@ -34,8 +34,6 @@ from trainspec_cli.engine.checkpoint.manifest import (
 from trainspec_cli.errors import MachineError
 from trainspec_cli.rundir.files import read_json, write_json
 
-SLOTS = 2
-
 
 @dataclass(frozen=True)
 class Place:
@@ -69,36 +67,36 @@ class MemoryCopies:
     """Of one rank. All ranks make the same calls; `share` alone runs in the writer's thread, on a group of its own."""
 
     def __init__(self, place: Place, image: Image, device: torch.device):
-        self._place, self._image = place, image
+        self._place, self._image, self._device = place, image, device
         self._group = dist.new_group(backend="gloo")
         self._images = _gather((image.bytes, image.entries(file_name(place.rank))))
-        self._own = [_segment(place.slot(n) / file_name(place.rank), image.bytes, device) for n in range(SLOTS)]
-        self._guests = [self._guest_segment(n) for n in range(SLOTS)]
-        for buffer in self._own:
-            buffer[: len(image.header)] = torch.frombuffer(bytearray(image.header), dtype=torch.uint8)
-
-    def _guest_segment(self, slot: int) -> Tensor | None:
-        guest = self._place.guest
-        if guest is None:
-            return None
-        return _segment(self._place.slot(slot) / file_name(guest), self._images[guest][0], torch.device("cpu"))
+        self._own: dict[int, Tensor] = {}
+        self._guests: dict[int, Tensor] = {}
 
     def open(self, slot: int) -> Tensor:
-        """The slot's buffer, to be filled; what it held is a copy no more."""
-        for rank in filter(lambda rank: rank is not None, (self._place.rank, self._place.guest)):
-            _told(self._place.slot(slot), rank).unlink(missing_ok=True)  # type: ignore[arg-type]
+        """The slot's buffer, to be filled; what it held is a copy no more. Made when it is first wanted: until then
+        it may hold what the run goes on from."""
+        place, guest = self._place, self._place.guest
+        _told(place.slot(slot), place.rank).unlink(missing_ok=True)
+        if guest is not None:
+            _told(place.slot(slot), guest).unlink(missing_ok=True)
+        if slot not in self._own:
+            self._own[slot] = _segment(place.slot(slot) / file_name(place.rank), self._image.bytes, self._device)
+            self._image.put_header(self._own[slot])
+            if guest is not None:
+                size = self._images[guest][0]
+                self._guests[slot] = _segment(place.slot(slot) / file_name(guest), size, torch.device("cpu"))
         return self._own[slot]
 
     def share(self, slot: int, about: About) -> None:
         """The slot is filled: digest it, send it to its keeper, and say of both copies here that they are whole."""
         digest = hashlib.sha256(view_bytes(self._own[slot])).digest()
         self._tell(slot, self._place.rank, about, digest)
-        guest = self._guests[slot]
-        if guest is None or self._place.guest is None:
+        if self._place.guest is None:
             return
         theirs = torch.empty(len(digest), dtype=torch.uint8)
         ours = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-        for sent, received in ((self._own[slot], guest), (ours, theirs)):
+        for sent, received in ((self._own[slot], self._guests[slot]), (ours, theirs)):
             sending = dist.isend(sent, self._place.keeper, group=self._group)
             receiving = dist.irecv(received, self._place.guest, group=self._group)
             for work in (sending, receiving):

@@ -8,6 +8,7 @@ checkpoint is written at a time.
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import threading
 import time
@@ -73,6 +74,7 @@ class Saver:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint", initializer=_step_back)
         self._pending: Future[Saved] | None = None
+        self._token = ""
 
     def save(self, about: About) -> Saved:
         """Write and wait until it is whole; its error, where any rank had one, is the same on every rank."""
@@ -85,6 +87,10 @@ class Saver:
         problems = next((problems for _, problems in told if problems), None)
         taken_s = time.perf_counter() - started
         return Saved(about, told[0][0], taken_s, taken_s, MachineError(problems) if problems else None)
+
+    def prepare(self) -> None:
+        """Agree on who writes what, and make room for the copy: else the first `begin` would take its time for it."""
+        _ = self._memory or self._buffer
 
     def keep_slot(self, slot: int) -> None:
         """The next copy in memory goes to the other one: this one holds what the run goes on from."""
@@ -138,7 +144,8 @@ class Saver:
 
     def _write(self, about: About, started: float, blocked_s: float, stream: Iterable[memoryview]) -> Saved:
         """This rank's part; rank 0 waits for all and publishes."""
-        partial, name = files.partial_folder(self._run_dir, about.step), files.file_name(self._rank)
+        partial = files.partial_folder(self._run_dir, about.step, self._token)
+        name = files.file_name(self._rank)
         error, size = None, 0
         try:
             partial.mkdir(parents=True, exist_ok=True)
@@ -150,7 +157,7 @@ class Saver:
             error = files.cannot_save(about.step, [f"rank {self._rank}: {failure.strerror or failure}"])
         if self._rank == 0:
             try:
-                size = files.commit(self._run_dir, about, self._world_size, self._keep_last).bytes
+                size = files.commit(self._run_dir, partial, about, self._world_size, self._keep_last).bytes
             except MachineError as failure:
                 error = failure
         return Saved(about, size, blocked_s, time.perf_counter() - started, error)
@@ -165,11 +172,12 @@ class Saver:
 
     @cached_property
     def _image(self) -> Image:
-        """Agreed by all ranks, once; layouts do not change in a run."""
+        """Agreed by all ranks, once, and the token with it; layouts do not change in a run."""
         parts = self._all_parts()
-        held: list[Any] = [None] * self._world_size
-        dist.all_gather_object(held, {(part.name, part.offsets): part.bytes for part in parts})
-        owners = choose_owners(held)
+        told: list[Any] = [None] * self._world_size
+        dist.all_gather_object(told, ({(part.name, part.offsets): part.bytes for part in parts}, secrets.token_hex(4)))
+        self._token = told[0][1]
+        owners = choose_owners([held for held, _ in told])
         return plan_image([part for part in parts if owners[part.name, part.offsets] == self._rank])
 
     @cached_property
@@ -179,9 +187,8 @@ class Saver:
     @cached_property
     def _buffer(self) -> Tensor:
         """Room for the copy; on a GPU's host it is pinned, so that the copy runs beside the kernels."""
-        buffer = torch.empty(self._image.bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        header = self._image.header
-        buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        buffer = torch.zeros(self._image.bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        self._image.put_header(buffer)
         return buffer
 
 

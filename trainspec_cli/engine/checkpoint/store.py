@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainspec_cli.engine.checkpoint.files import clear_partials
 from trainspec_cli.engine.checkpoint.manifest import Manifest, read_manifest, verify_files
 from trainspec_cli.engine.checkpoint.memory import Place, fetch, find_newest
 from trainspec_cli.engine.checkpoint.parts import Held, Part, copy_twins, rng_parts, set_rng
@@ -29,10 +28,8 @@ class Restored:
 def load_newest(run_dir: RunDir, held: Held, device: torch.device, memory: Place | None = None) -> Restored | None:
     """Restore the newest whole checkpoint, on disk or (`memory`) in the hosts' memory; None where there is none.
 
-    Called by every rank together; what a killed save left behind is cleared. Raises MachineError on an altered one.
+    Called by every rank together. Raises MachineError on an altered one.
     """
-    if dist.get_rank() == 0:
-        clear_partials(run_dir.checkpoints)
     newest = max(run_dir.checkpoint_steps(), default=-1)
     found = find_newest(memory) if memory else None
     if memory and found and found.manifest.step > newest:

@@ -35,6 +35,7 @@ TICK_S = 0.25
 STOPPED_S = 2.0
 """A tick that comes so late was not slow: the process, or the whole machine, stood still, and that is forgiven."""
 REMEMBERED_STEPS = 100
+STACK_FRAMES = 30
 OTHERS_S = 5.0
 """The ranks of one hang are heard within this time: their deadlines were learned from the same steps."""
 
@@ -116,7 +117,7 @@ class StepWatch(threading.Thread):
         """The newest report of each rank that has left one."""
         told = {}
         for rank in range(self._world_size):
-            for event in tail_events(self._journal.path(rank)):
+            for event in tail_events(self._journal.events_of(rank)):
                 if event["type"] == "hang" and event["time"] >= since:
                     told[rank] = event
         return told
@@ -152,7 +153,7 @@ def whereabouts(thread: int) -> dict[str, Any]:
         "waiting": waiting,
         "waits_in": newest["name"] if newest and waiting else None,
         "collectives": {entry["group"]: entry["number"] for entry in entered},
-        "stack": "".join(traceback.format_list(frames[-12:])),
+        "stack": "".join(traceback.format_list(frames[-STACK_FRAMES:])),
     }
 
 
