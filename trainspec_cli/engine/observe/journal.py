@@ -18,14 +18,14 @@ class Journal:
         self._events = EventWriter(run_dir.events(rank), rank)
         self._board = TensorBoardLog(run_dir.root / "tensorboard") if tensorboard and rank == 0 else None
 
-    def path(self, rank: int) -> Path:
-        """Where another rank of the same group writes its own."""
-        return self._run_dir.events(rank)
-
     def write(self, kind: str, **fields: Any) -> None:
         self._events.write(kind, **fields)
         if self._board:
             self._board.record(kind, fields)
+
+    def events_of(self, rank: int) -> Path:
+        """Where another rank writes its own."""
+        return self._run_dir.events(rank)
 
     def close(self) -> None:
         self._events.close()
@@ -43,7 +43,7 @@ class GroupJournal:
         self._story: Journal | None = None
         self._start: Fields = {}
 
-    def path(self, rank: int) -> Path:
+    def events_of(self, rank: int) -> Path:
         """Where another rank of the same group writes its own."""
         return self._run_dir.group_events(self._group, rank)
 
