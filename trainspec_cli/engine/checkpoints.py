@@ -61,11 +61,16 @@ class Checkpoints:
         if self._begun is not None and step > self._begun and not writing:
             self._end_pending()
 
-    def after_step(self, step: int, samples: int) -> None:
-        """Begin a checkpoint where one is due and none is being written."""
+    def after_step(self, step: int, samples: int, *, writes: bool = True) -> None:
+        """Begin a checkpoint where one is due and none is being written.
+
+        `samples` have been taken so far, by all ranks; not `writes`: another replica group does it for this one.
+        """
         if self._cadence.is_due(step) and self._due_since is None:
             self._due_since = step
-        if self._begun is not None:
+        if not writes:
+            self._due_since = None
+        if self._begun is not None or not writes:
             return
         if self._due_since is None:
             self._copy_if_due(step, samples)

@@ -210,8 +210,7 @@ class ElasticTrainer(Trainer):
 
     def _checkpoint(self) -> None:
         """One group writes for all."""
-        if self.leads:
-            super()._checkpoint()
+        self.checkpoints.after_step(self.step, self.samples, writes=self.leads)
 
     def _checkpoint_last(self) -> None:
         if self.leads and not self.late:

@@ -30,7 +30,7 @@ def supervise_groups(job: Job, plan: Plan, watch: Watch, say: Callable[[str], No
     """As `supervise`, for a plan of several replica groups. `say` hears of every failure and what follows."""
     requests, marks = StopRequests(), EventWriter(job.run.supervisor_events, SUPERVISOR)
     with on_stop_signal(requests.add):
-        marks.write("launch", restart=False)
+        marks.write("launch")
         guarding = start_guard(job)
         run = _Run(job, plan, requests, say)
         try:

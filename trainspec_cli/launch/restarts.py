@@ -28,7 +28,7 @@ def supervise_with_restarts(
     restarts_s: list[float] = []
     while True:
         begun_from = _newest_checkpoint(job)
-        ending = supervise(job, executor, watch, restart=bool(restarts_s))
+        ending = supervise(job, executor, watch)
         now_s, failures = time.monotonic(), find_failures(job)
         over = ending.stop_requested or ending.left_behind or job.run.result_json.is_file()
         if over or _comes_again(failures) or _newest_checkpoint(job) <= begun_from:

@@ -33,7 +33,7 @@ class Ending:
     """Why the supervisor ended the run, where it did (too few replica groups were left)."""
 
 
-def supervise(job: Job, executor: Executor, watch: Callable[[bool], None], *, restart: bool = False) -> Ending:
+def supervise(job: Job, executor: Executor, watch: Callable[[bool], None]) -> Ending:
     """Submit `job` and return when all its processes have ended. `watch` is called about ten times a second,
     with whether a stop has been asked for.
 
@@ -43,7 +43,7 @@ def supervise(job: Job, executor: Executor, watch: Callable[[bool], None], *, re
     """
     requests, marks = StopRequests(), EventWriter(job.run.supervisor_events, SUPERVISOR)
     with on_stop_signal(requests.add):
-        marks.write("launch", restart=restart)
+        marks.write("launch")
         running = executor.submit(job)
         watched = _Watched(running, job, requests, marks)
         try:

@@ -38,14 +38,14 @@ class Journal:
         told = spec if rank == 0 else None
         self._trackers = [make(run_dir, told) for key, make in TRACKERS.items() if told and getattr(told.tracking, key)]
 
-    def path(self, rank: int) -> Path:
-        """Where another rank of the same group writes its own."""
-        return self._run_dir.events(rank)
-
     def write(self, kind: str, **fields: Any) -> None:
         self._events.write(kind, **fields)
         for tracker in self._trackers:
             tracker.record(kind, fields)
+
+    def events_of(self, rank: int) -> Path:
+        """Where another rank writes its own."""
+        return self._run_dir.events(rank)
 
     def close(self) -> None:
         self._events.close()
@@ -63,7 +63,7 @@ class GroupJournal:
         self._story: Journal | None = None
         self._start: Fields = {}
 
-    def path(self, rank: int) -> Path:
+    def events_of(self, rank: int) -> Path:
         """Where another rank of the same group writes its own."""
         return self._run_dir.group_events(self._group, rank)
 
