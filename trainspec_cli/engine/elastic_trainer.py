@@ -200,8 +200,7 @@ class ElasticTrainer(Trainer):
 
     def _checkpoint(self) -> None:
         """One group writes for all."""
-        if self.seat.rank == 0:
-            super()._checkpoint()
+        self.checkpoints.after_step(self.step, self.samples, writes=self.seat.rank == 0)
 
     def _checkpoint_last(self) -> None:
         if self.seat.rank == 0 and not self.late:

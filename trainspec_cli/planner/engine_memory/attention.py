@@ -1,22 +1,22 @@
-"""Attention on the tape: grouped-query heads, windows, sinks, latents; whole or spread over context parallelism.
+"""Attention on a tape: grouped heads, windows, sinks, latents, and the sequence spread over ranks.
 
-What fused kernels save: queries, keys, values, the output and a logarithm a row.
+Where a mask or a head's size decides which kernel runs, counted is one that never holds the scores, as the fused ones
+of GPUs.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from trainspec_cli.planner.engine_memory.shape import Shape
 from trainspec_cli.planner.engine_memory.tape import Tape, Value
-from trainspec_cli.spec.model import LatentAttention
 
 SINK_DIMS = 8
-"""By so much the engine's heads grow where queries carry their head's sink."""
+"""By so much heads grow where a sink's logit travels with the queries."""
 
 
-def attention(tape: Tape, x: Value, shape: Shape, window: int | None) -> Value:
+def attention(tape: Tape, x: Value, shape: Shape) -> Value:
     model, tokens, tp = shape.decoder, shape.tokens, shape.layout.tp
-    if model.mla is not None:
-        return latent_attention(tape, x, shape, model.mla)
     query, key = model.num_heads * model.head_dim // tp, model.num_kv_heads * model.head_dim // tp
     q, k, v = (tape.linear(x, tape.leaf(model.hidden_size * n), tokens * n) for n in (query, key, key))
     if model.qk_norm:
@@ -24,8 +24,8 @@ def attention(tape: Tape, x: Value, shape: Shape, window: int | None) -> Value:
     if shape.rotates:
         q, k = (rotate(tape, y) for y in (q, k))
     if model.attention_sinks:
-        q, k = carry_sinks(tape, q, shape), widen(tape, k, shape)
-    mixed = core(tape, q, k, v, shape, window)
+        q, k = carry_sinks(tape, q, k, model.head_dim)
+    mixed = core(tape, q, k, v, shape)
     return tape.linear(mixed, tape.leaf(query * model.hidden_size), tokens * model.hidden_size)
 
 
@@ -35,25 +35,137 @@ def rotate(tape: Tape, x: Value) -> Value:
     return tape.apply((x,), x.elements, scratch=(3 * size, 2.5 * size))
 
 
-def core(tape: Tape, q: Value, k: Value, v: Value, shape: Shape, window: int | None) -> Value:
-    layout, rows = shape.layout, rows_of(shape)
+def carry_sinks(tape: Tape, q: Value, k: Value, size: int) -> tuple[Value, Value]:
+    """A head's logit beside each of its queries, zeros beside the keys."""
+    logit = tape.expand(tape.leaf(1), q.elements / size)
+    grown = tape.copy(tape.cat(q, logit), q.elements * (size + SINK_DIMS) / size)
+    return grown, tape.copy(k, k.elements * (size + SINK_DIMS) / size)
+
+
+# Latent attention
+
+
+def latent_attention(tape: Tape, x: Value, shape: Shape) -> Value:
+    q = latent_queries(tape, x, shape)
+    k, v = latent_keys_values(tape, x, shape)
+    mixed = core(tape, q, k, v, shape)
+    hidden = shape.decoder.hidden_size
+    return tape.linear(mixed, tape.leaf(mixed.elements / shape.tokens * hidden), shape.tokens * hidden)
+
+
+def latent_queries(tape: Tape, x: Value, shape: Shape) -> Value:
+    model, mla, tokens = shape.decoder, shape.latent, shape.tokens
+    heads, size = model.num_heads // shape.layout.tp, mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    source, rank = x, mla.q_lora_rank or model.hidden_size
+    if mla.q_lora_rank:
+        source = tape.norm(tape.linear(x, tape.leaf(model.hidden_size * rank), tokens * rank), tape.leaf(rank), tokens)
+    q = tape.linear(source, tape.leaf(rank * heads * size), tokens * heads * size)
+    plain, rotated = tape.split(q, *(tokens * heads * part for part in (mla.qk_nope_head_dim, mla.qk_rope_head_dim)))
+    return tape.cat(plain, rotate(tape, rotated))
+
+
+def latent_keys_values(tape: Tape, x: Value, shape: Shape) -> tuple[Value, Value]:
+    """The rotated part of the keys is one for all heads."""
+    model, mla, tokens, heads = shape.decoder, shape.latent, shape.tokens, shape.decoder.num_heads // shape.layout.tp
+    rank, shared, plain_size, value = mla.kv_lora_rank, mla.qk_rope_head_dim, mla.qk_nope_head_dim, mla.v_head_dim
+    down = tape.linear(x, tape.leaf(model.hidden_size * (rank + shared)), tokens * (rank + shared))
+    latent, rotated = tape.split(down, tokens * rank, tokens * shared)
+    per_token = heads * (plain_size + value)
+    both = tape.linear(tape.norm(latent, tape.leaf(rank), tokens), tape.leaf(rank * per_token), tokens * per_token)
+    plain, v = tape.split(both, tokens * heads * plain_size, tokens * heads * value)
+    turned = rotate(tape, rotated)
+    return tape.cat(plain, tape.expand(turned, tokens * heads * shared)), v
+
+
+# What crosses the sequence
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What a kernel sees, with `samples` times `length` tokens of some heads."""
+
+    samples: int
+    length: int
+    rows: float
+    """Of queries, over all of their heads."""
+    window: int | None
+    sinks: bool
+
+    @property
+    def is_cut(self) -> bool:
+        return self.window is not None and self.window < self.length
+
+
+def core(tape: Tape, q: Value, k: Value, v: Value, shape: Shape) -> Value:
+    layout = shape.layout
+    rows = shape.tokens * shape.decoder.num_heads / layout.tp
     if layout.cp > 1 and layout.context_method == "ring":
         return ring(tape, q, k, v, rows, layout.cp)
-    if layout.cp > 1:
-        q, k, v = (swap(tape, y) for y in (q, k, v))
-    seen = shape.seq_len * layout.cp
-    if window is not None and window < seen:
-        mixed = windowed(tape, q, k, v, shape, window)
-    elif shape.decoder.attention_sinks:
-        mixed = after_sink(tape, q, k, v, shape, seen)
-    else:
-        mixed = flash(tape, q, k, v, rows)
-    return swap(tape, mixed) if layout.cp > 1 else mixed
+    length = shape.seq_len * layout.cp
+    seq = Heads(shape.samples, length, rows, shape.layer.window, shape.decoder.attention_sinks)
+    if layout.cp == 1:
+        mixed = causal_core(tape, q, k, v, seq)
+        return tape.copy(mixed) if seq.is_cut or v.elements < k.elements else mixed  # to stand token by token
+    q, k, v = (swap(tape, y) for y in (q, k, v))
+    return swap(tape, causal_core(tape, q, k, v, seq))
 
 
-def flash(tape: Tape, q: Value, k: Value, v: Value, rows: float) -> Value:
+def causal_core(tape: Tape, q: Value, k: Value, v: Value, seq: Heads) -> Value:
+    """Kernels take heads of one size."""
+    is_narrow, elements = v.elements < k.elements, q.elements * v.elements / k.elements
+    if is_narrow:
+        v = tape.copy(v, k.elements)
+    mixed = windowed(tape, q, k, v, seq) if seq.is_cut else whole(tape, q, k, v, seq=seq)
+    return tape.part(mixed, elements) if is_narrow else mixed
+
+
+def whole(tape: Tape, q: Value, k: Value, v: Value, *, seq: Heads, share: float = 1.0) -> Value:
+    """Causal; of the first `share` of the sequence."""
+    rows, elements = seq.rows * share, q.elements
+    if not seq.sinks:
+        return flash(tape, q, k, v, rows)
+    longer = 1 + 1 / (seq.length * share)
+    q, k, v = pad_front(tape, q, longer), sink_key(tape, pad_front(tape, k, longer)), pad_front(tape, v, longer)
+    return tape.part(flash(tape, q, k, v, rows * longer), elements)
+
+
+def windowed(tape: Tape, q: Value, k: Value, v: Value, seq: Heads) -> Value:
+    """The first block by itself, each other one with the keys of the block before."""
+    window, elements = float(seq.window or 0), q.elements
+    share, blocks = window / seq.length, -(-seq.length // window)
+    start = [tape.part(y, y.elements * share) for y in (q, k, v)]
+    first = whole(tape, *start, seq=seq, share=share)
+    del start
+    q, k, v = (tape.copy(y, y.elements * blocks * share) for y in (q, k, v))
+    k, v = (beside(tape, y, (blocks - 1) / blocks) for y in (k, v))
+    q = tape.part(q, q.elements * (blocks - 1) / blocks)
+    if seq.samples > 1:
+        q, k, v = (tape.copy(y) for y in (q, k, v))
+    if seq.sinks:
+        longer = 1 + 0.5 / window
+        k, v = sink_key(tape, pad_front(tape, k, longer)), pad_front(tape, v, longer)
+    rest = flash(tape, q, k, v, seq.rows * share * (blocks - 1), mask=2 * window * window)
+    if first.elements + rest.elements > elements:
+        rest = tape.part(rest, elements - first.elements)
+    return tape.cat(first, rest)
+
+
+def beside(tape: Tape, x: Value, share: float) -> Value:
+    """Each block's tokens and those of the one after, so that each stands behind the one before."""
+    return tape.cat(tape.part(x, x.elements * share), tape.part(x, x.elements * share))
+
+
+def pad_front(tape: Tape, x: Value, longer: float) -> Value:
+    return tape.copy(x, x.elements * longer)
+
+
+def sink_key(tape: Tape, k: Value) -> Value:
+    return tape.copy_in_forward(k)
+
+
+def flash(tape: Tape, q: Value, k: Value, v: Value, rows: float, mask: float = 0.0) -> Value:
     """Saves its inputs, its output and a logarithm a row."""
-    saved = (q, k, v, tape.new(rows, 4.0))
+    saved = (q, k, v, tape.new(rows, 4.0), tape.new(mask))
     return tape.apply((q, k, v), q.elements, saved=saved, saves_output=True, costly=True)
 
 
@@ -77,122 +189,3 @@ def ring(tape: Tape, q: Value, k: Value, v: Value, rows: float, turns: int) -> V
     tape.keep((query * width + 4 * rows) * turns)
     saved = (q, k, v, tape.new(rows, 4.0))
     return tape.copy(tape.apply((q, k, v), query, saved=saved, saves_output=True, scratch=(forward, backward)))
-
-
-# Latent attention (arXiv:2405.04434)
-
-
-def latent_attention(tape: Tape, x: Value, shape: Shape, mla: LatentAttention) -> Value:
-    model, tokens, heads = shape.decoder, shape.tokens, shape.decoder.num_heads // shape.layout.tp
-    q = latent_queries(tape, x, shape, mla)
-    k, v = latent_keys_values(tape, x, shape, mla)
-    mixed = padded_flash(tape, q, k, v, tokens * heads)
-    mixed = tape.apply((mixed,), tokens * heads * mla.v_head_dim)  # cut to the values' size
-    out = tape.leaf(heads * mla.v_head_dim * model.hidden_size)
-    return tape.linear(mixed, out, tokens * model.hidden_size)
-
-
-def latent_queries(tape: Tape, x: Value, shape: Shape, mla: LatentAttention) -> Value:
-    model, tokens, heads = shape.decoder, shape.tokens, shape.decoder.num_heads // shape.layout.tp
-    rank, size = mla.q_lora_rank, mla.qk_nope_head_dim + mla.qk_rope_head_dim
-    if rank:
-        x = tape.linear(x, tape.leaf(model.hidden_size * rank), tokens * rank)
-        x = tape.norm(x, tape.leaf(rank), tokens)
-    q = tape.linear(x, tape.leaf((rank or model.hidden_size) * heads * size), tokens * heads * size)
-    return join_rotated(tape, q, tokens * heads * mla.qk_rope_head_dim)
-
-
-def join_rotated(tape: Tape, x: Value, rotated: float) -> Value:
-    """A part of each head is rotated, and the head put together again."""
-    size, whole = rotated * x.width, x.elements * x.width
-    return tape.apply((x,), x.elements, scratch=(max(4 * size - whole, size), max(3.5 * size - whole, size)))
-
-
-def latent_keys_values(tape: Tape, x: Value, shape: Shape, mla: LatentAttention) -> tuple[Value, Value]:
-    """Keys are put together of two parts; values stay beside one of them."""
-    model, tokens, heads = shape.decoder, shape.tokens, shape.decoder.num_heads // shape.layout.tp
-    rank, size = mla.kv_lora_rank, mla.qk_nope_head_dim + mla.qk_rope_head_dim
-    both, wide = mla.qk_nope_head_dim + mla.v_head_dim, rank + mla.qk_rope_head_dim
-    low = tape.linear(x, tape.leaf(model.hidden_size * wide), tokens * wide)
-    normed = tape.apply((low, tape.leaf(rank)), tokens * rank, saved=(low, tape.new(tokens, 4.0)))
-    pair = tape.linear(normed, tape.leaf(rank * heads * both), tokens * heads * both)
-    return tape.apply((pair,), tokens * heads * size), pair
-
-
-def padded_flash(tape: Tape, q: Value, k: Value, v: Value, rows: float) -> Value:
-    """Values narrower than keys (they lie beside parts of them) are padded to their size."""
-    return flash(tape, q, k, tape.apply((v,), k.elements), rows)
-
-
-# Sinks and windows (gpt_oss)
-
-
-def carry_sinks(tape: Tape, q: Value, shape: Shape) -> Value:
-    """One more dimension with the sink's logit, then some zeros."""
-    logit = tape.apply((q, tape.leaf(shape.decoder.num_heads)), q.elements * (1 + 1 / shape.decoder.head_dim))
-    return widen(tape, logit, shape, SINK_DIMS - 1)
-
-
-def widen(tape: Tape, x: Value, shape: Shape, dims: int = SINK_DIMS) -> Value:
-    """Zeros at each head's end."""
-    return tape.apply((x,), x.elements * (1 + dims / (shape.decoder.head_dim + SINK_DIMS - dims)))
-
-
-def after_sink(tape: Tape, q: Value, k: Value, v: Value, shape: Shape, seq_len: int) -> Value:
-    """A token before the first stands for the sink."""
-    wide = widen(tape, v, shape)
-    mixed = flash_after_sink(tape, q, k, wide, rows_of(shape), seq_len)
-    return tape.copy(mixed, rows_of(shape) * shape.decoder.head_dim)
-
-
-def flash_after_sink(tape: Tape, q: Value, k: Value, v: Value, rows: float, keys: int) -> Value:
-    """Keys are copied twice: for the token before them, and for what it reads."""
-    more = (keys + 1) / keys
-    q, k, v = (
-        tape.copy(q, q.elements * more),
-        tape.copy(tape.copy(k, k.elements * more)),
-        tape.copy(v, v.elements * more),
-    )
-    return flash(tape, q, k, v, rows * more)
-
-
-def rows_of(shape: Shape) -> float:
-    """Queries of all heads held here."""
-    return shape.tokens * (shape.decoder.num_heads // shape.layout.tp)
-
-
-def windowed(tape: Tape, q: Value, k: Value, v: Value, shape: Shape, window: int) -> Value:
-    """The first block by itself; the others, each with the keys of the one before, as samples of their own."""
-    sinks, seen = shape.decoder.attention_sinks, shape.seq_len * shape.layout.cp
-    part, blocks = window / seen, -(-seen // window)
-    wide = widen(tape, v, shape) if sinks else v
-    first = first_block(tape, [tape.view(y, y.elements * part) for y in (q, k, wide)], shape, window)
-    q, k, v = (tape.copy(y, y.elements * part * blocks) for y in (q, k, wide))
-    rest = other_blocks(tape, q, k, v, shape, window, blocks)
-    return tape.copy(tape.join(first, rest), rows_of(shape) * shape.decoder.head_dim)
-
-
-def first_block(tape: Tape, parts: list[Value], shape: Shape, window: int) -> Value:
-    """Plain causal attention of its own queries on its own keys."""
-    q, k, v = parts
-    rows = rows_of(shape) * window / (shape.seq_len * shape.layout.cp)
-    if shape.decoder.attention_sinks:
-        return flash_after_sink(tape, q, k, v, rows, window)
-    return flash(tape, q, k, v, rows)
-
-
-def other_blocks(tape: Tape, q: Value, k: Value, v: Value, shape: Shape, window: int, blocks: int) -> Value:
-    left, sinks = (blocks - 1) / blocks, shape.decoder.attention_sinks
-    rows = q.elements * left / (shape.decoder.head_dim + (SINK_DIMS if sinks else 0))
-    k, v = (tape.copy(y, 2 * left * y.elements) for y in (k, v))
-    if blocks > 2:  # one block alone need not be put in order
-        q, k, v = tape.copy(q, left * q.elements), tape.copy(k), tape.copy(v)
-    mask = tape.new(window * (2 * window + sinks))
-    if sinks:
-        more = (2 * window + 1) / (2 * window)
-        k, v = tape.copy(tape.copy(k, k.elements * more)), tape.copy(v, v.elements * more)
-    saved = (q, k, v, mask, tape.new(rows, 4.0))
-    mixed = tape.apply(
-        (q, k, v), left * q.elements if blocks == 2 else q.elements, saved=saved, saves_output=True, costly=True
-    )
-    return tape.copy(mixed)

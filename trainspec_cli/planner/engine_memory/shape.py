@@ -1,18 +1,45 @@
-"""What a block's sizes follow from."""
+"""What a layer's sizes follow from: its kind, the layout, and the tokens of one rank and one micro-batch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from trainspec_cli.spec.layout import Layout
-from trainspec_cli.spec.model import DecoderModel, HybridModel
+from trainspec_cli.spec.model import DecoderModel, ExpertSpec, HybridModel, LatentAttention
+
+TextModel = DecoderModel | HybridModel
+Mixer = Literal["attention", "latent", "feed_forward", "experts", "mamba"]
+LETTERS: dict[str, Mixer] = {"M": "mamba", "*": "attention", "-": "feed_forward", "E": "experts"}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A kind of layer: what stands behind its norms, one after another."""
+
+    mixers: tuple[Mixer, ...]
+    window: int | None = None
+    """Tokens that its attention sees; None: all before."""
+
+
+def layers_of(model: TextModel) -> list[Layer]:
+    if isinstance(model, HybridModel):
+        return [Layer((LETTERS[letter],)) for letter in model.layers]
+    return [_decoder_layer(model, layer) for layer in range(model.num_layers)]
+
+
+def _decoder_layer(model: DecoderModel, layer: int) -> Layer:
+    first: Mixer = "latent" if model.mla else "attention"
+    return Layer((first, "experts" if model.is_expert_layer(layer) else "feed_forward"), model.window_of(layer))
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one rank and one micro-batch."""
+    """Elements are of one rank: tokens of its part of the sequence (context parallelism), heads and widths of its part
+    of the matrices (tensor parallelism)."""
 
-    model: DecoderModel | HybridModel
+    model: TextModel
+    layer: Layer
     layout: Layout
     samples: int
     seq_len: int
@@ -32,38 +59,28 @@ class Shape:
         return self.tokens / (self.layout.tp if self.layout.sequence_parallel else 1)
 
     @property
-    def decoder(self) -> DecoderModel:
-        """The attention, feed-forward and expert layers in a decoder's terms."""
-        return self.model if isinstance(self.model, DecoderModel) else self.model.as_decoder
+    def hidden(self) -> int:
+        return self.model.hidden_size
 
     @property
-    def rotated_size(self) -> int:
-        """Of a head's; 0 where the model has no table of angles."""
-        if isinstance(self.model, HybridModel):
-            return 0
-        return self.model.mla.qk_rope_head_dim if self.model.mla else self.model.head_dim
+    def decoder(self) -> DecoderModel:
+        return self.model.as_decoder if isinstance(self.model, HybridModel) else self.model
 
     @property
     def rotates(self) -> bool:
         return isinstance(self.model, DecoderModel) and not self.model.learned_positions
 
+    @property
+    def hybrid(self) -> HybridModel:
+        assert isinstance(self.model, HybridModel)
+        return self.model
 
-@dataclass(frozen=True)
-class Layer:
-    """What one layer of the model is made of."""
+    @property
+    def experts(self) -> ExpertSpec:
+        assert self.model.experts is not None
+        return self.model.experts
 
-    mixer: str
-    """attention, mamba, or none."""
-    window: int | None
-    feed: str
-    """dense, experts, or none."""
-
-
-_LETTERS = {"M": ("mamba", "none"), "*": ("attention", "none"), "-": ("none", "dense"), "E": ("none", "experts")}
-
-
-def layer_of(model: DecoderModel | HybridModel, index: int) -> Layer:
-    if isinstance(model, HybridModel):
-        mixer, feed = _LETTERS[model.layers[index]]
-        return Layer(mixer, None, feed)
-    return Layer("attention", model.window_of(index), "experts" if model.is_expert_layer(index) else "dense")
+    @property
+    def latent(self) -> LatentAttention:
+        assert self.decoder.mla is not None
+        return self.decoder.mla

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import cast
 
-from trainspec_cli.planner.engine_memory.step import EngineRun, engine_peak, is_counted
+from trainspec_cli.planner.engine_memory.run import EngineRun, is_counted
+from trainspec_cli.planner.engine_memory.step import engine_peak
 from trainspec_cli.planner.memory import DEFAULT_MEMORY, MemoryModel, communicators, estimate_memory
 from trainspec_cli.planner.setup import Setup
-from trainspec_cli.spec.model import DecoderModel, HybridModel
+from trainspec_cli.spec.model import ConvModel
 from trainspec_cli.spec.prediction import MemoryBreakdown
 from trainspec_cli.spec.run import Recompute
 
@@ -30,11 +31,17 @@ def stages_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
 
 def _is_counted(setup: Setup) -> bool:
     plain = not setup.software.fused_kernels and setup.matmul in (setup.compute, "fp8") and setup.trainable == 1
-    return plain and is_counted(setup.model, "optimizer" if setup.offload_optimizer else "none")
+    counted = is_counted(setup.model, "optimizer" if setup.offload_optimizer else "none")
+    return plain and counted and _is_built(setup)
+
+
+def _is_built(setup: Setup) -> bool:
+    """Whether the engine spreads this model so: of convolutions the samples alone."""
+    layout = setup.layout
+    return not isinstance(setup.model, ConvModel) or layout.tp == layout.cp == layout.pp == 1
 
 
 def _run_of(setup: Setup, recompute: Recompute) -> EngineRun:
-    assert isinstance(setup.model, (DecoderModel, HybridModel))
     sequence_parallel = setup.layout.sequence_parallel and setup.layout.tp > 1
     return EngineRun(
         model=setup.model,
