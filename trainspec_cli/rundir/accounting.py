@@ -111,7 +111,7 @@ def _add_attempt(time_s: dict[str, float], attempt: Attempt, kept_until: float) 
         elif event["type"] == "checkpoint":
             spent["checkpoint"] += event.get("waited_s", 0.0)
         elif event["type"] == "recovery":
-            spent["recovery"] += event["stall_s"] or 0.0
+            spent["recovery"] += event["stall_s"] or 0.0  # it lies within a step
             spent["productive"] -= event["stall_s"] or 0.0
     spent["other"] = attempt.last_time - attempt.begin["time"] - math.fsum(spent.values())
     if spent["other"] < 0:  # two clocks differ by their jitter
