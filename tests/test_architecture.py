@@ -19,13 +19,14 @@ DOORS = {
     "spec": set(),
     "policy": {"spec"},
     "rundir": {"spec"},
-    "corpus": {"spec"},
+    "corpus": {"spec", "huggingface"},
+    "huggingface": {"spec"},
     "planner": {"spec", "policy"},
-    "launch": {"spec", "policy", "rundir", "corpus"},
-    "engine": {"spec", "policy", "rundir", "corpus"},
+    "launch": {"spec", "policy", "rundir", "corpus", "huggingface"},
+    "engine": {"spec", "policy", "rundir", "corpus", "huggingface"},
     "report": {"spec", "rundir"},
     "certify": {"spec", "planner", "rundir", "launch"},
-    "cli": {"compose", "spec", "rundir", "corpus", "planner", "launch", "report", "certify"},
+    "cli": {"compose", "spec", "rundir", "corpus", "huggingface", "planner", "launch", "report", "certify"},
 }
 """Room -> the rooms it may import. `errors`, `units` and the package's version are free to all."""
 

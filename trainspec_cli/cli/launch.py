@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
     from trainspec_cli.cli.load import Loaded
     from trainspec_cli.launch.folder import Origin
+    from trainspec_cli.rundir.paths import RunDir
     from trainspec_cli.spec.cluster import Machine
+    from trainspec_cli.spec.init import InitSpec
     from trainspec_cli.spec.plan import Plan
 
 app = typer.Typer(add_completion=False)
@@ -62,6 +64,7 @@ def _launch(loaded: Loaded, plan: Plan, machine: Machine, *, force: bool, as_jso
     with storage(wanted):
         job = build_job(plan, make_folder(wanted, loaded.composed.recipe), machine)
         with claim(job.run, job.launch_id):
+            _keep_origin(plan.spec.init, job.run)
             write_launch(job, plan, _origin(loaded), data_folder)
             return train(job, plan, console, as_json=as_json)
 
@@ -82,6 +85,16 @@ def _prepare_data(loaded: Loaded, console: Console) -> Path | None:
             return prepare(spec.data, on_progress)
     except TrainspecError as error:
         raise type(error)(loaded.composed.locate(error.problems)) from error
+
+
+def _keep_origin(init: InitSpec, run: RunDir) -> None:
+    """Config and tokenizer of the Hugging Face folder that the run begins with, at once or through other runs."""
+    from trainspec_cli.launch.exporting import keep_small_files
+    from trainspec_cli.rundir.paths import RunDir
+
+    source = init.hugging_face or (init.run and RunDir(init.run).huggingface)
+    if source is not None and source.is_dir():
+        keep_small_files(source, run)
 
 
 def _origin(loaded: Loaded) -> Origin:

@@ -26,6 +26,7 @@ COMMANDS = {
     "resume": Command("trainspec_cli.cli.resume", "go on with a run from its newest checkpoint"),
     "runs": Command("trainspec_cli.cli.runs", "list the runs below ./runs"),
     "report": Command("trainspec_cli.cli.report", "say what became of a run, and where the time went"),
+    "export": Command("trainspec_cli.cli.export", "write a run's weights as a Hugging Face folder"),
     "backtest": Command("trainspec_cli.cli.backtest", "predict a table of measured runs, and say how far off"),
     "certify": Command("trainspec_cli.cli.certify", "hold this engine, on these chips, against the open training spec"),
     "validate": Command("trainspec_cli.cli.validate", "find every problem of a recipe at once"),

@@ -36,7 +36,7 @@ def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, s
         # One host talks to itself: no host name to resolve, no port open to the network.
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         **(_KEEP_FREED_MEMORY if plan.device == "cpu" else {}),
-        **_python_path(),
+        **python_path(),
     }
 
 
@@ -45,7 +45,7 @@ _KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**
 a 30M-parameter llama on two cores trained at 3,270 tokens/s with that and 4,150 without. Other systems ignore these."""
 
 
-def _python_path() -> dict[str, str]:
+def python_path() -> dict[str, str]:
     """The workers run the same copy of trainspec as this process, also from a checkout."""
     home = str(Path(trainspec_cli.__file__).resolve().parent.parent)
     installed = {str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("purelib", "platlib")}
