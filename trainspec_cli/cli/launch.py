@@ -58,15 +58,15 @@ def _launch(loaded: Loaded, plan: Plan, machine: Machine, *, force: bool, as_jso
     console, wanted = make_console(as_json=as_json), plan.spec.run.dir
     check_free(wanted)
     plan = predict(plan, machine, console, force=force)
-    data_folder = _prepare_data(loaded, console)
+    data_folder = prepare_data(loaded, console)
     with storage(wanted):
         job = build_job(plan, make_folder(wanted, loaded.composed.recipe), machine)
         with claim(job.run, job.launch_id):
-            write_launch(job, plan, _origin(loaded), data_folder)
+            write_launch(job, plan, origin_of(loaded), data_folder)
             return train(job, plan, console, as_json=as_json)
 
 
-def _prepare_data(loaded: Loaded, console: Console) -> Path | None:
+def prepare_data(loaded: Loaded, console: Console) -> Path | None:
     """The folder to read, of tokens made now if need be; None where nothing is read. Problems are located as the
     recipe's own are."""
     from trainspec_cli.corpus.labelled import find_samples
@@ -84,7 +84,7 @@ def _prepare_data(loaded: Loaded, console: Console) -> Path | None:
         raise type(error)(loaded.composed.locate(error.problems)) from error
 
 
-def _origin(loaded: Loaded) -> Origin:
+def origin_of(loaded: Loaded) -> Origin:
     from trainspec_cli.compose.render import render_yaml
     from trainspec_cli.launch.folder import Origin
 

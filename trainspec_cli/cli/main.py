@@ -23,6 +23,7 @@ class Command:
 COMMANDS = {
     "plan": Command("trainspec_cli.cli.plan", "rank the layouts of a run, and say what it will take and cost"),
     "launch": Command("trainspec_cli.cli.launch", "train a recipe on this machine"),
+    "sbatch": Command("trainspec_cli.cli.sbatch", "train a recipe as a Slurm job, on one host or many"),
     "resume": Command("trainspec_cli.cli.resume", "go on with a run from its newest checkpoint"),
     "runs": Command("trainspec_cli.cli.runs", "list the runs below ./runs"),
     "report": Command("trainspec_cli.cli.report", "say what became of a run, and where the time went"),

@@ -48,9 +48,9 @@ def resume(run: RunArgument, changes: Changes = None, force: Force = False, as_j
 
     with on_stop_signal(interrupt):
         run_dir, console = find_run(run), make_console(as_json=as_json)
-        old = _read_plan(run_dir)
+        old = read_plan(run_dir)
         loaded = _change(run_dir, old, changes or [])
-        _check_unfinished(run_dir, loaded.spec.train.max_steps)
+        check_unfinished(run_dir, loaded.spec.train.max_steps)
         _check_data(run_dir, loaded)
         machine = detect_machine(loaded.spec)
         assert machine is not None, "a run that was started says what device it wants"
@@ -63,7 +63,7 @@ def resume(run: RunArgument, changes: Changes = None, force: Force = False, as_j
                 return train(job, plan, console, as_json=as_json)
 
 
-def _read_plan(run_dir: RunDir) -> Plan:
+def read_plan(run_dir: RunDir) -> Plan:
     from trainspec_cli.rundir.files import read_json
     from trainspec_cli.spec.canonical import from_plain
     from trainspec_cli.spec.plan import Plan
@@ -115,7 +115,7 @@ def _fixed(old: dict[str, object], new: dict[str, object]) -> list[Problem]:
     ]
 
 
-def _check_unfinished(run_dir: RunDir, max_steps: int) -> None:
+def check_unfinished(run_dir: RunDir, max_steps: int) -> None:
     step = newest_step(run_dir)
     if step >= max_steps:
         raise RecipeError(

@@ -12,9 +12,11 @@ from rich.console import Console
 
 from trainspec_cli.compose.origins import show_path
 from trainspec_cli.errors import EXIT_DONE, Problem, Stopped, WorkerError
+from trainspec_cli.launch.executor import Executor
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.local import LocalExecutor
 from trainspec_cli.launch.outcome import Explanation, Outcome, conclude
+from trainspec_cli.launch.signals import StopRequests
 from trainspec_cli.launch.supervise import supervise
 from trainspec_cli.report.collect import collect
 from trainspec_cli.report.live import LiveView
@@ -36,10 +38,21 @@ def make_console(*, as_json: bool) -> Console:
     return ViewConsole(stderr=as_json)
 
 
-def train(job: Job, plan: Plan, console: Console, *, as_json: bool) -> int:
-    """Run the job and tell how it ended; -> the exit code. Raises WorkerError where it failed."""
+def train(
+    job: Job,
+    plan: Plan,
+    console: Console,
+    *,
+    as_json: bool,
+    executor: Executor | None = None,
+    requests: StopRequests | None = None,
+) -> int:
+    """Run the job (on this host, where no executor is given) and tell how it ended; -> the exit code.
+
+    Raises WorkerError where it failed.
+    """
     with LiveView(job.run, plan, console) as view:
-        ending = supervise(job, LocalExecutor(), view.watch)
+        ending = supervise(job, executor or LocalExecutor(), view.watch, requests)
     if ending.left_behind:
         console.print(f"processes {', '.join(map(str, ending.left_behind))} hang in the kernel and could not be ended")
     outcome = conclude(job, ending)
@@ -88,6 +101,8 @@ def _last_words(run: RunDir, outcome: Outcome) -> str:
 
 
 def resume_command(run: RunDir) -> str:
+    if run.job_sbatch.is_file():
+        return f"sbatch {shlex.quote(shown(run.job_sbatch))}"
     return f"trainspec resume {_quoted(run)}"
 
 

@@ -11,6 +11,7 @@ import traceback
 from trainspec_cli.engine.signals import StopRequest
 from trainspec_cli.errors import TrainspecError
 from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.plan import Plan
@@ -44,7 +45,9 @@ def work(run_dir: RunDir, stop: StopRequest) -> None:
 
 
 def leave_error(run_dir: RunDir, error: Exception) -> None:
-    """This worker's own words, for the supervisor to show."""
+    """This worker's own words, for the supervisor to show; not for that of a newer start."""
+    if Fence.of_worker(run_dir).is_closed():
+        return
     rank = int(os.environ.get("RANK", "0"))
     problem = error.problems[0] if isinstance(error, TrainspecError) else None
     write_json(

@@ -6,15 +6,23 @@ import contextlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 from trainspec_cli.launch import guard, processes
 from trainspec_cli.launch.environment import LAUNCH_ID
 from trainspec_cli.launch.job import Job
+from trainspec_cli.rundir import generations
 
 
 class LocalExecutor:
     def submit(self, job: Job) -> LocalProcesses:
-        """Start torchrun in a session of its own, so that Ctrl-C reaches the supervisor alone."""
+        """Start torchrun in a session of its own, so that Ctrl-C reaches the supervisor alone.
+
+        The run belongs to this start from now on, where the job is no part of a larger one.
+        """
+        if generations.GENERATION not in job.environment:
+            owned = {generations.GENERATION: str(generations.begin(job.run))}
+            job = replace(job, environment={**job.environment, **owned})
         job.logs.mkdir(parents=True, exist_ok=True)
         return LocalProcesses(job)
 

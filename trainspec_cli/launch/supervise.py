@@ -27,7 +27,9 @@ class Ending:
     """Ids of processes that could not be ended (stuck in the kernel)."""
 
 
-def supervise(job: Job, executor: Executor, watch: Callable[[bool], None]) -> Ending:
+def supervise(
+    job: Job, executor: Executor, watch: Callable[[bool], None], requests: StopRequests | None = None
+) -> Ending:
     """Submit `job` and return when all its processes have ended. `watch` is called about ten times a second,
     with whether a stop has been asked for.
 
@@ -35,7 +37,7 @@ def supervise(job: Job, executor: Executor, watch: Callable[[bool], None]) -> En
     they have said their first word there is nothing to write, and they are killed. A second request kills at once.
     When one worker fails, the others have `FAILURE_GRACE_S`.
     """
-    requests = StopRequests()
+    requests = requests or StopRequests()
     with on_stop_signal(requests.add):
         running = executor.submit(job)
         watched = _Watched(running, job, requests)

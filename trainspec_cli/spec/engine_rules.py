@@ -21,7 +21,6 @@ TRAINED: dict[str, tuple[Any, ...]] = {
     "precision.compute": ("bf16", "fp32", AUTO),
     "precision.matmul": ("compute", "fp8"),
     "resilience.mode": ("restart",),
-    "cluster.num_nodes": (1,),
     "cluster.device": ("cpu", "cuda", AUTO),
 }
 """The values that this version's engine and launcher take; the first is the one to type."""

@@ -28,6 +28,7 @@ from trainspec_cli.engine.checkpoint.manifest import (
 )
 from trainspec_cli.engine.checkpoint.state import copy_twins, gather_state, rng_state, set_rng_state
 from trainspec_cli.engine.shares import Share
+from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
 
 
@@ -57,6 +58,8 @@ def save(
     """Write the state after `step` updates; called by every rank together. -> its manifest."""
     final = run_dir.checkpoint(step)
     partial = final.with_name(f".{final.name}.partial")
+    fence = Fence.of_worker(run_dir)
+    fence.check()
     if dist.get_rank() == 0:
         _clear_partials(run_dir.checkpoints)
         partial.mkdir(parents=True)
@@ -67,6 +70,7 @@ def save(
     manifest = Manifest(step, samples, seed, dist.get_world_size(), recipe_digest, files)
     if dist.get_rank() == 0:
         write_manifest(partial, manifest)
+        fence.check()
         _publish(partial, final)
         _prune(run_dir, keep_last)
     dist.barrier()
