@@ -25,7 +25,8 @@ DOORS = {
     "engine": {"spec", "policy", "rundir", "corpus"},
     "report": {"spec", "rundir"},
     "certify": {"spec", "planner", "rundir", "launch"},
-    "cli": {"compose", "spec", "rundir", "corpus", "planner", "launch", "report", "certify"},
+    "doctor": {"spec", "rundir", "launch"},
+    "cli": {"compose", "spec", "rundir", "corpus", "planner", "launch", "report", "certify", "doctor"},
 }
 """Room -> the rooms it may import. `errors`, `units` and the package's version are free to all."""
 

@@ -10,9 +10,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trainspec_cli.launch.command import ENGINE
 from trainspec_cli.launch.environment import FAILURE_GRACE_S, LAUNCH_ID, python_path
@@ -59,9 +60,21 @@ def build_nodes_job(plan: Plan, root: Path, reach: Reach) -> Job:
     )
 
 
+@dataclass(frozen=True)
+class Examination:
+    """What every host goes through before its workers start."""
+
+    command: tuple[str, ...]
+    """Run on each host; prints its report as JSON in its last line."""
+    judge: Callable[[Sequence[dict[str, Any]]], None]
+    """Takes the reports of all hosts, by number. Raises MachineError where one is not fit."""
+
+
 class NodesExecutor:
-    def __init__(self, plan: Plan, reach: Reach, worker: Sequence[str] = ENGINE):
-        self._plan, self._reach, self._worker = plan, reach, worker
+    def __init__(
+        self, plan: Plan, reach: Reach, worker: Sequence[str] = ENGINE, examination: Examination | None = None
+    ):
+        self._plan, self._reach, self._worker, self._examination = plan, reach, worker, examination
 
     def submit(self, job: Job) -> Nodes:
         """Own the run, say where the hub is, start the agents."""
@@ -79,10 +92,11 @@ class NodesExecutor:
                 "token": job.launch_id,
                 "logs": str(job.logs),
                 "worker": list(self._worker),
+                "examine": list(self._examination.command) if self._examination else [],
                 "host": socket.gethostname(),
             },
         )
-        return Nodes(job, hub, _start(job, generation))
+        return Nodes(job, hub, _start(job, generation), self._examination)
 
 
 def _start(job: Job, generation: int) -> subprocess.Popen[bytes]:
@@ -101,8 +115,9 @@ def _start(job: Job, generation: int) -> subprocess.Popen[bytes]:
 
 
 class Nodes:
-    def __init__(self, job: Job, hub: Hub, starter: subprocess.Popen[bytes]):
+    def __init__(self, job: Job, hub: Hub, starter: subprocess.Popen[bytes], examination: Examination | None):
         self._job, self._hub, self._starter = job, hub, starter
+        self._examination = examination
         self._gone_at: float | None = None
         self._end_at: float | None = None
 
@@ -114,8 +129,9 @@ class Nodes:
         return code
 
     def anything_left(self) -> bool:
-        """Also hears the agents: the supervisor asks about ten times a second."""
+        """Also hears the agents: it is asked about ten times a second. Raises MachineError for an unfit host."""
         self._hub.poll()
+        self._judge()
         self._note_losses()
         if not self._hub.all_gone:
             return self._starter.poll() is None or any(member.wire and not member.gone for member in self._hub.members)
@@ -135,6 +151,15 @@ class Nodes:
         self._hub.close()
         _end_process(self._starter)
         return ()
+
+    def _judge(self) -> None:
+        """Once every host has been examined."""
+        reports = [member.report for member in self._hub.members if member.report is not None]
+        if self._examination and len(reports) == len(self._hub.members):
+            write_json(self._job.root / "preflight.json", reports)
+            self._examination.judge(reports)
+            self._examination = None
+            self._hub.tell("go")
 
     def _note_losses(self) -> None:
         """A job that lost a host cannot go on: the others are ended at once, without waiting for their timeouts."""
@@ -176,5 +201,7 @@ def _end_process(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def agent_command() -> tuple[str, ...]:
-    return (sys.executable, "-m", "trainspec_cli.launch.nodes.agent")
+def agent_command(node: int | None = None) -> tuple[str, ...]:
+    """None: the number is that of the Slurm task."""
+    number = () if node is None else ("--node", str(node))
+    return (sys.executable, "-m", "trainspec_cli.launch.nodes.agent", *number)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from trainspec_cli.launch.nodes.wire import Wire
 
@@ -23,6 +25,8 @@ class Member:
     """Why it counts as lost."""
     complaint: str = ""
     """Why it did not start."""
+    report: dict[str, Any] | None = None
+    """What the examination of the host found."""
 
     @property
     def gone(self) -> bool:
@@ -104,6 +108,8 @@ class Hub:
         for words in member.wire.hear():
             if words[0] == "ended":
                 member.exit_code = int(words[1])
+            elif words[0] == "report":
+                member.report = json.loads(" ".join(words[1:]))
             elif words[0] == "failed":
                 member.complaint = " ".join(words[1:])
         member.wire.beat()

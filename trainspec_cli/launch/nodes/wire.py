@@ -1,7 +1,7 @@
 """What agents and the hub say to one another: lines of words over TCP.
 
-    agent -> hub   hello TOKEN NODE HOST | ended EXIT_CODE | failed MESSAGE | beat
-    hub -> agent   stop | end | beat
+    agent -> hub   hello TOKEN NODE HOST | report JSON | ended EXIT_CODE | failed MESSAGE | beat
+    hub -> agent   go | stop | end | beat
 
 Nobody blocks: both look at their sockets while they do their own work, and a peer that is silent for too long is lost,
 whether its process hangs, its host is off or its cable is cut (TCP by itself would wait for a quarter of an hour).
