@@ -52,11 +52,16 @@ class Cluster:
     def environment(self) -> dict[str, str]:
         return os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
+    @property
+    def beside_controller(self) -> list[str]:
+        """What goes before a client's command, so that it reaches the controller."""
+        return self.hosts.beside_switch() if self.hosts else []
+
     # What a user does
 
     def run(self, *command: object, user: str | None = None, check: bool = True, **more: object) -> str:
         """A client command, where it can reach the controller; -> what it prints."""
-        before = [*(self.hosts.beside_switch() if self.hosts else []), *_as(user)]
+        before = [*self.beside_controller, *_as(user)]
         done = subprocess.run(
             [*before, *map(str, command)],
             env=self.environment | dict(more.pop("env", {})),  # type: ignore[call-overload]
@@ -115,7 +120,9 @@ class Cluster:
         self.wait_until(self._all_idle, "idle nodes")
 
     def stop(self) -> None:
-        subprocess.run(["scancel", "--user=root"], env=self.environment, timeout=30, capture_output=True)
+        subprocess.run(
+            [*self.beside_controller, "scancel", "--user=root"], env=self.environment, timeout=30, capture_output=True
+        )
         for name in sorted(self._daemons, reverse=True):
             _terminate(self._daemons[name])
         for process in psutil.process_iter():
@@ -134,8 +141,7 @@ class Cluster:
         files = (f"--pid-file={munge['pid']}", f"--log-file={munge['log']}", f"--seed-file={munge['seed']}")
         self._call("munged", "--force", f"--socket={self._socket}", f"--key-file={key}", *files)
         self._daemons["munged"] = _daemon(munge["pid"])
-        beside = self.hosts.beside_switch() if self.hosts else []
-        self._call(*beside, "slurmctld")
+        self._call(*self.beside_controller, "slurmctld")
         self._daemons["slurmctld"] = _daemon(self.folder / "slurmctld.pid")
         for node in range(1, self.count + 1):
             self._start_node(node)

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from types import FrameType
 
 from rich.console import Console
@@ -18,15 +19,15 @@ from trainspec_cli.cli.nodes import drive
 from trainspec_cli.cli.problems import render_problems
 from trainspec_cli.cli.resume import read_plan
 from trainspec_cli.cli.style import Style
-from trainspec_cli.errors import TrainspecError
+from trainspec_cli.errors import MachineError, TrainspecError
 from trainspec_cli.launch.nodes.executor import Reach
 from trainspec_cli.launch.signals import PatientRequests
 from trainspec_cli.launch.slurm import commands as slurm
 from trainspec_cli.launch.slurm.requeue import Requeue, decide
 from trainspec_cli.rundir.paths import RunDir
 
-REQUEUED_S = 120.0
-"""Slurm ends a job that it has requeued; it takes no longer than this."""
+AVOID_S = 5.0
+"""Slurm leaves a job that it has requeued some seconds to end (KillWait, 30 by default)."""
 
 
 def main() -> None:
@@ -59,19 +60,32 @@ class TimeWarning:
 
 
 def _requeue(run: RunDir, job_id: str, again: Requeue, console: Console) -> None:
-    """Returns where the job has been requeued often enough."""
+    """Unless the job has been requeued often enough."""
     done, most = int(os.environ.get("SLURM_RESTART_COUNT", "0")), read_plan(run).spec.cluster.slurm.max_requeues
     if done >= most:
         console.print(
             f"not requeued: {again.reason}, and the job was requeued {done} times (cluster.slurm.max_requeues)"
         )
         return
-    if again.avoid:
-        slurm.exclude(job_id, again.avoid, before=slurm.excluded(job_id))
     console.print(f"requeued: {again.reason}; start {done + 2} goes on from the newest checkpoint")
     sys.stdout.flush()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     slurm.requeue(job_id)
-    time.sleep(REQUEUED_S)
+    if again.avoid:
+        _avoid(job_id, again.avoid)
+
+
+def _avoid(job_id: str, hosts: Sequence[str]) -> None:
+    """Only a job that waits can be told to stay away from a host, so this is done in the grace time before the end."""
+    deadline = time.monotonic() + AVOID_S
+    while True:
+        try:
+            return slurm.exclude(job_id, hosts)
+        except MachineError as error:
+            if time.monotonic() > deadline:
+                print(f"{error}; the job may be started on {', '.join(hosts)} again", file=sys.stderr)
+                return None
+        time.sleep(0.2)
 
 
 if __name__ == "__main__":

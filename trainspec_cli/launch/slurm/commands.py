@@ -33,16 +33,11 @@ def requeue(job_id: str) -> None:
     _run(["scontrol", "requeue", job_id], hint="resume it yourself: sbatch job.sbatch in the run's folder")
 
 
-def exclude(job_id: str, hosts: Sequence[str], before: str) -> None:
-    """From its next start on the job stays away from `hosts`. Raises MachineError."""
-    names = ",".join(filter(None, (before, *hosts)))
-    _run(["scontrol", "update", f"job={job_id}", f"ExcNodeList={names}"], hint="")
-
-
-def excluded(job_id: str) -> str:
-    said = _run(["scontrol", "show", "job", job_id], hint="")
-    found = re.search(r"ExcNodeList=(\S+)", said)
-    return "" if found is None or found[1] == "(null)" else found[1]
+def exclude(job_id: str, hosts: Sequence[str]) -> None:
+    """The job, which waits to be started, stays away from `hosts` too. Raises MachineError."""
+    found = re.search(r"ExcNodeList=(\S+)", _run(["scontrol", "show", "job", job_id], hint=""))
+    before = [] if found is None or found[1] == "(null)" else [found[1]]
+    _run(["scontrol", "update", f"job={job_id}", f"ExcNodeList={','.join([*before, *hosts])}"], hint="")
 
 
 def first_host(node_list: str) -> str:
