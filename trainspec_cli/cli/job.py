@@ -24,6 +24,7 @@ from trainspec_cli.launch.nodes.executor import Reach
 from trainspec_cli.launch.signals import PatientRequests
 from trainspec_cli.launch.slurm import commands as slurm
 from trainspec_cli.launch.slurm.requeue import Requeue, decide
+from trainspec_cli.rundir.generations import FENCED
 from trainspec_cli.rundir.paths import RunDir
 
 AVOID_S = 5.0
@@ -40,6 +41,8 @@ def main() -> None:
         code = drive(run, reach, console, requests=PatientRequests())
     except TrainspecError as error:
         print(render_problems(error.problems, Style.of(sys.stderr), "error"), file=sys.stderr)
+        if error.problems[0].code == FENCED:
+            sys.exit(error.exit_code)
         code = error.exit_code
     again = decide(run, code, warned=warning.came)
     if again:

@@ -21,6 +21,8 @@ from trainspec_cli.launch.supervise import supervise
 from trainspec_cli.report.collect import collect
 from trainspec_cli.report.live import LiveView
 from trainspec_cli.report.render import render_summary
+from trainspec_cli.rundir import generations
+from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.plan import Plan
 
@@ -49,12 +51,14 @@ def train(
 ) -> int:
     """Run the job (on this host, where no executor is given) and tell how it ended; -> the exit code.
 
-    Raises WorkerError where it failed.
+    Raises WorkerError where it failed, or was begun anew by another start while it ran.
     """
+    fence = Fence(job.run, generations.newest(job.run) + 1)
     with LiveView(job.run, plan, console) as view:
         ending = supervise(job, executor or LocalExecutor(), view.watch, requests)
     if ending.left_behind:
         console.print(f"processes {', '.join(map(str, ending.left_behind))} hang in the kernel and could not be ended")
+    fence.check()
     outcome = conclude(job, ending)
     if outcome.exit_code == WorkerError.exit_code:
         raise WorkerError(_failure(job, outcome.explanation, console, as_json=as_json))

@@ -19,6 +19,8 @@ from trainspec_cli.rundir.paths import RunDir
 GENERATION = "TRAINSPEC_GENERATION"
 """The environment variable that tells a worker which one it belongs to."""
 
+FENCED = "fenced"
+"""The code of the error that ends what belongs to an older start."""
 LOOK_INTERVAL_S = 1.0
 
 
@@ -57,7 +59,8 @@ def read(run: RunDir, number: int) -> dict[str, Any]:
 
 
 class Fence:
-    """A worker's own view of who owns the run. Without a generation (no launch started it) everything is allowed."""
+    """Who owns the run, as a worker or supervisor of one start sees it. Without a generation (no launch started it)
+    everything is allowed."""
 
     def __init__(self, run: RunDir, generation: int | None):
         self._run, self._generation = run, generation
@@ -76,11 +79,9 @@ class Fence:
         """Before anything that lasts is written. Raises WorkerError where the run belongs to a newer start."""
         self._looked_at = time.monotonic()
         if self.is_closed():
-            raise WorkerError(
-                f"fenced off: start {newest(self._run)} owns the run now, and this worker belongs to start "
-                f"{self._generation}; it writes no more",
-                code="fenced",
-            )
+            owner = newest(self._run)
+            message = f"fenced off: start {owner} owns the run now, and this one, {self._generation}, writes no more"
+            raise WorkerError(message, code=FENCED)
 
     def check_now_and_then(self) -> None:
         """As `check`, at most once in `LOOK_INTERVAL_S`: for what is written often."""

@@ -23,6 +23,7 @@ from trainspec_cli.launch.place import free_port
 from trainspec_cli.launch.processes import POLL_S
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.files import write_json
+from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.plan import Plan
 
@@ -96,7 +97,7 @@ class NodesExecutor:
                 "host": socket.gethostname(),
             },
         )
-        return Nodes(job, hub, _start(job, generation), self._examination)
+        return Nodes(job, hub, _start(job, generation), self._examination, Fence(job.run, generation))
 
 
 def _start(job: Job, generation: int) -> subprocess.Popen[bytes]:
@@ -115,9 +116,16 @@ def _start(job: Job, generation: int) -> subprocess.Popen[bytes]:
 
 
 class Nodes:
-    def __init__(self, job: Job, hub: Hub, starter: subprocess.Popen[bytes], examination: Examination | None):
+    def __init__(
+        self,
+        job: Job,
+        hub: Hub,
+        starter: subprocess.Popen[bytes],
+        examination: Examination | None,
+        fence: Fence,
+    ):
         self._job, self._hub, self._starter = job, hub, starter
-        self._examination = examination
+        self._examination, self._fence = examination, fence
         self._gone_at: float | None = None
         self._end_at: float | None = None
 
@@ -129,7 +137,11 @@ class Nodes:
         return code
 
     def anything_left(self) -> bool:
-        """Also hears the agents: it is asked about ten times a second. Raises MachineError for an unfit host."""
+        """Also hears the agents: it is asked about ten times a second.
+
+        Raises MachineError for an unfit host, WorkerError where the run was begun anew elsewhere.
+        """
+        self._fence.check_now_and_then()
         self._hub.poll()
         self._judge()
         self._note_losses()
@@ -165,7 +177,7 @@ class Nodes:
         """A job that lost a host cannot go on: the others are ended at once, without waiting for their timeouts."""
         for member in self._hub.members:
             words = member.loss or member.complaint
-            if words and not self._job.run.node_error(member.node).exists():
+            if words and not self._fence.is_closed() and not self._job.run.node_error(member.node).exists():
                 write_json(self._job.run.node_error(member.node), _last_words(member, words))
         self._end_others()
 
