@@ -17,7 +17,7 @@ from lab.cluster import Cluster
 HOME = Path(__file__).parents[2]
 SMALL = (
     *("recipe=tiny", "cluster.num_nodes=2", "cluster.devices_per_node=1"),
-    *("cluster.slurm.exclusive=false", "cluster.slurm.cpus_per_task=1", "cluster.slurm.mem=100"),
+    *("cluster.slurm.exclusive=false", "cluster.slurm.cpus_per_task=1", "cluster.slurm.mem=100M"),
     *("run.preflight=false", "run.node_timeout_s=5"),
     *("data.seq_len=16", "batching.global_batch_size=4", "train.log_interval_steps=20"),
 )

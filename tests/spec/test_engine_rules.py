@@ -17,7 +17,6 @@ def test_a_plain_recipe_is_trained(make_spec):
     [
         ("precision.matmul", "nvfp4", "compute or fp8"),
         ("resilience.mode", "elastic", "restart"),
-        ("cluster.num_nodes", 2, "1"),
     ],
 )
 def test_a_value_that_only_the_planner_knows_is_refused(make_spec, path, value, choices):

@@ -28,6 +28,7 @@ COMMANDS = {
     "runs": Command("trainspec_cli.cli.runs", "list the runs below ./runs"),
     "report": Command("trainspec_cli.cli.report", "say what became of a run, and where the time went"),
     "backtest": Command("trainspec_cli.cli.backtest", "predict a table of measured runs, and say how far off"),
+    "doctor": Command("trainspec_cli.cli.doctor", "look whether this host, or each of a Slurm job, is fit to train"),
     "certify": Command("trainspec_cli.cli.certify", "hold this engine, on these chips, against the open training spec"),
     "validate": Command("trainspec_cli.cli.validate", "find every problem of a recipe at once"),
     "show": Command("trainspec_cli.cli.show", "print a composed recipe, or what differs from another"),

@@ -14,12 +14,12 @@ class SlurmSpec:
     qos: str | None = None
     time: str | None = None
     """`2:00:00` or `3-00:00:00`; text, so in YAML it stands in quotes."""
-    gpus_per_node: str | int | None = None
-    """`8` or `h100:8`; null: as many as `cluster.devices_per_node`, where the device is cuda."""
+    gpus_per_node: str | None = None
+    """`h100:8`; null: as many as `cluster.devices_per_node`, where the device is cuda."""
     cpus_per_task: int | None = None
     """A node's; null: all of a whole node (see `exclusive`)."""
-    mem: str | int | None = None
-    """A node's, such as `512G`; `0` is all of it."""
+    mem: str | None = None
+    """A node's, such as `512G`; `0G` is all of it."""
     exclusive: bool = True
     """Take whole nodes."""
     constraint: str | None = None

@@ -83,35 +83,31 @@ class Hub:
             while True:
                 self._strangers.append(Wire(self._server.accept()[0]))
         for wire in list(self._strangers):
-            for words in wire.hear():
-                self._seat(wire, words)
-                break
+            said = wire.hear()
+            if said and (member := self._seat(wire, said[0])):
+                self._take_down(member, said[1:])
             if wire.closed or wire.silent_s > self._timeout_s:
                 wire.close()
             if wire.closed or any(member.wire is wire for member in self.members):
                 self._strangers.remove(wire)
 
-    def _seat(self, wire: Wire, words: list[str]) -> None:
-        """Only who knows the token, and only where nobody sits yet."""
+    def _seat(self, wire: Wire, words: list[str]) -> Member | None:
+        """Only who knows the token, and only where nobody sits yet; others are sent away."""
         known = len(words) == 4 and words[:2] == ["hello", self._token] and words[2].isdigit()
         node = int(words[2]) if known else len(self.members)
         if node >= len(self.members) or self.members[node].wire:
             wire.close()
-            return
-        self.members[node].host, self.members[node].wire = words[3], wire
+            return None
+        member = self.members[node]
+        member.host, member.wire = words[3], wire
+        return member
 
     def _attend(self, member: Member) -> None:
         if member.wire is None:
             if time.monotonic() > self._join_deadline:
                 member.loss = f"did not come within {self._join_timeout_s:g} s"
             return
-        for words in member.wire.hear():
-            if words[0] == "ended":
-                member.exit_code = int(words[1])
-            elif words[0] == "report":
-                member.report = json.loads(" ".join(words[1:]))
-            elif words[0] == "failed":
-                member.complaint = " ".join(words[1:])
+        self._take_down(member, member.wire.hear())
         member.wire.beat()
         if member.gone:
             return
@@ -119,3 +115,12 @@ class Hub:
             member.loss = "closed its connection without a word: its processes were killed, or the host went down"
         elif member.wire.silent_s > self._timeout_s:
             member.loss = f"has not been heard of for {self._timeout_s:g} s: the host is off, hangs, or its link is cut"
+
+    def _take_down(self, member: Member, said: list[list[str]]) -> None:
+        for words in said:
+            if words[0] == "ended":
+                member.exit_code = int(words[1])
+            elif words[0] == "report":
+                member.report = {**json.loads(" ".join(words[1:])), "heard_at": time.time()}
+            elif words[0] == "failed":
+                member.complaint = " ".join(words[1:])

@@ -33,7 +33,7 @@ def render_script(plan: Plan, roots: Sequence[Path], recipe: str, argv: Sequence
         *_choose_root(roots),
         "# Begins or resumes the run, watches over it, requeues it at the time limit, and ends with its exit code.",
         f'exec {shlex.join([sys.executable, "-m", DRIVER])} "$run" \\',
-        f"  {shlex.join(_srun(plan))} \\",
+        f"  {shlex.join(srun_command(plan))} \\",
         f"  {shlex.join(agent_command())}",
     ]
     return "\n".join(lines) + "\n"
@@ -96,7 +96,7 @@ def _choose_root(roots: Sequence[Path]) -> Iterator[str]:
     yield "run=${runs[$SLURM_ARRAY_TASK_ID]}"
 
 
-def _srun(plan: Plan) -> list[str]:
+def srun_command(plan: Plan) -> list[str]:
     """One task a node. A task that ends badly leaves the others alone: their agents say what became of them."""
     slurm, nodes = plan.spec.cluster.slurm, plan.num_nodes
     container = {"container-image": slurm.container_image, "container-mounts": slurm.container_mounts}
