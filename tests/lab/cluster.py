@@ -108,6 +108,17 @@ class Cluster:
         steps = [process for process in psutil.process_iter() if self._is_step_of(process, node)]
         return [child for process in steps for child in process.children(recursive=True)]
 
+    def daemon_of(self, node: int) -> psutil.Process:
+        return self._daemons[f"node{node}"]
+
+    @staticmethod
+    def environment_of(process: psutil.Process) -> dict[str, str]:
+        """Empty for one that has ended."""
+        try:
+            return dict(process.environ())
+        except (psutil.Error, OSError):
+            return {}
+
     def reset(self) -> None:
         """No jobs, all nodes idle."""
         self.run("scancel", "--user=root", "--signal=KILL", "--full", check=False)
@@ -175,10 +186,7 @@ class Cluster:
         return [process for process in psutil.process_iter() if self._stands_on(process, node)]
 
     def _stands_on(self, process: psutil.Process, node: int) -> bool:
-        try:
-            environment = process.environ()
-        except (psutil.Error, OSError):
-            return False
+        environment = self.environment_of(process)
         ours = environment.get("SLURM_CONF") == self.environment["SLURM_CONF"]
         return ours and environment.get("SLURMD_NODENAME") == f"node{node}"
 

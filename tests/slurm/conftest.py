@@ -6,13 +6,18 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lab import cluster as lab_cluster
 from lab.cluster import Cluster
+
+from trainspec_cli.rundir.events import read_events
+from trainspec_cli.rundir.paths import RunDir
 
 HOME = Path(__file__).parents[2]
 SMALL = (
@@ -32,12 +37,26 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def two_nodes() -> Iterator[Cluster]:
     if why := lab_cluster.lacking():
         pytest.skip(why)
-    cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=2)
-    yield cluster
-    cluster.stop()
+    with open_folder() as folder:
+        cluster = Cluster(folder, nodes=2)
+        yield cluster
+        cluster.stop()
+
+
+@contextmanager
+def open_folder() -> Iterator[Path]:
+    """One that every user may enter, which pytest's own are not."""
+    with tempfile.TemporaryDirectory(prefix="trainspec-slurm-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+@pytest.fixture(scope="session")
+def make_open_folder() -> Callable[[], AbstractContextManager[Path]]:
+    return open_folder
 
 
 @pytest.fixture
@@ -46,6 +65,45 @@ def slurm(two_nodes: Cluster) -> Iterator[Cluster]:
     two_nodes.reset()
     yield two_nodes
     two_nodes.reset()
+
+
+def steps_of(run: Path) -> list[int]:
+    return [event["step"] for event in read_events(RunDir(run).events(0)) if event["type"] == "step"]
+
+
+class Watch:
+    """A run on a cluster, as its user sees it."""
+
+    def __init__(self, slurm: Cluster):
+        self._slurm = slurm
+
+    def steps(self, run: Path) -> list[int]:
+        return steps_of(run)
+
+    def log(self, run: Path) -> str:
+        return "".join(log.read_text() for log in sorted((run / "logs").glob("slurm-*.log")))
+
+    def wait_for_step(self, run: Path, step: int, timeout_s: float = 120) -> None:
+        self._slurm.wait_until(lambda: max(steps_of(run), default=0) >= step, f"step {step}", timeout_s)
+
+    def next_step_after(self, run: Path, moment: float) -> float:
+        """Seconds from `moment` to the first step of a later start."""
+        found: list[float] = []
+
+        def look() -> bool:
+            events = list(read_events(RunDir(run).events(0)))
+            starts = [event["time"] for event in events if event["type"] == "start" and event["time"] > moment]
+            steps = [event["time"] for event in events if event["type"] == "step" and starts[:1] < [event["time"]]]
+            found[:] = [steps[0] - moment] if starts and steps else []
+            return bool(found)
+
+        self._slurm.wait_until(look, "a step of the next start", timeout_s=240)
+        return found[0]
+
+
+@pytest.fixture
+def watch(slurm: Cluster) -> Watch:
+    return Watch(slurm)
 
 
 Sbatch = Callable[..., str]
