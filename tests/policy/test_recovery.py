@@ -9,7 +9,7 @@ from trainspec_cli.spec.reliability import ReliabilitySpec
 from trainspec_cli.spec.resilience import ResilienceSpec
 
 RESTART = ResilienceSpec(mode="restart")
-ELASTIC = ResilienceSpec(mode="elastic", min_replica_groups=2)
+ELASTIC = ResilienceSpec(mode="elastic", min_groups=2)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainspec_cli.engine.balance import routers_of, sum_over_sequence
-from trainspec_cli.engine.checkpoint.store import Held
+from trainspec_cli.engine.checkpoint.parts import Held
 from trainspec_cli.engine.mesh import Mesh, build_mesh
 from trainspec_cli.engine.models.build import build_model
 from trainspec_cli.engine.models.experts import sort_by_expert

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from trainspec_cli.corpus.decode import decode, encode
 from trainspec_cli.corpus.labelled import LabelledSamples, open_samples
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build import Machinery
-from trainspec_cli.engine.data.loader import BatchPlan, batches, read_ahead
+from trainspec_cli.engine.data.loader import BatchPlan, batches, read_ahead, read_positions
 from trainspec_cli.engine.data.sample_loader import SampleLoader
 from trainspec_cli.engine.evaluate import heldout_loss, heldout_metrics, write_text
 from trainspec_cli.spec.model import ConvModel
@@ -26,6 +28,9 @@ class Source(Protocol):
 
     def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of steps `start` to `end` - 1."""
+
+    def read(self, positions: np.ndarray) -> list[MicroBatch]:
+        """The samples at `positions` of the run as micro-batches, on the host."""
 
     def evaluate(self) -> Figures | None:
         """How the model does on what was held out: the fields of an `eval` event; None where nothing was."""
@@ -67,6 +72,9 @@ class TokenSource:
 
     def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
         return batches(self.folder, batch_plan(self.plan, self.built), self.built.device, start, end)
+
+    def read(self, positions: np.ndarray) -> list[MicroBatch]:
+        return read_positions(self.folder, batch_plan(self.plan, self.built), positions)
 
     def evaluate(self) -> Figures | None:
         heldout = heldout_loss(
@@ -112,6 +120,9 @@ class SampleSource:
 
     def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
         return read_ahead(self.loader.read_step, self.built.device, start, end)
+
+    def read(self, positions: np.ndarray) -> list[MicroBatch]:
+        return self.loader.read_positions(positions)
 
     def evaluate(self) -> Figures | None:
         return heldout_metrics(self.built, self.loader)

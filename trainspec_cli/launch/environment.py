@@ -13,6 +13,10 @@ from trainspec_cli.spec.cluster import Machine
 from trainspec_cli.spec.plan import Plan
 
 LAUNCH_ID = "TRAINSPEC_LAUNCH_ID"
+GROUP, START = "TRAINSPEC_GROUP", "TRAINSPEC_START"
+"""A replica group's number, and that of its start, from 1."""
+LIGHTHOUSE, HOST = "TRAINSPEC_LIGHTHOUSE", "TRAINSPEC_HOST"
+"""Where the groups' lighthouse listens, and the interface on which they talk."""
 FAILURE_GRACE_S = 10
 """How long workers may take to end once one of them has failed."""
 
@@ -26,6 +30,8 @@ def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, s
         "PYTHONFAULTHANDLER": "1",
         # Files in the user's folder (random.py, queue.py) must not stand in for modules in the workers.
         "PYTHONSAFEPATH": "1",
+        # Each rank's last collectives, for the report of a step that hangs; it costs nothing that can be measured.
+        "TORCH_FR_BUFFER_SIZE": "200",
         # torch 2.11 does not know it and waits 30 s.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(FAILURE_GRACE_S),
         # One host talks to itself: no host name to resolve, no port open to the network.

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainspec_cli.errors import WorkerError
 from trainspec_cli.launch.command import LOOPBACK
 from trainspec_cli.launch.job import Job
 from trainspec_cli.rundir.files import read_json
@@ -45,6 +46,10 @@ class WorkerFailure:
     """Told by the worker itself."""
     consequence: bool = False
     """It ended because another one had."""
+    foreseen: bool = False
+    """It would come again where the run was started again as it is: an error for people, a host that is gone."""
+    exit_code: int = WorkerError.exit_code
+    """What the run ends with because of it."""
     whole_node: bool = False
     """Not one worker, but a host of several: it was lost, or lacks something."""
 
@@ -56,7 +61,7 @@ class WorkerFailure:
 def find_failures(job: Job) -> list[WorkerFailure]:
     """All workers that failed, the one that began it first; those that only lost their peers last."""
     told = {failure.rank: failure for failure in _told(job)}
-    silent = [failure for log in torchrun_logs(job) for failure in _silent(log) if failure.rank not in told]
+    silent = [failure for log in torchrun_logs(job) for failure in _silent(job, log) if failure.rank not in told]
     return sorted(
         [*_nodes(job), *told.values(), *silent], key=lambda failure: (failure.consequence, failure.time, failure.rank)
     )
@@ -66,18 +71,23 @@ def _told(job: Job) -> Iterator[WorkerFailure]:
     """Workers that wrote down what happened to them."""
     for path in sorted(job.run.errors_folder.glob("rank*.json")):
         error = read_json(path)
-        foreseen = bool(error.get("code"))
+        if job.ranks is not None and error["rank"] not in job.ranks:
+            continue
+        hung, foreseen = error.get("code") == "hang", bool(error.get("code"))
         summary = error["message"] if foreseen else f"{error['type']}: {error['message']}".strip().rstrip(":")
         yield WorkerFailure(
             rank=error["rank"],
             host=error["host"],
             summary=summary,
-            detail="" if foreseen else error["traceback"].rstrip(),
+            detail="" if foreseen and not hung else error["traceback"].rstrip(),
             hint=error.get("hint") or "",
             step=error.get("step"),
-            time=error.get("time", path.stat().st_mtime),
+            # Whatever ended after a hang was found, and however, ended because of it.
+            time=-math.inf if hung else error.get("time", path.stat().st_mtime),
             own_words=True,
-            consequence=bool(_PEER_LOST.search(summary)),
+            foreseen=foreseen and not hung,
+            consequence=not foreseen and bool(_PEER_LOST.search(summary)),
+            exit_code=error.get("exit_code") or WorkerError.exit_code,
         )
 
 
@@ -91,6 +101,7 @@ def _nodes(job: Job) -> Iterator[WorkerFailure]:
             summary=error["message"],
             time=0.0,
             own_words=not error["lost"],
+            foreseen=True,
             whole_node=True,
         )
 
@@ -100,16 +111,16 @@ def torchrun_logs(job: Job) -> list[Path]:
     return sorted([*job.logs.glob("torchrun.log"), *job.logs.glob("node*/torchrun.log")])
 
 
-def _silent(torchrun_log: Path) -> Iterator[WorkerFailure]:
+def _silent(job: Job, torchrun_log: Path) -> Iterator[WorkerFailure]:
     """Workers that ended without a word (a signal, an error before their own code began), from torchrun's summary."""
     text = torchrun_log.read_text(errors="replace")
     forced = set(_FORCED.findall(text))
     for host, rank, local_rank, code, pid in _EXIT.findall(text):
         log = worker_log(torchrun_log.parent, int(local_rank))
         yield WorkerFailure(
-            rank=int(rank),
+            rank=job.ranks[int(rank)] if job.ranks else int(rank),
             host=socket.gethostname() if host == LOOPBACK else host,
-            summary=_describe_exit(int(code)),
+            summary=describe_exit(int(code)),
             detail=tail(log) if log else "",
             # SIGKILL comes from outside, so it is where a failure begins.
             time=0.0 if int(code) == -signal.SIGKILL else math.inf,
@@ -117,7 +128,7 @@ def _silent(torchrun_log: Path) -> Iterator[WorkerFailure]:
         )
 
 
-def _describe_exit(code: int) -> str:
+def describe_exit(code: int) -> str:
     if code > 0:
         return f"ended with exit code {code} before it could say why"
     name = signal.Signals(-code).name

@@ -28,6 +28,10 @@ class Job:
     stop_grace_s: float
     logs: Path
     """The folder of this launch's output."""
+    worker: tuple[str, ...] = ()
+    """What torchrun starts on every device."""
+    ranks: range | None = None
+    """Those of a replica group, among all of the run's; None: all."""
 
     @property
     def run(self) -> RunDir:
@@ -50,7 +54,8 @@ def build_job(plan: Plan, root: Path, machine: Machine, worker: Sequence[str] = 
     logs = next_log_folder(RunDir(root).logs)
     return Job(
         root=root,
-        command=torchrun_command(plan.devices_per_node, logs, (*worker, str(root))),
+        worker=(*worker, str(root)),
+        command=torchrun_command(plan.group_size, logs, (*worker, str(root))),
         environment=job_environment(plan, machine, launch_id=secrets.token_hex(8)),
         world_size=plan.world_size,
         stop_grace_s=plan.spec.run.stop_grace_s,

@@ -25,6 +25,7 @@ from trainspec_cli.spec.run import RunSpec
 from trainspec_cli.units import GIB, format_bytes
 
 SHOWN = 10
+SEARCHES = 5
 MORE_NODES = (2, 4, 8, 16, 32, 64)
 
 
@@ -35,9 +36,7 @@ def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SH
     """
     fabric = describe_fabric(spec.cluster, machine)
     eff = efficiency_of(spec.cluster)
-    search, found = run_search(spec, fabric, eff, shown)
-    counted = [candidate_of(item, spec, eff) for item in found]
-    candidates = sorted(counted, key=lambda candidate: not candidate.fits)  # the search's own estimate is a rough one
+    search, candidates = search_what_fits(spec, fabric, eff, shown)
     advice: tuple[str, ...] = ()
     if not candidates:
         if search.smallest is not None:
@@ -57,7 +56,23 @@ def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SH
     )
 
 
-def run_search(spec: RunSpec, fabric: Fabric, eff: Efficiency, keep: int) -> tuple[Search, list[Found]]:
+def search_what_fits(spec: RunSpec, fabric: Fabric, eff: Efficiency, shown: int) -> tuple[Search, list[Candidate]]:
+    """The search goes by a quick estimate of memory. Where nothing that it found fits by the whole count, it goes again
+    with so much less memory as the best was over."""
+    limit = memory_limit_bytes(fabric.chip)
+    within = limit
+    for _ in range(SEARCHES):
+        search, found = run_search(spec, fabric, eff, shown, within)
+        candidates = [candidate_of(item, spec, eff) for item in found]
+        if not candidates or any(candidate.fits for candidate in candidates):
+            break
+        within *= min(0.95, limit / min(candidate.peak_memory_bytes for candidate in candidates))
+    return search, sorted(candidates, key=lambda candidate: not candidate.fits)
+
+
+def run_search(
+    spec: RunSpec, fabric: Fabric, eff: Efficiency, keep: int, limit_bytes: float | None = None
+) -> tuple[Search, list[Found]]:
     search = Search(
         template=template_of(spec, fabric),
         softwares={sharded: software_of(spec, sharded) for sharded in (True, False)},
@@ -65,6 +80,7 @@ def run_search(spec: RunSpec, fabric: Fabric, eff: Efficiency, keep: int) -> tup
         offloads=(False, True) if spec.offload == AUTO else (spec.offload == "optimizer",),
         eff=eff,
         keep=keep,
+        limit_bytes=limit_bytes or memory_limit_bytes(fabric.chip),
     )
     return search, search.run(Space(spec, fabric.num_devices, fabric.scaleup_devices))
 

@@ -57,11 +57,6 @@ class Outcome:
         return self.kept_s / self.wall_s if self.wall_s else 1.0
 
 
-def job_mtbf_s(cluster: ReliabilitySpec, devices: int) -> float:
-    """Mean time between failures of a job on `devices` devices."""
-    return cluster.mtbf_device_hours * 3600 / devices
-
-
 def simulate(job: Job, cluster: ReliabilitySpec, resilience: ResilienceSpec, seed: int = 0) -> Outcome:
     """One run, from its first step to its last (or to MAX_FAILURES)."""
     return _Simulation(job, cluster, resilience, Clock(seed)).run()
@@ -89,7 +84,7 @@ class _Simulation:
     def __init__(self, job: Job, cluster: ReliabilitySpec, resilience: ResilienceSpec, clock: Clock) -> None:
         self.job, self.cluster, self.resilience, self.clock = job, cluster, resilience, clock
         self.takes: Durations = recovery.durations(cluster, job.state_bytes_per_device, job.load_s)
-        self.mtbf_s = job_mtbf_s(cluster, job.devices)
+        self.mtbf_s = recovery.job_mtbf_s(cluster, job.devices)
         self.progress = _Progress(job)
         self.away: dict[int, int] = {}
         """Replica groups that are away, each with the failure that its return belongs to."""
@@ -167,7 +162,7 @@ class _Simulation:
             return
         self.progress.advance(self.clock.now_s)
         active = self.job.replica_groups - len(self.away)
-        enough = not self.away or active >= self.resilience.min_replica_groups
+        enough = not self.away or active >= self.resilience.min_groups
         self.progress.paused_for = None if enough else "stall"
         self.progress.rate = recovery.capacity(active, self.job.replica_groups)
 

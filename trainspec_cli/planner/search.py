@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from trainspec_cli.planner.compute import EIGHT_BIT
 from trainspec_cli.planner.hardware import Efficiency
-from trainspec_cli.planner.memory import LayerMemory, mean_layer_memory, memory_limit_bytes, peak_of
+from trainspec_cli.planner.memory import LayerMemory, mean_layer_memory, peak_of
 from trainspec_cli.planner.setup import RECOMPUTE, Recompute, Setup, Software
 from trainspec_cli.planner.space import Space
 from trainspec_cli.planner.step import (
@@ -52,6 +52,7 @@ class Search:
     recomputes: tuple[str, ...]
     offloads: tuple[bool, ...]
     eff: Efficiency
+    limit_bytes: float
     keep: int = 10
     considered: int = 0
     refused: Counter[str] = field(default_factory=Counter)
@@ -59,7 +60,6 @@ class Search:
     """Of all, fitting or not: what to say when none fits."""
 
     def run(self, space: Space) -> list[Found]:
-        self._limit = memory_limit_bytes(self.template.fabric.chip)
         self._parts: dict[tuple[object, ...], MicroBatch] = {}
         self._memory: dict[tuple[object, ...], LayerMemory] = {}
         best: list[tuple[float, int, Found]] = []
@@ -90,7 +90,7 @@ class Search:
         if known is not None and self._too_slow(setup, known, best):
             return True
         peak = peak_of(setup, self._layer_memory(setup, recompute))
-        if peak > self._limit:
+        if peak > self.limit_bytes:
             self.refused[TOO_LARGE] += 1
             if self.smallest is None or peak < self.smallest.peak_bytes:
                 self.smallest = Found(setup, recompute, 0.0, peak)

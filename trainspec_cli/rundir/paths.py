@@ -4,9 +4,11 @@ RUN/
   composed.yaml   the composed recipe            run.json     digest, recipe, argv, git state, data folder
   plan.json       what the workers run           versions.json  lock of versions
   command.txt     what was started, to paste     pid.json     the supervisor, while the run is alive
-  events/rank00000.jsonl                         errors/rank00000.json  a failing worker's own words
+  events/rank00000.jsonl, supervisor.jsonl       errors/rank00000.json  a failing worker's own words
   checkpoints/step_00000020/                     logs/        the workers' output
-  result.json     how it ended                   generations/ one file a start: the newest owns the run
+  result.json     how it ended                   groups.json  the replica groups that a start waits for
+  faults/         the injected faults that have struck
+  generations/    one file a start: the newest owns the run
   job.sbatch      what Slurm was given           errors/node00001.json  what became of a lost host
 """
 
@@ -56,6 +58,22 @@ class RunDir:
 
     def events(self, rank: int) -> Path:
         return self.events_folder / f"rank{rank:05d}.jsonl"
+
+    def group_events(self, group: int, rank: int) -> Path:
+        """What one process of a replica group saw; the run's own story is rank 0's, by whichever group leads."""
+        return self.events_folder / f"group{group:05d}" / f"rank{rank:05d}.jsonl"
+
+    @property
+    def groups_json(self) -> Path:
+        return self.root / "groups.json"
+
+    @property
+    def faults_folder(self) -> Path:
+        return self.root / "faults"
+
+    @property
+    def supervisor_events(self) -> Path:
+        return self.events_folder / "supervisor.jsonl"
 
     @property
     def errors_folder(self) -> Path:

@@ -17,6 +17,7 @@ from pathlib import Path
 from trainspec_cli.errors import Problem
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.cluster import Machine
+from trainspec_cli.spec.elastic_rules import ELASTIC_RULES, fixed_groups
 from trainspec_cli.spec.layout import MESH_AXES
 from trainspec_cli.spec.model import ConvModel, DecoderModel
 from trainspec_cli.spec.model_rules import MODEL_RULES, divisors
@@ -34,12 +35,14 @@ def check(spec: RunSpec) -> list[Problem]:
     """Everything that can be said without a machine."""
     ranges = [_range_rule(path) for path in RANGES]
     rules = [*MODEL_RULES, world_size, batch, schedule, vocabulary, data_path, tokenizer, uncertainty, ownership]
+    rules += [memory_copies, *ELASTIC_RULES]
     return apply([*ranges, *rules], spec)
 
 
 def check_machine(spec: RunSpec, machine: Machine) -> list[Problem]:
     """What this host lacks, where the recipe is right."""
-    return apply([lambda spec: gpus(spec, machine), lambda spec: fp8_units(spec, machine), packages, compiler], spec)
+    here: list[Rule] = [lambda spec: gpus(spec, machine), lambda spec: fp8_units(spec, machine)]
+    return apply([*here, packages, torchft, compiler, shared_memory], spec)
 
 
 def apply(rules: Iterable[Rule], spec: RunSpec) -> list[Problem]:
@@ -65,14 +68,19 @@ def _range_rule(path: str) -> Rule:
 
 
 def world_size(spec: RunSpec) -> Iterator[Problem]:
-    """The axes' product is the number of processes; where an axis is auto, the others' product divides it."""
-    processes, sizes = count_processes(spec), _fixed_axes(spec)
+    """The axes' product is the number of processes (of a replica group); where an axis is auto, the others' product
+    divides it."""
+    processes, sizes, groups = count_processes(spec), _fixed_axes(spec), fixed_groups(spec)
+    if processes is not None and processes % groups == 0:
+        processes //= groups
     product = math.prod(sizes.values())
     free = len(sizes) < len(MESH_AXES)
     if processes is None or product < 1 or product == processes or (free and processes % product == 0):
         return
     axes = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "every axis=1"
     nodes = f"{spec.cluster.num_nodes} x {spec.cluster.devices_per_node} = {processes}"
+    if groups > 1:
+        nodes = f"{nodes} for each of {groups} replica groups".replace(f"= {processes}", f"/ {groups} = {processes}")
     layout = f"{axes}, which does not divide them" if free else f"{axes}, which makes {product}"
     message = f"the cluster has {nodes} processes (nodes x devices), the layout asks for {layout}"
     path, hint = _largest_axis(sizes), _fitting(sizes, processes)
@@ -241,12 +249,32 @@ def packages(spec: RunSpec) -> Iterator[Problem]:
         yield _lacking("missing_package", "precision.matmul", message, "type pip install 'trainspec[float8]'")
 
 
+def torchft(spec: RunSpec) -> Iterator[Problem]:
+    if spec.resilience.mode == "elastic" and importlib.util.find_spec("torchft") is None:
+        message = "`resilience.mode` is elastic, and the package torchft is not installed"
+        yield _lacking("missing_package", "resilience.mode", message, "type pip install 'trainspec[elastic]'")
+
+
 def compiler(spec: RunSpec) -> Iterator[Problem]:
     """torch.compile writes C++ for a CPU, and a C launcher for each GPU kernel."""
     candidates = [os.environ.get("CXX") or "g++", "g++", "clang++", "c++"]
     if spec.compile and not any(map(shutil.which, candidates)):
         message = "`compile` is true, and no C++ compiler (g++, clang++) is on the PATH"
         yield _lacking("missing_compiler", "compile", message, "type compile=false, or install one (apt install g++)")
+
+
+def shared_memory(spec: RunSpec) -> Iterator[Problem]:
+    """Copies of the state are kept in files that lie in memory."""
+    path = "checkpoint.memory_interval_steps"
+    if spec.checkpoint.memory_interval_steps is not None and not Path("/dev/shm").is_dir():
+        yield _lacking("no_shared_memory", path, f"`{path}` needs /dev/shm, which this host lacks", f"type {path}=null")
+
+
+def memory_copies(spec: RunSpec) -> Iterator[Problem]:
+    path = "checkpoint.memory_interval_steps"
+    if spec.checkpoint.memory_interval_steps is not None and spec.resilience.mode == "elastic":
+        message = f"`{path}` is set, and with resilience=elastic every replica group holds the newest state already"
+        yield Problem(code="unsupported", path=path, message=message, hint=f"type {path}=null, or resilience=restart")
 
 
 def _lacking(code: str, path: str, message: str, hint: str) -> Problem:

@@ -78,6 +78,8 @@ class RunSpec:
     """What lives in host memory between its uses."""
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     resilience: ResilienceSpec = field(default_factory=ResilienceSpec)
+    fault: str = ""
+    """Faults that the run is to meet, such as `kill(group=1,step=40)`; several are separated by `;`."""
     sample: SampleSection = field(default_factory=SampleSection)
     tracking: TrackingSection = field(default_factory=TrackingSection)
     run: RunSection = field(default_factory=RunSection)

@@ -32,10 +32,14 @@ class BatchPlan:
     """Of each sequence, the positions this rank holds (context parallelism); None: all."""
 
 
-def read_step(folder: TokenFolder, plan: BatchPlan, step: int) -> list[tuple[Tensor, Tensor]]:
+def read_step(folder: TokenFolder, plan: BatchPlan, step: int) -> list[MicroBatch]:
     """This rank's micro-batches of `step`: (tokens, targets), each (B, S), on the host."""
+    return read_positions(folder, plan, rank_positions(step, plan.global_batch_size, plan.rank, plan.num_ranks))
+
+
+def read_positions(folder: TokenFolder, plan: BatchPlan, positions: np.ndarray) -> list[MicroBatch]:
+    """The micro-batches of the samples at `positions`, in this order."""
     samples = num_samples(folder.num_tokens("train"), plan.seq_len)
-    positions = rank_positions(step, plan.global_batch_size, plan.rank, plan.num_ranks)
     _, indices = locate(positions, samples, plan.seed)
     windows = np.stack([folder.tokens("train", int(i) * plan.seq_len, plan.seq_len + 1) for i in indices])
     parts = torch.from_numpy(windows).split(plan.micro_batch_size)
@@ -64,10 +68,14 @@ def read_ahead(
             ready = coming.pop(0).result()
             if step + PREFETCHED_STEPS < end:
                 coming.append(pool.submit(read, step + PREFETCHED_STEPS))
-            yield [
-                (inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True))
-                for inputs, targets in ready
-            ]
+            yield bring(ready, device)
+
+
+def bring(micro_batches: list[MicroBatch], device: torch.device) -> list[MicroBatch]:
+    return [
+        (inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True))
+        for inputs, targets in micro_batches
+    ]
 
 
 def _stage(pair: tuple[Tensor, Tensor], device: torch.device) -> MicroBatch:

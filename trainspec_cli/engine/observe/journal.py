@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from trainspec_cli.engine.observe.tensorboard import TensorBoardLog
@@ -9,12 +10,19 @@ from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
 
+Fields = dict[str, Any]
+
 
 class Journal:
     def __init__(self, run_dir: RunDir, rank: int, *, tensorboard: bool):
+        self._run_dir = run_dir
         self._events = EventWriter(run_dir.events(rank), rank)
         self._fence = Fence.of_worker(run_dir)
         self._board = TensorBoardLog(run_dir.root / "tensorboard") if tensorboard and rank == 0 else None
+
+    def path(self, rank: int) -> Path:
+        """Where another rank of the same group writes its own."""
+        return self._run_dir.events(rank)
 
     def write(self, kind: str, **fields: Any) -> None:
         """Raises WorkerError where a newer start owns the run."""
@@ -27,3 +35,42 @@ class Journal:
         self._events.close()
         if self._board:
             self._board.close()
+
+
+class GroupJournal:
+    """Of a process of a replica group: its own events, and while its group leads, the run's story too."""
+
+    def __init__(self, run_dir: RunDir, group: int, rank: int, *, tensorboard: bool):
+        self._run_dir, self._tells, self._tensorboard = run_dir, rank == 0, tensorboard
+        self._own = EventWriter(run_dir.group_events(group, rank), rank)
+        self._group = group
+        self._story: Journal | None = None
+        self._start: Fields = {}
+
+    def path(self, rank: int) -> Path:
+        """Where another rank of the same group writes its own."""
+        return self._run_dir.group_events(self._group, rank)
+
+    def write(self, kind: str, **fields: Any) -> None:
+        if kind == "start":
+            self._start = fields
+        self._own.write(kind, **fields)
+        if self._story:
+            self._story.write(kind, **fields)
+
+    def lead(self, leads: bool, step: int) -> None:
+        """Whether this group tells the story from `step` on; a new teller begins with a `start` of its own."""
+        if leads and self._tells and self._story is None:
+            self._story = Journal(self._run_dir, 0, tensorboard=self._tensorboard)
+            self._story.write("start", **{**self._start, "step": step})
+        elif not leads:
+            self._close_story()
+
+    def _close_story(self) -> None:
+        if self._story:
+            self._story.close()
+            self._story = None
+
+    def close(self) -> None:
+        self._close_story()
+        self._own.close()

@@ -97,7 +97,7 @@ class NodesExecutor:
                 "host": socket.gethostname(),
             },
         )
-        return Nodes(job, hub, _start(job, generation), self._examination, Fence(job.run, generation))
+        return Nodes(job, hub, _start(job, generation), self._examination, generation)
 
 
 def _start(job: Job, generation: int) -> subprocess.Popen[bytes]:
@@ -122,10 +122,11 @@ class Nodes:
         hub: Hub,
         starter: subprocess.Popen[bytes],
         examination: Examination | None,
-        fence: Fence,
+        generation: int,
     ):
         self._job, self._hub, self._starter = job, hub, starter
-        self._examination, self._fence = examination, fence
+        self._examination, self.generation = examination, generation
+        self._fence = Fence(job.run, generation)
         self._gone_at: float | None = None
         self._end_at: float | None = None
 

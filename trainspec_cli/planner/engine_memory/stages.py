@@ -5,28 +5,43 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import cast
 
-from trainspec_cli.planner.engine_memory.step import EngineRun, engine_peak, is_counted
+from trainspec_cli.planner.engine_memory.run import EngineRun, is_counted
+from trainspec_cli.planner.engine_memory.step import engine_peak
 from trainspec_cli.planner.memory import DEFAULT_MEMORY, MemoryModel, communicators, estimate_memory
 from trainspec_cli.planner.setup import Setup
-from trainspec_cli.spec.model import DecoderModel
+from trainspec_cli.spec.model import ConvModel
 from trainspec_cli.spec.prediction import MemoryBreakdown
 from trainspec_cli.spec.run import Recompute
 
 
 def stages_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
-    """Of a run of trainspec's own engine; where it is not counted, the estimate of frameworks in general."""
-    offload = "optimizer" if setup.offload_optimizer else "none"
-    counted = is_counted(setup.model, offload) and setup.matmul in (setup.compute, "fp8")
-    if not counted or setup.trainable < 1 or recompute not in ("none", "selective", "full"):
+    """Of an eager run of trainspec's own engine; else the estimate of frameworks in general.
+
+    Compiled blocks keep less than eager ones, and are estimated like others' fused kernels.
+    """
+    if not _is_counted(setup) or recompute not in ("none", "selective", "full"):
         return estimate_memory(setup)
     run = _run_of(setup, cast("Recompute", recompute))
     outside_bytes = DEFAULT_MEMORY.group_bytes * communicators(setup)
-    peaks = (engine_peak(run, rank).by_cause for rank in range(setup.layout.pp))
-    return tuple(_breakdown(peak, outside_bytes, DEFAULT_MEMORY) for peak in peaks)
+    first, last = (
+        _breakdown(engine_peak(run, rank).by_cause, outside_bytes, DEFAULT_MEMORY) for rank in (0, setup.layout.pp - 1)
+    )
+    return (*[first] * (setup.layout.pp - 1), last)  # those between hold no more than the first
+
+
+def _is_counted(setup: Setup) -> bool:
+    plain = not setup.software.fused_kernels and setup.matmul in (setup.compute, "fp8") and setup.trainable == 1
+    counted = is_counted(setup.model, "optimizer" if setup.offload_optimizer else "none")
+    return plain and counted and _is_built(setup)
+
+
+def _is_built(setup: Setup) -> bool:
+    """Whether the engine spreads this model so: of convolutions the samples alone."""
+    layout = setup.layout
+    return not isinstance(setup.model, ConvModel) or layout.tp == layout.cp == layout.pp == 1
 
 
 def _run_of(setup: Setup, recompute: Recompute) -> EngineRun:
-    assert isinstance(setup.model, DecoderModel)
     sequence_parallel = setup.layout.sequence_parallel and setup.layout.tp > 1
     return EngineRun(
         model=setup.model,

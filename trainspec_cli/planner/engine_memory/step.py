@@ -1,89 +1,40 @@
-"""A step of the engine replayed: the pipeline's actions on blocks' profiles, with FSDP2's gathering and reducing.
-
-What FSDP2 (torch 2.13) holds is as read from its source: a forward keeps its all-gather's buffer until the next one's
-parameters are copied out, a backward gathers the block before while it works on its own, and the buffer of a
-reduce-scatter lives until the next one.
-"""
+"""A step of the engine replayed: the pipeline's actions on blocks' profiles, with FSDP2's gathering and reducing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainspec_cli.planner.engine_memory.blocks import BlockProfile, Shape, profile_block
-from trainspec_cli.planner.engine_memory.units import Unit, block_unit, outside_unit
+from trainspec_cli.planner.engine_memory.account import Account
+from trainspec_cli.planner.engine_memory.blocks import profile_block
+from trainspec_cli.planner.engine_memory.conv_step import ConvReplay, exchanges_every_backward
+from trainspec_cli.planner.engine_memory.profile import BlockProfile
+from trainspec_cli.planner.engine_memory.run import WIDTHS, EnginePeak, EngineRun, is_counted, run_of
+from trainspec_cli.planner.engine_memory.shape import Layer, Shape, TextModel, layers_of
+from trainspec_cli.planner.engine_memory.sharding import MASTER_WIDTH, Sharded, Sharding
+from trainspec_cli.planner.engine_memory.tape import Event, Stretch
+from trainspec_cli.planner.engine_memory.units import Unit, block_unit, experts_unit, outside_unit, whole_experts
 from trainspec_cli.policy.pipeline import SPLIT_SCHEDULES, Action, actions, cut_layers, num_stages, stages_of_rank
 from trainspec_cli.spec.layout import Layout
-from trainspec_cli.spec.model import DecoderModel, ModelSpec
+from trainspec_cli.spec.model import ConvModel, DecoderModel
 from trainspec_cli.spec.plan import Plan
-from trainspec_cli.spec.run import Recompute
 
-MASTER_WIDTH = 4.0
-"""Bytes of a parameter as it is kept, of its gradient there and of each moment."""
-WIDTHS = {"bf16": 2.0, "fp16": 2.0, "tf32": 4.0, "fp32": 4.0, "fp64": 8.0}
 CHUNK_BYTES = 128 * 2**20
 """Of logits held at once, as fp32; a chunk has 64 tokens at least."""
 
 
-CAUSES = ("parameters", "optimizer", "gradients", "gathered", "activations", "temporaries")
-"""Gradients: the sharded ones, that the optimizer sees. Unsharded ones and collectives' buffers are temporaries."""
-
-
-@dataclass(frozen=True)
-class EnginePeak:
-    """Bytes of tensors at the fullest moment of a step."""
-
-    by_cause: dict[str, float]
-
-    @property
-    def total_bytes(self) -> float:
-        return sum(self.by_cause.values())
-
-
-@dataclass(frozen=True)
-class EngineRun:
-    """What a step's memory follows from."""
-
-    model: DecoderModel
-    layout: Layout
-    seq_len: int
-    samples: int
-    """Of a micro-batch."""
-    micro_batches: int
-    compute: str
-    reduce: str
-    recompute: Recompute
-    optimizer: str
-    matmul: str = "compute"
-
-
-def run_of(plan: Plan) -> EngineRun:
-    model, spec = plan.spec.model, plan.spec
-    assert isinstance(model, DecoderModel)
-    return EngineRun(
-        model,
-        plan.layout,
-        spec.data.seq_len,
-        plan.micro_batch_size,
-        plan.grad_accum_steps,
-        plan.compute,
-        spec.precision.reduce,
-        plan.recompute,
-        spec.optim.name,
-        spec.precision.matmul,
-    )
-
-
-def is_counted(model: ModelSpec, offload: str) -> bool:
-    """Dense decoders without windows, latents, sinks or tables of positions, and without offloading."""
-    if not isinstance(model, DecoderModel) or offload != "none":
-        return False
-    departs = (model.experts, model.mla, model.sliding_window, model.attention_sinks, model.learned_positions)
-    return not any(departs) and model.attention_bias == "none" and not model.prediction_layers
-
-
 def engine_peak(run: EngineRun, pipeline_rank: int) -> EnginePeak:
     """Of one rank of the pipeline, where `is_counted`. Blocks are counted eager: compiled ones keep no more."""
-    return EnginePeak(_Replay(run, pipeline_rank).run())
+    if isinstance(run.model, ConvModel):
+        return EnginePeak(ConvReplay(run).run())
+    return EnginePeak(_Replay(run, run.model, pipeline_rank).run())
+
+
+def tensors_by_cause(plan: Plan) -> dict[str, float] | None:
+    """Bytes of the fullest stage's tensors, blocks eager; None where the engine's memory is not counted."""
+    if not is_counted(plan.spec.model, plan.offload):
+        return None
+    peaks = [engine_peak(run_of(plan), rank) for rank in (0, plan.layout.pp - 1)]
+    return max(peaks, key=lambda peak: peak.total_bytes).by_cause
 
 
 def replayed_micro_batches(run: EngineRun) -> int:
@@ -93,73 +44,64 @@ def replayed_micro_batches(run: EngineRun) -> int:
     return run.micro_batches if grows or run.micro_batches % layout.pp else min(run.micro_batches, enough)
 
 
-class _Account:
-    """Live bytes by cause, and what they were at the peak."""
-
-    def __init__(self) -> None:
-        self.live = dict.fromkeys(CAUSES, 0.0)
-        self.at_peak = dict(self.live)
-        self._total = self._peak = 0.0
-
-    def add(self, cause: str, size: float) -> None:
-        self.live[cause] += size
-        self._total += size
-        self.touch(0.0)
-
-    def touch(self, temporaries: float) -> None:
-        """`temporaries` more are live for a moment."""
-        if self._total + temporaries > self._peak:
-            self._peak = self._total + temporaries
-            self.at_peak = {**self.live, "temporaries": self.live["temporaries"] + temporaries}
-
-
 @dataclass
-class _Sharded:
-    """A unit's state."""
+class _Block:
+    profile: BlockProfile
+    own: Sharded
+    experts: Sharded | None
+    """Where they are spread, sharded by themselves."""
+    whole_experts: Unit
+    """Those that are not."""
 
-    unit: Unit
-    is_gathered: bool = False
-    prefetched: bool = False
-    gradient_bytes: float = 0.0
-    """Unsharded gradients, as autograd made them."""
-    accumulated_bytes: float = 0.0
-    """The same in the format of the exchange, waiting for the last micro-batch."""
-    has_gradient: bool = False
+    @property
+    def units(self) -> list[Sharded]:
+        """In the order of their forwards' ends."""
+        return [self.experts, self.own] if self.experts else [self.own]
 
 
 @dataclass
 class _Stage:
     first: bool
     last: bool
-    blocks: list[_Sharded]
-    outside: _Sharded
-    buffer_bytes: float = 0.0
-    """Of the last forward's all-gather."""
-    reduced_bytes: float = 0.0
-    """Of the last reduce-scatter."""
-    left: int = 0
+    blocks: list[_Block]
+    outside: Sharded
+    sharding: Sharding
+    left: int
     """Backwards still to come."""
 
 
 class _Replay:
-    def __init__(self, run: EngineRun, pipeline_rank: int):
-        self.given, self.model, self.layout, self.rank = run, run.model, run.layout, pipeline_rank
+    def __init__(self, run: EngineRun, model: TextModel, pipeline_rank: int):
+        self.given, self.model, self.layout, self.rank = run, model, run.layout, pipeline_rank
         self.micro_batches = replayed_micro_batches(run)
         self.width, self.reduce_width = WIDTHS[run.compute], WIDTHS[run.reduce]
         self.split = run.layout.pp > 1 and run.layout.pipeline_schedule in SPLIT_SCHEDULES
-        own_seq, layout = run.seq_len // run.layout.cp, _without_data(run.layout)
-        self.shape = Shape(run.model, layout, run.samples, own_seq, self.width, run.matmul == "fp8")
-        self.profile: BlockProfile = profile_block(self.shape, run.recompute, self.split)
-        self.account = _Account()
+        self.layers = layers_of(model)
+        self.shape = self._shape(self.layers[0])
+        self.account = Account()
         self.stages = {stage: self._stage(stage) for stage in stages_of_rank(run.layout, pipeline_rank)}
+
+    def _shape(self, layer: Layer) -> Shape:
+        run = self.given
+        own_seq, layout = run.seq_len // run.layout.cp, _without_data(run.layout)
+        return Shape(self.model, layer, layout, run.samples, own_seq, self.width, run.matmul == "fp8")
 
     def _stage(self, stage: int) -> _Stage:
         stages = num_stages(self.layout)
-        layers = len(cut_layers(self.model.num_layers, self.layout)[stage]) if stages > 1 else self.model.num_layers
+        held = cut_layers(self.model.num_layers, self.layout)[stage] if stages > 1 else range(self.model.num_layers)
         first, last = stage == 0, stage == stages - 1
-        blocks = [_Sharded(block_unit(self.model, self.layout)) for _ in range(layers)]
-        outside = _Sharded(outside_unit(self.model, self.layout, first, last))
-        return _Stage(first, last, blocks, outside, left=self.micro_batches)
+        outside = Sharded(outside_unit(self.model, self.layout, first, last))
+        frees = self.layout.zero_stage == 3
+        sharding = Sharding(self.account, self.width, self.reduce_width, frees=frees)
+        blocks = [self._block(self.layers[layer]) for layer in held]
+        return _Stage(first, last, blocks, outside, sharding, self.micro_batches)
+
+    def _block(self, layer: Layer) -> _Block:
+        profile = profile_block(self._shape(layer), self.given.recompute, self.split)
+        spread = self.layout.ep > 1 and "experts" in layer.mixers
+        experts = Sharded(experts_unit(self.model, self.layout)) if spread else None
+        whole = whole_experts(self.model, layer, self.layout)
+        return _Block(profile, Sharded(block_unit(self.model, layer, self.layout)), experts, whole)
 
     @property
     def message_bytes(self) -> float:
@@ -170,38 +112,45 @@ class _Replay:
         self._hold_state()
         for action in actions(self.layout, self.micro_batches)[self.rank]:
             _ACTIONS[action.kind](self, action)
+        self._sum_late()
         return self.account.at_peak
 
     def _hold_state(self) -> None:
-        own = sum(part.unit.own for stage in self.stages.values() for part in (*stage.blocks, stage.outside))
+        units = [unit for stage in self.stages.values() for unit in _units(stage)]
+        own = sum(part.unit.own for part in units)
         moments = 2 * MASTER_WIDTH if self.given.optimizer == "adamw" else 0.0
-        tables = len(self.stages) * self.given.seq_len * (2 * 4 * self.model.head_dim + 8)
+        tables = len(self.stages) * self.given.seq_len * self._angles_of_token_bytes()
         self.account.add("parameters", own * MASTER_WIDTH + tables)
         self.account.add("optimizer", own * moments)
         self.account.add("temporaries", 16.0 * self.shape.tokens * self.given.micro_batches)
         if self.layout.pp > 1:  # one that came early, and one that was sent
             self.account.add("temporaries", 2 * self.message_bytes)
 
+    def _sum_late(self) -> None:
+        """Where ranks of tp hold the same experts, each has a share of their gradients: all are copied, and then into
+        one piece."""
+        if self.layout.tp > 1 and self.layout.ep == 1:
+            shares = sum(block.whole_experts.own for stage in self.stages.values() for block in stage.blocks)
+            self.account.touch(2 * shares * MASTER_WIDTH)
+
     # Actions
 
     def _forward(self, action: Action) -> None:
         stage, account = self.stages[action.stage], self.account
-        self._gather(stage, stage.outside)
+        stage.sharding.gather(stage.outside)
         account.add("activations", self.message_bytes + self._angles_bytes())
         for block in stage.blocks:
-            self._gather(stage, block)
-            account.touch(self.profile.forward_peak)
-            account.add("activations", self.profile.kept)
-            self._free_after_forward(block)
+            stage.sharding.gather(block.own)
+            self._work(stage, block, block.profile.forward)
+            stage.sharding.free_after_forward(block.own)
         if stage.last:
             self._loss(stage)
-        account.add("temporaries", -stage.buffer_bytes)
-        stage.buffer_bytes = 0.0
+        stage.sharding.end_forward()
 
     def _backward(self, action: Action) -> None:
         stage = self.stages[action.stage]
         stage.left -= 1
-        self._backpropagate(stage, self._exchanges_every_backward() or stage.left == 0)
+        self._backpropagate(stage, (exchanges_every_backward(self.layout) and not self.split) or stage.left == 0)
 
     def _backward_input(self, action: Action) -> None:
         self._backpropagate(self.stages[action.stage], exchanges=False)
@@ -210,21 +159,31 @@ class _Replay:
         """The products that were put off, one after another; all that they need lives until the last."""
         stage, account = self.stages[action.stage], self.account
         for block in stage.blocks:
-            self._make_gradient(block)
-        account.add("activations", -self.profile.put_off * len(stage.blocks))
+            stage.sharding.make_gradient(block.own, put_off=True)
+        account.add("activations", -sum(block.profile.put_off for block in stage.blocks))
         stage.left -= 1
         if stage.left == 0:
-            for block in (*stage.blocks, stage.outside):
-                self._after_backward(stage, block, exchanges=True)
-            self._end_backward(stage)
+            for part in _units(stage):
+                stage.sharding.after_backward(part, exchanges=True)
+            stage.sharding.end_backward()
 
     # Parts of them
 
+    def _angles_of_token_bytes(self) -> float:
+        """Cosines and sines of a token's place, and the place."""
+        if not isinstance(self.model, DecoderModel):
+            return 0.0
+        return 2 * 4 * self._rotated_size() + 8
+
+    def _rotated_size(self) -> int:
+        assert isinstance(self.model, DecoderModel)
+        return self.model.mla.qk_rope_head_dim if self.model.mla else self.model.head_dim
+
     def _angles_bytes(self) -> float:
-        return 2.0 * self.shape.seq_len * self.model.head_dim * self.width
+        return 2.0 * self.shape.seq_len * self._rotated_size() * self.width if self.shape.rotates else 0.0
 
     def _loss(self, stage: _Stage) -> None:
-        """Kept: the gradients of the hidden states, and in fp32 of the head."""
+        """Kept: the gradients of the hidden states, and in fp32 of the head. A chunk's gradient lives into the next."""
         account, hidden, width = self.account, self.model.hidden_size, self.width
         rows = self.model.vocab_size // self.layout.tp
         tokens = self.shape.tokens
@@ -234,32 +193,62 @@ class _Replay:
         logits = chunk * rows
         narrow = width < 4.0
         product = logits * (width if narrow else 4.0) + rows * hidden * width
-        account.touch(entered + max(logits * (17.0 + (width if narrow else 0.0)), product))
+        before = logits * width if tokens > chunk else 0.0
+        account.touch(entered + max(before + logits * (17.0 + (width if narrow else 0.0)), product))
 
     def _backpropagate(self, stage: _Stage, exchanges: bool) -> None:
-        account, profile = self.account, self.profile
+        account, sharding = self.account, stage.sharding
+        sharding.prefetch(stage.blocks[-1].own if stage.blocks else None)
         if stage.last:
-            self._prefetch(stage, len(stage.blocks) - 1)
             self._loss_backward(stage)
         else:
             account.add("temporaries", self.message_bytes)
-            self._prefetch(stage, len(stage.blocks) - 1)
-        for index in reversed(range(len(stage.blocks))):
-            block = stage.blocks[index]
-            self._gather_again(stage, block)
-            self._prefetch(stage, index - 1)
-            account.touch(profile.backward_peak - profile.kept)
-            account.add("activations", profile.put_off - profile.kept)
-            if not self.split:
-                self._make_gradient(block)
-            self._after_backward(stage, block, exchanges)
-        self._make_gradient(stage.outside)
+        for block in reversed(stage.blocks):
+            sharding.gather_again(block.own)
+            sharding.prefetch(_before(stage, block.own))
+            account.add("activations", -block.profile.kept)
+            self._work(stage, block, block.profile.backward, exchanges)
+            account.add("activations", block.profile.put_off - block.profile.backward[-1].live)
+            if self.split:
+                sharding.make_early_gradient(block.own)
+            else:
+                sharding.make_gradient(block.own)
+            sharding.after_backward(block.own, exchanges)
+        sharding.make_gradient(stage.outside)
         account.add("activations", -self.message_bytes - self._angles_bytes())
         if not stage.last:
             account.add("temporaries", -self.message_bytes)
-        self._after_backward(stage, stage.outside, exchanges)
+        sharding.after_backward(stage.outside, exchanges)
         if exchanges:
-            self._end_backward(stage)
+            sharding.end_backward()
+
+    def _work(
+        self, stage: _Stage, block: _Block, stretches: tuple[Stretch, ...], exchanges: bool | None = None
+    ) -> None:
+        """A block's forward, or its backward, which `exchanges` gradients or not."""
+        live = 0.0
+        for stretch in stretches:
+            self.account.touch(stretch.peak - live)
+            self.account.add("activations", stretch.live - live)
+            live = stretch.live
+            if stretch.then and block.experts:
+                self._shard_experts(stage, block.experts, stretch.then, exchanges)
+
+    def _shard_experts(self, stage: _Stage, experts: Sharded, event: Event, exchanges: bool | None) -> None:
+        """A forward that runs again within a backward ends with them, and leaves them gathered."""
+        sharding = stage.sharding
+        if event == "gather":
+            sharding.gather(experts)
+        elif event == "free" and exchanges is None:
+            sharding.free_after_forward(experts)
+        elif event == "free":
+            sharding.end_forward()
+        elif event == "gather_again":
+            sharding.gather_again(experts)
+            sharding.prefetch(_before(stage, experts))
+        elif event == "reduce":
+            sharding.make_gradient(experts)
+            sharding.after_backward(experts, exchanges is True)
 
     def _loss_backward(self, stage: _Stage) -> None:
         account, hidden, width = self.account, self.model.hidden_size, self.width
@@ -273,90 +262,16 @@ class _Replay:
             account.add("temporaries", table * width)
             stage.outside.gradient_bytes = table * width
 
-    # FSDP2
 
-    def _gather(self, stage: _Stage, part: _Sharded) -> None:
-        """In a forward."""
-        if part.is_gathered or not part.unit.full:
-            return
-        size, account = part.unit.gathered * self.width, self.account
-        if part.unit.shards > 1:
-            account.touch(size + part.unit.own * self.width)
-            account.add("temporaries", size - stage.buffer_bytes)
-            stage.buffer_bytes = size
-        account.add("gathered", size)
-        part.is_gathered = True
+def _units(stage: _Stage) -> list[Sharded]:
+    return [*(unit for block in stage.blocks for unit in block.units), stage.outside]
 
-    def _free_after_forward(self, part: _Sharded) -> None:
-        if self.layout.zero_stage == 3 and part.unit.shards > 1:
-            self._free(part)
 
-    def _free(self, part: _Sharded) -> None:
-        if part.is_gathered:
-            self.account.add("gathered", -part.unit.gathered * self.width)
-            part.is_gathered = False
-
-    def _prefetch(self, stage: _Stage, index: int) -> None:
-        part = stage.blocks[index] if index >= 0 else None
-        if part is None or part.is_gathered or part.prefetched or part.unit.shards == 1:
-            return
-        self.account.touch((part.unit.gathered + part.unit.own) * self.width)
-        self.account.add("temporaries", part.unit.gathered * self.width)
-        part.prefetched = True
-
-    def _gather_again(self, stage: _Stage, part: _Sharded) -> None:
-        """In a backward: the buffer is let go at once."""
-        if part.is_gathered:
-            return
-        size = part.unit.gathered * self.width
-        self.account.add("gathered", size)
-        if part.prefetched:
-            self.account.add("temporaries", -size)
-        part.is_gathered, part.prefetched = True, False
-
-    def _make_gradient(self, part: _Sharded) -> None:
-        """A second one is added to the first, into new memory."""
-        size = part.unit.full * self.width
-        if part.gradient_bytes:
-            self.account.touch(max((rows * row for rows, row in part.unit.matrices), default=0) * self.width)
-        self.account.add("temporaries", size - part.gradient_bytes)
-        part.gradient_bytes = size
-
-    def _after_backward(self, stage: _Stage, part: _Sharded, exchanges: bool) -> None:
-        """Where nothing is exchanged yet, gradients take the format of the exchange."""
-        self._free(part)
-        if not exchanges and part.gradient_bytes and self.reduce_width != self.width and not part.accumulated_bytes:
-            part.accumulated_bytes = part.unit.full * self.reduce_width
-            self.account.add("temporaries", part.accumulated_bytes)
-        if part.accumulated_bytes:
-            self.account.add("temporaries", -part.gradient_bytes)
-            part.gradient_bytes = 0.0
-        if exchanges:
-            self._reduce(stage, part)
-
-    def _reduce(self, stage: _Stage, part: _Sharded) -> None:
-        """Copied into one buffer, summed over ranks; the own part stays."""
-        waiting = part.gradient_bytes + part.accumulated_bytes
-        if not waiting:
-            return
-        account, size = self.account, part.unit.gathered * self.reduce_width
-        account.add("temporaries", -stage.reduced_bytes)
-        account.add("temporaries", size)
-        account.add("temporaries", -waiting)
-        own = part.unit.own * MASTER_WIDTH
-        account.touch(part.unit.own * (self.reduce_width if self.reduce_width < MASTER_WIDTH else 0.0) + own)
-        account.add("gradients", 0.0 if part.has_gradient else own)
-        part.gradient_bytes = part.accumulated_bytes = 0.0
-        stage.reduced_bytes, part.has_gradient = size, True
-
-    def _end_backward(self, stage: _Stage) -> None:
-        self.account.add("temporaries", -stage.reduced_bytes)
-        stage.reduced_bytes = 0.0
-
-    def _exchanges_every_backward(self) -> bool:
-        """ZeRO-2 and 3 without replicas keep gradients sharded from one micro-batch to the next."""
-        layout = self.layout
-        return layout.zero_stage >= 2 and layout.dp_shard > 1 and layout.dp_replicate == 1 and not self.split
+def _before(stage: _Stage, unit: Sharded) -> Sharded | None:
+    """The unit whose forward ended before that of `unit`: its backward comes next."""
+    units = _units(stage)
+    index = next(index for index, other in enumerate(units) if other is unit)
+    return units[index - 1] if index else None
 
 
 def _without_data(layout: Layout) -> Layout:
@@ -364,6 +279,7 @@ def _without_data(layout: Layout) -> Layout:
     return Layout(
         tp=layout.tp,
         cp=layout.cp,
+        ep=layout.ep,
         sequence_parallel=layout.sequence_parallel,
         context_method=layout.context_method,
     )

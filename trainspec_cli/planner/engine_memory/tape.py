@@ -10,7 +10,23 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
+from typing import Literal
+
+Event = Literal["gather", "free", "gather_again", "reduce"]
+"""Of experts that are sharded by themselves within a block: before and after their forward, and their backward."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A block's work from one event to the next, or to its end."""
+
+    peak: float
+    """Bytes, as the block alone counts them."""
+    live: float
+    """At its end."""
+    then: Event | None = None
 
 
 class Meter:
@@ -37,6 +53,16 @@ class Storage:
         self._meter.live -= self.size
 
 
+class Joined(Storage):
+    """Several of them, held as one."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, meter: Meter, *parts: Storage):
+        super().__init__(meter, 0.0)
+        self._parts = parts
+
+
 Backward = Callable[["Value"], Sequence["Value | None"]]
 """The gradient of an operation's output -> those of its inputs; None where an input needs none."""
 
@@ -44,8 +70,12 @@ Backward = Callable[["Value"], Sequence["Value | None"]]
 class Node:
     """An operation that was recorded, or (without inputs) a leaf, which adds up its gradient."""
 
-    def __init__(self, number: int, inputs: Sequence[Node | None], backward: Backward | None):
+    def __init__(
+        self, number: int, inputs: Sequence[Node | None], backward: Backward | None, *, has_views: bool = False
+    ):
         self.number, self.inputs, self.backward = number, inputs, backward
+        self.has_views = has_views
+        """Its outputs are parts of one value: their gradients are put side by side and not added."""
         self.gradient: Value | None = None
 
     def __lt__(self, other: Node) -> bool:
@@ -77,6 +107,9 @@ class Tape:
         self.saves_left = float("inf")
         """After so many saves the second forward ends: nothing more is allocated."""
         self.saves = 0
+        self.stretches: list[Stretch] = []
+        self._inner_leaves: list[Node] | None = None
+        """Of what is sharded by itself, while it is worked on."""
         self._numbers = count()
 
     def new(self, elements: float, width: float | None = None) -> Value:
@@ -85,7 +118,10 @@ class Tape:
 
     def leaf(self, elements: float) -> Value:
         """A parameter, or what comes in: its own memory is counted elsewhere."""
-        return Value(Storage(Meter(), 0.0), elements, self.width, Node(next(self._numbers), (), None))
+        node = Node(next(self._numbers), (), None)
+        if self._inner_leaves is not None:
+            self._inner_leaves.append(node)
+        return Value(Storage(Meter(), 0.0), elements, self.width, node)
 
     def backward(self, node: Node, gradient: Value) -> None:
         """From `node` to the leaves. Gradients that meet are added into new memory."""
@@ -102,15 +138,54 @@ class Tape:
                 if source is not None and part is not None:
                     if source not in arrived:
                         heapq.heappush(waiting, source)
-                    arrived[source] = self.new(part.elements, part.width) if source in arrived else part
+                    arrived[source] = self._meet(source, arrived.get(source), part)
             del gradient
             part = None
+
+    def _meet(self, source: Node, first: Value | None, second: Value) -> Value:
+        if first is None:
+            return second
+        if source.has_views:
+            both = Joined(self.meter, first.storage, second.storage)
+            return Value(both, first.elements + second.elements, second.width)
+        return self.new(second.elements, second.width)
 
     def _run(self, node: Node, gradient: Value) -> Sequence[Value | None]:
         assert node.backward is not None
         gradients = node.backward(gradient)
         node.backward = None
         return gradients
+
+    # What happens to parameters besides
+
+    def mark(self, then: Event | None = None) -> None:
+        """Here a stretch ends."""
+        self.stretches.append(Stretch(self.meter.peak, self.meter.live, then))
+        self.meter.peak = self.meter.live
+
+    def enter(self, x: Value) -> Value:
+        """Into what is sharded by itself. When its backward is done, its gradients are no more the tape's."""
+        self.mark("gather")
+        leaves: list[Node] = []
+        self._inner_leaves = leaves
+
+        def backward(gradient: Value) -> Sequence[Value | None]:
+            for leaf in leaves:
+                leaf.gradient = None
+            self.mark("reduce")
+            return (gradient,)
+
+        return self._recorded(x, (x,), backward)
+
+    def leave(self, y: Value) -> Value:
+        self.mark("free")
+        self._inner_leaves = None
+
+        def backward(gradient: Value) -> Sequence[Value | None]:
+            self.mark("gather_again")
+            return (gradient,)
+
+        return self._recorded(y, (y,), backward)
 
     # Operations
 
@@ -145,10 +220,10 @@ class Tape:
 
     def _result(self, elements: float, width: float | None, scratch: float, costly: bool, stopped: bool) -> Value:
         width = self.width if width is None else width
-        if costly and self.recalled:
-            return Value(self.recalled.popleft(), elements, width)
         if stopped:
             return Value(Storage(Meter(), 0.0), elements, width)
+        if costly and self.recalled:
+            return Value(self.recalled.popleft(), elements, width)
         room = Storage(self.meter, scratch)
         out = self.new(elements, width)
         del room
@@ -187,24 +262,67 @@ class Tape:
         return self.apply((x, weight), x.elements, saved=(x, self.new(rows, 4.0)))
 
     def unary(self, x: Value) -> Value:
-        return self.apply((x,), x.elements, saved=(x,))
+        return self.apply((x,), x.elements, saved=(x,), width=x.width)
 
     def mul(self, left: Value, right: Value) -> Value:
-        return self.apply((left, right), left.elements, saved=(left, right))
+        return self.apply((left, right), left.elements, saved=(left, right), width=left.width)
 
     def add(self, left: Value, right: Value) -> Value:
-        out = self._result(left.elements, None, 0.0, costly=False, stopped=self.saves >= self.saves_left)
+        out = self._result(left.elements, left.width, 0.0, costly=False, stopped=self.saves >= self.saves_left)
         return self._recorded(out, (left, right), lambda gradient: (gradient, gradient))
 
     def copy(self, x: Value, elements: float | None = None, scratch: tuple[float, float] = (0.0, 0.0)) -> Value:
         """Another of perhaps another size, as collectives make; saves nothing."""
-        return self.apply((x,), x.elements if elements is None else elements, scratch=scratch)
+        return self.apply((x,), x.elements if elements is None else elements, width=x.width, scratch=scratch)
+
+    def cast(self, x: Value, width: float) -> Value:
+        return x if x.width == width else self.apply((x,), x.elements, width=width)
+
+    def split(self, x: Value, *sizes: float) -> list[Value]:
+        """Views of parts; backward, their gradients are copied into one."""
+        size = x.elements, x.width
+        node = Node(next(self._numbers), (x.node,), lambda _: (self.new(*size),), has_views=True)
+        passing: Backward = lambda gradient: (gradient,)  # noqa: E731
+        return [Value(x.storage, size, x.width, Node(next(self._numbers), (node,), passing)) for size in sizes]
+
+    def part(self, x: Value, elements: float) -> Value:
+        """A view; backward, its gradient is copied into zeros."""
+        size = x.elements, x.width
+        return self._view(x, elements, lambda _: (self.new(*size),))
+
+    def expand(self, x: Value, elements: float, width: float | None = None) -> Value:
+        """A view in which `x` is repeated (and read with another width); backward, a sum."""
+        size = x.elements, x.width
+        return self._view(x, elements, lambda _: (self.new(*size),), width)
+
+    def cat(self, *parts: Value) -> Value:
+        """Copied into one; backward, gradients are views of the one that comes."""
+        width, sizes = parts[0].width, [part.elements for part in parts]
+        out = self._result(sum(sizes), width, 0.0, costly=False, stopped=self.saves >= self.saves_left)
+
+        def backward(gradient: Value) -> Sequence[Value | None]:
+            return [Value(gradient.storage, size, width) for size in sizes]
+
+        return self._recorded(out, parts, backward)
+
+    def with_side(self, x: Value, loss: Value) -> Value:
+        """`x` itself; backward, the scalar `loss` is minimised too."""
+        return self._recorded(x, (x, loss), lambda gradient: (gradient, self.new(1, 4.0)))
+
+    def negated(self, x: Value) -> Value:
+        """As the right side of a difference: no memory of its own but for its gradient."""
+        width = x.width
+        return self._view(x, x.elements, lambda gradient: (self.new(gradient.elements, width),))
+
+    def _view(self, x: Value, elements: float, backward: Backward, width: float | None = None) -> Value:
+        width = x.width if width is None else width
+        return Value(x.storage, elements, width, Node(next(self._numbers), (x.node,), backward))
 
     def copy_in_backward(self, x: Value) -> Value:
-        return self._recorded(x, (x,), lambda gradient: (self.new(gradient.elements),))
+        return self._recorded(x, (x,), lambda gradient: (self.new(gradient.elements, gradient.width),))
 
     def copy_in_forward(self, x: Value) -> Value:
-        out = self._result(x.elements, None, 0.0, costly=False, stopped=self.saves >= self.saves_left)
+        out = self._result(x.elements, x.width, 0.0, costly=False, stopped=self.saves >= self.saves_left)
         return self._recorded(out, (x,), lambda gradient: (gradient,))
 
 

@@ -1,0 +1,73 @@
+"""Runs a job again from its last checkpoint when it fails, for as long as that gets it on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from trainspec_cli.launch.command import torchrun_command
+from trainspec_cli.launch.executor import Executor
+from trainspec_cli.launch.failure import WorkerFailure, explain, find_failures
+from trainspec_cli.launch.job import Job
+from trainspec_cli.launch.signals import StopRequests
+from trainspec_cli.launch.supervise import Ending, supervise
+from trainspec_cli.policy.recovery import may_restart
+from trainspec_cli.rundir.events import EventWriter, read_events
+from trainspec_cli.spec.resilience import ResilienceSpec
+
+
+def supervise_with_restarts(
+    job: Job,
+    executor: Executor,
+    resilience: ResilienceSpec,
+    watch: Callable[[bool], None],
+    say: Callable[[str], None],
+    requests: StopRequests | None = None,
+) -> tuple[Job, Ending]:
+    """As `supervise`; -> the last start and its ending.
+
+    A failure is followed by another start when a checkpoint was written since the last: else it would come again at
+    the same place. So would an error that was foreseen.
+    """
+    restarts_s: list[float] = []
+    while True:
+        begun_from = _newest_checkpoint(job)
+        ending = supervise(job, executor, watch, requests, restart=bool(restarts_s))
+        now_s, failures = time.monotonic(), find_failures(job)
+        over = ending.stop_requested or ending.left_behind or job.run.result_json.is_file()
+        if over or _comes_again(failures) or _newest_checkpoint(job) <= begun_from:
+            return job, ending
+        if not may_restart(resilience, restarts_s, now_s):
+            return job, ending
+        restarts_s.append(now_s)
+        headline = explain(failures).headline if failures else "the workers ended without a word"
+        say(f"{headline}; the run starts again from step {_newest_checkpoint(job)}")
+        _note_restart(job)
+        job = _next_start(job, len(restarts_s) + 1)
+
+
+def _comes_again(failures: list[WorkerFailure]) -> bool:
+    return any(failure.foreseen for failure in failures)
+
+
+def _newest_checkpoint(job: Job) -> int:
+    return max(job.run.checkpoint_steps(), default=0)
+
+
+def _note_restart(job: Job) -> None:
+    """What the failed start left of its end goes to its logs, and the story says what is lost."""
+    for words in job.run.errors_folder.glob("*.json"):
+        words.rename(job.logs / words.name)
+    step = max((event["step"] for event in read_events(job.run.events(0)) if event["type"] == "step"), default=0)
+    story = EventWriter(job.run.events(0), rank=0)
+    lost_steps = step - _newest_checkpoint(job)
+    story.write("recovery", step=step, change="restart", group=None, stall_s=None, lost_steps=lost_steps)
+    story.close()
+
+
+def _next_start(job: Job, number: int) -> Job:
+    first_logs = job.logs.with_name(job.logs.name.partition("_start")[0])
+    logs = first_logs.with_name(f"{first_logs.name}_start{number:03d}")
+    command = torchrun_command(job.world_size, logs, job.worker) if job.worker else job.command
+    return replace(job, logs=logs, command=command)
