@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 from dataclasses import dataclass
 
 import psutil
 
 from trainspec_cli.errors import MachineError, Problem
+
+
+LISTENING_PORTS = (15_000, 32_000)
+"""Below those that Linux (32768) and macOS (49152) give to outgoing connections."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +27,12 @@ class Place:
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    """One that nobody listens on now, and that the kernel gives to no connection before it is used: those are higher."""
+    while True:
+        port = random.randrange(*LISTENING_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def own_address(head: str) -> str:
