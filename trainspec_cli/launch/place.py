@@ -11,7 +11,6 @@ import psutil
 
 from trainspec_cli.errors import MachineError, Problem
 
-
 LISTENING_PORTS = (15_000, 32_000)
 """Below those that Linux (32768) and macOS (49152) give to outgoing connections."""
 
@@ -27,7 +26,7 @@ class Place:
 
 
 def free_port() -> int:
-    """One that nobody listens on now, and that the kernel gives to no connection before it is used: those are higher."""
+    """One that nobody listens on now, and that the kernel gives to no connection meanwhile: those are higher."""
     while True:
         port = random.randrange(*LISTENING_PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
