@@ -27,9 +27,11 @@ def stages_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
 
 
 def _is_built(setup: Setup) -> bool:
-    """Whether the engine spreads this model so: of convolutions the samples alone."""
+    """Whether the engine spreads this model so: of convolutions the samples alone, experts within a replica."""
     layout = setup.layout
-    return not isinstance(setup.model, ConvModel) or layout.tp == layout.cp == layout.pp == 1
+    if isinstance(setup.model, ConvModel):
+        return layout.tp == layout.cp == layout.pp == 1
+    return layout.etp == 1 and layout.dp_shard * layout.cp * layout.tp % layout.ep == 0
 
 
 def _run_of(setup: Setup, recompute: Recompute) -> EngineRun:
