@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner import workload
-from trainspec_cli.planner.engine_memory.stages import stages_memory
+from trainspec_cli.planner.engine_memory.stages import layer_memory, stages_memory
 from trainspec_cli.planner.hardware import Efficiency, peak_flops_per_s
 from trainspec_cli.planner.memory import memory_limit_bytes
 from trainspec_cli.planner.prose import usual_gbit
-from trainspec_cli.planner.search import Found, Search, recompute_names, share_recomputed
+from trainspec_cli.planner.search import SLOWER, TOO_LARGE, Found, Search, recompute_names, share_recomputed
 from trainspec_cli.planner.setup import Setup, Software
 from trainspec_cli.planner.space import Space
 from trainspec_cli.planner.step import estimate_step
@@ -25,6 +25,8 @@ from trainspec_cli.spec.run import RunSpec
 from trainspec_cli.units import GIB, format_bytes
 
 SHOWN = 10
+POOL = 4
+"""Layouts that a search keeps for each that is shown: some are too large when every tensor is counted."""
 MORE_NODES = (2, 4, 8, 16, 32, 64)
 
 
@@ -35,9 +37,8 @@ def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SH
     """
     fabric = describe_fabric(spec.cluster, machine)
     eff = efficiency_of(spec.cluster)
-    search, found = run_search(spec, fabric, eff, shown)
-    counted = [candidate_of(item, spec, eff) for item in found]
-    candidates = sorted(counted, key=lambda candidate: not candidate.fits)  # the search's own estimate is a rough one
+    search, found = run_search(spec, fabric, eff, POOL * shown)
+    candidates = choose_candidates(search, found, spec, eff, shown)
     advice: tuple[str, ...] = ()
     if not candidates:
         if search.smallest is not None:
@@ -57,6 +58,23 @@ def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SH
     )
 
 
+def choose_candidates(
+    search: Search, found: list[Found], spec: RunSpec, eff: Efficiency, shown: int
+) -> list[Candidate]:
+    """The fastest that fit when every tensor is counted: the search's own estimate is a rough one. Where none does, the
+    fastest."""
+    candidates: list[Candidate] = []
+    for item in found:
+        candidates.append(candidate_of(item, spec, eff))
+        if sum(candidate.fits for candidate in candidates) == shown:
+            break
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    chosen = fitting or candidates[:shown]
+    search.refused[TOO_LARGE] += len(candidates) - len(chosen)
+    search.refused[SLOWER] += len(found) - len(candidates)
+    return chosen
+
+
 def run_search(spec: RunSpec, fabric: Fabric, eff: Efficiency, keep: int) -> tuple[Search, list[Found]]:
     search = Search(
         template=template_of(spec, fabric),
@@ -65,6 +83,7 @@ def run_search(spec: RunSpec, fabric: Fabric, eff: Efficiency, keep: int) -> tup
         offloads=(False, True) if spec.offload == AUTO else (spec.offload == "optimizer",),
         eff=eff,
         keep=keep,
+        layer_memory=layer_memory,
     )
     return search, search.run(Space(spec, fabric.num_devices, fabric.scaleup_devices))
 

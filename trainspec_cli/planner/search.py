@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from trainspec_cli.planner.compute import EIGHT_BIT
@@ -53,6 +54,8 @@ class Search:
     offloads: tuple[bool, ...]
     eff: Efficiency
     keep: int = 10
+    layer_memory: Callable[[Setup, str], LayerMemory] = lambda setup, _recompute: mean_layer_memory(setup)
+    """Of a layer under a recomputation."""
     considered: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     smallest: Found | None = None
@@ -136,7 +139,7 @@ class Search:
     def _layer_memory(self, setup: Setup, recompute: str) -> LayerMemory:
         key = (*_cut(setup.layout), setup.micro_batch_size, recompute, id(setup.software))
         if key not in self._memory:
-            self._memory[key] = mean_layer_memory(setup)
+            self._memory[key] = self.layer_memory(setup, recompute)
         return self._memory[key]
 
 
