@@ -25,8 +25,9 @@ from trainspec_cli.spec.run import RunSpec
 from trainspec_cli.units import GIB, format_bytes
 
 SHOWN = 10
-POOL = 4
-"""Layouts that a search keeps for each that is shown: some are too large when every tensor is counted."""
+POOL, SLACK = 4, 1.1
+"""Layouts that a search keeps for each that is shown, and how far over the limit by its rough estimate: which of them
+fit is seen when every tensor is counted."""
 MORE_NODES = (2, 4, 8, 16, 32, 64)
 
 
@@ -84,6 +85,7 @@ def run_search(spec: RunSpec, fabric: Fabric, eff: Efficiency, keep: int) -> tup
         eff=eff,
         keep=keep,
         layer_memory=layer_memory,
+        slack=SLACK,
     )
     return search, search.run(Space(spec, fabric.num_devices, fabric.scaleup_devices))
 

@@ -56,13 +56,15 @@ class Search:
     keep: int = 10
     layer_memory: Callable[[Setup, str], LayerMemory] = lambda setup, _recompute: mean_layer_memory(setup)
     """Of a layer under a recomputation."""
+    slack: float = 1.0
+    """Of the limit: what is over by less may fit when it is counted more closely."""
     considered: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     smallest: Found | None = None
     """Of all, fitting or not: what to say when none fits."""
 
     def run(self, space: Space) -> list[Found]:
-        self._limit = memory_limit_bytes(self.template.fabric.chip)
+        self._limit = self.slack * memory_limit_bytes(self.template.fabric.chip)
         self._parts: dict[tuple[object, ...], MicroBatch] = {}
         self._memory: dict[tuple[object, ...], LayerMemory] = {}
         best: list[tuple[float, int, Found]] = []

@@ -30,7 +30,7 @@ def engine_peak(run: EngineRun, pipeline_rank: int) -> EnginePeak:
 
 def replayed_micro_batches(run: EngineRun) -> int:
     """Enough to fill a pipeline; what follows is the same again, but for GPipe, which holds them all."""
-    layout, enough = run.layout, 4 * run.layout.pp
+    layout, enough = run.layout, 3 * run.layout.pp
     grows = layout.pp > 1 and layout.pipeline_schedule == "gpipe"
     return run.micro_batches if grows or run.micro_batches % layout.pp else min(run.micro_batches, enough)
 
