@@ -26,7 +26,19 @@ DOORS = {
     "engine": {"spec", "policy", "rundir", "corpus", "huggingface"},
     "report": {"spec", "rundir"},
     "certify": {"spec", "planner", "rundir", "launch"},
-    "cli": {"compose", "spec", "rundir", "corpus", "huggingface", "planner", "launch", "report", "certify"},
+    "doctor": {"spec", "rundir", "launch"},
+    "cli": {
+        "compose",
+        "spec",
+        "rundir",
+        "corpus",
+        "huggingface",
+        "planner",
+        "launch",
+        "report",
+        "certify",
+        "doctor",
+    },
 }
 """Room -> the rooms it may import. `errors`, `units` and the package's version are free to all."""
 

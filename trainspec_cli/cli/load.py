@@ -70,9 +70,14 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
 
 def plan_on(loaded: Loaded, machine: Machine) -> Plan:
     """Resolve every `auto`. Raises MachineError for what the host lacks, RecipeError for sizes that do not fit it."""
+    require(loaded.composed.locate(check_machine(loaded.spec, machine)))
+    return plan_for(loaded, machine)
+
+
+def plan_for(loaded: Loaded, machine: Machine) -> Plan:
+    """As `plan_on`, for a machine that is not this one."""
     from trainspec_cli.planner.plan import plan
 
-    require(loaded.composed.locate(check_machine(loaded.spec, machine)))
     try:
         return plan(loaded.spec, machine)
     except TrainspecError as error:

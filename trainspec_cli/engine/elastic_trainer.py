@@ -98,7 +98,7 @@ class ElasticTrainer(Trainer):
             enough, stop = self._call_roll()
             if self.membership.failed_anywhere:
                 self.membership.vote(self.step)
-                self.failed_tries += 1
+                self._count_failed_try()
                 continue
             self.stopping = stop
             if enough:
@@ -160,7 +160,7 @@ class ElasticTrainer(Trainer):
             writing=self.checkpoints.writing,
         )
         if outcome is None:
-            self.failed_tries += 1
+            self._count_failed_try()
             return None
         self.taken += portion.step_samples
         self.tenure_steps += 1
@@ -168,6 +168,10 @@ class ElasticTrainer(Trainer):
         return self._count(
             outcome, lr, portion.step_samples, group=self.place.group, groups=list(self.seat.groups), took=took
         )
+
+    def _count_failed_try(self) -> None:
+        self.failed_tries += 1
+        self.journal.write("retry", step=self.step + 1)
 
     # What the groups tell one another beside gradients
 

@@ -8,6 +8,7 @@ import sysconfig
 from pathlib import Path
 
 import trainspec_cli
+from trainspec_cli.launch.place import Place, interface_of, own_address
 from trainspec_cli.spec.cluster import Machine
 from trainspec_cli.spec.plan import Plan
 
@@ -38,6 +39,15 @@ def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, s
         **(_KEEP_FREED_MEMORY if plan.device == "cpu" else {}),
         **python_path(),
     }
+
+
+def node_environment(plan: Plan, machine: Machine, launch_id: str, place: Place) -> dict[str, str]:
+    """As `job_environment`, for one host of several: gloo takes the interface that leads to the first host."""
+    interface = interface_of(own_address(place.head))
+    found = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    alone = job_environment(plan, machine, launch_id)
+    del alone["GLOO_SOCKET_IFNAME"]
+    return alone | found
 
 
 _KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}

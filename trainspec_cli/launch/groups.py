@@ -20,10 +20,15 @@ from trainspec_cli.launch.supervise import SUPERVISOR, Ending
 from trainspec_cli.policy.recovery import enough_groups, may_restart, pause_s
 from trainspec_cli.rundir.events import EventTail, EventWriter
 from trainspec_cli.rundir.files import write_json
+from trainspec_cli.rundir.generations import GENERATION
 from trainspec_cli.spec.fault import parse_faults
 from trainspec_cli.spec.plan import Plan
 
 Watch = Callable[[bool], None]
+STUCK = 0.9
+"""Part of `resilience.exchange_timeout_s` that the others must have waited: clocks are read ten times a second."""
+ANSWER_S = 2.0
+"""A group whose exchange failed says so within this time."""
 
 
 def supervise_groups(job: Job, plan: Plan, watch: Watch, say: Callable[[str], None]) -> Ending:
@@ -45,7 +50,8 @@ def supervise_groups(job: Job, plan: Plan, watch: Watch, say: Callable[[str], No
             marks.write("ended", exit_code=0)
             marks.close()
         watch(run.stop_requested)
-    return Ending(0, run.stop_requested, run.killed, tuple(process.pid for process in left), run.given_up)
+    left_behind, generation = tuple(process.pid for process in left), job.environment.get(GENERATION)
+    return Ending(0, run.stop_requested, run.killed, left_behind, run.given_up, int(generation) if generation else None)
 
 
 class _Run:
@@ -88,16 +94,23 @@ class _Run:
         group.look(now_s)
         self._has_stepped = self._has_stepped or group.stepped_at > 0
         lost = group.lost_worker()
-        if lost is not None or self._is_stuck(group):
+        if lost is not None or self._is_stuck(group, now_s):
             self._recover(group, lost, now_s)
         elif group.exit_code() == 0:
             group.state = "done"
             self._set_states("waiting", "gone")
 
-    def _is_stuck(self, group: ReplicaGroup) -> bool:
-        """The others have gone on without it for as long as they waited for it."""
-        newest = max(other.stepped_at for other in self._groups)
-        return 0 < group.stepped_at < newest - self._resilience.exchange_timeout_s
+    def _is_stuck(self, group: ReplicaGroup, now_s: float) -> bool:
+        """The others have waited for it as long as they may, and it has said nothing all the while.
+
+        They may not be able to go on without it: the lighthouse wants more than half of those that live.
+        """
+        others = [other for other in self._groups if other is not group]
+        patience_s = STUCK * self._resilience.exchange_timeout_s
+        allowed_until = max(group.stepped_at, group.retried_at) + patience_s
+        went_on = max(other.stepped_at for other in others) > allowed_until
+        asked_at = max(other.retried_at for other in others)
+        return group.stepped_at > 0 and (went_on or (asked_at > allowed_until and now_s - asked_at > ANSWER_S))
 
     def _recover(self, group: ReplicaGroup, lost: WorkerFailure | None, now_s: float) -> None:
         """Start it again, or go on without it, or end the run."""

@@ -162,6 +162,10 @@ RANGES = {
     "cluster.power.waiting": AT_LEAST_ZERO,
     "cluster.power.idle": AT_LEAST_ZERO,
     "cluster.power.host": AT_LEAST_ZERO,
+    "cluster.slurm.cpus_per_task": AT_LEAST_ONE,
+    "cluster.slurm.array_parallel": AT_LEAST_ONE,
+    "cluster.slurm.warn_s": AT_LEAST_ZERO,
+    "cluster.slurm.max_requeues": AT_LEAST_ZERO,
     "cluster.cost.price_usd_per_device_hour": AT_LEAST_ZERO,
     "cluster.cost.device_price_usd": AT_LEAST_ZERO,
     "cluster.cost.useful_years": POSITIVE,
@@ -183,6 +187,7 @@ RANGES = {
     "sample.max_new_tokens": AT_LEAST_ZERO,
     "sample.temperature": AT_LEAST_ZERO,
     "run.stop_grace_s": POSITIVE,
+    "run.node_timeout_s": POSITIVE,
 }
 """Dotted path -> what is allowed; null and auto are always."""
 

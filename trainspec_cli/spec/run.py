@@ -50,6 +50,10 @@ class RunSection:
     """The run folder; auto is runs/<recipe>/<time>."""
     stop_grace_s: float = 60.0
     """A worker that has not ended this long after it was asked to is killed."""
+    node_timeout_s: float = 30.0
+    """On several hosts: one that has been silent for so long (off, hung, cut off) is lost, and the job ends."""
+    preflight: bool = True
+    """On several hosts: measure each for some seconds before the workers start, and refuse one far below the others."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from trainspec_cli.engine.observe.mlflow import MlflowLog
 from trainspec_cli.engine.observe.tensorboard import TensorBoardLog
 from trainspec_cli.engine.observe.wandb import WandbLog
 from trainspec_cli.rundir.events import EventWriter
+from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.run import RunSpec
 
@@ -35,10 +36,13 @@ class Journal:
         """Without a spec nothing is told elsewhere."""
         self._run_dir = run_dir
         self._events = EventWriter(run_dir.events(rank), rank)
+        self._fence = Fence.of_worker(run_dir)
         told = spec if rank == 0 else None
         self._trackers = [make(run_dir, told) for key, make in TRACKERS.items() if told and getattr(told.tracking, key)]
 
     def write(self, kind: str, **fields: Any) -> None:
+        """Raises WorkerError where a newer start owns the run."""
+        self._fence.check_now_and_then()
         self._events.write(kind, **fields)
         for tracker in self._trackers:
             tracker.record(kind, fields)
