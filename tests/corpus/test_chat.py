@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from trainspec_cli.corpus import bpe
+from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.corpus.prepare import prepare
 from trainspec_cli.corpus.rows import IGNORED, PADDING_DOCUMENT, Packed
 from trainspec_cli.corpus.shards import TokenFolder
@@ -77,6 +78,9 @@ def test_what_is_too_long_loses_its_end(prepared):
     folder = prepared([*lines(5), long])
     whole, short = Packed(folder, "train", 400), Packed(folder, "train", 64)
     assert (whole.cut, short.cut) == (0, 1)
+    data = DataSpec(64, "chat")
+    (note,) = Collection.open(folder.path).check(data, 400)
+    assert note == "1 conversations are longer than data.seq_len=64, and lose their ends"
     assert max(short.counted(index) for index in range(len(short))) <= 64
 
 

@@ -86,3 +86,12 @@ def test_parts_of_different_tokenizers_are_refused(files, tokenizer):
     parts = {"own": PartSpec("tokens", str(own)), "lines": PartSpec("jsonl", str(files / "text.jsonl"))}
     with pytest.raises(RecipeError, match="are of different tokenizers"):
         prepare(DataSpec(8, "mixture", mixture=parts, tokenizer=tokenizer))
+
+
+def test_ids_that_the_model_has_no_row_for_are_refused_before_it_starts(files, tokenizer):
+    data = DataSpec(8, "jsonl", str(files / "text.jsonl"), tokenizer=tokenizer)
+    collection = Collection.open(prepare(data))
+    ids = collection.main.manifest.vocab_size
+    assert collection.check(data, ids) == []
+    with pytest.raises(RecipeError, match=rf"the tokenizer has {ids} ids, and the model {ids - 1} rows"):
+        collection.check(data, ids - 1)

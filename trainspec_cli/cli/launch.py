@@ -129,6 +129,7 @@ def _launch(loaded: Loaded, plan: Plan, machine: Machine, *, force: bool, as_jso
 def prepare_data(loaded: Loaded, console: Console) -> Path | None:
     """The folder to read, of tokens made now if need be; None where nothing is read. Problems are located as the
     recipe's own are."""
+    from trainspec_cli.corpus.collection import Collection
     from trainspec_cli.corpus.labelled import find_samples
     from trainspec_cli.corpus.prepare import prepare
     from trainspec_cli.report.live import showing_progress
@@ -139,7 +140,10 @@ def prepare_data(loaded: Loaded, console: Console) -> Path | None:
         if isinstance(spec.model, ConvModel):
             return find_samples(spec.data, spec.model)
         with showing_progress(console) as on_progress:
-            return prepare(spec.data, on_progress)
+            folder = prepare(spec.data, on_progress)
+        for note in Collection.open(folder).check(spec.data, spec.model.vocab_size):
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
+        return folder
     except TrainspecError as error:
         raise type(error)(loaded.composed.locate(error.problems)) from error
 

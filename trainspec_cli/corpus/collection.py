@@ -13,7 +13,7 @@ from trainspec_cli.corpus.cache import cache_dir
 from trainspec_cli.corpus.manifest import TOKENIZER_FILE
 from trainspec_cli.corpus.order import Mixed, Order, Shuffled
 from trainspec_cli.corpus.publish import publishing
-from trainspec_cli.corpus.rows import Joined, Rows, open_rows
+from trainspec_cli.corpus.rows import Joined, Packed, Rows, open_rows
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.spec.data import DataSpec
@@ -60,6 +60,19 @@ class Collection:
     @property
     def tokenizer_folder(self) -> Path | None:
         return self.main.path if (self.main.path / TOKENIZER_FILE).is_file() else None
+
+    def check(self, data: DataSpec, vocab_size: int) -> list[str]:
+        """-> what should be known of how `data` is read. Raises RecipeError where ids have no row in the embedding."""
+        ids = self.main.manifest.vocab_size
+        if ids > vocab_size:
+            message = f"the tokenizer has {ids:,} ids, and the model {vocab_size:,} rows (`model.vocab_size`)"
+            path = "data.tokenizer.path" if data.tokenizer.path else "data.path"
+            raise RecipeError(Problem("out_of_range", message, path, f"type model.vocab_size={ids}"))
+        packed = [open_rows(part.folder, "train", data) for part in self.parts.values()]
+        cut = sum(rows.cut for rows in packed if isinstance(rows, Packed))
+        if not cut:
+            return []
+        return [f"{cut:,} conversations are longer than data.seq_len={data.seq_len:,}, and lose their ends"]
 
     def order(self, data: DataSpec, seed: int) -> Order:
         """The stream that is trained on."""
