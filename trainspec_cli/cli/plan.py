@@ -70,7 +70,7 @@ def _plan_many(arguments: Sequence[str], sweep: str, as_json: bool, html: Path |
     from trainspec_cli.report.plan_page import render_sweep_page
     from trainspec_cli.report.plan_text import render_sweep
 
-    key, values = _read_sweep(sweep)
+    key, values = read_sweep(sweep)
     others = [argument for argument in arguments if argument.partition("=")[0] != key]
     swept = sweep_as_json(key, [(value, _plan([*others, f"{key}={value}"])) for value in values])
     if html:
@@ -130,7 +130,7 @@ def _on_machine(spec: RunSpec) -> tuple[RunSpec, Machine | None]:
     return replace(spec, cluster=replace(spec.cluster, accelerator=accelerator_of(machine))), machine
 
 
-def _read_sweep(sweep: str) -> tuple[str, list[str]]:
+def read_sweep(sweep: str) -> tuple[str, list[str]]:
     key, _, text = sweep.partition("=")
     values = [value for value in text.split(",") if value]
     if not key or not values:

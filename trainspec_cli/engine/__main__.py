@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from trainspec_cli.engine.signals import StopRequest
 from trainspec_cli.errors import TrainspecError
 from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.plan import Plan
@@ -35,12 +36,15 @@ def work(run_dir: RunDir, stop: StopRequest) -> None:
     import torch.distributed as dist
 
     from trainspec_cli.engine.build import build_machinery, join_processes
+    from trainspec_cli.engine.initial import load_initial
     from trainspec_cli.engine.sources import open_source
 
     plan = from_plain(Plan, read_json(run_dir.plan_json))
     run = read_json(run_dir.run_json)
     device = join_processes(plan.device)
     machinery = build_machinery(plan, device)
+    if not run_dir.checkpoint_steps():
+        load_initial(plan, machinery)
     source = open_source(plan, run["data_dir"], machinery)
     make = trainer_of(plan)
     make(plan, run_dir, source, run["digest"], machinery, stop).run()
@@ -59,7 +63,9 @@ def trainer_of(plan: Plan) -> type[Trainer]:
 
 
 def leave_error(run_dir: RunDir, error: Exception) -> None:
-    """This worker's own words, for the supervisor to show."""
+    """This worker's own words, for the supervisor to show; not for that of a newer start."""
+    if Fence.of_worker(run_dir).is_closed():
+        return
     group, size = (int(os.environ.get(name, "0")) for name in ("TRAINSPEC_GROUP", "WORLD_SIZE"))
     rank = group * size + int(os.environ.get("RANK", "0"))
     problem = error.problems[0] if isinstance(error, TrainspecError) else None

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from statistics import median
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -71,7 +72,7 @@ class ElasticTrainer(Trainer):
 
     def _open_journal(self) -> GroupJournal:
         self.place = own_place()
-        return GroupJournal(self.run_dir, self.place.group, self.place.rank, tensorboard=self.spec.tracking.tensorboard)
+        return GroupJournal(self.run_dir, self.place.group, self.place.rank, self.spec)
 
     # One step after another
 
@@ -153,7 +154,7 @@ class ElasticTrainer(Trainer):
         outcome = try_step(
             self.built,
             micro_batches,
-            global_tokens=portion.step_samples * self.spec.data.seq_len,
+            global_tokens=self.source.counted(np.arange(self.samples, self.samples + portion.step_samples)),
             clip_norm=self.spec.optim.grad_clip_norm,
             groups=_Voting(self.membership, self.step),
             writing=self.checkpoints.writing,

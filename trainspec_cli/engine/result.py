@@ -16,6 +16,7 @@ from trainspec_cli.engine.observe.device import Peak, peak_memory_bytes
 from trainspec_cli.errors import EXIT_DONE, Stopped
 from trainspec_cli.rundir.accounting import account_run, goodput
 from trainspec_cli.rundir.files import write_json
+from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.throughput import measure_throughput
 from trainspec_cli.spec.plan import Plan
@@ -56,6 +57,7 @@ def write_result(
     )
     time_s = account_run(run_dir, now=time.time())
     if dist.get_rank() == 0:
+        Fence.of_worker(run_dir).check()
         write_json(
             run_dir.result_json,
             {

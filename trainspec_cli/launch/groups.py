@@ -20,6 +20,7 @@ from trainspec_cli.launch.supervise import SUPERVISOR, Ending
 from trainspec_cli.policy.recovery import enough_groups, may_restart, pause_s
 from trainspec_cli.rundir.events import EventTail, EventWriter
 from trainspec_cli.rundir.files import write_json
+from trainspec_cli.rundir.generations import GENERATION
 from trainspec_cli.spec.fault import parse_faults
 from trainspec_cli.spec.plan import Plan
 
@@ -49,7 +50,8 @@ def supervise_groups(job: Job, plan: Plan, watch: Watch, say: Callable[[str], No
             marks.write("ended", exit_code=0)
             marks.close()
         watch(run.stop_requested)
-    return Ending(0, run.stop_requested, run.killed, tuple(process.pid for process in left), run.given_up)
+    left_behind, generation = tuple(process.pid for process in left), job.environment.get(GENERATION)
+    return Ending(0, run.stop_requested, run.killed, left_behind, run.given_up, int(generation) if generation else None)
 
 
 class _Run:

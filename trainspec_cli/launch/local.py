@@ -7,15 +7,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from trainspec_cli.launch import guard, processes
 from trainspec_cli.launch.environment import LAUNCH_ID
 from trainspec_cli.launch.job import Job
+from trainspec_cli.rundir import generations
 
 
 class LocalExecutor:
     def submit(self, job: Job) -> LocalProcesses:
         """Start torchrun in a session of its own, so that Ctrl-C reaches the supervisor alone."""
+        job = own_run(job)
         job.logs.mkdir(parents=True, exist_ok=True)
         return LocalProcesses(job)
 
@@ -25,6 +28,10 @@ class LocalProcesses:
         self._job = job
         self._guard = start_guard(job)
         self._torchrun = start(job.command, job)
+
+    @property
+    def generation(self) -> int:
+        return int(self._job.environment[generations.GENERATION])
 
     def exit_code(self) -> int | None:
         return self._torchrun.poll()
@@ -43,6 +50,13 @@ class LocalProcesses:
         with contextlib.suppress(BrokenPipeError):
             self._guard.communicate(guard.DONE)
         return tuple(process.pid for process in left)
+
+
+def own_run(job: Job) -> Job:
+    """The run belongs to this start from now on, unless the job is a part of one that owns it."""
+    if generations.GENERATION in job.environment:
+        return job
+    return replace(job, environment={**job.environment, generations.GENERATION: str(generations.begin(job.run))})
 
 
 def start(command: Sequence[str], job: Job) -> subprocess.Popen[bytes]:

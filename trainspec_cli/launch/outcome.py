@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainspec_cli.errors import Interrupted, Stopped, WorkerError
-from trainspec_cli.launch.failure import Explanation, explain, find_failures, tail
+from trainspec_cli.launch.failure import Explanation, explain, find_failures, tail, torchrun_logs
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.supervise import Ending
 from trainspec_cli.rundir.accounting import account_run, goodput
@@ -68,7 +68,8 @@ def _explain_torchrun(job: Job, ending: Ending) -> Explanation | None:
         return None
     if ending.exit_code < 0:
         return Explanation(f"torchrun was ended by {signal.Signals(-ending.exit_code).name}, and its workers with it")
-    return Explanation(f"torchrun ended with exit code {ending.exit_code}", tail(job.torchrun_log))
+    logs = "\n\n".join(tail(log) for log in torchrun_logs(job))
+    return Explanation(f"torchrun ended with exit code {ending.exit_code}", logs)
 
 
 def _write_result(run: RunDir, status: str, exit_code: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from trainspec_cli.launch.command import torchrun_command
 from trainspec_cli.launch.executor import Executor
 from trainspec_cli.launch.failure import WorkerFailure, explain, find_failures
 from trainspec_cli.launch.job import Job
+from trainspec_cli.launch.signals import StopRequests
 from trainspec_cli.launch.supervise import Ending, supervise
 from trainspec_cli.policy.recovery import may_restart
 from trainspec_cli.rundir.events import EventWriter, read_events
@@ -18,7 +19,12 @@ from trainspec_cli.spec.resilience import ResilienceSpec
 
 
 def supervise_with_restarts(
-    job: Job, executor: Executor, resilience: ResilienceSpec, watch: Callable[[bool], None], say: Callable[[str], None]
+    job: Job,
+    executor: Executor,
+    resilience: ResilienceSpec,
+    watch: Callable[[bool], None],
+    say: Callable[[str], None],
+    requests: StopRequests | None = None,
 ) -> tuple[Job, Ending]:
     """As `supervise`; -> the last start and its ending.
 
@@ -29,7 +35,7 @@ def supervise_with_restarts(
     restarts_s: list[float] = []
     while True:
         begun_from = _newest_checkpoint(job)
-        ending = supervise(job, executor, watch)
+        ending = supervise(job, executor, watch, requests)
         now_s, failures = time.monotonic(), find_failures(job)
         over = ending.stop_requested or ending.left_behind or job.run.result_json.is_file()
         if over or _comes_again(job, failures, begun_from) or not may_restart(resilience, restarts_s, now_s):
@@ -68,4 +74,5 @@ def _note_restart(job: Job) -> None:
 def _next_start(job: Job, number: int) -> Job:
     first_logs = job.logs.with_name(job.logs.name.partition("_start")[0])
     logs = first_logs.with_name(f"{first_logs.name}_start{number:03d}")
-    return replace(job, logs=logs, command=torchrun_command(job.world_size, logs, job.worker))
+    command = torchrun_command(job.world_size, logs, job.worker) if job.worker else job.command
+    return replace(job, logs=logs, command=command)

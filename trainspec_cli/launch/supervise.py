@@ -31,9 +31,13 @@ class Ending:
     """Ids of processes that could not be ended (stuck in the kernel)."""
     given_up: str = ""
     """Why the supervisor ended the run, where it did (too few replica groups were left)."""
+    generation: int | None = None
+    """Of the start that ended."""
 
 
-def supervise(job: Job, executor: Executor, watch: Callable[[bool], None]) -> Ending:
+def supervise(
+    job: Job, executor: Executor, watch: Callable[[bool], None], requests: StopRequests | None = None
+) -> Ending:
     """Submit `job` and return when all its processes have ended. `watch` is called about ten times a second,
     with whether a stop has been asked for.
 
@@ -41,7 +45,7 @@ def supervise(job: Job, executor: Executor, watch: Callable[[bool], None]) -> En
     they have said their first word there is nothing to write, and they are killed. A second request kills at once.
     When one worker fails, the others have `FAILURE_GRACE_S`.
     """
-    requests, marks = StopRequests(), EventWriter(job.run.supervisor_events, SUPERVISOR)
+    requests, marks = requests or StopRequests(), EventWriter(job.run.supervisor_events, SUPERVISOR)
     with on_stop_signal(requests.add):
         marks.write("launch")
         running = executor.submit(job)
@@ -57,7 +61,8 @@ def supervise(job: Job, executor: Executor, watch: Callable[[bool], None]) -> En
             marks.write("ended", exit_code=exit_code)
             marks.close()
         watch(watched.stop_requested)
-    return Ending(exit_code, watched.stop_requested, watched.given_up, left_behind)
+    generation = running.generation
+    return Ending(exit_code, watched.stop_requested, watched.given_up, left_behind, generation=generation)
 
 
 class _Watched:

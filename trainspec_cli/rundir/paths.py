@@ -7,7 +7,9 @@ RUN/
   events/rank00000.jsonl, supervisor.jsonl       errors/rank00000.json  a failing worker's own words
   checkpoints/step_00000020/                     logs/        the workers' output
   result.json     how it ended                   groups.json  the replica groups that a start waits for
-  faults/         the injected faults that have struck
+  faults/         the injected faults that have struck  huggingface/  config and tokenizer of the folder it began with
+  generations/    one file a start: the newest owns the run
+  job.sbatch      what Slurm was given           errors/node00001.json  what became of a lost host
 """
 
 from __future__ import annotations
@@ -80,9 +82,27 @@ class RunDir:
     def error(self, rank: int) -> Path:
         return self.errors_folder / f"rank{rank:05d}.json"
 
+    def node_error(self, node: int) -> Path:
+        return self.errors_folder / f"node{node:05d}.json"
+
+    @property
+    def generations(self) -> Path:
+        return self.root / "generations"
+
+    def generation(self, number: int) -> Path:
+        return self.generations / f"{number:08d}.json"
+
+    @property
+    def job_sbatch(self) -> Path:
+        return self.root / "job.sbatch"
+
     @property
     def logs(self) -> Path:
         return self.root / "logs"
+
+    @property
+    def huggingface(self) -> Path:
+        return self.root / "huggingface"
 
     @property
     def checkpoints(self) -> Path:

@@ -21,7 +21,6 @@ from trainspec_cli.spec.unknown import UNKNOWN
 TRAINED: dict[str, tuple[Any, ...]] = {
     "precision.compute": ("bf16", "fp32", AUTO),
     "precision.matmul": ("compute", "fp8"),
-    "cluster.num_nodes": (1,),
     "cluster.device": ("cpu", "cuda", AUTO),
 }
 """The values that this version's engine and launcher take; the first is the one to type."""
@@ -45,7 +44,7 @@ def _is_auto(value: Any) -> bool:
 
 def check_engine(spec: RunSpec) -> list[Problem]:
     """What this version's engine cannot run."""
-    return apply([*BUILT, elastic_model, *(partial(trained_value, path) for path in TRAINED)], spec)
+    return apply([*BUILT, elastic_model, one_host, *(partial(trained_value, path) for path in TRAINED)], spec)
 
 
 def check_built(spec: RunSpec) -> list[Problem]:
@@ -57,6 +56,12 @@ def trained_model(spec: RunSpec) -> Iterator[Problem]:
     if getattr(spec.model, "prediction_layers", 0):
         message = "the engine does not build layers that predict further tokens; without them the model is the same"
         yield Problem("unsupported", message, "model.prediction_layers", "type model.prediction_layers=0")
+
+
+def one_host(spec: RunSpec) -> Iterator[Problem]:
+    if spec.resilience.mode == "elastic" and spec.cluster.num_nodes > 1:
+        message = f"`cluster.num_nodes` is {spec.cluster.num_nodes}; replica groups run on one host in this version"
+        yield Problem("unsupported", message, "resilience.mode", "type resilience=restart, or cluster.num_nodes=1")
 
 
 def elastic_model(spec: RunSpec) -> Iterator[Problem]:

@@ -121,6 +121,8 @@ RANGES = {
     "data.phantom.seed": AT_LEAST_ZERO,
     "data.max_bytes": AT_LEAST_ONE,
     "data.tokenizer.vocab_size": BYTE_LEVEL,
+    "lora.rank": AT_LEAST_ZERO,
+    "lora.alpha": POSITIVE,
     "optim.lr": POSITIVE,
     "optim.beta1": MOMENT,
     "optim.beta2": MOMENT,
@@ -135,6 +137,7 @@ RANGES = {
     "train.max_steps": AT_LEAST_ONE,
     "train.seed": AT_LEAST_ZERO,
     "train.eval_interval_steps": AT_LEAST_ONE,
+    "train.sample_interval_steps": AT_LEAST_ONE,
     "train.log_interval_steps": AT_LEAST_ONE,
     "checkpoint.interval_steps": AT_LEAST_ONE,
     "checkpoint.memory_interval_steps": AT_LEAST_ONE,
@@ -159,6 +162,10 @@ RANGES = {
     "cluster.power.waiting": AT_LEAST_ZERO,
     "cluster.power.idle": AT_LEAST_ZERO,
     "cluster.power.host": AT_LEAST_ZERO,
+    "cluster.slurm.cpus_per_task": AT_LEAST_ONE,
+    "cluster.slurm.array_parallel": AT_LEAST_ONE,
+    "cluster.slurm.warn_s": AT_LEAST_ZERO,
+    "cluster.slurm.max_requeues": AT_LEAST_ZERO,
     "cluster.cost.price_usd_per_device_hour": AT_LEAST_ZERO,
     "cluster.cost.device_price_usd": AT_LEAST_ZERO,
     "cluster.cost.useful_years": POSITIVE,
@@ -180,6 +187,7 @@ RANGES = {
     "sample.max_new_tokens": AT_LEAST_ZERO,
     "sample.temperature": AT_LEAST_ZERO,
     "run.stop_grace_s": POSITIVE,
+    "run.node_timeout_s": POSITIVE,
 }
 """Dotted path -> what is allowed; null and auto are always."""
 

@@ -27,6 +27,7 @@ from trainspec_cli.engine.checkpoint.manifest import (
 )
 from trainspec_cli.errors import MachineError
 from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
 
 PIECE_BYTES = 2**24
@@ -78,6 +79,7 @@ def commit(run_dir: RunDir, partial: Path, about: About, world_size: int, keep_l
     if failures:
         shutil.rmtree(partial, ignore_errors=True)
         raise cannot_save(about.step, failures)
+    Fence.of_worker(run_dir).check()
     try:
         return _publish(run_dir, partial, about, world_size, keep_last)
     except OSError as error:

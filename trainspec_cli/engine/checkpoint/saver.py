@@ -29,6 +29,7 @@ from trainspec_cli.engine.checkpoint.memory import MemoryCopies, Place
 from trainspec_cli.engine.checkpoint.ownership import choose_owners
 from trainspec_cli.engine.checkpoint.parts import Held, Part, rng_parts
 from trainspec_cli.errors import MachineError
+from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
 
 WRITER_NICENESS = 10
@@ -143,7 +144,8 @@ class Saver:
         return Saved(copy.about, self._image.bytes, copy.blocked_s, taken_s, in_memory=True)
 
     def _write(self, about: About, started: float, blocked_s: float, stream: Iterable[memoryview]) -> Saved:
-        """This rank's part; rank 0 waits for all and publishes."""
+        """This rank's part; rank 0 waits for all and publishes. Raises WorkerError where a newer start owns the run."""
+        Fence.of_worker(self._run_dir).check()
         partial = files.partial_folder(self._run_dir, about.step, self._token)
         name = files.file_name(self._rank)
         error, size = None, 0
