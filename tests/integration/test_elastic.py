@@ -167,7 +167,7 @@ def test_a_lighthouse_that_is_killed_costs_no_step(trainspec, tmp_path):
 def test_a_run_restarts_from_its_last_checkpoint_as_long_as_there_is_a_newer_one(trainspec, tmp_path):
     plain = trainspec("launch", "recipe=tiny", "checkpoint.interval_steps=4", "run.dir=plain")
     ended = trainspec(
-        *("launch", "recipe=tiny", "checkpoint.interval_steps=4", "run.dir=run"),
+        *("launch", "recipe=tiny", "checkpoint.interval_steps=4", "checkpoint.mode=sync", "run.dir=run"),
         *("fault=kill(step=6,rank=1); exception(step=11); kill(step=13)", "resilience.max_restarts_per_hour=3"),
     )
     assert plain.returncode == ended.returncode == 0, ended.stdout + ended.stderr

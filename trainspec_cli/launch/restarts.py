@@ -28,8 +28,9 @@ def supervise_with_restarts(
 ) -> tuple[Job, Ending]:
     """As `supervise`; -> the last start and its ending.
 
-    A failure is followed by another start when a checkpoint was written since the last: else it would come again at
-    the same place. So would an error that was foreseen.
+    A worker's own error is followed by another start when a checkpoint was written since the last: else it would come
+    again at the same place, as one that was foreseen would anywhere. What came from outside (a signal) need not come
+    again, so any checkpoint will do.
     """
     restarts_s: list[float] = []
     while True:
@@ -37,9 +38,7 @@ def supervise_with_restarts(
         ending = supervise(job, executor, watch, requests)
         now_s, failures = time.monotonic(), find_failures(job)
         over = ending.stop_requested or ending.left_behind or job.run.result_json.is_file()
-        if over or _comes_again(failures) or _newest_checkpoint(job) <= begun_from:
-            return job, ending
-        if not may_restart(resilience, restarts_s, now_s):
+        if over or _comes_again(job, failures, begun_from) or not may_restart(resilience, restarts_s, now_s):
             return job, ending
         restarts_s.append(now_s)
         headline = explain(failures).headline if failures else "the workers ended without a word"
@@ -48,8 +47,12 @@ def supervise_with_restarts(
         job = _next_start(job, len(restarts_s) + 1)
 
 
-def _comes_again(failures: list[WorkerFailure]) -> bool:
-    return any(failure.foreseen for failure in failures)
+def _comes_again(job: Job, failures: list[WorkerFailure], begun_from: int) -> bool:
+    """Whether another start would most likely end in the same way."""
+    causes = [failure for failure in failures if not failure.consequence]
+    from_outside = bool(causes) and not any(failure.own_words for failure in causes)
+    enough = _newest_checkpoint(job) > (0 if from_outside else begun_from)
+    return not enough or any(failure.foreseen for failure in causes)
 
 
 def _newest_checkpoint(job: Job) -> int:
