@@ -86,14 +86,6 @@ def test_one_that_falls_due_while_another_is_written_is_put_off_and_that_is_told
     assert "the checkpoint due at step 4 was put off to step 6" in warning["message"]
 
 
-def test_a_group_that_does_not_write_leaves_it_to_the_one_that_does(tmp_path):
-    checkpoints = make(tmp_path, CheckpointSpec(interval_steps=2))
-    checkpoints.after_step(2, 16, writes=False)
-    assert not checkpoints.writing
-    checkpoints.after_step(3, 24, writes=True)
-    assert RunDir(tmp_path).checkpoint_steps() == []
-
-
 def test_the_samples_taken_come_back(tmp_path):
     checkpoints = make(tmp_path, CheckpointSpec())
     checkpoints.save_last(5, 37)

@@ -11,7 +11,13 @@ from trainspec_cli.rundir.paths import RunDir
 def test_a_stopped_rank_is_named_and_the_run_ends(
     wait_for_step, workers_of, start_trainspec, trainspec, tmp_path, read_result
 ):
-    recipe = ("recipe=tiny", "train.max_steps=4000", "resilience.hang_floor_s=4", "checkpoint.interval_steps=5")
+    recipe = (
+        "recipe=tiny",
+        "train.max_steps=4000",
+        "resilience.hang_floor_s=4",
+        "resilience.mode=none",
+        "checkpoint.interval_steps=5",
+    )
     process = start_trainspec("launch", *recipe, "run.dir=hung")
     run_dir = RunDir(tmp_path / "hung")
     wait_for_step(run_dir, 10, process)

@@ -47,15 +47,7 @@ def test_pruning_loses_nothing() -> None:
     spec, eff = run_of("llama3_8b", nodes=2, batch=64), Efficiency()
     fabric = describe_fabric(spec.cluster, None)
     template, software = template_of(spec, fabric), Software()
-    search = Search(
-        template,
-        {True: software, False: software},
-        recompute_names("auto"),
-        (False,),
-        eff,
-        memory_limit_bytes(template.fabric.chip),
-        keep=5,
-    )
+    search = Search(template, {True: software, False: software}, recompute_names("auto"), (False,), eff, keep=5)
     found = [item.step_time_s for item in search.run(Space(spec, 16, 8))]
     times = []
     for layout, micro, accum in Space(spec, 16, 8).layouts():

@@ -89,6 +89,11 @@ def test_a_supervisor_that_was_killed_too_leaves_no_marks():
     )
 
 
+def test_a_story_that_another_group_goes_on_with_is_one_attempt():
+    events = [start(2), *steps(1, 4, begin=2), start(7, step=4), *steps(5, 8, begin=7)]
+    check(events, [mark("launch", 0), mark("ended", 11)], wall_s=11, start_up=2, productive=8, other=1)
+
+
 def test_a_stall_inside_a_step_is_recovery():
     events = [start(0), *steps(1, 4, begin=0, seconds=2), {"type": "recovery", "time": 8, "stall_s": 1.5}]
     check(events, [mark("launch", 0)], wall_s=8, productive=6.5, recovery=1.5)

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
     from trainspec_cli.cli.load import Loaded
     from trainspec_cli.launch.folder import Origin
+    from trainspec_cli.rundir.paths import RunDir
     from trainspec_cli.spec.cluster import Machine
+    from trainspec_cli.spec.init import InitSpec
     from trainspec_cli.spec.plan import Plan
     from trainspec_cli.spec.run import RunSpec
 
@@ -119,6 +121,7 @@ def _launch(loaded: Loaded, plan: Plan, machine: Machine, *, force: bool, as_jso
     with storage(wanted):
         job = build_job(plan, make_folder(wanted, loaded.composed.recipe), machine)
         with claim(job.run, job.launch_id):
+            _keep_origin(plan.spec.init, job.run)
             write_launch(job, plan, origin_of(loaded), data_folder)
             return train(job, plan, console, as_json=as_json)
 
@@ -126,6 +129,7 @@ def _launch(loaded: Loaded, plan: Plan, machine: Machine, *, force: bool, as_jso
 def prepare_data(loaded: Loaded, console: Console) -> Path | None:
     """The folder to read, of tokens made now if need be; None where nothing is read. Problems are located as the
     recipe's own are."""
+    from trainspec_cli.corpus.collection import Collection
     from trainspec_cli.corpus.labelled import find_samples
     from trainspec_cli.corpus.prepare import prepare
     from trainspec_cli.report.live import showing_progress
@@ -136,9 +140,22 @@ def prepare_data(loaded: Loaded, console: Console) -> Path | None:
         if isinstance(spec.model, ConvModel):
             return find_samples(spec.data, spec.model)
         with showing_progress(console) as on_progress:
-            return prepare(spec.data, on_progress)
+            folder = prepare(spec.data, on_progress)
+        for note in Collection.open(folder).check(spec.data, spec.model.vocab_size):
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
+        return folder
     except TrainspecError as error:
         raise type(error)(loaded.composed.locate(error.problems)) from error
+
+
+def _keep_origin(init: InitSpec, run: RunDir) -> None:
+    """Config and tokenizer of the Hugging Face folder that the run begins with, at once or through other runs."""
+    from trainspec_cli.launch.exporting import keep_small_files
+    from trainspec_cli.rundir.paths import RunDir
+
+    source = init.hugging_face or (init.run and RunDir(init.run).huggingface)
+    if source is not None and source.is_dir():
+        keep_small_files(source, run)
 
 
 def origin_of(loaded: Loaded) -> Origin:

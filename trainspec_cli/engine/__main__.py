@@ -36,12 +36,15 @@ def work(run_dir: RunDir, stop: StopRequest) -> None:
     import torch.distributed as dist
 
     from trainspec_cli.engine.build import build_machinery, join_processes
+    from trainspec_cli.engine.initial import load_initial
     from trainspec_cli.engine.sources import open_source
 
     plan = from_plain(Plan, read_json(run_dir.plan_json))
     run = read_json(run_dir.run_json)
     device = join_processes(plan.device)
     machinery = build_machinery(plan, device)
+    if not run_dir.checkpoint_steps():
+        load_initial(plan, machinery)
     source = open_source(plan, run["data_dir"], machinery)
     make = trainer_of(plan)
     make(plan, run_dir, source, run["digest"], machinery, stop).run()

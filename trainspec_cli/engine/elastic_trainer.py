@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from statistics import median
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -60,6 +61,9 @@ class ElasticTrainer(Trainer):
         self.committed_at = time.perf_counter()
         self.failed_tries = 0
         self.late = False
+        self.leads = False
+        """Of the groups the one that has been there longest tells the story and writes the checkpoints."""
+        self.tenure_steps = 0
         self.membership = Membership(self.place, self._healed_tensors, self.spec.resilience.exchange_timeout_s)
         try:
             self._run_to_end()
@@ -68,7 +72,7 @@ class ElasticTrainer(Trainer):
 
     def _open_journal(self) -> GroupJournal:
         self.place = own_place()
-        return GroupJournal(self.run_dir, self.place.group, self.place.rank, tensorboard=self.spec.tracking.tensorboard)
+        return GroupJournal(self.run_dir, self.place.group, self.place.rank, self.spec)
 
     # One step after another
 
@@ -94,11 +98,11 @@ class ElasticTrainer(Trainer):
             enough, stop = self._call_roll()
             if self.membership.failed_anywhere:
                 self.membership.vote(self.step)
-                self.failed_tries += 1
+                self._count_failed_try()
                 continue
             self.stopping = stop
             if enough:
-                self.journal.lead(self.seat.rank == 0, self.step)
+                self.journal.lead(self.leads, self.step)
                 return not stop
             self.late = self.committed_seat is None and self.run_dir.result_json.exists()
             self.stopping = self.stopping or self.late
@@ -119,11 +123,14 @@ class ElasticTrainer(Trainer):
         present, resilience = len(self.seat.groups), self.spec.resilience
         stepped = self.committed_seat is not None or self.seat.healed
         complete = stepped or present >= read_json(self.run_dir.groups_json)["expected"]
-        roll = torch.tensor([float(stepped), float(complete), float(self.stop_request.requested)])
+        tenures = [0.0] * present
+        tenures[self.seat.rank] = float(self.tenure_steps)
+        roll = torch.tensor([float(stepped), float(complete), float(self.stop_request.requested), *tenures])
         self.membership.sum_(roll)
         self._compare_digests()
         self.membership.settle(roll)
-        has_stepped, is_complete, stop = (bool(count) for count in roll)
+        has_stepped, is_complete, stop = (bool(count) for count in roll[:3])
+        self.leads = int(roll[3:].argmax()) == self.seat.rank
         return (has_stepped or is_complete) and enough_groups(resilience, present), stop
 
     def _try_step(self) -> DoneStep | None:
@@ -147,19 +154,24 @@ class ElasticTrainer(Trainer):
         outcome = try_step(
             self.built,
             micro_batches,
-            global_tokens=portion.step_samples * self.spec.data.seq_len,
+            global_tokens=self.source.counted(np.arange(self.samples, self.samples + portion.step_samples)),
             clip_norm=self.spec.optim.grad_clip_norm,
             groups=_Voting(self.membership, self.step),
             writing=self.checkpoints.writing,
         )
         if outcome is None:
-            self.failed_tries += 1
+            self._count_failed_try()
             return None
         self.taken += portion.step_samples
+        self.tenure_steps += 1
         took = [portion.start, portion.samples]
         return self._count(
             outcome, lr, portion.step_samples, group=self.place.group, groups=list(self.seat.groups), took=took
         )
+
+    def _count_failed_try(self) -> None:
+        self.failed_tries += 1
+        self.journal.write("retry", step=self.step + 1)
 
     # What the groups tell one another beside gradients
 
@@ -189,21 +201,23 @@ class ElasticTrainer(Trainer):
         if before is None or (before.names == self.seat.names and not tries):
             return
         usual = [event["step_time_s"] for event in self.tally.steps[-USUAL_STEPS - 1 : -1]]
+        changed: list[tuple[str, int | None]] = [
+            ("left", int(name.partition(":")[0])) for name in sorted(before.names - self.seat.names)
+        ]
+        changed += [("joined", int(name.partition(":")[0])) for name in sorted(self.seat.names - before.names)]
         cost = {"stall_s": max(0.0, elapsed_s - median(usual or [0.0])), "lost_steps": tries}
-        for change, names in (("left", before.names - self.seat.names), ("joined", self.seat.names - before.names)):
-            for name in sorted(names):
-                self.journal.write("recovery", step=done.step, change=change, group=int(name.partition(":")[0]), **cost)
-        if before.names == self.seat.names:
-            self.journal.write("recovery", step=done.step, change="retried", group=None, **cost)
+        for change, group in changed or [("retried", None)]:
+            self.journal.write("recovery", step=done.step, change=change, group=group, **cost)
+            cost = {"stall_s": 0.0, "lost_steps": 0}  # several at once cost as much as one
 
     # What is left behind
 
     def _checkpoint(self) -> None:
         """One group writes for all."""
-        self.checkpoints.after_step(self.step, self.samples, writes=self.seat.rank == 0)
+        self.checkpoints.after_step(self.step, self.samples, writes=self.leads)
 
     def _checkpoint_last(self) -> None:
-        if self.seat.rank == 0 and not self.late:
+        if self.leads and not self.late:
             super()._checkpoint_last()
 
     def _finish(self, status: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 
@@ -38,6 +39,8 @@ class Faults:
         for number, fault in self._mine:
             if fault.kind == "slow" and fault.step <= step < fault.step + fault.steps:
                 time.sleep(fault.seconds)
+            elif fault.kind == "disk_full" and step == fault.step + fault.steps:
+                _limit_files(resource.RLIM_INFINITY)
             elif fault.kind in _DEEDS and fault.step == step and self._is_first(number, fault):
                 _DEEDS[fault.kind](built)
 
@@ -78,6 +81,16 @@ def _flip_bit(built: Machinery) -> None:
     values[values.numel() // 2] ^= 1 << 23
 
 
+def _fill_disk(_built: Machinery) -> None:
+    """Writing fails as on a full disk (EFBIG), for this process alone."""
+    _limit_files(resource.getpagesize())
+
+
+def _limit_files(largest_bytes: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_bytes, hard))
+
+
 _DEEDS = {
     "kill": _kill,
     "stop": _stop,
@@ -85,4 +98,5 @@ _DEEDS = {
     "exception": _raise,
     "oom": _run_out_of_memory,
     "bitflip": _flip_bit,
+    "disk_full": _fill_disk,
 }

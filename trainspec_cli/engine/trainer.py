@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from trainspec_cli.corpus.samples import step_positions
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build import DTYPES, Machinery
 from trainspec_cli.engine.checkpoints import Checkpoints
@@ -75,7 +76,7 @@ class Trainer:
         self.stopping = False
 
     def _open_journal(self) -> Journal | GroupJournal:
-        return Journal(self.run_dir, dist.get_rank(), tensorboard=self.spec.tracking.tensorboard)
+        return Journal(self.run_dir, dist.get_rank(), self.spec)
 
     def run(self) -> None:
         """Train to the last step or to a request to stop; a checkpoint is written either way."""
@@ -89,7 +90,7 @@ class Trainer:
             self._train_until_look()
             with self.watch.between_steps():
                 if not self.stopping:
-                    self._look()
+                    self._look_if_due()
         self._checkpoint_last()
         self._finish("done" if self.step == self.spec.train.max_steps else "stopped")
         self.watch.close()
@@ -143,7 +144,7 @@ class Trainer:
         outcome = train_step(
             self.built,
             micro_batches,
-            global_tokens=self.plan.tokens_per_step,
+            global_tokens=self.source.counted(step_positions(self.step, self.spec.batching.global_batch_size)),
             clip_norm=self.spec.optim.grad_clip_norm,
             stop_requested=self.stop_request.requested,
             writing=self.checkpoints.writing,
@@ -206,8 +207,17 @@ class Trainer:
     # When what is due
 
     def _next_look(self) -> int:
-        interval, last = self.spec.train.eval_interval_steps, self.spec.train.max_steps
-        return last if interval is None else min(last, (self.step // interval + 1) * interval)
+        """The next step after which the held-out data or a sample is due, or the last."""
+        intervals = (self.spec.train.eval_interval_steps, self.spec.train.sample_interval_steps)
+        due = [(self.step // interval + 1) * interval for interval in intervals if interval is not None]
+        return min([self.spec.train.max_steps, *due])
+
+    def _look_if_due(self) -> None:
+        last = self.step == self.spec.train.max_steps
+        if last or _falls_on(self.spec.train.eval_interval_steps, self.step):
+            self._look()
+        if not last and _falls_on(self.spec.train.sample_interval_steps, self.step):
+            self._write_sample()
 
     # What is left behind
 
@@ -242,3 +252,7 @@ class Trainer:
         )
         self.journal.write("end", step=self.step, status=status, weights_sha256=sha256)
         self.journal.close()
+
+
+def _falls_on(interval: int | None, step: int) -> bool:
+    return interval is not None and step % interval == 0

@@ -40,6 +40,8 @@ class ReplicaGroup:
         self._events = EventTail(job.run.group_events(number, 0))
         self.stepped_at = 0.0
         """When it was last seen to have made a step; 0 before the first of this start."""
+        self.retried_at = 0.0
+        """When it was last seen to begin a step again, because an exchange had failed."""
 
     def start(self) -> None:
         """A fresh rendezvous: torchrun takes a free port of its own."""
@@ -53,7 +55,7 @@ class ReplicaGroup:
             ranks=self.ranks,
         )
         self._torchrun = start(self.job.command, self.job)
-        self._workers, self.stepped_at = [], 0.0
+        self._workers, self.stepped_at, self.retried_at = [], 0.0, 0.0
         self._events.read()  # those of the start before
         self.starts_s.append(time.monotonic())
         self.state = "running"
@@ -76,9 +78,12 @@ class ReplicaGroup:
         return self._torchrun.poll()
 
     def look(self, now_s: float) -> None:
-        """Note whether it has made a step since the last look."""
-        if any(event["type"] == "step" for event in self._events.read()):
+        """Note whether it has made a step since the last look, or tried to."""
+        kinds = {event["type"] for event in self._events.read()}
+        if "step" in kinds:
             self.stepped_at, self.failures_in_a_row = now_s, 0
+        if "retry" in kinds:
+            self.retried_at = now_s
 
     def end(self) -> list[WorkerFailure]:
         """Kill what is left of this start; -> why it failed. What its workers wrote of it is put among the logs."""

@@ -25,13 +25,17 @@ from trainspec_cli.spec.fault import parse_faults
 from trainspec_cli.spec.plan import Plan
 
 Watch = Callable[[bool], None]
+STUCK = 0.9
+"""Part of `resilience.exchange_timeout_s` that the others must have waited: clocks are read ten times a second."""
+ANSWER_S = 2.0
+"""A group whose exchange failed says so within this time."""
 
 
 def supervise_groups(job: Job, plan: Plan, watch: Watch, say: Callable[[str], None]) -> Ending:
     """As `supervise`, for a plan of several replica groups. `say` hears of every failure and what follows."""
     requests, marks = StopRequests(), EventWriter(job.run.supervisor_events, SUPERVISOR)
     with on_stop_signal(requests.add):
-        marks.write("launch", restart=False)
+        marks.write("launch")
         guarding = start_guard(job)
         run = _Run(job, plan, requests, say)
         try:
@@ -90,16 +94,23 @@ class _Run:
         group.look(now_s)
         self._has_stepped = self._has_stepped or group.stepped_at > 0
         lost = group.lost_worker()
-        if lost is not None or self._is_stuck(group):
+        if lost is not None or self._is_stuck(group, now_s):
             self._recover(group, lost, now_s)
         elif group.exit_code() == 0:
             group.state = "done"
             self._set_states("waiting", "gone")
 
-    def _is_stuck(self, group: ReplicaGroup) -> bool:
-        """The others have gone on without it for as long as they waited for it."""
-        newest = max(other.stepped_at for other in self._groups)
-        return 0 < group.stepped_at < newest - self._resilience.exchange_timeout_s
+    def _is_stuck(self, group: ReplicaGroup, now_s: float) -> bool:
+        """The others have waited for it as long as they may, and it has said nothing all the while.
+
+        They may not be able to go on without it: the lighthouse wants more than half of those that live.
+        """
+        others = [other for other in self._groups if other is not group]
+        patience_s = STUCK * self._resilience.exchange_timeout_s
+        allowed_until = max(group.stepped_at, group.retried_at) + patience_s
+        went_on = max(other.stepped_at for other in others) > allowed_until
+        asked_at = max(other.retried_at for other in others)
+        return group.stepped_at > 0 and (went_on or (asked_at > allowed_until and now_s - asked_at > ANSWER_S))
 
     def _recover(self, group: ReplicaGroup, lost: WorkerFailure | None, now_s: float) -> None:
         """Start it again, or go on without it, or end the run."""

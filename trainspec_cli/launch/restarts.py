@@ -14,6 +14,7 @@ from trainspec_cli.launch.signals import StopRequests
 from trainspec_cli.launch.supervise import Ending, supervise
 from trainspec_cli.policy.recovery import may_restart
 from trainspec_cli.rundir.events import EventWriter, read_events
+from trainspec_cli.rundir.memory import newest_copy
 from trainspec_cli.spec.resilience import ResilienceSpec
 
 
@@ -33,7 +34,7 @@ def supervise_with_restarts(
     restarts_s: list[float] = []
     while True:
         begun_from = _newest_checkpoint(job)
-        ending = supervise(job, executor, watch, requests, restart=bool(restarts_s))
+        ending = supervise(job, executor, watch, requests)
         now_s, failures = time.monotonic(), find_failures(job)
         over = ending.stop_requested or ending.left_behind or job.run.result_json.is_file()
         if over or _comes_again(failures) or _newest_checkpoint(job) <= begun_from:
@@ -52,7 +53,8 @@ def _comes_again(failures: list[WorkerFailure]) -> bool:
 
 
 def _newest_checkpoint(job: Job) -> int:
-    return max(job.run.checkpoint_steps(), default=0)
+    """On disk, or in this host's memory."""
+    return max(newest_copy(job.run), *job.run.checkpoint_steps(), 0)
 
 
 def _note_restart(job: Job) -> None:

@@ -36,12 +36,7 @@ class Ending:
 
 
 def supervise(
-    job: Job,
-    executor: Executor,
-    watch: Callable[[bool], None],
-    requests: StopRequests | None = None,
-    *,
-    restart: bool = False,
+    job: Job, executor: Executor, watch: Callable[[bool], None], requests: StopRequests | None = None
 ) -> Ending:
     """Submit `job` and return when all its processes have ended. `watch` is called about ten times a second,
     with whether a stop has been asked for.
@@ -52,7 +47,7 @@ def supervise(
     """
     requests, marks = requests or StopRequests(), EventWriter(job.run.supervisor_events, SUPERVISOR)
     with on_stop_signal(requests.add):
-        marks.write("launch", restart=restart)
+        marks.write("launch")
         running = executor.submit(job)
         watched = _Watched(running, job, requests, marks)
         try:

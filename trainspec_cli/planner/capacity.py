@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner import workload
-from trainspec_cli.planner.engine_memory.stages import stages_memory
+from trainspec_cli.planner.engine_memory.stages import layer_memory, stages_memory
 from trainspec_cli.planner.hardware import Efficiency, peak_flops_per_s
 from trainspec_cli.planner.memory import memory_limit_bytes
 from trainspec_cli.planner.prose import usual_gbit
-from trainspec_cli.planner.search import Found, Search, recompute_names, share_recomputed
+from trainspec_cli.planner.search import SLOWER, TOO_LARGE, Found, Search, recompute_names, share_recomputed
 from trainspec_cli.planner.setup import Setup, Software
 from trainspec_cli.planner.space import Space
 from trainspec_cli.planner.step import estimate_step
@@ -25,7 +25,9 @@ from trainspec_cli.spec.run import RunSpec
 from trainspec_cli.units import GIB, format_bytes
 
 SHOWN = 10
-SEARCHES = 5
+POOL, SLACK = 4, 1.1
+"""Layouts that a search keeps for each that is shown, and how far over the limit by its rough estimate: which of them
+fit is seen when every tensor is counted."""
 MORE_NODES = (2, 4, 8, 16, 32, 64)
 
 
@@ -36,7 +38,8 @@ def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SH
     """
     fabric = describe_fabric(spec.cluster, machine)
     eff = efficiency_of(spec.cluster)
-    search, candidates = search_what_fits(spec, fabric, eff, shown)
+    search, found = run_search(spec, fabric, eff, POOL * shown)
+    candidates = choose_candidates(search, found, spec, eff, shown)
     advice: tuple[str, ...] = ()
     if not candidates:
         if search.smallest is not None:
@@ -56,23 +59,24 @@ def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SH
     )
 
 
-def search_what_fits(spec: RunSpec, fabric: Fabric, eff: Efficiency, shown: int) -> tuple[Search, list[Candidate]]:
-    """The search goes by a quick estimate of memory. Where nothing that it found fits by the whole count, it goes again
-    with so much less memory as the best was over."""
-    limit = memory_limit_bytes(fabric.chip)
-    within = limit
-    for _ in range(SEARCHES):
-        search, found = run_search(spec, fabric, eff, shown, within)
-        candidates = [candidate_of(item, spec, eff) for item in found]
-        if not candidates or any(candidate.fits for candidate in candidates):
+def choose_candidates(
+    search: Search, found: list[Found], spec: RunSpec, eff: Efficiency, shown: int
+) -> list[Candidate]:
+    """The fastest that fit when every tensor is counted: the search's own estimate is a rough one. Where none does, the
+    fastest."""
+    candidates: list[Candidate] = []
+    for item in found:
+        candidates.append(candidate_of(item, spec, eff))
+        if sum(candidate.fits for candidate in candidates) == shown:
             break
-        within *= min(0.95, limit / min(candidate.peak_memory_bytes for candidate in candidates))
-    return search, sorted(candidates, key=lambda candidate: not candidate.fits)
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    chosen = fitting or candidates[:shown]
+    search.refused[TOO_LARGE] += len(candidates) - len(chosen)
+    search.refused[SLOWER] += len(found) - len(candidates)
+    return chosen
 
 
-def run_search(
-    spec: RunSpec, fabric: Fabric, eff: Efficiency, keep: int, limit_bytes: float | None = None
-) -> tuple[Search, list[Found]]:
+def run_search(spec: RunSpec, fabric: Fabric, eff: Efficiency, keep: int) -> tuple[Search, list[Found]]:
     search = Search(
         template=template_of(spec, fabric),
         softwares={sharded: software_of(spec, sharded) for sharded in (True, False)},
@@ -80,7 +84,8 @@ def run_search(
         offloads=(False, True) if spec.offload == AUTO else (spec.offload == "optimizer",),
         eff=eff,
         keep=keep,
-        limit_bytes=limit_bytes or memory_limit_bytes(fabric.chip),
+        layer_memory=layer_memory,
+        slack=SLACK,
     )
     return search, search.run(Space(spec, fabric.num_devices, fabric.scaleup_devices))
 

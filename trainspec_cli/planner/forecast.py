@@ -27,8 +27,10 @@ CHECKPOINT_BYTES = {"adamw": 12.0, "sgd": 4.0}
 def forecast_run(
     spec: RunSpec, plan: CapacityPlan, candidate: Candidate, elastic: Candidate | None = None
 ) -> RunForecast:
-    """Expect what `candidate` makes of the recipe, from its first step to `train.max_steps`. `elastic`: the same work
-    in replica groups, to set beside it."""
+    """Expect what `candidate` makes of the recipe, from its first step to `train.max_steps`.
+
+    `elastic`: the same work in replica groups, to set beside it.
+    """
     modes = recovery_modes(spec.resilience, candidate.layout.dp_replicate)
     chosen, *others = (expect_goodput(spec, plan, candidate, mode) for mode in modes)
     if elastic is not None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from trainspec_cli.planner.compute import EIGHT_BIT
 from trainspec_cli.planner.hardware import Efficiency
-from trainspec_cli.planner.memory import LayerMemory, mean_layer_memory, peak_of
+from trainspec_cli.planner.memory import LayerMemory, mean_layer_memory, memory_limit_bytes, peak_of
 from trainspec_cli.planner.setup import RECOMPUTE, Recompute, Setup, Software
 from trainspec_cli.planner.space import Space
 from trainspec_cli.planner.step import (
@@ -52,14 +53,18 @@ class Search:
     recomputes: tuple[str, ...]
     offloads: tuple[bool, ...]
     eff: Efficiency
-    limit_bytes: float
     keep: int = 10
+    layer_memory: Callable[[Setup, str], LayerMemory] = lambda setup, _recompute: mean_layer_memory(setup)
+    """Of a layer under a recomputation."""
+    slack: float = 1.0
+    """Of the limit: what is over by less may fit when it is counted more closely."""
     considered: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     smallest: Found | None = None
     """Of all, fitting or not: what to say when none fits."""
 
     def run(self, space: Space) -> list[Found]:
+        self._limit = self.slack * memory_limit_bytes(self.template.fabric.chip)
         self._parts: dict[tuple[object, ...], MicroBatch] = {}
         self._memory: dict[tuple[object, ...], LayerMemory] = {}
         best: list[tuple[float, int, Found]] = []
@@ -90,7 +95,7 @@ class Search:
         if known is not None and self._too_slow(setup, known, best):
             return True
         peak = peak_of(setup, self._layer_memory(setup, recompute))
-        if peak > self.limit_bytes:
+        if peak > self._limit:
             self.refused[TOO_LARGE] += 1
             if self.smallest is None or peak < self.smallest.peak_bytes:
                 self.smallest = Found(setup, recompute, 0.0, peak)
@@ -136,7 +141,7 @@ class Search:
     def _layer_memory(self, setup: Setup, recompute: str) -> LayerMemory:
         key = (*_cut(setup.layout), setup.micro_batch_size, recompute, id(setup.software))
         if key not in self._memory:
-            self._memory[key] = mean_layer_memory(setup)
+            self._memory[key] = self.layer_memory(setup, recompute)
         return self._memory[key]
 
 

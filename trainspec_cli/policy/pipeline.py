@@ -42,7 +42,9 @@ def rank_of_stage(layout: Layout, stage: int) -> int:
 
 
 def stages_of_rank(layout: Layout, rank: int) -> tuple[int, ...]:
-    return tuple(stage for stage in range(num_stages(layout)) if rank_of_stage(layout, stage) == rank)
+    if layout.pipeline_schedule == "zbv" and layout.pp > 1:
+        return rank, 2 * layout.pp - 1 - rank
+    return tuple(range(rank, num_stages(layout), layout.pp))
 
 
 def cut_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:

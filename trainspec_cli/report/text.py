@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trainspec_cli.report.history import Event
 from trainspec_cli.report.progress import Progress
 from trainspec_cli.spec.local import LocalPrediction
@@ -123,4 +125,16 @@ def describe_evaluation(event: Event) -> str:
             return f"{name} {event[key]:.3f}, loss {event['heldout_loss']:.4f}"
     xz = event.get("xz_bits_per_byte")
     beside = f" (xz {xz:.3f})" if xz is not None else ""
-    return f"{event['heldout_bits_per_byte']:.3f} bits per byte{beside}, loss {event['heldout_loss']:.4f}"
+    sets = "".join(f"; {name} {_describe_text(figures)}" for name, figures in event.get("sets", {}).items())
+    whole = {"loss": event["heldout_loss"], "bits_per_byte": event["heldout_bits_per_byte"]}
+    return _describe_text(whole, beside) + sets
+
+
+def _describe_text(figures: dict[str, Any], beside: str = "") -> str:
+    """Bits per byte where the bytes are known."""
+    bits = figures["bits_per_byte"]
+    return (
+        f"{bits:.3f} bits per byte{beside}, loss {figures['loss']:.4f}"
+        if bits is not None
+        else f"loss {figures['loss']:.4f}"
+    )

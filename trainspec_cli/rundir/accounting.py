@@ -88,6 +88,8 @@ def _split(events: Iterable[Event], marks: Sequence[Event]) -> list[Attempt]:
         if event["type"] == "start":
             since = attempts[-1].last_time if attempts else 0.0
             launches = [mark for mark in marks if mark["type"] == "launch" and since <= mark["time"] <= event["time"]]
+            if attempts and marks and not launches:
+                continue  # another replica group tells the story from here on
             launched = launches[-1]["time"] if launches else event["time"]
             attempts.append(Attempt(launched, event, restarted))
             restarted = False
@@ -109,7 +111,7 @@ def _add_attempt(time_s: dict[str, float], attempt: Attempt, kept_until: float) 
         elif event["type"] == "checkpoint":
             spent["checkpoint"] += event.get("waited_s", 0.0)
         elif event["type"] == "recovery":
-            spent["recovery"] += event["stall_s"] or 0.0  # it lies within a step
+            spent["recovery"] += event["stall_s"] or 0.0  # it lies within a step; a restart's lies between attempts
             spent["productive"] -= event["stall_s"] or 0.0
     spent["other"] = attempt.last_time - attempt.begin["time"] - math.fsum(spent.values())
     if spent["other"] < 0:  # two clocks differ by their jitter

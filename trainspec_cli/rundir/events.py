@@ -15,6 +15,7 @@ the last, and a reader passes over it. A resumed run appends: where a step occur
     hang        step waited_s deadline_s host waiting waits_in collectives stack
     sample      step prompt text
     warning     step message
+    retry       step (of replica groups: an exchange failed, and the step is made again)
     recovery    step change{left,joined,retried,restart} group stall_s lost_steps
     end         step status weights_sha256
 

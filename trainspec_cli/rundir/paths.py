@@ -7,7 +7,7 @@ RUN/
   events/rank00000.jsonl, supervisor.jsonl       errors/rank00000.json  a failing worker's own words
   checkpoints/step_00000020/                     logs/        the workers' output
   result.json     how it ended                   groups.json  the replica groups that a start waits for
-  faults/         the injected faults that have struck
+  faults/         the injected faults that have struck  huggingface/  config and tokenizer of the folder it began with
   generations/    one file a start: the newest owns the run
   job.sbatch      what Slurm was given           errors/node00001.json  what became of a lost host
 """
@@ -99,6 +99,10 @@ class RunDir:
     @property
     def logs(self) -> Path:
         return self.root / "logs"
+
+    @property
+    def huggingface(self) -> Path:
+        return self.root / "huggingface"
 
     @property
     def checkpoints(self) -> Path:

@@ -50,13 +50,6 @@ def groups(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("out_of_range", message, path, f"type {path}={number} or less")
 
 
-def memory_copies(spec: RunSpec) -> Iterator[Problem]:
-    path = "checkpoint.memory_interval_steps"
-    if spec.resilience.mode == "elastic" and spec.checkpoint.memory_interval_steps is not None:
-        message = f"`{path}` keeps copies for a run that starts again; replica groups hold one another's state already"
-        yield Problem("unsupported", message, path, f"type {path}=null, or resilience=restart")
-
-
 def group_processes(spec: RunSpec) -> Iterator[Problem]:
     devices, number = spec.cluster.devices_per_node, wanted_groups(spec)
     if devices == AUTO or spec.cluster.num_nodes * devices % number == 0:
@@ -83,4 +76,4 @@ def faults(spec: RunSpec) -> Iterator[Problem]:
             yield Problem("unsupported", message, "fault", "type resilience=elastic")
 
 
-ELASTIC_RULES = (groups, group_processes, memory_copies, faults)
+ELASTIC_RULES = (groups, group_processes, faults)

@@ -17,8 +17,8 @@ class Fault:
     kind: FaultKind
     """kill: SIGKILL. stop: SIGSTOP. hang: the worker waits for ever. exception, oom: it raises one. slow: it sleeps.
 
-    bitflip: one bit of a parameter changes. disk_full: its next checkpoint finds no space. lighthouse: the process that
-    keeps the groups' membership is killed.
+    bitflip: one bit of a parameter changes. disk_full: no file that it writes grows beyond a page. lighthouse: the
+    process that keeps the groups' membership is killed.
     """
     step: int
     group: int = 0
@@ -27,7 +27,7 @@ class Fault:
     seconds: float = 1.0
     """slow: how long, each step."""
     steps: int = 1
-    """slow: how many steps."""
+    """slow, disk_full: for how many steps."""
 
 
 class FaultSyntaxError(ValueError):

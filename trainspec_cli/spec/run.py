@@ -10,7 +10,9 @@ from trainspec_cli.spec.batching import BatchingSpec
 from trainspec_cli.spec.checkpoint import CheckpointSpec
 from trainspec_cli.spec.cluster import ClusterSpec
 from trainspec_cli.spec.data import DataSpec
+from trainspec_cli.spec.init import InitSpec
 from trainspec_cli.spec.layout import LayoutSpec
+from trainspec_cli.spec.lora import LoraSpec
 from trainspec_cli.spec.model import ModelSpec
 from trainspec_cli.spec.optim import OptimSpec
 from trainspec_cli.spec.precision import PrecisionSpec
@@ -26,6 +28,8 @@ class TrainSection:
     seed: int = 0
     eval_interval_steps: int | None = None
     """Steps between looks at the held-out text; null looks once, at the end."""
+    sample_interval_steps: int | None = None
+    """Steps between samples of text that the model writes (`sample`); null writes one at the end."""
     log_interval_steps: int = 10
     """Steps between lines where the output is not a terminal."""
 
@@ -54,8 +58,16 @@ class RunSection:
 
 @dataclass(frozen=True)
 class TrackingSection:
+    """The same events elsewhere; each is an extra of its own."""
+
     tensorboard: bool = False
-    """Also write TensorBoard files (extra `tensorboard`)."""
+    """Files in the run folder."""
+    wandb: bool = False
+    """Weights & Biases, offline in the run folder unless `WANDB_MODE` says otherwise (`wandb sync` sends it later)."""
+    mlflow: bool = False
+    """MLflow, in the run folder unless `MLFLOW_TRACKING_URI` names a server."""
+    project: str = "trainspec"
+    """What Weights & Biases and MLflow file the run under."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,8 @@ class RunSpec:
     train: TrainSection
     description: str = ""
     """One line for `trainspec recipes`."""
+    init: InitSpec = field(default_factory=InitSpec)
+    lora: LoraSpec = field(default_factory=LoraSpec)
     cluster: ClusterSpec = field(default_factory=ClusterSpec)
     layout: LayoutSpec = field(default_factory=LayoutSpec)
     precision: PrecisionSpec = field(default_factory=PrecisionSpec)

@@ -117,7 +117,7 @@ class StepWatch(threading.Thread):
         """The newest report of each rank that has left one."""
         told = {}
         for rank in range(self._world_size):
-            for event in tail_events(self._journal.path(rank)):
+            for event in tail_events(self._journal.events_of(rank)):
                 if event["type"] == "hang" and event["time"] >= since:
                     told[rank] = event
         return told

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import cast
 
-from trainspec_cli.planner.engine_memory.run import EngineRun, is_counted
-from trainspec_cli.planner.engine_memory.step import engine_peak
-from trainspec_cli.planner.memory import DEFAULT_MEMORY, MemoryModel, communicators, estimate_memory
+from trainspec_cli.planner.engine_memory.blocks import profile_block
+from trainspec_cli.planner.engine_memory.run import WIDTHS, EngineRun, is_counted
+from trainspec_cli.planner.engine_memory.shape import layers_of
+from trainspec_cli.planner.engine_memory.step import engine_peak, shape_of
+from trainspec_cli.planner.memory import (
+    DEFAULT_MEMORY,
+    LayerMemory,
+    MemoryModel,
+    communicators,
+    estimate_memory,
+    mean_layer_memory,
+)
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.spec.model import ConvModel
 from trainspec_cli.spec.prediction import MemoryBreakdown
@@ -19,7 +29,7 @@ def stages_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
 
     Compiled blocks keep less than eager ones, and are estimated like others' fused kernels.
     """
-    if not _is_counted(setup) or recompute not in ("none", "selective", "full"):
+    if not _is_counted(setup, recompute):
         return estimate_memory(setup)
     run = _run_of(setup, cast("Recompute", recompute))
     outside_bytes = DEFAULT_MEMORY.group_bytes * communicators(setup)
@@ -29,16 +39,35 @@ def stages_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
     return (*[first] * (setup.layout.pp - 1), last)  # those between hold no more than the first
 
 
-def _is_counted(setup: Setup) -> bool:
-    plain = not setup.software.fused_kernels and setup.matmul in (setup.compute, "fp8") and setup.trainable == 1
-    counted = is_counted(setup.model, "optimizer" if setup.offload_optimizer else "none")
-    return plain and counted and _is_built(setup)
+def layer_memory(setup: Setup, recompute: str) -> LayerMemory:
+    """The mean layer's activations as the engine has them, for a search that looks at many layouts."""
+    general = mean_layer_memory(setup)
+    if not _is_counted(setup, recompute) or isinstance(setup.model, ConvModel):
+        return general
+    run = _run_of(setup, cast("Recompute", recompute))
+    number = Counter(layers_of(setup.model))
+    profiles = {layer: profile_block(shape_of(run, setup.model, layer), run.recompute, False) for layer in number}
+    gradient = WIDTHS[run.compute] * (general.params + general.expert_params)
+    return replace(
+        general,
+        kept_bytes=sum(number[layer] * profiles[layer].kept for layer in number) / number.total(),
+        working_bytes=max(profile.backward[-1].peak for profile in profiles.values()) - gradient,
+    )
+
+
+def _is_counted(setup: Setup, recompute: str) -> bool:
+    offload = "optimizer" if setup.offload_optimizer else "none"
+    if setup.software.fused_kernels or setup.trainable < 1 or setup.matmul not in (setup.compute, "fp8"):
+        return False
+    return recompute in ("none", "selective", "full") and is_counted(setup.model, offload) and _is_built(setup)
 
 
 def _is_built(setup: Setup) -> bool:
-    """Whether the engine spreads this model so: of convolutions the samples alone."""
+    """Whether the engine spreads this model so: of convolutions the samples alone, experts within a replica."""
     layout = setup.layout
-    return not isinstance(setup.model, ConvModel) or layout.tp == layout.cp == layout.pp == 1
+    if isinstance(setup.model, ConvModel):
+        return layout.tp == layout.cp == layout.pp == 1
+    return layout.etp == 1 and layout.dp_shard * layout.cp * layout.tp % layout.ep == 0
 
 
 def _run_of(setup: Setup, recompute: Recompute) -> EngineRun:

@@ -39,9 +39,14 @@ def tensors_by_cause(plan: Plan) -> dict[str, float] | None:
 
 def replayed_micro_batches(run: EngineRun) -> int:
     """Enough to fill a pipeline; what follows is the same again, but for GPipe, which holds them all."""
-    layout, enough = run.layout, 4 * run.layout.pp
+    layout, enough = run.layout, 3 * run.layout.pp
     grows = layout.pp > 1 and layout.pipeline_schedule == "gpipe"
     return run.micro_batches if grows or run.micro_batches % layout.pp else min(run.micro_batches, enough)
+
+
+def shape_of(run: EngineRun, model: TextModel, layer: Layer) -> Shape:
+    layout, width = _without_data(run.layout), WIDTHS[run.compute]
+    return Shape(model, layer, layout, run.samples, run.seq_len // run.layout.cp, width, run.matmul == "fp8")
 
 
 @dataclass
@@ -77,14 +82,9 @@ class _Replay:
         self.width, self.reduce_width = WIDTHS[run.compute], WIDTHS[run.reduce]
         self.split = run.layout.pp > 1 and run.layout.pipeline_schedule in SPLIT_SCHEDULES
         self.layers = layers_of(model)
-        self.shape = self._shape(self.layers[0])
+        self.shape = shape_of(run, model, self.layers[0])
         self.account = Account()
         self.stages = {stage: self._stage(stage) for stage in stages_of_rank(run.layout, pipeline_rank)}
-
-    def _shape(self, layer: Layer) -> Shape:
-        run = self.given
-        own_seq, layout = run.seq_len // run.layout.cp, _without_data(run.layout)
-        return Shape(self.model, layer, layout, run.samples, own_seq, self.width, run.matmul == "fp8")
 
     def _stage(self, stage: int) -> _Stage:
         stages = num_stages(self.layout)
@@ -97,7 +97,7 @@ class _Replay:
         return _Stage(first, last, blocks, outside, sharding, self.micro_batches)
 
     def _block(self, layer: Layer) -> _Block:
-        profile = profile_block(self._shape(layer), self.given.recompute, self.split)
+        profile = profile_block(shape_of(self.given, self.model, layer), self.given.recompute, self.split)
         spread = self.layout.ep > 1 and "experts" in layer.mixers
         experts = Sharded(experts_unit(self.model, self.layout)) if spread else None
         whole = whole_experts(self.model, layer, self.layout)

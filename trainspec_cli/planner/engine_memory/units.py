@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from trainspec_cli.planner.engine_memory.shape import Layer, TextModel
 from trainspec_cli.spec.layout import Layout
@@ -23,21 +24,21 @@ class Unit:
     early: float = 0.0
     """Elements whose gradients come with those of the inputs, where schedules put off those of linear layers."""
 
-    @property
+    @cached_property
     def own(self) -> float:
         """Elements of the first rank, whose part is the largest."""
         return float(sum(-(-rows // self.shards) * row for rows, row in self.matrices))
 
-    @property
+    @cached_property
     def gathered(self) -> float:
         """Elements of all ranks' parts, the last ones padded."""
         return self.own * self.shards
 
-    @property
+    @cached_property
     def full(self) -> float:
         return float(sum(rows * row for rows, row in self.matrices))
 
-    @property
+    @cached_property
     def largest(self) -> float:
         return float(max((rows * row for rows, row in self.matrices), default=0))
 
