@@ -1,4 +1,4 @@
-"""One of three hosts gets a tenth of its processor: the doctor names it, and the preflight refuses it."""
+"""One of three hosts gets a twentieth of its processor: the doctor names it, and the preflight refuses it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def slow_node(slurm: Cluster) -> Iterator[str]:
     """node2: what its daemon starts is slow."""
     if why := lab_cluster.lacking() or lacking():
         pytest.skip(why)
-    quota = Quota("trainspec-slow", percent=10)
+    quota = Quota("trainspec-slow", percent=5)
     quota.hold(slurm.daemon_of(2))
     yield "node2"
     quota.release(slurm.daemon_of(2))

@@ -24,6 +24,7 @@ from trainspec_cli.spec.plan import Plan
 
 RETRY_S = 0.5
 RESULT_TIMEOUT_S = 30.0
+"""The first host has told how the run ended, or started it again, this long after this one's part."""
 
 
 def drive(
@@ -51,36 +52,30 @@ def _preflight(plan: Plan, run: RunDir) -> Examination:
     return Examination(command, refuse_unfit)
 
 
-def join(arguments_dir: str, node: int, console: Console) -> int:
+def join(run_dir: str, node: int, console: Console) -> int:
     """As host `node` (not the first) of a run that the first host starts; -> the run's exit code.
 
-    Waits for the first host to write where it is. Raises MachineError where it does not come.
+    Takes part in every start that the first host makes, until the run has a result. Raises MachineError where the
+    first host is not found.
     """
-    run = RunDir(Path(arguments_dir).absolute())
-    deadline = time.monotonic() + JOIN_TIMEOUT_S
+    run, served = RunDir(Path(run_dir).absolute()), 0
+    deadline, refusal = time.monotonic() + JOIN_TIMEOUT_S, _no_first_host(run)
     console.print(f"node {node}: waiting for the first host in {run.root}")
-    while True:
+    while time.monotonic() < deadline and not (served and run.result_json.is_file()):
         generation = generations.newest(run)
-        try:
-            if generation:
+        if generation > served:
+            try:
                 run_agent(run, generation, node)
-                return _exit_code(run)
-        except MachineError as error:
-            refusal: MachineError | None = error
-        else:
-            refusal = None
-        if time.monotonic() > deadline:
-            hint = "start the first host too: --node-rank 0, with the same run.dir on a file system that all share"
-            message = f"no first host was found in {run.root} within {JOIN_TIMEOUT_S:g} s"
-            raise refusal or MachineError(Problem("no_first_host", message, hint=hint, environment=True))
+                served, deadline = generation, time.monotonic() + RESULT_TIMEOUT_S
+            except MachineError as error:  # it may be an earlier start's, for which nobody answers any more
+                refusal = error
         time.sleep(RETRY_S)
+    if not served:
+        raise refusal
+    return int(read_json(run.result_json)["exit_code"]) if run.result_json.is_file() else WorkerError.exit_code
 
 
-def _exit_code(run: RunDir) -> int:
-    """Of the whole run, once the first host has written it."""
-    deadline = time.monotonic() + RESULT_TIMEOUT_S
-    while not run.result_json.is_file():
-        if time.monotonic() > deadline:
-            return WorkerError.exit_code
-        time.sleep(RETRY_S)
-    return int(read_json(run.result_json)["exit_code"])
+def _no_first_host(run: RunDir) -> MachineError:
+    message = f"no first host was found in {run.root} within {JOIN_TIMEOUT_S:g} s"
+    hint = "start the first host too: --node-rank 0, with the same run.dir on a file system that all share"
+    return MachineError(Problem("no_first_host", message, hint=hint, environment=True))
