@@ -41,9 +41,9 @@ def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SH
     search, found = run_search(spec, fabric, eff, POOL * shown)
     candidates = choose_candidates(search, found, spec, eff, shown)
     advice: tuple[str, ...] = ()
-    if not candidates:
-        if search.smallest is not None:
-            candidates = [candidate_of(search.smallest, spec, eff)]
+    if not candidates and search.smallest is not None:
+        candidates = [candidate_of(search.smallest, spec, eff)]
+    if not any(candidate.fits for candidate in candidates):
         advice = tuple(advise(spec, fabric, eff))
     return CapacityPlan(
         params=workload.count_params(spec.model),
@@ -243,18 +243,25 @@ def candidate_of(found: Found, spec: RunSpec, eff: Efficiency) -> Candidate:
 def advise(spec: RunSpec, fabric: Fabric, eff: Efficiency) -> Iterator[str]:
     """Single changes that would make the run fit, each tried; the first number of nodes that does."""
     for words, changed in changes(spec):
-        _, found = run_search(changed, fabric, eff, 1)
-        if found:
-            yield f"{words} fits, with {format_bytes(found[0].peak_bytes)} a device"
+        fastest = find_fastest(changed, fabric, eff)
+        if fastest:
+            yield f"{words} fits, with {format_bytes(fastest.peak_memory_bytes)} a device"
     wide = replace(spec, layout=open_layout(spec), recompute=AUTO)
     for factor in MORE_NODES:
         nodes = spec.cluster.num_nodes * factor
         larger = replace(fabric, num_devices=fabric.num_devices * factor)
-        _, found = run_search(wide, larger, eff, 1)
-        if found:
-            peak = format_bytes(found[0].peak_bytes)
+        fastest = find_fastest(wide, larger, eff)
+        if fastest:
+            peak = format_bytes(fastest.peak_memory_bytes)
             yield f"cluster.num_nodes={nodes} layout=auto recompute=auto fits, with {peak} a device"
             return
+
+
+def find_fastest(spec: RunSpec, fabric: Fabric, eff: Efficiency) -> Candidate | None:
+    """Of those that fit."""
+    search, found = run_search(spec, fabric, eff, POOL)
+    chosen = choose_candidates(search, found, spec, eff, 1)
+    return chosen[0] if chosen and chosen[0].fits else None
 
 
 def changes(spec: RunSpec) -> Iterator[tuple[str, RunSpec]]:
