@@ -52,6 +52,7 @@ def losses(trainspec, tmp_path, base):
     return train
 
 
+@pytest.mark.slow
 def test_adapters_are_the_same_in_any_layout_and_leave_in_both_forms(losses, trainspec, tmp_path, base):
     found = {name: losses(name, "lora.rank=4", *layout) for name, layout in LAYOUTS.items()}
     assert found["one"][-1] < found["one"][0]
@@ -72,6 +73,7 @@ def test_adapters_are_the_same_in_any_layout_and_leave_in_both_forms(losses, tra
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").chat_template == CHATML
 
 
+@pytest.mark.slow
 def test_the_whole_model_is_fine_tuned(losses, tmp_path):
     whole = losses("whole", "cluster.devices_per_node=2", "layout=fsdp")
     assert whole[-1] < whole[0]

@@ -4,10 +4,12 @@ import json
 import signal
 
 import psutil
+import pytest
 
 from trainspec_cli.rundir.paths import RunDir
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_and_the_run_ends(
     wait_for_step, workers_of, start_trainspec, trainspec, tmp_path, read_result
 ):

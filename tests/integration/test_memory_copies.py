@@ -1,5 +1,7 @@
 """Killed workers' state stays in the host's memory, and a resumed run goes on from there: no disk was needed."""
 
+import pytest
+
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.memory import memory_folder
 from trainspec_cli.rundir.paths import RunDir
@@ -30,6 +32,7 @@ def test_kill_9_and_resume_from_memory(
     assert not folder.exists(), "the disk has it now"
 
 
+@pytest.mark.slow
 def test_a_killed_workers_run_starts_again_from_memory(
     wait_for_step, workers_of, start_trainspec, tmp_path, read_result
 ):
