@@ -62,9 +62,12 @@ def test_a_host_that_dies_ends_the_run_within_its_deadline_and_is_named(start_ho
     run = RunDir(tmp_path / "run")
     hosts = start_hosts("launch", *SMALL, "train.max_steps=100000", "run.node_timeout_s=5", "run.preflight=false")
     wait_for_step(run, 5, hosts[0])
-    for process in [psutil.Process(hosts[1].pid), *psutil.Process(hosts[1].pid).children(recursive=True)]:
+    family = [psutil.Process(hosts[1].pid), *psutil.Process(hosts[1].pid).children(recursive=True)]
+    for process in family:
         process.suspend()
     said = hosts[0].communicate(timeout=120)[0]
+    for process in family:
+        process.kill()
     assert hosts[0].returncode == 5, said
     assert "node 1 (host " in said
     assert "has not been heard of for 5 s" in said

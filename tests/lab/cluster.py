@@ -7,6 +7,7 @@ and a cable. Needs root, and Debian's slurm-wlm and munge.
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -20,7 +21,6 @@ import psutil
 from lab.hosts import SWITCH_ADDRESS, Hosts
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
-CONTROLLER_PORT = 16917
 START_TIMEOUT_S = 60.0
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
@@ -41,6 +41,7 @@ class Cluster:
             (folder / name).mkdir(parents=True, exist_ok=True)
         folder.chmod(0o755)
         self._daemons: dict[str, psutil.Process] = {}
+        self._port = _free_ports(nodes + 1)
         self._write_files()
         try:
             self._start()
@@ -214,7 +215,7 @@ class Cluster:
         values: Mapping[str, object] = {
             "ClusterName": "trainspec",
             "SlurmctldHost": f"{name}({SWITCH_ADDRESS if self.hosts else '127.0.0.1'})",
-            "SlurmctldPort": CONTROLLER_PORT,
+            "SlurmctldPort": self._port,
             "SlurmUser": "root",
             "SlurmdUser": "root",
             "AuthType": "auth/munge",
@@ -250,10 +251,23 @@ class Cluster:
         yield from (f"{key}={value}" for key, value in values.items())
         for node in range(1, self.count + 1):
             (folder / "spool" / f"node{node}").mkdir(exist_ok=True)
-            here = f"NodeHostname={name} NodeAddr=127.0.0.1 Port={CONTROLLER_PORT + node}"
-            there = f"NodeAddr={Hosts.address(node)} Port={CONTROLLER_PORT - 1}"
+            here = f"NodeHostname={name} NodeAddr=127.0.0.1 Port={self._port + node}"
+            there = f"NodeAddr={Hosts.address(node)} Port={self._port + 1}"
             yield f"NodeName=node{node} {there if self.hosts else here} CPUs=8 RealMemory=8000 Gres=gpu:2"
         yield "PartitionName=main Nodes=ALL Default=YES DefaultTime=10 MaxTime=120 State=UP OverSubscribe=NO"
+
+
+def _free_ports(count: int) -> int:
+    """-> the first of so many in a row that nobody listens on; sessions beside this one have theirs."""
+    while True:
+        first = random.randrange(10_000, 15_000)
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as probe:
+                    probe.bind(("", port))
+        except OSError:
+            continue
+        return first
 
 
 def _as(user: str | None) -> list[str]:

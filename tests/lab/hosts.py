@@ -5,17 +5,17 @@ Needs root and iproute2; loss needs nft. The machine's own network is not touche
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import signal
 import subprocess
 from pathlib import Path
 
-PREFIX, NET = "tspec", "10.77.1"
+PREFIX, NET = f"tspec{os.getpid()}", "10.77.1"
+"""Every session has names of its own, and a switch that joins no other's hosts."""
 SWITCH = f"{PREFIX}-switch"
 SWITCH_ADDRESS = f"{NET}.254"
-HOSTS_FILES = Path("/run/trainspec-test-hosts")
+HOSTS_FILES = Path("/run") / PREFIX
 
 
 def lacking() -> str:
@@ -41,7 +41,6 @@ class Hosts:
 
     def __init__(self, count: int):
         self.count = count
-        _remove_all()
         HOSTS_FILES.mkdir(parents=True, exist_ok=True)
         names = "".join(f"{NET}.{i} node{i}\n" for i in self.numbers)
         self._hosts_file = HOSTS_FILES / "hosts"
@@ -106,6 +105,7 @@ class Hosts:
 
     def remove(self) -> None:
         _remove_all()
+        shutil.rmtree(HOSTS_FILES, ignore_errors=True)
 
     def _plug_in(self, number: int) -> None:
         name = _name(number)
@@ -135,10 +135,9 @@ def _pids(namespace: str) -> list[int]:
 
 
 def _remove_all() -> None:
-    """Also what an earlier session left behind."""
     for line in run("ip", "netns", "list").splitlines():
         name = line.split()[0]
         if name.startswith(f"{PREFIX}-"):
-            for pid in itertools.chain(_pids(name)):
+            for pid in _pids(name):
                 kill(pid)
             run("ip", "netns", "del", name)
