@@ -2,7 +2,9 @@ import numpy as np
 import pytest
 import torch
 
+from trainspec_cli.corpus.order import Shuffled
 from trainspec_cli.corpus.prepare import prepare
+from trainspec_cli.corpus.rows import Windows
 from trainspec_cli.corpus.samples import num_samples
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.engine.batch import IGNORED_TARGET
@@ -28,9 +30,13 @@ def plan(rank: int, num_ranks: int, micro: int = 1) -> BatchPlan:
     return BatchPlan(SEQ_LEN, 12, micro, seed=5, rank=rank, num_ranks=num_ranks)
 
 
+def order(folder) -> Shuffled:
+    return Shuffled(Windows(folder, "train", SEQ_LEN), seed=5)
+
+
 def step_tokens(folder, num_ranks: int, step: int, micro: int = 1) -> torch.Tensor:
     """The whole global batch of a step, put together from every rank's micro-batches."""
-    parts = [read_step(folder, plan(rank, num_ranks, micro), step) for rank in range(num_ranks)]
+    parts = [read_step(order(folder), plan(rank, num_ranks, micro), step) for rank in range(num_ranks)]
     return torch.cat([tokens for rank in parts for tokens, _ in rank])
 
 
@@ -52,17 +58,17 @@ def test_an_epoch_sees_every_sample_once(folder):
 
 
 def test_targets_are_the_next_tokens(folder):
-    for tokens, targets in read_step(folder, plan(0, 1, 4), 3):
+    for tokens, targets in read_step(order(folder), plan(0, 1, 4), 3):
         assert tokens.shape == targets.shape == (4, SEQ_LEN)
         assert torch.equal(tokens[:, 1:], targets[:, :-1])
 
 
 def test_reading_ahead_changes_nothing(folder):
-    ahead = list(batches(folder, plan(1, 2), torch.device("cpu"), 4, 11))
+    ahead = list(batches(order(folder), plan(1, 2), torch.device("cpu"), 4, 11))
     assert len(ahead) == 7
     for step, got in zip(range(4, 11), ahead, strict=True):
         for (tokens, targets), (expected_tokens, expected_targets) in zip(
-            got, read_step(folder, plan(1, 2), step), strict=True
+            got, read_step(order(folder), plan(1, 2), step), strict=True
         ):
             assert torch.equal(tokens, expected_tokens)
             assert torch.equal(targets, expected_targets)
@@ -70,7 +76,8 @@ def test_reading_ahead_changes_nothing(folder):
 
 @pytest.mark.parametrize(("batch_size", "num_ranks"), [(1, 1), (4, 1), (3, 2), (16, 5)])
 def test_every_heldout_token_but_the_first_is_predicted_once(folder, batch_size, num_ranks):
-    per_rank = [list(heldout_batches(folder, SEQ_LEN, batch_size, rank, num_ranks)) for rank in range(num_ranks)]
+    rows = Windows(folder, "heldout", SEQ_LEN, keeps_rest=True)
+    per_rank = [list(heldout_batches(rows, batch_size, rank, num_ranks)) for rank in range(num_ranks)]
     assert len({len(batches) for batches in per_rank}) == 1, "every rank takes part in equally many forwards"
     predicted = torch.cat([targets[targets != IGNORED_TARGET] for batches in per_rank for _, targets in batches])
     text = folder.tokens("heldout", 1, folder.num_tokens("heldout") - 1)

@@ -6,11 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+
+from trainspec_cli.rundir.events import read_events
+from trainspec_cli.rundir.paths import RunDir
 
 Trainspec = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -65,3 +70,39 @@ def start_trainspec(tmp_path: Path, environment: dict[str, str]):
 @pytest.fixture
 def read_result(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
     return lambda run: json.loads((tmp_path / run / "result.json").read_text())
+
+
+def _wait_for_step(run_dir: RunDir, step: int, process: subprocess.Popen[str], timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not any(e["type"] == "step" and e["step"] >= step for e in read_events(run_dir.events(0))):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"step {step} was not reached"
+        time.sleep(0.005)
+
+
+def _workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    family = psutil.Process(process.pid).children(recursive=True)
+    return [p for p in family if "trainspec_cli.engine" in p.cmdline() and "torch.distributed.run" not in p.cmdline()]
+
+
+def _kill_everything(process: subprocess.Popen[str]) -> None:
+    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for member in family:
+        member.kill()
+    psutil.wait_procs(family, timeout=30)
+    process.wait()
+
+
+@pytest.fixture
+def wait_for_step():
+    return _wait_for_step
+
+
+@pytest.fixture
+def workers_of():
+    return _workers_of
+
+
+@pytest.fixture
+def kill_everything():
+    return _kill_everything

@@ -4,10 +4,8 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import time
 
-import psutil
 import pytest
 
 from trainspec_cli.rundir.events import read_events
@@ -25,29 +23,10 @@ def undisturbed(trainspec, read_result):
     return read_result("undisturbed")["weights_sha256"]
 
 
-def wait_for_step(run_dir: RunDir, step: int, process: subprocess.Popen[str], timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not any(e["type"] == "step" and e["step"] >= step for e in read_events(run_dir.events(0))):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, f"step {step} was not reached"
-        time.sleep(0.005)
-
-
-def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    family = psutil.Process(process.pid).children(recursive=True)
-    return [p for p in family if "trainspec_cli.engine" in p.cmdline() and "torch.distributed.run" not in p.cmdline()]
-
-
-def kill_everything(process: subprocess.Popen[str]) -> None:
-    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    for member in family:
-        member.kill()
-    psutil.wait_procs(family, timeout=30)
-    process.wait()
-
-
 @pytest.mark.slow
-def test_kill_9_at_random_moments_and_resume(start_trainspec, trainspec, tmp_path, read_result, undisturbed):
+def test_kill_9_at_random_moments_and_resume(
+    wait_for_step, kill_everything, start_trainspec, trainspec, tmp_path, read_result, undisturbed
+):
     moments = random.Random(7)
     for attempt in range(5):
         run = f"killed{attempt}"
@@ -61,9 +40,13 @@ def test_kill_9_at_random_moments_and_resume(start_trainspec, trainspec, tmp_pat
         assert read_result(run)["weights_sha256"] == undisturbed, f"killed after step {killed_at}"
 
 
-def test_kill_9_of_one_worker_then_resume(start_trainspec, trainspec, tmp_path, read_result, undisturbed):
+def test_kill_9_of_one_worker_then_resume(
+    wait_for_step, workers_of, start_trainspec, trainspec, tmp_path, read_result, undisturbed
+):
     process = start_trainspec("launch", *RECIPE, "run.dir=killed")
     wait_for_step(RunDir(tmp_path / "killed"), 6, process)
+    while not RunDir(tmp_path / "killed").checkpoint_steps():
+        time.sleep(0.005)
     workers_of(process)[1].kill()
     said = process.communicate(timeout=120)[0]
     assert process.returncode == 5, said
@@ -76,13 +59,12 @@ def test_kill_9_of_one_worker_then_resume(start_trainspec, trainspec, tmp_path, 
     events = list(read_events(RunDir(tmp_path / "killed").events(0)))
     starts = [event["step"] for event in events if event["type"] == "start"]
     assert starts[0] == 0
-    assert starts[1] % 4 == 0
-    assert starts[1] > 0
+    assert starts[1] >= 4, "from a checkpoint"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
 def test_a_stopped_run_goes_on_at_the_next_sample(
-    start_trainspec, trainspec, tmp_path, read_result, undisturbed, number
+    wait_for_step, start_trainspec, trainspec, tmp_path, read_result, undisturbed, number
 ):
     process = start_trainspec("launch", "recipe=tiny", f"train.max_steps={STEPS}", "run.dir=stopped")
     wait_for_step(RunDir(tmp_path / "stopped"), 5, process)
@@ -103,14 +85,14 @@ def test_a_stopped_run_goes_on_at_the_next_sample(
 def test_an_altered_checkpoint_is_refused_by_name(trainspec, tmp_path):
     ended = trainspec("launch", "recipe=tiny", "train.max_steps=4", "run.dir=altered")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    part = RunDir(tmp_path / "altered").checkpoint(4) / "__1_0.distcp"
+    part = RunDir(tmp_path / "altered").checkpoint(4) / "rank00001.safetensors"
     content = bytearray(part.read_bytes())
     content[len(content) // 2] ^= 1
     part.write_bytes(content)
     refused = trainspec("resume", "altered", "train.max_steps=8")
     assert refused.returncode != 0
     said = " ".join((refused.stdout + refused.stderr).split())
-    assert re.search(r"step_00000004/\s*__1_0.distcp", said), said
+    assert re.search(r"step_00000004/\s*rank00001.safetensors", said), said
     assert "altered" in said
     assert "Traceback" not in said
 
@@ -118,7 +100,7 @@ def test_an_altered_checkpoint_is_refused_by_name(trainspec, tmp_path):
 def test_what_a_killed_save_left_is_passed_over(trainspec, tmp_path, read_result):
     assert trainspec("launch", "recipe=tiny", "train.max_steps=4", "run.dir=half").returncode == 0
     run_dir = RunDir(tmp_path / "half")
-    shutil.copytree(run_dir.checkpoint(4), run_dir.checkpoints / ".step_00000006.partial")
+    shutil.copytree(run_dir.checkpoint(4), run_dir.checkpoints / ".step_00000006.killed.partial")
     ended = trainspec("resume", "half", "train.max_steps=6")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert read_result("half")["steps"] == 6

@@ -46,7 +46,7 @@ def main() -> None:
     while not stop_asked and (step < STEPS or MODE != "train"):
         step += 1
         time.sleep(0.02)
-        events.write("step", step=step, loss=4.0 / step, tokens=64)
+        events.write("step", step=step, loss=4.0 / step, tokens=64, step_time_s=0.02, time_s={"forward": 0.02})
         if MODE == "raise" and step == 3:
             fail(events, step)
     finish(step)

@@ -116,7 +116,7 @@ def test_the_recipes_own_interval_is_kept_and_the_best_one_told() -> None:
 
 
 def test_a_run_shorter_than_the_interval_has_one_checkpoint_at_most() -> None:
-    run = forecast(train=TrainSection(max_steps=3))
+    run = forecast(train=TrainSection(max_steps=3), checkpoint=CheckpointSpec(mode="sync"))
     assert run.goodput.checkpoint_interval_steps == 3
 
 
@@ -157,3 +157,10 @@ def test_spare_nodes_are_paid_for_too() -> None:
 def test_what_is_not_known_of_the_accelerator_is_not_made_up() -> None:
     run = forecast(replace(CLUSTER, accelerator=None))
     assert run.energy_joules is None and run.carbon_kg is None and run.cost_usd is None
+
+
+def test_a_checkpoint_written_beside_training_holds_it_up_for_the_copy_alone() -> None:
+    beside, at_once = (forecast(checkpoint=CheckpointSpec(mode=mode)).goodput for mode in ("async", "sync"))
+    assert beside.checkpoint_s < at_once.checkpoint_s / 10
+    assert beside.optimal_interval_s >= at_once.checkpoint_s, "never two at once"
+    assert beside.goodput.value > at_once.goodput.value

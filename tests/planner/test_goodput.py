@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from trainspec_cli.planner.clock import Clock
-from trainspec_cli.planner.goodput import Job, Outcome, draw, job_mtbf_s, simulate, simulate_many
+from trainspec_cli.planner.goodput import Job, Outcome, draw, simulate, simulate_many
 from trainspec_cli.policy.cadence import daly_interval_s, expected_efficiency
-from trainspec_cli.policy.recovery import durations
+from trainspec_cli.policy.recovery import durations, job_mtbf_s
 from trainspec_cli.spec.reliability import ReliabilitySpec
 from trainspec_cli.spec.resilience import ResilienceSpec
 
@@ -120,7 +120,7 @@ def test_spares_shorten_what_repairs_would_take() -> None:
 def test_an_elastic_run_waits_when_too_few_groups_are_left() -> None:
     job = make_job(1024, groups=2, days=30)
     cluster = replace(LLAMA3, mtbf_device_hours=5000.0, swap_s=3600.0, job_wide_fraction=0.0)
-    patient = [simulate(job, cluster, replace(ELASTIC, min_replica_groups=2), seed) for seed in range(5)]
+    patient = [simulate(job, cluster, replace(ELASTIC, min_groups=2), seed) for seed in range(5)]
     greedy = [simulate(job, cluster, ELASTIC, seed) for seed in range(5)]
     assert mean_goodput(patient) < mean_goodput(greedy)
     assert all(outcome.lost_s["shrunk"] == 0 for outcome in patient)

@@ -4,12 +4,21 @@ import math
 
 import pytest
 
-from trainspec_cli.policy.recovery import capacity, decide, durations, lost_work_s, rollback_mtbf_s
+from trainspec_cli.policy.recovery import (
+    capacity,
+    decide,
+    durations,
+    enough_groups,
+    lost_work_s,
+    may_restart,
+    pause_s,
+    rollback_mtbf_s,
+)
 from trainspec_cli.spec.reliability import ReliabilitySpec
 from trainspec_cli.spec.resilience import ResilienceSpec
 
 RESTART = ResilienceSpec(mode="restart")
-ELASTIC = ResilienceSpec(mode="elastic", min_replica_groups=2)
+ELASTIC = ResilienceSpec(mode="elastic", min_groups=2)
 
 
 @pytest.mark.parametrize(
@@ -49,3 +58,21 @@ def test_an_elastic_run_goes_back_to_a_checkpoint_only_after_job_wide_failures()
     assert rollback_mtbf_s(ELASTIC, cluster, 1000, replica_groups=8) == pytest.approx(10_000)
     assert rollback_mtbf_s(ELASTIC, cluster, 1000, replica_groups=1) == 1000
     assert math.isinf(rollback_mtbf_s(ELASTIC, ReliabilitySpec(job_wide_fraction=0), 1000, replica_groups=8))
+
+
+def test_restarts_are_bounded_by_the_hour() -> None:
+    resilience = ResilienceSpec(max_restarts_per_hour=2)
+    assert may_restart(resilience, [], now_s=0)
+    assert not may_restart(resilience, [10, 20], now_s=3600)
+    assert may_restart(resilience, [10, 20], now_s=3611)
+    assert not may_restart(ResilienceSpec(mode="none"), [], now_s=0)
+
+
+def test_what_worked_starts_again_at_once_and_what_does_not_ever_later() -> None:
+    assert [pause_s(failures) for failures in (1, 2, 3, 4)] == [0, 1, 2, 4]
+    assert pause_s(50) == 60
+
+
+def test_the_run_goes_on_down_to_the_least_number_of_groups() -> None:
+    assert enough_groups(ELASTIC, 2)
+    assert not enough_groups(ELASTIC, 1)

@@ -73,6 +73,7 @@ RESTART = Goodput(
     checkpoint_s=8.0,
     checkpoint_bytes=96e9,
     restart_s=480.0,
+    wall_time_s=4444.0,
 )
 RUN = RunForecast(
     steps=1000,

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.report.progress import EventTail, Progress
-from trainspec_cli.rundir.events import read_events
+from trainspec_cli.report.progress import Progress
+from trainspec_cli.rundir.events import EventTail, read_events
 
 
 def test_only_what_is_new_is_read_and_half_a_line_waits(fake_run: Any) -> None:

@@ -16,8 +16,7 @@ def test_a_plain_recipe_is_trained(make_spec):
     ("path", "value", "choices"),
     [
         ("precision.matmul", "nvfp4", "compute or fp8"),
-        ("resilience.mode", "elastic", "restart"),
-        ("cluster.num_nodes", 2, "1"),
+        ("precision.compute", "fp16", "bf16 or fp32 or auto"),
     ],
 )
 def test_a_value_that_only_the_planner_knows_is_refused(make_spec, path, value, choices):

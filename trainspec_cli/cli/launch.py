@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainspec_cli.cli.options import AsJson, Force, RecipeArguments
-from trainspec_cli.errors import TrainspecError
+from trainspec_cli.cli.options import AsJson, Endpoint, Force, NodeRank, NumNodes, RecipeArguments
+from trainspec_cli.errors import Problem, RecipeError, TrainspecError
 from trainspec_cli.spec.auto import AUTO
 
 if TYPE_CHECKING:
@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 
     from trainspec_cli.cli.load import Loaded
     from trainspec_cli.launch.folder import Origin
+    from trainspec_cli.rundir.paths import RunDir
     from trainspec_cli.spec.cluster import Machine
+    from trainspec_cli.spec.init import InitSpec
     from trainspec_cli.spec.plan import Plan
+    from trainspec_cli.spec.run import RunSpec
 
 app = typer.Typer(add_completion=False)
 
@@ -31,21 +34,77 @@ def launch(
     arguments: RecipeArguments,
     dry_run: DryRun = False,
     force: Force = False,
+    nnodes: NumNodes = None,
+    node_rank: NodeRank = 0,
+    rdzv_endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> int:
-    """Train a recipe. Ctrl-C writes a checkpoint and stops (exit code 6); a second one stops at once."""
+    """Train a recipe. Ctrl-C writes a checkpoint and stops (exit code 6); a second one stops at once.
+
+    On several hosts without Slurm, give the same command on each, with --node-rank and a run.dir that all share.
+    """
     from trainspec_cli.cli.load import detect_machine, load, plan_on
     from trainspec_cli.launch.signals import interrupt, on_stop_signal
 
     with on_stop_signal(interrupt):
-        loaded = load(arguments)
+        loaded = load([*arguments, *([f"cluster.num_nodes={nnodes}"] if nnodes else [])])
+        if loaded.spec.cluster.num_nodes > 1:
+            check_reachable(loaded.spec, nnodes, node_rank, rdzv_endpoint)
+            if node_rank:
+                return _join(loaded, node_rank)
         machine = detect_machine(loaded.spec)
         assert machine is not None, "a recipe without problems says what device it wants"
         plan = plan_on(loaded, machine)
         if dry_run:
             _show(loaded, plan, machine, force=force, as_json=as_json)
             return 0
+        if plan.num_nodes > 1:
+            return _launch_on_several(loaded, plan, str(rdzv_endpoint), as_json=as_json)
         return _launch(loaded, plan, machine, force=force, as_json=as_json)
+
+
+def check_reachable(spec: RunSpec, nnodes: int | None, node_rank: int, endpoint: str | None) -> None:
+    """Raises RecipeError where it is not said how several hosts find one another."""
+    hosts = spec.cluster.num_nodes
+    example = f"--nnodes {hosts} --node-rank I --rdzv-endpoint HOST:PORT run.dir=<a shared folder>"
+    hint = f"under Slurm: trainspec sbatch; else on each host: {example}"
+    if nnodes is None or endpoint is None:
+        message = f"`cluster.num_nodes` is {hosts}, and this command starts one host"
+        raise RecipeError(Problem("several_hosts", message, "cluster.num_nodes", hint))
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdigit():
+        raise RecipeError(Problem("usage", f"--rdzv-endpoint is `{endpoint}`; HOST:PORT is needed", hint=hint))
+    if not 0 <= node_rank < hosts:
+        message = f"--node-rank is {node_rank}; of {hosts} hosts it is 0 to {hosts - 1}"
+        raise RecipeError(Problem("usage", message, hint=hint))
+    if spec.run.dir == AUTO:
+        message = "`run.dir` is auto, and the hosts would each make a folder of their own"
+        raise RecipeError(Problem("missing_value", message, "run.dir", "type run.dir=<a folder that all hosts share>"))
+
+
+def _join(loaded: Loaded, node_rank: int) -> int:
+    from trainspec_cli.cli.nodes import join
+    from trainspec_cli.cli.train import make_console
+
+    return join(loaded.spec.run.dir, node_rank, make_console(as_json=False))
+
+
+def _launch_on_several(loaded: Loaded, plan: Plan, endpoint: str, *, as_json: bool) -> int:
+    """As the first of them."""
+    from trainspec_cli.cli.nodes import drive
+    from trainspec_cli.cli.train import make_console
+    from trainspec_cli.launch.folder import check_free, make_folder, storage, write_launch
+    from trainspec_cli.launch.nodes.executor import Reach, agent_command, build_nodes_job
+
+    console, wanted = make_console(as_json=as_json), plan.spec.run.dir
+    host, _, port = endpoint.rpartition(":")
+    reach = Reach(host, agent_command(node=0), int(port))
+    check_free(wanted)
+    data_folder = prepare_data(loaded, console)
+    with storage(wanted):
+        job = build_nodes_job(plan, make_folder(wanted, loaded.composed.recipe), reach)
+        write_launch(job, plan, origin_of(loaded), data_folder)
+    return drive(job.run, reach, console, as_json=as_json)
 
 
 def _launch(loaded: Loaded, plan: Plan, machine: Machine, *, force: bool, as_json: bool) -> int:
@@ -58,17 +117,19 @@ def _launch(loaded: Loaded, plan: Plan, machine: Machine, *, force: bool, as_jso
     console, wanted = make_console(as_json=as_json), plan.spec.run.dir
     check_free(wanted)
     plan = predict(plan, machine, console, force=force)
-    data_folder = _prepare_data(loaded, console)
+    data_folder = prepare_data(loaded, console)
     with storage(wanted):
         job = build_job(plan, make_folder(wanted, loaded.composed.recipe), machine)
         with claim(job.run, job.launch_id):
-            write_launch(job, plan, _origin(loaded), data_folder)
+            _keep_origin(plan.spec.init, job.run)
+            write_launch(job, plan, origin_of(loaded), data_folder)
             return train(job, plan, console, as_json=as_json)
 
 
-def _prepare_data(loaded: Loaded, console: Console) -> Path | None:
+def prepare_data(loaded: Loaded, console: Console) -> Path | None:
     """The folder to read, of tokens made now if need be; None where nothing is read. Problems are located as the
     recipe's own are."""
+    from trainspec_cli.corpus.collection import Collection
     from trainspec_cli.corpus.labelled import find_samples
     from trainspec_cli.corpus.prepare import prepare
     from trainspec_cli.report.live import showing_progress
@@ -79,12 +140,25 @@ def _prepare_data(loaded: Loaded, console: Console) -> Path | None:
         if isinstance(spec.model, ConvModel):
             return find_samples(spec.data, spec.model)
         with showing_progress(console) as on_progress:
-            return prepare(spec.data, on_progress)
+            folder = prepare(spec.data, on_progress)
+        for note in Collection.open(folder).check(spec.data, spec.model.vocab_size):
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
+        return folder
     except TrainspecError as error:
         raise type(error)(loaded.composed.locate(error.problems)) from error
 
 
-def _origin(loaded: Loaded) -> Origin:
+def _keep_origin(init: InitSpec, run: RunDir) -> None:
+    """Config and tokenizer of the Hugging Face folder that the run begins with, at once or through other runs."""
+    from trainspec_cli.launch.exporting import keep_small_files
+    from trainspec_cli.rundir.paths import RunDir
+
+    source = init.hugging_face or (init.run and RunDir(init.run).huggingface)
+    if source is not None and source.is_dir():
+        keep_small_files(source, run)
+
+
+def origin_of(loaded: Loaded) -> Origin:
     from trainspec_cli.compose.render import render_yaml
     from trainspec_cli.launch.folder import Origin
 

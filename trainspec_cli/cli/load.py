@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainspec_cli.cli.initial import check_weights, complete
 from trainspec_cli.compose.arguments import RECIPE
 from trainspec_cli.compose.compose import Composed, compose_arguments
 from trainspec_cli.compose.origins import COMMAND_LINE
@@ -13,7 +14,7 @@ from trainspec_cli.errors import MachineError, Problem, RecipeError, TrainspecEr
 from trainspec_cli.spec.cluster import Machine
 from trainspec_cli.spec.engine_rules import check_engine, close_axes
 from trainspec_cli.spec.plan import Plan
-from trainspec_cli.spec.rules import check, check_machine
+from trainspec_cli.spec.rules import apply, check, check_machine
 from trainspec_cli.spec.run import RunSpec
 from trainspec_cli.spec.structure import build
 from trainspec_cli.spec.unknown import UNKNOWN, UnknownTouched
@@ -56,10 +57,11 @@ def _lacks_data(problem: Problem) -> bool:
 
 def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool = True) -> Examined:
     """Find everything that is wrong with a recipe, whatever the machine."""
-    composed = compose_arguments(arguments, cwd)
+    composed = compose_arguments(arguments, cwd, complete)
     draft, mistyped = build(RunSpec, composed.data)
     draft = _without_failed(draft, composed)
     checked = [*check(close_axes(draft)), *check_engine(draft)] if to_run else check(draft)
+    checked += apply([check_weights], draft) if to_run and not composed.problems else []
     problems = composed.locate([*mistyped, *checked])
     told = [problem for problem in composed.problems if not _refers_to_missing(problem, mistyped)]
     new = [problem for problem in problems if not _follows(problem, composed)]
@@ -68,9 +70,14 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
 
 def plan_on(loaded: Loaded, machine: Machine) -> Plan:
     """Resolve every `auto`. Raises MachineError for what the host lacks, RecipeError for sizes that do not fit it."""
+    require(loaded.composed.locate(check_machine(loaded.spec, machine)))
+    return plan_for(loaded, machine)
+
+
+def plan_for(loaded: Loaded, machine: Machine) -> Plan:
+    """As `plan_on`, for a machine that is not this one."""
     from trainspec_cli.planner.plan import plan
 
-    require(loaded.composed.locate(check_machine(loaded.spec, machine)))
     try:
         return plan(loaded.spec, machine)
     except TrainspecError as error:

@@ -23,10 +23,13 @@ class Command:
 COMMANDS = {
     "plan": Command("trainspec_cli.cli.plan", "rank the layouts of a run, and say what it will take and cost"),
     "launch": Command("trainspec_cli.cli.launch", "train a recipe on this machine"),
+    "sbatch": Command("trainspec_cli.cli.sbatch", "train a recipe as a Slurm job, on one host or many"),
     "resume": Command("trainspec_cli.cli.resume", "go on with a run from its newest checkpoint"),
     "runs": Command("trainspec_cli.cli.runs", "list the runs below ./runs"),
     "report": Command("trainspec_cli.cli.report", "say what became of a run, and where the time went"),
+    "export": Command("trainspec_cli.cli.export", "write a run's weights as a Hugging Face folder"),
     "backtest": Command("trainspec_cli.cli.backtest", "predict a table of measured runs, and say how far off"),
+    "doctor": Command("trainspec_cli.cli.doctor", "look whether this host, or each of a Slurm job, is fit to train"),
     "certify": Command("trainspec_cli.cli.certify", "hold this engine, on these chips, against the open training spec"),
     "validate": Command("trainspec_cli.cli.validate", "find every problem of a recipe at once"),
     "show": Command("trainspec_cli.cli.show", "print a composed recipe, or what differs from another"),

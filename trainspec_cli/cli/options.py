@@ -14,5 +14,15 @@ RecipeArguments = Annotated[
         show_default=False,
     ),
 ]
+NumNodes = Annotated[
+    int | None, typer.Option("--nnodes", metavar="N", help="Hosts of the run; the same command is given on each.")
+]
+NodeRank = Annotated[int, typer.Option("--node-rank", metavar="I", help="Which of them this is, from 0.")]
+Endpoint = Annotated[
+    str | None,
+    typer.Option(
+        "--rdzv-endpoint", metavar="HOST:PORT", help="The first host, as the others reach it, and a free port."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Force = Annotated[bool, typer.Option("--force", help="Train although the plan is predicted not to fit this machine.")]

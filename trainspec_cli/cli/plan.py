@@ -70,7 +70,7 @@ def _plan_many(arguments: Sequence[str], sweep: str, as_json: bool, html: Path |
     from trainspec_cli.report.plan_page import render_sweep_page
     from trainspec_cli.report.plan_text import render_sweep
 
-    key, values = _read_sweep(sweep)
+    key, values = read_sweep(sweep)
     others = [argument for argument in arguments if argument.partition("=")[0] != key]
     swept = sweep_as_json(key, [(value, _plan([*others, f"{key}={value}"])) for value in values])
     if html:
@@ -82,17 +82,19 @@ def _plan_many(arguments: Sequence[str], sweep: str, as_json: bool, html: Path |
 
 def _plan(arguments: Sequence[str], *, trace: bool = False) -> dict[str, Any]:
     from trainspec_cli.cli.load import load_for_planning
-    from trainspec_cli.planner.capacity import plan_capacity
+    from trainspec_cli.planner.elastic import in_replica_groups
     from trainspec_cli.planner.forecast import forecast_run
+    from trainspec_cli.planner.spares import plan_on_what_divides
     from trainspec_cli.report.plan_json import plan_as_json
 
     loaded = load_for_planning(arguments)
     spec, machine = _on_machine(loaded.spec)
     try:
-        capacity = plan_capacity(spec, machine)
+        spec, capacity = plan_on_what_divides(spec, machine)
     except TrainspecError as error:
         raise type(error)(loaded.composed.locate(error.problems)) from error
-    run = forecast_run(spec, capacity, capacity.best) if capacity.best else None
+    best = capacity.best
+    run = forecast_run(spec, capacity, best, in_replica_groups(spec, machine, best)) if best else None
     planned = plan_as_json(spec, capacity, run)
     return planned | {"trace": _trace(spec, capacity)} if trace and capacity.candidates else planned
 
@@ -101,6 +103,7 @@ def _trace(spec: RunSpec, capacity: CapacityPlan) -> dict[str, Any]:
     """Of the fastest candidate that the engine runs. Raises PlanError where it runs none of those shown."""
     from trainspec_cli.launch.tracing import trace_plan
     from trainspec_cli.planner.auto import as_plan, is_run
+    from trainspec_cli.planner.engine_memory import tensors_by_cause
     from trainspec_cli.report.plan_trace import trace_as_json
     from trainspec_cli.spec.engine_rules import check_built
 
@@ -112,7 +115,8 @@ def _trace(spec: RunSpec, capacity: CapacityPlan) -> dict[str, Any]:
         )
         raise PlanError(Problem("unsupported", message, hint="pin a layout, such as layout.tp=1 layout.pp=1"))
     compute: Literal["bf16", "fp32"] = "fp32" if spec.precision.compute == "fp32" else "bf16"
-    return trace_as_json(candidate, capacity, trace_plan(as_plan(spec, candidate, capacity, compute)))
+    traced = as_plan(spec, candidate, capacity, compute)
+    return trace_as_json(candidate, capacity, trace_plan(traced), tensors_by_cause(traced))
 
 
 def _on_machine(spec: RunSpec) -> tuple[RunSpec, Machine | None]:
@@ -126,7 +130,7 @@ def _on_machine(spec: RunSpec) -> tuple[RunSpec, Machine | None]:
     return replace(spec, cluster=replace(spec.cluster, accelerator=accelerator_of(machine))), machine
 
 
-def _read_sweep(sweep: str) -> tuple[str, list[str]]:
+def read_sweep(sweep: str) -> tuple[str, list[str]]:
     key, _, text = sweep.partition("=")
     values = [value for value in text.split(",") if value]
     if not key or not values:

@@ -37,7 +37,7 @@ def predict(plan: Plan, machine: Machine, console: Console, *, force: bool, may_
     oracle = _oracle(plan, machine, console, may_probe=may_probe)
     if oracle is None:
         return plan
-    prediction = oracle.predict(plan)
+    prediction = oracle.predict(plan.as_one_group)
     _say(console, describe_prediction(prediction, plan.tokens_per_step))
     if prediction.needed_bytes > oracle.limit_bytes:
         problem = _does_not_fit(plan, prediction, oracle)
@@ -48,6 +48,7 @@ def predict(plan: Plan, machine: Machine, console: Console, *, force: bool, may_
 
 
 def _oracle(plan: Plan, machine: Machine, console: Console, *, may_probe: bool) -> Oracle | None:
+    plan = plan.as_one_group
     if is_known(plan, machine):
         limit_bytes = device_limit_bytes(plan, machine)
         words = f"a GPU can give {format_bytes(limit_bytes)}"

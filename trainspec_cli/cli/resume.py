@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainspec_cli.cli.options import AsJson, Force
+from trainspec_cli.cli.options import AsJson, Endpoint, Force, NodeRank, NumNodes
 from trainspec_cli.cli.runs import RunArgument
 from trainspec_cli.errors import MachineError, Problem, RecipeError
 
@@ -35,8 +36,19 @@ Changes = Annotated[
 
 
 @app.command()
-def resume(run: RunArgument, changes: Changes = None, force: Force = False, as_json: AsJson = False) -> int:
-    """Go on with a run in its own folder, from its newest whole checkpoint."""
+def resume(
+    run: RunArgument,
+    changes: Changes = None,
+    force: Force = False,
+    nnodes: NumNodes = None,
+    node_rank: NodeRank = 0,
+    rdzv_endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> int:
+    """Go on with a run in its own folder, from its newest whole checkpoint.
+
+    On several hosts without Slurm, give the same command on each, with --node-rank.
+    """
     from trainspec_cli.cli.load import detect_machine, plan_on
     from trainspec_cli.cli.predict import predict
     from trainspec_cli.cli.runs import find_run
@@ -48,10 +60,13 @@ def resume(run: RunArgument, changes: Changes = None, force: Force = False, as_j
 
     with on_stop_signal(interrupt):
         run_dir, console = find_run(run), make_console(as_json=as_json)
-        old = _read_plan(run_dir)
+        old = read_plan(run_dir)
         loaded = _change(run_dir, old, changes or [])
-        _check_unfinished(run_dir, loaded.spec.train.max_steps)
+        check_unfinished(run_dir, loaded.spec.train.max_steps)
         _check_data(run_dir, loaded)
+        if loaded.spec.cluster.num_nodes > 1:
+            endpoint = _check_several(run_dir, loaded, changes or [], nnodes, node_rank, rdzv_endpoint)
+            return _resume_on_several(run_dir, node_rank, endpoint, console, as_json=as_json)
         machine = detect_machine(loaded.spec)
         assert machine is not None, "a run that was started says what device it wants"
         plan = predict(plan_on(loaded, machine), machine, console, force=force)
@@ -63,7 +78,34 @@ def resume(run: RunArgument, changes: Changes = None, force: Force = False, as_j
                 return train(job, plan, console, as_json=as_json)
 
 
-def _read_plan(run_dir: RunDir) -> Plan:
+def _check_several(
+    run_dir: RunDir, loaded: Loaded, changes: list[str], nnodes: int | None, node_rank: int, endpoint: str | None
+) -> str:
+    """-> the endpoint. Raises RecipeError."""
+    from trainspec_cli.cli.launch import check_reachable
+
+    if run_dir.job_sbatch.is_file() and endpoint is None:
+        message = f"the run in {run_dir.root} was made for Slurm, on {loaded.spec.cluster.num_nodes} hosts"
+        raise RecipeError(Problem("several_hosts", message, hint=f"type sbatch {run_dir.job_sbatch}"))
+    spec = replace(loaded.spec, run=replace(loaded.spec.run, dir=str(run_dir.root)))
+    check_reachable(spec, nnodes, node_rank, endpoint)
+    if changes:
+        message = f"a run on several hosts goes on as it was: `{changes[0]}` cannot be changed"
+        raise RecipeError(Problem("unsupported", message, hint="leave it out, or start a new run"))
+    return str(endpoint)
+
+
+def _resume_on_several(run_dir: RunDir, node_rank: int, endpoint: str, console: Console, *, as_json: bool) -> int:
+    from trainspec_cli.cli.nodes import drive, join
+    from trainspec_cli.launch.nodes.executor import Reach, agent_command
+
+    if node_rank:
+        return join(str(run_dir.root), node_rank, console)
+    host, _, port = endpoint.rpartition(":")
+    return drive(run_dir, Reach(host, agent_command(node=0), int(port)), console, as_json=as_json)
+
+
+def read_plan(run_dir: RunDir) -> Plan:
     from trainspec_cli.rundir.files import read_json
     from trainspec_cli.spec.canonical import from_plain
     from trainspec_cli.spec.plan import Plan
@@ -115,7 +157,7 @@ def _fixed(old: dict[str, object], new: dict[str, object]) -> list[Problem]:
     ]
 
 
-def _check_unfinished(run_dir: RunDir, max_steps: int) -> None:
+def check_unfinished(run_dir: RunDir, max_steps: int) -> None:
     step = newest_step(run_dir)
     if step >= max_steps:
         raise RecipeError(
@@ -149,8 +191,12 @@ def _check_data(run_dir: RunDir, loaded: Loaded) -> None:
 
 
 def _tell_start(job: Job, old: Plan, new: Plan, console: Console) -> None:
+    from trainspec_cli.rundir.memory import memory_folder
+
     step = newest_step(job.run)
     lines = [f"goes on from step {step}" if step else "there is no checkpoint: it starts from the first step again"]
+    if memory_folder(job.run).is_dir():
+        lines = [f"goes on from the newest copy in memory that is whole, else from step {step}"]
     for name in MACHINE_BOUND:
         before, after = getattr(old, name), getattr(new, name)
         if before != after:

@@ -11,14 +11,19 @@ import typer
 from rich.console import Console
 
 from trainspec_cli.compose.origins import show_path
-from trainspec_cli.errors import EXIT_DONE, Problem, Stopped, WorkerError
+from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, Stopped, WorkerError
+from trainspec_cli.launch.executor import Executor
+from trainspec_cli.launch.groups import supervise_groups
 from trainspec_cli.launch.job import Job
-from trainspec_cli.launch.local import LocalExecutor
+from trainspec_cli.launch.local import LocalExecutor, own_run
 from trainspec_cli.launch.outcome import Explanation, Outcome, conclude
-from trainspec_cli.launch.supervise import supervise
+from trainspec_cli.launch.restarts import supervise_with_restarts
+from trainspec_cli.launch.signals import StopRequests
 from trainspec_cli.report.collect import collect
 from trainspec_cli.report.live import LiveView
 from trainspec_cli.report.render import render_summary
+from trainspec_cli.report.text import describe_recovery
+from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.plan import Plan
 
@@ -36,15 +41,33 @@ def make_console(*, as_json: bool) -> Console:
     return ViewConsole(stderr=as_json)
 
 
-def train(job: Job, plan: Plan, console: Console, *, as_json: bool) -> int:
-    """Run the job and tell how it ended; -> the exit code. Raises WorkerError where it failed."""
+def train(
+    job: Job,
+    plan: Plan,
+    console: Console,
+    *,
+    as_json: bool,
+    executor: Executor | None = None,
+    requests: StopRequests | None = None,
+) -> int:
+    """Run the job (on this host, where no executor is given) and tell how it ended; -> the exit code.
+
+    Raises WorkerError where it failed, or was begun anew by another start while it ran.
+    """
     with LiveView(job.run, plan, console) as view:
-        ending = supervise(job, LocalExecutor(), view.watch)
+        if plan.replica_groups > 1:
+            ending = supervise_groups(own_run(job), plan, view.watch, view.say)
+        else:
+            job, ending = supervise_with_restarts(
+                job, executor or LocalExecutor(), plan.spec.resilience, view.watch, view.say, requests
+            )
     if ending.left_behind:
         console.print(f"processes {', '.join(map(str, ending.left_behind))} hang in the kernel and could not be ended")
+    Fence(job.run, ending.generation).check()
     outcome = conclude(job, ending)
-    if outcome.exit_code == WorkerError.exit_code:
-        raise WorkerError(_failure(job, outcome.explanation, console, as_json=as_json))
+    if outcome.result["status"] == "failed":
+        kind = MachineError if outcome.exit_code == MachineError.exit_code else WorkerError
+        raise kind(_failure(job, outcome.explanation, console, as_json=as_json))
     if as_json:
         typer.echo(json.dumps({"run": str(job.root), **outcome.result}, indent=2))
     else:
@@ -74,6 +97,9 @@ def _tell_end(job: Job, outcome: Outcome, console: Console) -> None:
         console.print(f"{outcome.explanation.headline}\n", markup=False, highlight=False, soft_wrap=True)
     if outcome.exit_code == EXIT_DONE or outcome.result["steps"]:
         console.print(render_summary(collect(job.root)))
+    if outcome.result["recoveries"]:
+        costs = [f"  {describe_recovery(recovery)}" for recovery in outcome.result["recoveries"]]
+        console.print("\n".join(["failures", *costs, ""]), markup=False, highlight=False, soft_wrap=True)
     console.print(_last_words(job.run, outcome), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -88,6 +114,8 @@ def _last_words(run: RunDir, outcome: Outcome) -> str:
 
 
 def resume_command(run: RunDir) -> str:
+    if run.job_sbatch.is_file():
+        return f"sbatch {shlex.quote(shown(run.job_sbatch))}"
     return f"trainspec resume {_quoted(run)}"
 
 

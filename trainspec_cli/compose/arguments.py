@@ -16,6 +16,8 @@ from trainspec_cli.compose.origins import COMMAND_LINE
 from trainspec_cli.errors import Problem
 
 RECIPE = "recipe"
+TEXTS = (RECIPE, "fault")
+"""Keys whose value is text as it stands, whatever Hydra's grammar makes of its brackets."""
 _KEY = re.compile(r"[A-Za-z_][\w-]*([./][A-Za-z_0-9][\w-]*)*")
 _BRACKETS = {"[": "]", "{": "}", "(": ")"}
 
@@ -58,8 +60,8 @@ def _parse(number: int, text: str) -> Argument | Problem:
     if not equals and not text.startswith("~"):
         return _bare_word(number, text)
     name = key.strip().lstrip("+~")
-    if name == RECIPE:
-        return Argument(number, text, RECIPE, _unquote(value.strip()))
+    if name in TEXTS:
+        return Argument(number, text, name, _unquote(value.strip()))
     if not _KEY.fullmatch(name):
         return _bad_key(number, key)
     if name.partition(".")[0].partition("/")[0] == "hydra":

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainspec_cli.compose import hydra_session
@@ -43,11 +43,29 @@ class Composed:
         return locate(problems, self.origins, self.arguments, self.cwd)
 
 
+@dataclass(frozen=True)
+class Completion:
+    """Values that a recipe leaves to something it names."""
+
+    values: dict[str, Any]
+    source: str
+    """The file they stand in."""
+    replaced: frozenset[str] = frozenset()
+    """Groups of which nothing that was written stays."""
+    problems: tuple[Problem, ...] = ()
+    failed: frozenset[str] = frozenset()
+    """Groups that should have been completed, and could not be."""
+
+
+Complete = Callable[[dict[str, Any], frozenset[str]], Completion]
+"""Given all that is written, interpolations resolved as far as they can be, and the groups that nobody chose."""
+
+
 def compose(recipe: str, overrides: Sequence[str] = (), cwd: Path | None = None) -> Composed:
     return compose_arguments([f"{RECIPE}={recipe}", *overrides], cwd)
 
 
-def compose_arguments(arguments: Sequence[str], cwd: Path | None = None) -> Composed:
+def compose_arguments(arguments: Sequence[str], cwd: Path | None = None, complete: Complete | None = None) -> Composed:
     """Compose what a command line asks for (`recipe=NAME` is one of its arguments).
 
     Raises nothing for faults of people: they are in `problems`, and what they left whole is in `data`.
@@ -59,8 +77,12 @@ def compose_arguments(arguments: Sequence[str], cwd: Path | None = None) -> Comp
     values = [argument for argument in parsed if argument.key != RECIPE and not is_choice(argument, groups)]
     config, parts, unforeseen = _compose_files(selection)
     problems += selection.problems + unforeseen + apply_arguments(config, values)
-    data, unresolved = resolve(config)
     origins = _origins(selection, parts, values)
+    unchosen = frozenset(group for group in groups if _is_default(group, selection, origins))
+    completion = complete(resolve(config)[0], unchosen) if complete else Completion({}, "")
+    config = _apply(completion, config, origins)
+    data, unresolved = resolve(config)
+    problems += completion.problems
     return Composed(
         recipe=selection.recipe,
         data=data,
@@ -68,8 +90,23 @@ def compose_arguments(arguments: Sequence[str], cwd: Path | None = None) -> Comp
         arguments=tuple(arguments),
         cwd=cwd,
         problems=tuple(locate(problems + unresolved, origins, arguments, cwd)),
-        failed=frozenset(selection.failed | ({RECIPE} if unforeseen else set())),
+        failed=completion.failed | frozenset(selection.failed | ({RECIPE} if unforeseen else set())),
     )
+
+
+def _is_default(group: str, selection: Selection, origins: Origins) -> bool:
+    """Neither its option nor any of its values was chosen by a recipe or on the command line."""
+    options = selection.options.get(group, [])
+    files = {origin.file for path, origin in origins.items() if path.partition(".")[0] == group}
+    return len(options) == 1 and len(files) == 1
+
+
+def _apply(completion: Completion, config: DictConfig, origins: Origins) -> DictConfig:
+    for group in completion.replaced:
+        config[group] = {}
+    for path in (path for key, item in completion.values.items() for path in value_paths(key, item)):
+        origins[path] = Origin(completion.source, 1)
+    return OmegaConf.merge(config, completion.values)  # type: ignore[return-value]
 
 
 def _compose_files(selection: Selection) -> tuple[DictConfig, list[Part], list[Problem]]:

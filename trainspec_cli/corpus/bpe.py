@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ WORD_PATTERN = (
 """Merges stay within one match. Keeping line ends with indentation gives 8% fewer tokens of Python than GPT-2's."""
 
 
-def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def train(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()) -> Tokenizer:
     """A byte-level BPE of at most `vocab_size` entries (fewer when the text is too small to fill it).
 
     The same texts give the same tokenizer, whatever the number of threads.
@@ -44,7 +45,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_DOCUMENT],
+        special_tokens=[END_OF_DOCUMENT, *special],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -71,6 +72,11 @@ def _as_plain_text(tokenizer: Tokenizer) -> Tokenizer:
     """Text that spells a special token is encoded like any other text."""
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+def digest(tokenizer: Tokenizer) -> str:
+    """Tells tokenizers apart."""
+    return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 
 def count_vocab(tokenizer: Tokenizer) -> int:

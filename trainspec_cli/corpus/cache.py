@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+from trainspec_cli.corpus.chat import describe
 from trainspec_cli.corpus.manifest import SCHEMA
 from trainspec_cli.spec.data import DataSpec
 
@@ -34,10 +35,11 @@ def _facts(data: DataSpec, files: list[Path]) -> dict[str, object]:
         "tokenizers": tokenizers.__version__,
         "python": sys.version if data.source == "python_stdlib" else None,
         "source": data.source,
-        "text_field": data.text_field if data.source == "jsonl" else None,
+        "text_field": data.text_field if data.source in ("jsonl", "parquet", "arrow") else None,
         "heldout_fraction": data.heldout_fraction,
         "max_bytes": data.max_bytes,
         "tokenizer": _tokenizer_facts(data),
+        **describe(data),
         "files": [_file_facts(file) for file in files],
     }
 

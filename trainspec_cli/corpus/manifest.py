@@ -24,8 +24,12 @@ class Shard:
     """One file of little-endian token ids."""
 
     file: str
+    """Of others an absolute path."""
     tokens: int
     sha256: str
+    """Empty for a file of others."""
+    offset_bytes: int = 0
+    """Where the ids begin in the file; ours begin at once."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class Manifest:
     """Larger than `vocab_size` when the text was too small to fill it."""
     end_of_document_id: int
     tokenizer_sha256: str
+    """Empty where ids came without one."""
     source: dict[str, Any]
     """Where the text came from, for the record."""
     heldout_fraction: float
@@ -55,6 +60,8 @@ class Manifest:
     """What `xz -9e` needs for the held-out text; null where Python was built without lzma."""
     train: SplitSummary
     heldout: SplitSummary
+    learns_parts: bool = False
+    """Of each document only some tokens are learnt: beside the shards lie its documents' index (documents.py)."""
 
     def split(self, name: Split) -> SplitSummary:
         return {"train": self.train, "heldout": self.heldout}[name]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+from trainspec_cli.corpus import token_files
 from trainspec_cli.corpus.bpe import MIN_VOCAB_SIZE
 from trainspec_cli.corpus.cache import cached_folder
+from trainspec_cli.corpus.collection import write_collection
+from trainspec_cli.corpus.manifest import TOKENIZER_FILE
 from trainspec_cli.corpus.publish import publishing
 from trainspec_cli.corpus.samples import num_samples
 from trainspec_cli.corpus.shards import TokenFolder
@@ -16,7 +20,21 @@ from trainspec_cli.spec.data import DataSpec
 
 
 def prepare(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
-    """The token folder of `data`: the user's own where `source` is `tokens`, else one made in the cache or found there.
+    """What `data` is read from: a token folder, or several under a collection (see collection.py).
+
+    Raises as `prepare_one`, and RecipeError where parts are of different tokenizers.
+    """
+    parts = {name: prepare_one(data.with_part(part), on_progress) for name, part in data.parts.items()}
+    if data.source != "mixture" and not data.validation:
+        return parts[""]
+    tokenizer = TokenFolder.open(next(iter(parts.values()))).path / TOKENIZER_FILE
+    same = replace(data, tokenizer=replace(data.tokenizer, path=str(tokenizer))) if tokenizer.is_file() else data
+    judged = {name: prepare_one(same.with_part(part), on_progress) for name, part in data.validation.items()}
+    return write_collection({name: (parts[name], part.weight) for name, part in data.parts.items()}, judged)
+
+
+def prepare_one(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
+    """The token folder of one source: the user's own where it is `tokens`, else one made in the cache or found there.
 
     Raises RecipeError (no such file, malformed text, too little for one sample of `seq_len`) and MachineError (disk
     full, damaged folder). Several processes may ask for the same data at once.
@@ -31,7 +49,10 @@ def prepare_into(data: DataSpec, folder: Path, on_progress: OnProgress | None = 
     check_options(data)
     files = find_files(data)
     with publishing(folder.expanduser().resolve()) as temporary:
-        write_tokens(data, files, temporary, on_progress or _ignore)
+        if data.source in token_files.SOURCES:
+            token_files.write_foreign(data, files, temporary)
+        else:
+            write_tokens(data, files, temporary, on_progress or _ignore)
 
 
 def check_options(data: DataSpec) -> None:
@@ -74,6 +95,8 @@ def _prepare_cached(data: DataSpec, on_progress: OnProgress | None) -> Path:
 
 def _check_length(folder: TokenFolder, seq_len: int) -> None:
     """Held-out text may be shorter than a sample: it is judged in windows padded at the end."""
+    if folder.manifest.learns_parts:
+        return  # documents are packed, whole, into as many rows as they need
     tokens = folder.num_tokens("train")
     if num_samples(tokens, seq_len) == 0:
         got = f"there are {tokens:,} tokens to train on, too few for one sample of {seq_len:,} and its last target"

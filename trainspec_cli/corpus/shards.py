@@ -10,6 +10,7 @@ from typing import BinaryIO, Self
 
 import numpy as np
 
+from trainspec_cli.corpus.documents import Documents, read_documents
 from trainspec_cli.corpus.manifest import (
     SPLITS,
     TOKENIZER_FILE,
@@ -139,19 +140,23 @@ class TokenFolder:
             shard += 1
         return out
 
+    def documents(self, split: Split) -> Documents:
+        """Where documents begin, and what is learnt of them. Raises MachineError where the files are damaged."""
+        return read_documents(self.path, split, self.num_tokens(split))
+
     def verify(self) -> None:
         """Reads every file and compares its digest; raises MachineError naming one that was altered."""
         digests = {TOKENIZER_FILE: self.manifest.tokenizer_sha256}
         for split in SPLITS:
             digests |= {shard.file: shard.sha256 for shard in self.manifest.split(split).shards}
-        for name, expected in digests.items():
+        for name, expected in ((name, digest) for name, digest in digests.items() if digest):
             with (self.path / name).open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != expected:
                     raise self._damaged(name, "was altered: its sha256 is not the manifest's")
 
     def _map(self, split: Split) -> list[np.ndarray]:
         dtype = _on_disk(self.manifest.dtype)
-        if not (self.path / TOKENIZER_FILE).is_file():
+        if self.manifest.tokenizer_sha256 and not (self.path / TOKENIZER_FILE).is_file():
             raise self._damaged(TOKENIZER_FILE, "is missing")
         return [self._map_shard(shard, dtype) for shard in self.manifest.split(split).shards]
 
@@ -159,6 +164,8 @@ class TokenFolder:
         file, expected_bytes = self.path / shard.file, shard.tokens * dtype.itemsize
         if not file.is_file():
             raise self._damaged(shard.file, "is missing")
+        if not shard.sha256:
+            return np.memmap(file, dtype=dtype, mode="r", offset=shard.offset_bytes, shape=(shard.tokens,))
         if (got_bytes := file.stat().st_size) != expected_bytes:
             raise self._damaged(shard.file, f"has {got_bytes:,} bytes, not the {expected_bytes:,} of the manifest")
         return np.memmap(file, dtype=dtype, mode="r")

@@ -12,9 +12,13 @@ import sys
 import sysconfig
 import tokenize
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from trainspec_cli.corpus.chat import FIELDS, Conversation, parse_record, template_of
+from trainspec_cli.corpus.tables import SUFFIXES, table_rows
 from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.spec.data import DataSpec
 
@@ -25,12 +29,25 @@ STDLIB_LEFT_OUT = frozenset({
 })  # fmt: skip
 
 
+_SUFFIXES: dict[str, str | tuple[str, ...]] = {
+    "jsonl": ".jsonl",
+    "parquet": ".parquet",
+    "arrow": ".arrow",
+    "chat": (".jsonl", *SUFFIXES),
+    "nanogpt": ".bin",
+    "megatron": ".bin",
+}
+"""Of the files that count below a folder."""
+
+
 @dataclass(frozen=True)
 class Document:
     name: str
     """Its file, or `file:line`."""
     text: str
     """Never empty, and always expressible as UTF-8."""
+    conversation: Conversation | None = None
+    """What is learnt of it, where not all is."""
 
 
 def find_files(data: DataSpec) -> list[Path]:
@@ -38,7 +55,7 @@ def find_files(data: DataSpec) -> list[Path]:
     if data.source == "python_stdlib":
         files = _stdlib_files()
     elif data.path:
-        files = _files_at(data.path, suffix=".jsonl" if data.source == "jsonl" else "")
+        files = _files_at(data.path, suffix=_SUFFIXES.get(data.source, ""))
     else:
         raise _path_error(f"source {data.source} needs a path", "data.path=FILE, FOLDER or 'FOLDER/**/*.txt'")
     for file in files:
@@ -56,7 +73,7 @@ def documents(data: DataSpec, files: list[Path]) -> Iterator[Document]:
             text = _cut_to_bytes(document.text, left_bytes)
             left_bytes -= len(text.encode())
             if text:
-                yield Document(document.name, text)
+                yield replace(document, text=text)
             if len(text) < len(document.text) or left_bytes == 0:
                 return
 
@@ -80,7 +97,7 @@ def _stdlib_files() -> list[Path]:
     return files
 
 
-def _files_at(path: str, suffix: str) -> list[Path]:
+def _files_at(path: str, suffix: str | tuple[str, ...]) -> list[Path]:
     """The file, the files below the folder (hidden ones left out), or those the glob matches."""
     place = Path(path).expanduser()
     if place.is_file():
@@ -93,12 +110,13 @@ def _files_at(path: str, suffix: str) -> list[Path]:
     else:
         raise _path_error(f"{place.absolute()} does not exist", "data.path takes a file, a folder or a glob")
     if not files:
-        got = f"{place.absolute()} holds no {suffix or 'visible'} file"
+        kind = suffix if isinstance(suffix, str) else " or ".join(suffix)
+        got = f"{place.absolute()} holds no {kind or 'visible'} file"
         raise _path_error(got, "name the files by a glob: data.path='FOLDER/**/*.txt'")
     return files
 
 
-def _walk(root: Path, suffix: str, left_out: frozenset[str] = frozenset()) -> Iterator[Path]:
+def _walk(root: Path, suffix: str | tuple[str, ...], left_out: frozenset[str] = frozenset()) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise _unreadable(Path(error.filename), error)
 
@@ -133,20 +151,50 @@ def _read_text(file: Path, data: DataSpec) -> Iterator[Document]:
 
 
 def _read_jsonl(file: Path, data: DataSpec) -> Iterator[Document]:
-    """One document a line; blank lines are skipped."""
+    """One document a line."""
+    for number, line in _lines(file):
+        yield Document(f"{file}:{number}", _text_of(_parse(line, file, number), file, number, data))
+
+
+def _read_table(file: Path, data: DataSpec) -> Iterator[Document]:
+    """One document a row."""
+    for number, record in enumerate(table_rows(file, [data.text_field]), 1):
+        yield Document(f"{file}:{number}", _text_of(record, file, number, data))
+
+
+def _read_chat(file: Path, data: DataSpec) -> Iterator[Document]:
+    """One conversation a line, as its template writes it."""
+    find = partial(template_of, data.tokenizer.path, data.chat_template)
+    for number, record in _records(file):
+        try:
+            found = parse_record(record, find, learn_all=data.loss_on == "all")
+        except ValueError as error:
+            raise _bad_document(file, number, f"{error}: {_excerpt(repr(record))}", "") from error
+        yield Document(f"{file}:{number}", found.text, found)
+
+
+def _records(file: Path) -> Iterator[tuple[int, Any]]:
+    """What conversations are read from: JSON lines or tables."""
+    if file.suffix in SUFFIXES:
+        yield from enumerate(table_rows(file, FIELDS), 1)
+        return
+    yield from ((number, _parse(line, file, number)) for number, line in _lines(file))
+
+
+def _lines(file: Path) -> Iterator[tuple[int, str]]:
+    """Numbered from 1; blank ones are skipped."""
     try:
         with file.open("rb") as lines:
             start = 0
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield Document(f"{file}:{number}", _field(_decode(line, file, number, start), file, number, data))
+                    yield number, _decode(line, file, number, start)
                 start += len(line)
     except OSError as error:
         raise _unreadable(file, error) from error
 
 
-def _field(line: str, file: Path, number: int, data: DataSpec) -> str:
-    """The text that one JSON line holds."""
+def _parse(line: str, file: Path, number: int) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -154,6 +202,11 @@ def _field(line: str, file: Path, number: int, data: DataSpec) -> str:
         raise _bad_document(file, number, f"not JSON ({error.msg}): {_excerpt(line)}", hint) from error
     if not isinstance(record, dict):
         raise _bad_document(file, number, f"not a JSON object: {_excerpt(line)}", "")
+    return record
+
+
+def _text_of(record: dict[str, Any], file: Path, number: int, data: DataSpec) -> str:
+    """The text that one line or row holds."""
     if data.text_field not in record:
         fields = ", ".join(map(str, record)) or "none"
         raise _bad_document(
@@ -197,4 +250,7 @@ _READERS: dict[str, Callable[[Path, DataSpec], Iterator[Document]]] = {
     "python_stdlib": _read_python,
     "text": _read_text,
     "jsonl": _read_jsonl,
+    "parquet": _read_table,
+    "arrow": _read_table,
+    "chat": _read_chat,
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -10,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainspec_cli.corpus import bpe
+from trainspec_cli.corpus.chat_tokens import write_conversations
 from trainspec_cli.corpus.manifest import SCHEMA, SPLITS, TOKENIZER_FILE, Manifest, Split, SplitSummary, write_manifest
 from trainspec_cli.corpus.shards import ShardWriter, choose_dtype
-from trainspec_cli.corpus.sources import documents
+from trainspec_cli.corpus.sources import Document, documents
 from trainspec_cli.corpus.split import HeldoutRule, Scan, pieces
 from trainspec_cli.corpus.xz import XzMeter
 from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.huggingface.chat_template import CHATML_TOKENS
 from trainspec_cli.spec.data import DataSpec
 
 if TYPE_CHECKING:
@@ -36,24 +37,29 @@ def write_tokens(data: DataSpec, files: list[Path], folder: Path, on_progress: O
     scan = _scan(data, files, on_progress)
     rule = HeldoutRule.from_scan(scan, data.heldout_fraction)
     tokenizer = _build_tokenizer(data, files, scan, rule, on_progress)
-    serialised = tokenizer.to_str()
-    (folder / TOKENIZER_FILE).write_text(serialised, encoding="utf-8")
+    (folder / TOKENIZER_FILE).write_text(tokenizer.to_str(), encoding="utf-8")
     end_id = bpe.find_end_of_document(tokenizer, data.tokenizer)
     vocab_size = bpe.count_vocab(tokenizer)
-    texts = _read(data, files, "encoding", scan.bytes, on_progress)
-    summaries, xz_bits_per_byte = _encode(_cut(texts, rule), tokenizer, end_id, folder)
+    read = _read(data, files, "encoding", scan.bytes, on_progress)
+    if data.source == "chat":
+        conversations = (document.conversation for document in read if document.conversation)
+        summaries, xz_bits_per_byte = write_conversations(conversations, tokenizer, end_id, rule, folder), None
+    else:
+        texts = (document.text for document in read)
+        summaries, xz_bits_per_byte = _encode(_cut(texts, rule), tokenizer, end_id, folder)
     manifest = Manifest(
         schema=SCHEMA,
         dtype=choose_dtype(vocab_size),
         vocab_size=vocab_size,
         vocab_size_asked=vocab_size if data.tokenizer.path else data.tokenizer.vocab_size,
         end_of_document_id=end_id,
-        tokenizer_sha256=hashlib.sha256(serialised.encode()).hexdigest(),
+        tokenizer_sha256=bpe.digest(tokenizer),
         source=_describe_source(data),
         heldout_fraction=data.heldout_fraction,
         xz_bits_per_byte=xz_bits_per_byte,
         train=summaries["train"],
         heldout=summaries["heldout"],
+        learns_parts=data.source == "chat",
     )
     write_manifest(folder, manifest)
 
@@ -65,12 +71,12 @@ def _describe_source(data: DataSpec) -> dict[str, Any]:
     return {"source": data.source, "path": path, "max_bytes": data.max_bytes}
 
 
-def _read(data: DataSpec, files: list[Path], phase: str, num_bytes: int, on_progress: OnProgress) -> Iterator[str]:
-    """The text of each document, reporting every hundredth of the phase."""
+def _read(data: DataSpec, files: list[Path], phase: str, num_bytes: int, on_progress: OnProgress) -> Iterator[Document]:
+    """Each document, reporting every hundredth of the phase."""
     begin, end = PHASES[phase]
     done_bytes, reported = 0, -1.0
     for document in documents(data, files):
-        yield document.text
+        yield document
         done_bytes += len(document.text.encode())
         done = min(1.0, done_bytes / max(1, num_bytes))
         if done - reported >= 0.01:
@@ -81,8 +87,8 @@ def _read(data: DataSpec, files: list[Path], phase: str, num_bytes: int, on_prog
 
 def _scan(data: DataSpec, files: list[Path], on_progress: OnProgress) -> Scan:
     scan = Scan()
-    for text in _read(data, files, "reading", sum(file.stat().st_size for file in files), on_progress):
-        scan.add(text)
+    for document in _read(data, files, "reading", sum(file.stat().st_size for file in files), on_progress):
+        scan.add(document.text)
     if not scan.documents:
         raise RecipeError(
             Problem(
@@ -100,9 +106,10 @@ def _build_tokenizer(
 ) -> Tokenizer:
     if data.tokenizer.path is not None:
         return bpe.load(Path(data.tokenizer.path).expanduser())
-    texts = _read(data, files, "learning the tokenizer", scan.bytes, on_progress)
-    to_learn_from = (piece for text in texts for piece in pieces(rule.parts(text)[0]))
-    return bpe.train(_take_evenly(to_learn_from, TOKENIZER_SAMPLE_BYTES / scan.bytes), data.tokenizer.vocab_size)
+    documents = _read(data, files, "learning the tokenizer", scan.bytes, on_progress)
+    to_learn_from = (piece for document in documents for piece in pieces(rule.parts(document.text)[0]))
+    sample = _take_evenly(to_learn_from, TOKENIZER_SAMPLE_BYTES / scan.bytes)
+    return bpe.train(sample, data.tokenizer.vocab_size, CHATML_TOKENS if data.source == "chat" else ())
 
 
 def _take_evenly(texts: Iterable[str], fraction: float) -> Iterator[str]:

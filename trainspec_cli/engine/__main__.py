@@ -7,13 +7,18 @@ import socket
 import sys
 import time
 import traceback
+from typing import TYPE_CHECKING
 
 from trainspec_cli.engine.signals import StopRequest
 from trainspec_cli.errors import TrainspecError
 from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.plan import Plan
+
+if TYPE_CHECKING:
+    from trainspec_cli.engine.trainer import Trainer
 
 
 def main() -> None:
@@ -31,21 +36,38 @@ def work(run_dir: RunDir, stop: StopRequest) -> None:
     import torch.distributed as dist
 
     from trainspec_cli.engine.build import build_machinery, join_processes
+    from trainspec_cli.engine.initial import load_initial
     from trainspec_cli.engine.sources import open_source
-    from trainspec_cli.engine.trainer import Trainer
 
     plan = from_plain(Plan, read_json(run_dir.plan_json))
     run = read_json(run_dir.run_json)
     device = join_processes(plan.device)
     machinery = build_machinery(plan, device)
+    if not run_dir.checkpoint_steps():
+        load_initial(plan, machinery)
     source = open_source(plan, run["data_dir"], machinery)
-    Trainer(plan, run_dir, source, run["digest"], machinery, stop).run()
+    make = trainer_of(plan)
+    make(plan, run_dir, source, run["digest"], machinery, stop).run()
     dist.destroy_process_group()
 
 
+def trainer_of(plan: Plan) -> type[Trainer]:
+    """torchft is imported where there are replica groups, and not elsewhere."""
+    if plan.replica_groups > 1:
+        from trainspec_cli.engine.elastic_trainer import ElasticTrainer
+
+        return ElasticTrainer
+    from trainspec_cli.engine.trainer import Trainer
+
+    return Trainer
+
+
 def leave_error(run_dir: RunDir, error: Exception) -> None:
-    """This worker's own words, for the supervisor to show."""
-    rank = int(os.environ.get("RANK", "0"))
+    """This worker's own words, for the supervisor to show; not for that of a newer start."""
+    if Fence.of_worker(run_dir).is_closed():
+        return
+    group, size = (int(os.environ.get(name, "0")) for name in ("TRAINSPEC_GROUP", "WORLD_SIZE"))
+    rank = group * size + int(os.environ.get("RANK", "0"))
     problem = error.problems[0] if isinstance(error, TrainspecError) else None
     write_json(
         run_dir.error(rank),
@@ -56,6 +78,7 @@ def leave_error(run_dir: RunDir, error: Exception) -> None:
             "type": type(error).__name__,
             "message": str(error),
             "code": problem.code if problem else None,
+            "exit_code": error.exit_code if isinstance(error, TrainspecError) else None,
             "hint": problem.hint if problem else None,
             "traceback": traceback.format_exc(),
         },

@@ -34,6 +34,12 @@ def scale_balance_loss(routers: Sequence[Any], global_tokens: int) -> None:
         router.loss_scale.fill_(1 / global_tokens)
 
 
+def forget_visits(routers: Sequence[Any]) -> None:
+    """Of a step that is made again."""
+    for router in routers:
+        router.tokens_per_expert_E.zero_()
+
+
 def update_balance(routers: Sequence[Any], peers: Peers) -> None:
     """`peers` hold the same layers and see the other tokens; one exchange for all routers."""
     counts = peers.sum_(torch.stack([router.tokens_per_expert_E for router in routers]))

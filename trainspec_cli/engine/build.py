@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainspec_cli.engine.balance import routers_of, sum_over_sequence
-from trainspec_cli.engine.checkpoint.store import Held
+from trainspec_cli.engine.checkpoint.parts import Held
 from trainspec_cli.engine.mesh import Mesh, build_mesh
 from trainspec_cli.engine.models.build import build_model
 from trainspec_cli.engine.models.experts import sort_by_expert
+from trainspec_cli.engine.models.lora import apply_lora
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.optim.build import build_optimizer
 from trainspec_cli.engine.parallel.context import apply_context_parallel, held_positions
@@ -99,14 +100,14 @@ def build_machinery(plan: Plan, device: torch.device, mesh: Mesh | None = None) 
         allocate(part, device, offload=plan.offload != "none")
         materialise(part, held, device, plan.spec.train.seed, positions_S)
         shares += held
-        partials += [share for share in held if share.name in partial]
+        partials += [share for share in held if share.name in partial and share.is_trained]
     return Machinery(
         device=device,
         mesh=mesh,
         clock=clock,
         stages=Stages(plan.layout, parts, Lines(mesh.group("pp"), mesh.upstream, device), queue, _hidden(plan), clock),
         shares=shares,
-        optimizer=build_optimizer(shares, plan.spec.optim),
+        optimizer=build_optimizer([share for share in shares if share.is_trained], plan.spec.optim),
         late_sums=_late_sums(plan, mesh, clock, shares, partials),
         positions_S=positions_S,
         routers=routers_of(list(parts.values())),
@@ -120,6 +121,7 @@ def _spread_stage(plan: Plan, mesh: Mesh, clock: StepClock, stage: int) -> tuple
     """
     with torch.device("meta"):
         part = build_model(plan.spec.model, plan.spec.data.seq_len, _layers_of(plan, stage))
+        apply_lora(part, plan.spec.lora)
     if plan.spec.precision.matmul == "fp8":
         apply_float8(part.block_modules(), emulate=plan.device == "cpu")
     cuts, partial = _cut(part, plan.layout, mesh, clock)
@@ -203,6 +205,6 @@ def _hidden(plan: Plan) -> Hidden:
 def _late_sums(
     plan: Plan, mesh: Mesh, clock: StepClock, shares: Sequence[Share], partials: Sequence[Share]
 ) -> list[LateSum]:
-    twins = [share for share in shares if _is_twin(plan, share.name)]
+    twins = [share for share in shares if _is_twin(plan, share.name) and share.is_trained]
     sums = ((partials, mesh.group("tp")), (twins, mesh.ends))
     return [LateSum(summed, Peers(group, clock.collective)) for summed, group in sums if summed]

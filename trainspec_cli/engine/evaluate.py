@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainspec_cli.corpus.shards import TokenFolder
+from trainspec_cli.corpus.rows import Rows
 from trainspec_cli.engine.batch import held_part
 from trainspec_cli.engine.build import Machinery
 from trainspec_cli.engine.data.heldout import HeldoutLoss, heldout_batches, summarise
@@ -23,19 +23,17 @@ SHORTEST_CONTEXT = 16
 
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
-def heldout_loss(built: Machinery, folder: TokenFolder, *, seq_len: int, batch_size: int) -> HeldoutLoss | None:
-    """The loss on the held-out text, the same on every rank; None where the folder holds none out."""
-    if folder.num_tokens("heldout") < 2:
-        return None
+def heldout_loss(built: Machinery, rows: Rows, *, num_bytes: int, batch_size: int) -> HeldoutLoss:
+    """The loss on held-out text of `num_bytes`, the same on every rank."""
     total = torch.zeros((), device=built.device)
     ranks = built.mesh.layout.data_parallel_size
-    for tokens, targets in heldout_batches(folder, seq_len, batch_size, built.mesh.data_rank, ranks):
-        micro_batch = held_part((tokens.to(built.device), targets.to(built.device)), built.positions_S)
-        loss = forward_only(built.stages, *micro_batch)
+    for part in heldout_batches(rows, batch_size, built.mesh.data_rank, ranks):
+        on_device = tuple(tensor.to(built.device) for tensor in part)
+        loss = forward_only(built.stages, *held_part(on_device, built.positions_S))
         if loss is not None:
             total += loss / built.mesh.layout.tp
     dist.all_reduce(total)
-    return summarise(total.item(), folder)
+    return summarise(total.item(), rows, num_bytes)
 
 
 @torch.no_grad()
@@ -51,7 +49,7 @@ def heldout_metrics(built: Machinery, loader: SampleLoader) -> dict[str, float |
     part.eval()
     totals: dict[str, Tensor] = {}
     for images, labels, num_real in loader.heldout_batches():
-        predictions = forward_only(built.stages, images.to(built.device), None)
+        predictions = forward_only(built.stages, images.to(built.device))
         assert predictions is not None, "convolutions have one stage"
         for name, per_sample in part.judge(predictions, labels.to(built.device)).items():
             totals[name] = totals.get(name, 0.0) + per_sample[:num_real].sum()
@@ -87,7 +85,7 @@ def _next_logits(built: Machinery, context: Sequence[int], seq_len: int) -> Tens
     tokens[0, : len(context)] = torch.tensor(context, device=built.device)
     if built.positions_S is not None:
         tokens = tokens[:, built.positions_S]
-    logits_BSV = forward_only(built.stages, tokens, None)
+    logits_BSV = forward_only(built.stages, tokens)
     if logits_BSV is None:
         return None
     index = last if built.positions_S is None else int((built.positions_S == last).int().argmax())

@@ -57,11 +57,11 @@ class Passes:
         return self.loss
 
     def _forward(self, action: Action) -> None:
-        part, (tokens, targets) = self.stages.parts[action.stage], self.micro_batches[action.micro_batch]
+        part, (tokens, *others) = self.stages.parts[action.stage], self.micro_batches[action.micro_batch]
         entering = tokens if action.stage == 0 else self._mail.receive(Message(*_place(action), is_gradient=False))
         if action.stage > 0:
             self._inputs[_place(action)] = entering.requires_grad_()
-        leaving = part(entering, targets)
+        leaving = part(entering, *others)
         if action.stage == self._last:
             leaving = leaving / self.global_tokens
             self.loss += leaving.detach()
@@ -127,8 +127,9 @@ def _place(action: Action) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def forward_only(stages: Stages, tokens: Tensor, targets: Tensor | None) -> Tensor | None:
-    """One micro-batch through all stages: what the last gives (the summed loss, or logits), on its rank alone."""
+def forward_only(stages: Stages, tokens: Tensor, *others: Tensor) -> Tensor | None:
+    """One micro-batch through all stages: what the last gives (the summed loss, without targets logits), on its rank
+    alone."""
     layout = stages.layout
     last = num_stages(layout) - 1
     schedule = [
@@ -139,7 +140,7 @@ def forward_only(stages: Stages, tokens: Tensor, targets: Tensor | None) -> Tens
     leaving = None
     for action in schedule[stages.lines.up.rank()]:
         entering = tokens if action.stage == 0 else mail.receive(Message(action.stage, 0, is_gradient=False))
-        leaving = stages.parts[action.stage](entering, targets)
+        leaving = stages.parts[action.stage](entering, *others)
         if action.stage < last:
             mail.send(Message(action.stage + 1, 0, is_gradient=False), leaving)
     mail.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,9 @@ from trainspec_cli.engine.build import Machinery
 from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.observe.device import Peak, peak_memory_bytes
 from trainspec_cli.errors import EXIT_DONE, Stopped
+from trainspec_cli.rundir.accounting import account_run, goodput
 from trainspec_cli.rundir.files import write_json
+from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.throughput import measure_throughput
 from trainspec_cli.spec.plan import Plan
@@ -41,8 +44,8 @@ def write_result(
     status: str,
     step: int,
     heldout: Mapping[str, float | None],
-) -> None:
-    """Called by every rank together: weights are gathered for their digest, memory is compared."""
+) -> str:
+    """Called by every rank together: weights are gathered for their digest, memory is compared; -> the digest."""
     sha256 = weights_sha256(built.shares, built.mesh.group("pp"))
     memory = torch.tensor(peak_memory_bytes(built.device), dtype=torch.int64, device=built.device)
     dist.all_reduce(memory, dist.ReduceOp.MAX)
@@ -50,21 +53,25 @@ def write_result(
         tally.steps,
         flops_per_token=plan.flops_per_token,
         peak_flops=tally.peak.flops,
-        world_size=dist.get_world_size(),
+        world_size=plan.world_size,
     )
-    if dist.get_rank() != 0:
-        return
-    write_json(
-        run_dir.result_json,
-        {
-            "status": status,
-            "exit_code": EXIT_CODES[status],
-            "steps": step,
-            "final_loss": tally.steps[-1]["loss"] if tally.steps else None,
-            **heldout,
-            f"{plan.spec.data.unit}_per_s": throughput.tokens_per_s,
-            "mfu": throughput.mfu,
-            "peak_memory_bytes": int(memory),
-            "weights_sha256": sha256,
-        },
-    )
+    time_s = account_run(run_dir, now=time.time())
+    if dist.get_rank() == 0:
+        Fence.of_worker(run_dir).check()
+        write_json(
+            run_dir.result_json,
+            {
+                "status": status,
+                "exit_code": EXIT_CODES[status],
+                "steps": step,
+                "final_loss": tally.steps[-1]["loss"] if tally.steps else None,
+                **heldout,
+                f"{plan.spec.data.unit}_per_s": throughput.tokens_per_s,
+                "mfu": throughput.mfu,
+                "peak_memory_bytes": int(memory),
+                "weights_sha256": sha256,
+                "goodput": goodput(time_s),
+                "time_s": time_s,
+            },
+        )
+    return sha256

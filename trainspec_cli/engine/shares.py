@@ -56,6 +56,11 @@ class Share:
         return nn.Parameter(local_part(self.parameter.detach()), requires_grad=False)
 
     @property
+    def is_trained(self) -> bool:
+        """False where adapters are trained in its place."""
+        return self.parameter.requires_grad
+
+    @property
     def gradient(self) -> Tensor | None:
         """Of the local part."""
         return None if self.parameter.grad is None else local_part(self.parameter.grad)

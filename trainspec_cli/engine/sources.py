@@ -5,20 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
+
+from trainspec_cli.corpus.collection import Collection, Judged
 from trainspec_cli.corpus.decode import decode, encode
 from trainspec_cli.corpus.labelled import LabelledSamples, open_samples
-from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build import Machinery
-from trainspec_cli.engine.data.loader import BatchPlan, batches, read_ahead
+from trainspec_cli.engine.data.heldout import HeldoutLoss, total
+from trainspec_cli.engine.data.loader import BatchPlan, batches, read_ahead, read_positions
 from trainspec_cli.engine.data.sample_loader import SampleLoader
 from trainspec_cli.engine.evaluate import heldout_loss, heldout_metrics, write_text
 from trainspec_cli.spec.model import ConvModel
 from trainspec_cli.spec.plan import Plan
 
-Figures = dict[str, float | None]
+Figures = dict[str, Any]
 
 
 class Source(Protocol):
@@ -26,6 +29,12 @@ class Source(Protocol):
 
     def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of steps `start` to `end` - 1."""
+
+    def read(self, positions: np.ndarray) -> list[MicroBatch]:
+        """The samples at `positions` of the run as micro-batches, on the host."""
+
+    def counted(self, positions: np.ndarray) -> int:
+        """Targets of the samples at `positions` that count: what their loss is the mean over."""
 
     def evaluate(self) -> Figures | None:
         """How the model does on what was held out: the fields of an `eval` event; None where nothing was."""
@@ -44,7 +53,7 @@ def open_source(plan: Plan, folder: str | None, built: Machinery) -> Source:
             plan, open_samples(plan.spec.data, plan.spec.model, Path(folder) if folder else None), built
         )
     assert folder is not None, "tokens lie in a folder"
-    return TokenSource(plan, TokenFolder.open(folder), built)
+    return TokenSource(plan, Collection.open(folder), built)
 
 
 def batch_plan(plan: Plan, built: Machinery) -> BatchPlan:
@@ -62,35 +71,58 @@ def batch_plan(plan: Plan, built: Machinery) -> BatchPlan:
 class TokenSource:
     """Text as token shards, judged in bits per byte beside what xz comes to."""
 
-    def __init__(self, plan: Plan, folder: TokenFolder, built: Machinery):
-        self.plan, self.spec, self.folder, self.built = plan, plan.spec, folder, built
+    def __init__(self, plan: Plan, collection: Collection, built: Machinery):
+        self.plan, self.spec, self.collection, self.built = plan, plan.spec, collection, built
+        self.order = collection.order(plan.spec.data, plan.spec.train.seed)
+        self.judged = collection.judged(plan.spec.data)
 
     def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
-        return batches(self.folder, batch_plan(self.plan, self.built), self.built.device, start, end)
+        return batches(self.order, batch_plan(self.plan, self.built), self.built.device, start, end)
+
+    def counted(self, positions: np.ndarray) -> int:
+        return max(1, self.order.counted(positions))
+
+    def read(self, positions: np.ndarray) -> list[MicroBatch]:
+        return read_positions(self.order, batch_plan(self.plan, self.built), positions)
 
     def evaluate(self) -> Figures | None:
-        heldout = heldout_loss(
-            self.built, self.folder, seq_len=self.spec.data.seq_len, batch_size=self.plan.micro_batch_size
-        )
-        if heldout is None:
+        """Of what is held out of all that is trained on, else of the validation sets; and of each by name."""
+        losses = {name: self._judge(judged) for name, judged in self.judged.items()}
+        if not losses:
             return None
+        held_out = [loss for name, loss in losses.items() if name not in self.collection.validation]
+        whole = total(held_out or list(losses.values()))
+        sets = {name: {"loss": one.nats_per_token, "bits_per_byte": one.bits_per_byte} for name, one in losses.items()}
         return {
-            "heldout_loss": heldout.nats_per_token,
-            "heldout_bits_per_byte": heldout.bits_per_byte,
-            "xz_bits_per_byte": self.folder.manifest.xz_bits_per_byte,
+            "heldout_loss": whole.nats_per_token,
+            "heldout_bits_per_byte": whole.bits_per_byte,
+            "xz_bits_per_byte": self._xz,
+            **({"sets": {name or "heldout": figures for name, figures in sets.items()}} if len(sets) > 1 else {}),
         }
+
+    def _judge(self, judged: Judged) -> HeldoutLoss:
+        return heldout_loss(self.built, judged.rows, num_bytes=judged.bytes, batch_size=self.plan.micro_batch_size)
+
+    @property
+    def _xz(self) -> float | None:
+        """Of a single text: those of several are not compressed together."""
+        return self.collection.main.manifest.xz_bits_per_byte if len(self.collection.parts) == 1 else None
 
     def summarise(self, evaluated: Figures | None) -> Figures:
         return {
             "heldout_bits_per_byte": evaluated["heldout_bits_per_byte"] if evaluated else None,
-            "xz_bits_per_byte": self.folder.manifest.xz_bits_per_byte,
+            "xz_bits_per_byte": self._xz,
+            **({"sets": evaluated["sets"]} if evaluated and "sets" in evaluated else {}),
         }
 
     def write_sample(self) -> dict[str, str] | None:
         sample = self.spec.sample
         if not sample.max_new_tokens:
             return None
-        prompt_ids = encode(self.folder.path, sample.prompt) or [self.folder.manifest.end_of_document_id]
+        folder = self.collection.tokenizer_folder
+        if folder is None:
+            return {"prompt": sample.prompt, "text": "(no tokenizer: data.tokenizer.path names one)"}
+        prompt_ids = encode(folder, sample.prompt) or [self.collection.main.manifest.end_of_document_id]
         ids = write_text(
             self.built,
             prompt_ids,
@@ -99,7 +131,7 @@ class TokenSource:
             max_context=self.spec.data.seq_len,
             seed=self.spec.train.seed,
         )
-        return {"prompt": sample.prompt, "text": decode(self.folder.path, ids)}
+        return {"prompt": sample.prompt, "text": decode(folder, ids)}
 
 
 class SampleSource:
@@ -112,6 +144,12 @@ class SampleSource:
 
     def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
         return read_ahead(self.loader.read_step, self.built.device, start, end)
+
+    def read(self, positions: np.ndarray) -> list[MicroBatch]:
+        return self.loader.read_positions(positions)
+
+    def counted(self, positions: np.ndarray) -> int:
+        return len(positions)
 
     def evaluate(self) -> Figures | None:
         return heldout_metrics(self.built, self.loader)

@@ -12,7 +12,8 @@ from torch import Tensor
 from trainspec_cli.engine.balance import scale_balance_loss, update_balance
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build import LateSum, Machinery
-from trainspec_cli.engine.optim.update import guarded_update, squared_norm
+from trainspec_cli.engine.groups import Groups, sum_over_groups
+from trainspec_cli.engine.optim.update import clear_gradients, guarded_update, squared_norm
 from trainspec_cli.engine.parallel.exchange import Peers
 from trainspec_cli.engine.passes import Passes
 from trainspec_cli.policy.pipeline import actions
@@ -29,6 +30,8 @@ class StepOutcome:
     """1 where something was not finite and nothing was updated."""
     stop: Tensor
     """How many ranks were asked to stop."""
+    writing: Tensor
+    """How many ranks were writing a checkpoint."""
 
 
 def train_step(
@@ -38,19 +41,46 @@ def train_step(
     global_tokens: int,
     clip_norm: float | None,
     stop_requested: bool,
+    writing: bool = False,
 ) -> StepOutcome:
     loss = compute_gradients(built, micro_batches, global_tokens)
+    return _update(built, loss, clip_norm, stop_requested, writing)
+
+
+def try_step(
+    built: Machinery,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    global_tokens: int,
+    clip_norm: float | None,
+    groups: Groups,
+    writing: bool = False,
+) -> StepOutcome | None:
+    """The same together with other replica groups; None where they did not agree on it, and nothing was updated."""
+    loss = compute_gradients(built, micro_batches, global_tokens)
+    if not sum_over_groups(built, loss, groups):
+        clear_gradients(built.shares)
+        return None
+    return _update(built, loss, clip_norm, stop_requested=False, writing=writing)
+
+
+def _update(
+    built: Machinery, loss: Tensor, clip_norm: float | None, stop_requested: bool, writing: bool
+) -> StepOutcome:
+    """`loss` is this rank's share of the mean."""
     with built.clock.part("optimizer"):
         squared = squared_norm(built.shares).to(loss.device)
-    agreed = torch.stack([loss.double(), squared, squared.new_tensor(float(stop_requested))])
+    agreed = torch.stack(
+        [loss.double(), squared, squared.new_tensor(float(stop_requested)), squared.new_tensor(float(writing))]
+    )
     with built.clock.collective():
         dist.all_reduce(agreed)
-    mean_loss, norm, stop = agreed[0].float(), agreed[1].sqrt().float(), agreed[2]
+    mean_loss, norm = agreed[0].float(), agreed[1].sqrt().float()
     with built.clock.part("optimizer"):
         skipped = guarded_update(built.optimizer, built.shares, norm, mean_loss, clip_norm)
     if built.routers:
         update_balance(built.routers, Peers(built.mesh.stage.get_group(), built.clock.collective))
-    return StepOutcome(loss=mean_loss, grad_norm=norm, skipped=skipped, stop=stop)
+    return StepOutcome(loss=mean_loss, grad_norm=norm, skipped=skipped, stop=agreed[2], writing=agreed[3])
 
 
 def compute_gradients(built: Machinery, micro_batches: Sequence[MicroBatch], global_tokens: int) -> Tensor:

@@ -180,7 +180,22 @@ def even_out(part: Any) -> None:
 
 
 def _one_product(x_MD: Tensor, weight_EDF: Tensor, _counts_E: Tensor) -> Tensor:
-    return x_MD @ weight_EDF[0]
+    return _GroupedProduct.apply(x_MD, weight_EDF)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """The sizes and the work of a grouped product: every row meets one matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        _ = x.T @ dy
+        return dy @ weight[0].T, torch.empty_like(weight)
 
 
 def one_step(plan: Plan, built: Machinery, micro_batches: int) -> None:

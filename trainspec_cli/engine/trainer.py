@@ -5,17 +5,22 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 
+from trainspec_cli.corpus.samples import step_positions
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build import DTYPES, Machinery
-from trainspec_cli.engine.checkpoint import store
+from trainspec_cli.engine.checkpoints import Checkpoints
+from trainspec_cli.engine.faults import Faults
 from trainspec_cli.engine.observe.clock import Segments
 from trainspec_cli.engine.observe.device import Peak, device_name, measure_peak
-from trainspec_cli.engine.observe.journal import Journal
+from trainspec_cli.engine.observe.journal import GroupJournal, Journal
+from trainspec_cli.engine.observe.memory import MemoryWatch
+from trainspec_cli.engine.observe.watch import StepWatch
 from trainspec_cli.engine.optim.build import set_learning_rate
 from trainspec_cli.engine.result import RunTally, write_result
 from trainspec_cli.engine.signals import StopRequest
@@ -38,6 +43,9 @@ class DoneStep:
     outcome: StepOutcome
     lr: float
     segments: Segments
+    samples: int
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What else its event says."""
 
 
 class Trainer:
@@ -53,33 +61,49 @@ class Trainer:
         stop: StopRequest,
     ):
         self.plan, self.spec = plan, plan.spec
-        self.run_dir, self.source, self.recipe_digest = run_dir, source, recipe_digest
+        self.run_dir, self.source = run_dir, source
         self.built, self.clock, self.stop_request = machinery, machinery.clock, stop
-        self.journal = Journal(run_dir, dist.get_rank(), tensorboard=self.spec.tracking.tensorboard)
+        self.journal: Journal | GroupJournal = self._open_journal()
+        self.faults = Faults(plan, run_dir)
+        self.watch = StepWatch(run_dir, self.journal, self.spec.resilience.hang_floor_s)
         self.tally = RunTally()
+        self.checkpoints = Checkpoints(plan, run_dir, machinery, recipe_digest, self.journal)
         self.step = 0
-        self.saved_step = -1
+        self.samples = 0
+        """Taken so far, by all ranks: the position of the next one."""
         self.unread: DoneStep | None = None
         self.skipped_in_a_row = 0
         self.stopping = False
 
+    def _open_journal(self) -> Journal | GroupJournal:
+        return Journal(self.run_dir, dist.get_rank(), self.spec)
+
     def run(self) -> None:
         """Train to the last step or to a request to stop; a checkpoint is written either way."""
-        self._resume()
-        self._announce()
+        self._announce(self._restore())
+        self._run_to_end()
+
+    def _run_to_end(self) -> None:
+        self.memory = MemoryWatch(self.built.device, self.step, self.spec.train.max_steps)
+        self.watch.start()
         while self.step < self.spec.train.max_steps and not self.stopping:
             self._train_until_look()
-            if not self.stopping:
-                self._look()
-        self._save()
+            with self.watch.between_steps():
+                if not self.stopping:
+                    self._look_if_due()
+        self._checkpoint_last()
         self._finish("done" if self.step == self.spec.train.max_steps else "stopped")
+        self.watch.close()
 
-    def _resume(self) -> None:
-        manifest = store.load_newest(self.run_dir, self.built.held, self.built.device)
-        if manifest:
-            self.step = self.saved_step = manifest.step
+    def _restore(self) -> str | None:
+        """Go on from the newest whole checkpoint; -> its folder."""
+        restored = self.checkpoints.resume()
+        if restored is None:
+            return None
+        self.step, self.samples = restored.manifest.step, restored.manifest.about.samples
+        return str(restored.folder)
 
-    def _announce(self) -> None:
+    def _announce(self, restored_from: str | None) -> None:
         if self.plan.peak_flops is None:
             self.tally.peak = measure_peak(self.built.device, DTYPES[self.plan.compute])
         else:
@@ -87,13 +111,14 @@ class Trainer:
         self.journal.write(
             "start",
             step=self.step,
-            world_size=dist.get_world_size(),
+            world_size=self.plan.world_size,
             device_name=device_name(self.built.device),
             peak_flops=self.tally.peak.flops,
             peak_source=self.tally.peak.source,
             params=self.plan.params,
             flops_per_token=self.plan.flops_per_token,
             unit=self.spec.data.unit,
+            restored_from=restored_from,
             pid=os.getpid(),
             host=socket.gethostname(),
         )
@@ -113,20 +138,27 @@ class Trainer:
     def _one_step(self, coming: Iterator[list[MicroBatch]]) -> DoneStep:
         lr = learning_rate(self.spec.optim.schedule, self.spec.optim.lr, self.step, self.spec.train.max_steps)
         set_learning_rate(self.built.optimizer, lr)
+        self.faults.strike(self.step, self.built)
         with self.clock.part("data_wait"):
             micro_batches = next(coming)
         outcome = train_step(
             self.built,
             micro_batches,
-            global_tokens=self.plan.tokens_per_step,
+            global_tokens=self.source.counted(step_positions(self.step, self.spec.batching.global_batch_size)),
             clip_norm=self.spec.optim.grad_clip_norm,
             stop_requested=self.stop_request.requested,
+            writing=self.checkpoints.writing,
         )
+        return self._count(outcome, lr, self.spec.batching.global_batch_size)
+
+    def _count(self, outcome: StepOutcome, lr: float, samples: int, **about: Any) -> DoneStep:
+        """The update is made; the checkpoint that may be due belongs to its step."""
         self.step += 1
-        if self._checkpoint_is_due():
-            with self.clock.part("checkpoint"):
-                self._save()
-        return DoneStep(self.step, outcome, lr, self.clock.cut())
+        self.samples += samples
+        with self.clock.part("checkpoint"):
+            self._checkpoint()
+        self.watch.beat(self.step)
+        return DoneStep(self.step, outcome, lr, self.clock.cut(), samples, about)
 
     def _read_late(self, done: DoneStep | None) -> None:
         """Record a step: on a GPU when the next one has been started, so that reading its figures waits for nothing.
@@ -146,16 +178,20 @@ class Trainer:
             "loss": done.outcome.loss.item(),
             "grad_norm": done.outcome.grad_norm.item(),
             "lr": done.lr,
-            self.spec.data.unit: self.plan.tokens_per_step,
-            "samples": self.spec.batching.global_batch_size,
+            self.spec.data.unit: done.samples * self.spec.data.seq_len,
+            "samples": done.samples,
             "step_time_s": sum(parts_s.values()),
             "time_s": parts_s,
             "skipped": skipped,
+            **done.about,
         }
         self.journal.write("step", **event)
         self.tally.steps.append(event)
+        self.checkpoints.note_step(done.step, sum(parts_s.values()), writing=done.outcome.writing.item() > 0)
         self.stopping = self.stopping or done.outcome.stop.item() > 0
         self._count_skipped(done.step, skipped)
+        if leak := self.memory.look(done.step):
+            self.journal.write("warning", step=done.step, message=leak)
 
     def _count_skipped(self, step: int, skipped: bool) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
@@ -171,37 +207,25 @@ class Trainer:
     # When what is due
 
     def _next_look(self) -> int:
-        interval, last = self.spec.train.eval_interval_steps, self.spec.train.max_steps
-        return last if interval is None else min(last, (self.step // interval + 1) * interval)
+        """The next step after which the held-out data or a sample is due, or the last."""
+        intervals = (self.spec.train.eval_interval_steps, self.spec.train.sample_interval_steps)
+        due = [(self.step // interval + 1) * interval for interval in intervals if interval is not None]
+        return min([self.spec.train.max_steps, *due])
 
-    def _checkpoint_is_due(self) -> bool:
-        interval = self.spec.checkpoint.interval_steps
-        return interval is not None and self.step % interval == 0
+    def _look_if_due(self) -> None:
+        last = self.step == self.spec.train.max_steps
+        if last or _falls_on(self.spec.train.eval_interval_steps, self.step):
+            self._look()
+        if not last and _falls_on(self.spec.train.sample_interval_steps, self.step):
+            self._write_sample()
 
     # What is left behind
 
-    def _save(self) -> None:
-        if self.saved_step == self.step:
-            return
-        started = time.perf_counter()
-        manifest = store.save(
-            self.run_dir,
-            self.built.held,
-            step=self.step,
-            samples=self.step * self.spec.batching.global_batch_size,
-            seed=self.spec.train.seed,
-            recipe_digest=self.recipe_digest,
-            keep_last=self.spec.checkpoint.keep_last,
-            device=self.built.device,
-        )
-        self.saved_step = self.step
-        self.journal.write(
-            "checkpoint",
-            step=self.step,
-            path=str(self.run_dir.checkpoint(self.step)),
-            bytes=manifest.bytes,
-            seconds=time.perf_counter() - started,
-        )
+    def _checkpoint(self) -> None:
+        self.checkpoints.after_step(self.step, self.samples)
+
+    def _checkpoint_last(self) -> None:
+        self.checkpoints.save_last(self.step, self.samples)
 
     def _look(self) -> None:
         """How the model does on what was held out."""
@@ -223,6 +247,12 @@ class Trainer:
                 self._look()
             self._write_sample()
         summary = self.source.summarise(self.tally.heldout)
-        write_result(self.run_dir, self.built, self.plan, self.tally, status=status, step=self.step, heldout=summary)
-        self.journal.write("end", step=self.step, status=status)
+        sha256 = write_result(
+            self.run_dir, self.built, self.plan, self.tally, status=status, step=self.step, heldout=summary
+        )
+        self.journal.write("end", step=self.step, status=status, weights_sha256=sha256)
         self.journal.close()
+
+
+def _falls_on(interval: int | None, step: int) -> bool:
+    return interval is not None and step % interval == 0

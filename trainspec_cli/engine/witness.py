@@ -18,7 +18,9 @@ import torch.distributed as dist
 
 from trainspec_cli.engine.batch import MicroBatch, held_part
 from trainspec_cli.engine.build import Machinery, build_machinery, join_processes
-from trainspec_cli.engine.checkpoint import store
+from trainspec_cli.engine.checkpoint.manifest import About
+from trainspec_cli.engine.checkpoint.saver import Saver
+from trainspec_cli.engine.checkpoint.store import load_newest
 from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.mesh import Mesh, build_mesh
 from trainspec_cli.engine.optim.update import clear_gradients
@@ -80,9 +82,9 @@ def train(
     plan: Plan, built: Machinery, steps: int, *, save_at: int | None, folder: Path, source: Path | None
 ) -> dict[str, Any]:
     """Up to `steps`, from the first or from the checkpoint in `source`."""
-    manifest = store.load_newest(RunDir(source), built.held, built.device) if source else None
+    restored = load_newest(RunDir(source), built.held, built.device) if source else None
     losses = []
-    for step in range(manifest.step if manifest else 0, steps):
+    for step in range(restored.manifest.step if restored else 0, steps):
         losses.append(_step(plan, built, step))
         if step + 1 == save_at:
             _save(plan, built, RunDir(folder), step + 1)
@@ -101,8 +103,9 @@ def _step(plan: Plan, built: Machinery, step: int) -> float:
 
 
 def _save(plan: Plan, built: Machinery, run_dir: RunDir, step: int) -> None:
-    seed = plan.spec.train.seed
-    store.save(run_dir, built.held, step=step, samples=0, seed=seed, recipe_digest="", keep_last=1, device=built.device)
+    saver = Saver(run_dir, built.held, built.device, keep_last=1)
+    saver.save(About(step, samples=0, seed=plan.spec.train.seed, recipe_digest=""))
+    saver.close()
 
 
 def drawn_batch(plan: Plan, built: Machinery, step: int) -> list[MicroBatch]:

@@ -1,7 +1,11 @@
-"""Who runs a run: one supervisor at a time holds a lock on pid.json, which ends with it however it ends."""
+"""Who runs a run: one supervisor at a time holds a lock on pid.json, which ends with it however it ends.
+
+Across hosts not every file system keeps locks: of a Slurm job it is Slurm that knows whether it lives.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -14,6 +18,7 @@ from typing import Any
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.launch import processes
+from trainspec_cli.launch.slurm import commands as slurm
 from trainspec_cli.rundir.paths import RunDir
 
 GLANCE_S = 0.5
@@ -26,17 +31,19 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
 
     The file is written in place: the lock belongs to the file, not to its name.
     """
+    _give_up_earlier_start(run)
     descriptor = os.open(run.pid_json, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         if not _is_free(descriptor, run.pid_json):
             raise _still_running(run)
-        owner = {"pid": os.getpid(), "host": socket.gethostname(), "launch_id": launch_id}
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "launch_id": launch_id, **_own_slurm_job()}
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(owner).encode(), 0)
         try:
             yield
         finally:
-            run.pid_json.unlink(missing_ok=True)
+            if _is_same_file(descriptor, run.pid_json):
+                run.pid_json.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
 
@@ -60,8 +67,24 @@ def _is_free(descriptor: int, path: Path) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(GLANCE_S / 10)
-    same_file = path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino
-    return same_file and not _orphans(descriptor)
+    return _is_same_file(descriptor, path) and not _orphans(descriptor)
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+    return path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino
+
+
+def _own_slurm_job() -> dict[str, str]:
+    job_id = os.environ.get("SLURM_JOB_ID")
+    return {"slurm_job_id": job_id} if job_id else {}
+
+
+def _give_up_earlier_start(run: RunDir) -> None:
+    """Slurm starts a job anew only when the start before is over; what lives on behind a cut cable is fenced off."""
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        held_by = json.loads(run.pid_json.read_text()).get("slurm_job_id")
+        if held_by and held_by == os.environ.get("SLURM_JOB_ID"):
+            run.pid_json.unlink()
 
 
 def _lock(descriptor: int) -> bool:
@@ -74,7 +97,11 @@ def _lock(descriptor: int) -> bool:
 
 def _orphans(descriptor: int) -> bool:
     owner = _read(descriptor)
-    return bool(owner) and bool(processes.members(owner["launch_id"]))
+    if not owner:
+        return False
+    job_id = owner.get("slurm_job_id")
+    in_slurm = job_id is not None and job_id != os.environ.get("SLURM_JOB_ID") and slurm.is_alive(job_id)
+    return in_slurm or bool(processes.members(owner["launch_id"]))
 
 
 def _read(descriptor: int) -> dict[str, Any]:

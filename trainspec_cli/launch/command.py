@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from trainspec_cli.launch.place import Place, own_address
+
 ENGINE = ("-m", "trainspec_cli.engine")
 
 LOOPBACK = "127.0.0.1"
@@ -27,6 +29,28 @@ def torchrun_command(processes: int, logs: Path, worker: Sequence[str]) -> tuple
         *("--rdzv-endpoint", f"{LOOPBACK}:0"),
         *("--rdzv-id", "workers"),
         *("--local-addr", LOOPBACK),
+        *("--log-dir", str(logs)),
+        *("--redirects", "3"),
+        *worker,
+    )
+
+
+def node_command(place: Place, processes: int, logs: Path, worker: Sequence[str]) -> tuple[str, ...]:
+    """One host's part of a job of several. Ranks follow the hosts' numbers; the first host's torchrun holds the store.
+
+    torchrun is told this host's address: left to itself it asks for the name's, which may be a loopback.
+    """
+    return (
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes", str(place.num_nodes)),
+        *("--node-rank", str(place.node)),
+        *("--nproc-per-node", str(processes)),
+        *("--max-restarts", "0"),
+        *("--rdzv-backend", "static"),
+        *("--master-addr", place.head),
+        *("--master-port", str(place.rendezvous_port)),
+        *("--rdzv-id", "workers"),
+        *("--local-addr", own_address(place.head)),
         *("--log-dir", str(logs)),
         *("--redirects", "3"),
         *worker,

@@ -8,10 +8,15 @@ import sysconfig
 from pathlib import Path
 
 import trainspec_cli
+from trainspec_cli.launch.place import Place, interface_of, own_address
 from trainspec_cli.spec.cluster import Machine
 from trainspec_cli.spec.plan import Plan
 
 LAUNCH_ID = "TRAINSPEC_LAUNCH_ID"
+GROUP, START = "TRAINSPEC_GROUP", "TRAINSPEC_START"
+"""A replica group's number, and that of its start, from 1."""
+LIGHTHOUSE, HOST = "TRAINSPEC_LIGHTHOUSE", "TRAINSPEC_HOST"
+"""Where the groups' lighthouse listens, and the interface on which they talk."""
 FAILURE_GRACE_S = 10
 """How long workers may take to end once one of them has failed."""
 
@@ -25,13 +30,24 @@ def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, s
         "PYTHONFAULTHANDLER": "1",
         # Files in the user's folder (random.py, queue.py) must not stand in for modules in the workers.
         "PYTHONSAFEPATH": "1",
+        # Each rank's last collectives, for the report of a step that hangs; it costs nothing that can be measured.
+        "TORCH_FR_BUFFER_SIZE": "200",
         # torch 2.11 does not know it and waits 30 s.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(FAILURE_GRACE_S),
         # One host talks to itself: no host name to resolve, no port open to the network.
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         **(_KEEP_FREED_MEMORY if plan.device == "cpu" else {}),
-        **_python_path(),
+        **python_path(),
     }
+
+
+def node_environment(plan: Plan, machine: Machine, launch_id: str, place: Place) -> dict[str, str]:
+    """As `job_environment`, for one host of several: gloo takes the interface that leads to the first host."""
+    interface = interface_of(own_address(place.head))
+    found = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    alone = job_environment(plan, machine, launch_id)
+    del alone["GLOO_SOCKET_IFNAME"]
+    return alone | found
 
 
 _KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
@@ -39,7 +55,7 @@ _KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**
 a 30M-parameter llama on two cores trained at 3,270 tokens/s with that and 4,150 without. Other systems ignore these."""
 
 
-def _python_path() -> dict[str, str]:
+def python_path() -> dict[str, str]:
     """The workers run the same copy of trainspec as this process, also from a checkout."""
     home = str(Path(trainspec_cli.__file__).resolve().parent.parent)
     installed = {str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("purelib", "platlib")}

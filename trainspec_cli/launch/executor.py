@@ -8,6 +8,10 @@ from trainspec_cli.launch.job import Job
 
 
 class Running(Protocol):
+    @property
+    def generation(self) -> int:
+        """Of this start, among all of the run's."""
+
     def exit_code(self) -> int | None:
         """torchrun's exit code; negative for a signal, None while it runs."""
 

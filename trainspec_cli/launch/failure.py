@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainspec_cli.errors import WorkerError
+from trainspec_cli.launch.command import LOOPBACK
 from trainspec_cli.launch.job import Job
 from trainspec_cli.rundir.files import read_json
 
 LOG_TAIL_LINES = 30
 
-_EXIT = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)")
+_EXIT = re.compile(r"host\s*: (\S+)\s*rank\s*: (\d+) \(local_rank: (\d+)\)\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)")
 _FORCED = re.compile(r"Unable to shutdown process (\d+)")
 _PEER_LOST = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket closed|remote process exited"
@@ -30,6 +32,7 @@ by SIGABRT."""
 @dataclass(frozen=True)
 class WorkerFailure:
     rank: int
+    """Of a whole host: its number."""
     host: str
     summary: str
     """One line: `ValueError: boo`, `killed by SIGKILL`."""
@@ -43,44 +46,81 @@ class WorkerFailure:
     """Told by the worker itself."""
     consequence: bool = False
     """It ended because another one had."""
+    foreseen: bool = False
+    """It would come again where the run was started again as it is: an error for people, a host that is gone."""
+    exit_code: int = WorkerError.exit_code
+    """What the run ends with because of it."""
+    whole_node: bool = False
+    """Not one worker, but a host of several: it was lost, or lacks something."""
+
+    @property
+    def who(self) -> str:
+        return f"{'node' if self.whole_node else 'rank'} {self.rank}"
 
 
 def find_failures(job: Job) -> list[WorkerFailure]:
     """All workers that failed, the one that began it first; those that only lost their peers last."""
     told = {failure.rank: failure for failure in _told(job)}
-    silent = [failure for failure in _silent(job) if failure.rank not in told]
-    return sorted([*told.values(), *silent], key=lambda failure: (failure.consequence, failure.time, failure.rank))
+    silent = [failure for log in torchrun_logs(job) for failure in _silent(job, log) if failure.rank not in told]
+    return sorted(
+        [*_nodes(job), *told.values(), *silent], key=lambda failure: (failure.consequence, failure.time, failure.rank)
+    )
 
 
 def _told(job: Job) -> Iterator[WorkerFailure]:
     """Workers that wrote down what happened to them."""
     for path in sorted(job.run.errors_folder.glob("rank*.json")):
         error = read_json(path)
-        foreseen = bool(error.get("code"))
+        if job.ranks is not None and error["rank"] not in job.ranks:
+            continue
+        hung, foreseen = error.get("code") == "hang", bool(error.get("code"))
         summary = error["message"] if foreseen else f"{error['type']}: {error['message']}".strip().rstrip(":")
         yield WorkerFailure(
             rank=error["rank"],
             host=error["host"],
             summary=summary,
-            detail="" if foreseen else error["traceback"].rstrip(),
+            detail="" if foreseen and not hung else error["traceback"].rstrip(),
             hint=error.get("hint") or "",
             step=error.get("step"),
-            time=error.get("time", path.stat().st_mtime),
+            # Whatever ended after a hang was found, and however, ended because of it.
+            time=-math.inf if hung else error.get("time", path.stat().st_mtime),
             own_words=True,
-            consequence=bool(_PEER_LOST.search(summary)),
+            foreseen=foreseen and not hung,
+            consequence=not foreseen and bool(_PEER_LOST.search(summary)),
+            exit_code=error.get("exit_code") or WorkerError.exit_code,
         )
 
 
-def _silent(job: Job) -> Iterator[WorkerFailure]:
-    """Workers that ended without a word (a signal, an error before their own code began), from torchrun's summary."""
-    text = job.torchrun_log.read_text(errors="replace") if job.torchrun_log.is_file() else ""
-    forced = set(_FORCED.findall(text))
-    for rank, code, pid in _EXIT.findall(text):
-        log = worker_log(job, int(rank))
+def _nodes(job: Job) -> Iterator[WorkerFailure]:
+    """Hosts of several that were lost or could not start. Who loses a host loses its workers: it is where it began."""
+    for path in sorted(job.run.errors_folder.glob("node*.json")):
+        error = read_json(path)
         yield WorkerFailure(
-            rank=int(rank),
-            host=socket.gethostname(),
-            summary=_describe_exit(int(code)),
+            rank=error["node"],
+            host=error["host"],
+            summary=error["message"],
+            time=0.0,
+            own_words=not error["lost"],
+            foreseen=True,
+            whole_node=True,
+        )
+
+
+def torchrun_logs(job: Job) -> list[Path]:
+    """One a host."""
+    return sorted([*job.logs.glob("torchrun.log"), *job.logs.glob("node*/torchrun.log")])
+
+
+def _silent(job: Job, torchrun_log: Path) -> Iterator[WorkerFailure]:
+    """Workers that ended without a word (a signal, an error before their own code began), from torchrun's summary."""
+    text = torchrun_log.read_text(errors="replace")
+    forced = set(_FORCED.findall(text))
+    for host, rank, local_rank, code, pid in _EXIT.findall(text):
+        log = worker_log(torchrun_log.parent, int(local_rank))
+        yield WorkerFailure(
+            rank=job.ranks[int(rank)] if job.ranks else int(rank),
+            host=socket.gethostname() if host == LOOPBACK else host,
+            summary=describe_exit(int(code)),
             detail=tail(log) if log else "",
             # SIGKILL comes from outside, so it is where a failure begins.
             time=0.0 if int(code) == -signal.SIGKILL else math.inf,
@@ -88,7 +128,7 @@ def _silent(job: Job) -> Iterator[WorkerFailure]:
         )
 
 
-def _describe_exit(code: int) -> str:
+def describe_exit(code: int) -> str:
     if code > 0:
         return f"ended with exit code {code} before it could say why"
     name = signal.Signals(-code).name
@@ -99,9 +139,9 @@ def _describe_exit(code: int) -> str:
     return f"was ended by {name}"
 
 
-def worker_log(job: Job, rank: int) -> Path | None:
-    """The newest standard error of a rank (on one host its rank is its local rank)."""
-    logs = sorted(job.logs.glob(f"workers_*/attempt_*/{rank}/stderr.log"))
+def worker_log(logs_of_host: Path, local_rank: int) -> Path | None:
+    """The newest standard error of a worker."""
+    logs = sorted(logs_of_host.glob(f"workers_*/attempt_*/{local_rank}/stderr.log"))
     return logs[-1] if logs else None
 
 
@@ -122,7 +162,7 @@ def explain(failures: list[WorkerFailure]) -> Explanation:
     """The first failure in its own words; the others in a line."""
     first, *others = failures
     at = f", step {first.step}" if first.step is not None else ""
-    who = f"rank {first.rank} (host {first.host}{at})"
+    who = f"{first.who} (host {first.host or 'unknown'}{at})"
     detail = [first.detail, *_explain_others(first, others)]
     return Explanation(_sentence(who, first), "\n\n".join(filter(None, detail)), first.hint)
 
@@ -133,10 +173,10 @@ def _explain_others(first: WorkerFailure, others: list[WorkerFailure]) -> Iterat
     if alike:
         yield f"{_ranks(alike)} ended in the same way."
     if lost:
-        yield f"{_ranks(lost)} lost the connection to rank {first.rank}, or ended with it."
+        yield f"{_ranks(lost)} lost the connection to {first.who}, or ended with it."
     for other in others:
         if other not in alike and other not in lost:
-            yield _sentence(f"also rank {other.rank}", other)
+            yield _sentence(f"also {other.who}", other)
 
 
 def _sentence(who: str, failure: WorkerFailure) -> str:

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainspec_cli.launch.command import ENGINE, torchrun_command
-from trainspec_cli.launch.environment import LAUNCH_ID, job_environment
+from trainspec_cli.launch.command import ENGINE, node_command, torchrun_command
+from trainspec_cli.launch.environment import LAUNCH_ID, job_environment, node_environment
+from trainspec_cli.launch.place import Place
+from trainspec_cli.rundir.generations import GENERATION
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.cluster import Machine
 from trainspec_cli.spec.plan import Plan
@@ -26,6 +28,10 @@ class Job:
     stop_grace_s: float
     logs: Path
     """The folder of this launch's output."""
+    worker: tuple[str, ...] = ()
+    """What torchrun starts on every device."""
+    ranks: range | None = None
+    """Those of a replica group, among all of the run's; None: all."""
 
     @property
     def run(self) -> RunDir:
@@ -45,10 +51,11 @@ class Job:
 def build_job(plan: Plan, root: Path, machine: Machine, worker: Sequence[str] = ENGINE) -> Job:
     """`worker` is what torchrun starts on every device; it gets the run folder as its last argument."""
     root = root.absolute()
-    logs = _next_log_folder(RunDir(root).logs)
+    logs = next_log_folder(RunDir(root).logs)
     return Job(
         root=root,
-        command=torchrun_command(plan.devices_per_node, logs, (*worker, str(root))),
+        worker=(*worker, str(root)),
+        command=torchrun_command(plan.group_size, logs, (*worker, str(root))),
         environment=job_environment(plan, machine, launch_id=secrets.token_hex(8)),
         world_size=plan.world_size,
         stop_grace_s=plan.spec.run.stop_grace_s,
@@ -56,7 +63,29 @@ def build_job(plan: Plan, root: Path, machine: Machine, worker: Sequence[str] = 
     )
 
 
-def _next_log_folder(logs: Path) -> Path:
+def build_node_job(
+    plan: Plan,
+    root: Path,
+    machine: Machine,
+    place: Place,
+    generation: int,
+    launch_id: str,
+    logs: Path,
+    worker: Sequence[str],
+) -> Job:
+    """One host's part of a job of several. Raises MachineError where the first host's name is not known here."""
+    environment = node_environment(plan, machine, launch_id, place)
+    return Job(
+        root=root,
+        command=node_command(place, plan.devices_per_node, logs, (*worker, str(root))),
+        environment={**environment, GENERATION: str(generation)},
+        world_size=plan.world_size,
+        stop_grace_s=plan.spec.run.stop_grace_s,
+        logs=logs,
+    )
+
+
+def next_log_folder(logs: Path) -> Path:
     """logs/launch_01, and one more for every resume."""
     taken = [path.name for path in logs.glob("launch_*")]
     return logs / f"launch_{len(taken) + 1:02d}"

@@ -6,15 +6,19 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 
 from trainspec_cli.launch import guard, processes
 from trainspec_cli.launch.environment import LAUNCH_ID
 from trainspec_cli.launch.job import Job
+from trainspec_cli.rundir import generations
 
 
 class LocalExecutor:
     def submit(self, job: Job) -> LocalProcesses:
         """Start torchrun in a session of its own, so that Ctrl-C reaches the supervisor alone."""
+        job = own_run(job)
         job.logs.mkdir(parents=True, exist_ok=True)
         return LocalProcesses(job)
 
@@ -22,16 +26,12 @@ class LocalExecutor:
 class LocalProcesses:
     def __init__(self, job: Job):
         self._job = job
-        self._guard = _start_guard(job)
-        with job.torchrun_log.open("wb") as log:
-            self._torchrun = subprocess.Popen(
-                job.command,
-                env={**os.environ, **job.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self._guard = start_guard(job)
+        self._torchrun = start(job.command, job)
+
+    @property
+    def generation(self) -> int:
+        return int(self._job.environment[generations.GENERATION])
 
     def exit_code(self) -> int | None:
         return self._torchrun.poll()
@@ -52,7 +52,28 @@ class LocalProcesses:
         return tuple(process.pid for process in left)
 
 
-def _start_guard(job: Job) -> subprocess.Popen[bytes]:
+def own_run(job: Job) -> Job:
+    """The run belongs to this start from now on, unless the job is a part of one that owns it."""
+    if generations.GENERATION in job.environment:
+        return job
+    return replace(job, environment={**job.environment, generations.GENERATION: str(generations.begin(job.run))})
+
+
+def start(command: Sequence[str], job: Job) -> subprocess.Popen[bytes]:
+    """In a session of its own, with the job's environment; what it says goes to the job's torchrun log."""
+    job.logs.mkdir(parents=True, exist_ok=True)
+    with job.torchrun_log.open("ab") as log:
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **job.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def start_guard(job: Job) -> subprocess.Popen[bytes]:
     environment = {**os.environ, **job.environment}
     del environment[LAUNCH_ID]  # it must not count itself among those it ends
     return subprocess.Popen(

@@ -44,7 +44,10 @@ def detect(*, look_for_gpus: bool = True) -> Machine:
 
 
 def usable_cores() -> int:
-    """Cores of the CPU affinity (where the system has one), no more than the container's quota."""
+    """Cores of the CPU affinity (where the system has one), no more than the container's quota or Slurm's share.
+
+    Not every Slurm binds a task to the cores it was given.
+    """
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -52,6 +55,9 @@ def usable_cores() -> int:
     quota, _, period = _cgroup_setting("cpu.max").partition(" ")
     if quota.isdigit() and period.isdigit():
         cores = min(cores, math.ceil(int(quota) / int(period)))
+    share = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    if share.isdigit() and "SLURM_STEP_ID" in os.environ:
+        cores = min(cores, int(share))
     return max(1, cores)
 
 

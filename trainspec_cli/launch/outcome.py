@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainspec_cli.errors import Interrupted, Stopped, WorkerError
-from trainspec_cli.launch.failure import Explanation, explain, find_failures, tail
+from trainspec_cli.launch.failure import Explanation, explain, find_failures, tail, torchrun_logs
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.supervise import Ending
+from trainspec_cli.rundir.accounting import account_run, goodput
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.recoveries import read_recoveries
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,23 @@ class Outcome:
 
 
 def conclude(job: Job, ending: Ending) -> Outcome:
+    """How the run ended, with what its failures cost."""
+    outcome = _conclude(job, ending)
+    recoveries = read_recoveries(read_events(job.run.events(0)))
+    outcome.result["recoveries"] = recoveries
+    write_json(job.run.result_json, outcome.result)
+    return outcome
+
+
+def _conclude(job: Job, ending: Ending) -> Outcome:
     """The workers' own result counts where they left one; else it is told from what remains, and written down.
 
     A worker that fails after the run was done changes nothing, unless it told of an error of its own; one that fails
     while the others stop because torchrun asked them to is a failure, and no stop on request.
     """
+    if ending.given_up:
+        result = _write_result(job.run, "failed", WorkerError.exit_code)
+        return Outcome(result, Explanation(ending.given_up))
     failures = find_failures(job)
     causes = [failure for failure in failures if not failure.consequence]
     explanation = explain(failures) if failures else _explain_torchrun(job, ending)
@@ -44,7 +58,7 @@ def conclude(job: Job, ending: Ending) -> Outcome:
     elif ending.stop_requested and not causes:
         exit_code = Stopped.exit_code if job.run.checkpoint_steps() else Interrupted.exit_code
         return Outcome(_write_result(job.run, "stopped", exit_code))
-    result = _write_result(job.run, "failed", WorkerError.exit_code)
+    result = _write_result(job.run, "failed", causes[0].exit_code if causes else WorkerError.exit_code)
     return Outcome(result, explanation or Explanation("the workers ended without leaving a result"))
 
 
@@ -54,7 +68,8 @@ def _explain_torchrun(job: Job, ending: Ending) -> Explanation | None:
         return None
     if ending.exit_code < 0:
         return Explanation(f"torchrun was ended by {signal.Signals(-ending.exit_code).name}, and its workers with it")
-    return Explanation(f"torchrun ended with exit code {ending.exit_code}", tail(job.torchrun_log))
+    logs = "\n\n".join(tail(log) for log in torchrun_logs(job))
+    return Explanation(f"torchrun ended with exit code {ending.exit_code}", logs)
 
 
 def _write_result(run: RunDir, status: str, exit_code: int) -> dict[str, Any]:
@@ -66,7 +81,7 @@ def _write_result(run: RunDir, status: str, exit_code: int) -> dict[str, Any]:
             step = event
         elif event["type"] == "eval":
             evaluation = event
-    result = {
+    result: dict[str, Any] = {
         "status": status,
         "exit_code": exit_code,
         "steps": step.get("step", 0),
@@ -78,5 +93,7 @@ def _write_result(run: RunDir, status: str, exit_code: int) -> dict[str, Any]:
         "peak_memory_bytes": None,
         "weights_sha256": None,
     }
+    time_s = account_run(run)
+    result |= {"goodput": goodput(time_s), "time_s": time_s}
     write_json(run.result_json, result)
     return result

@@ -7,11 +7,14 @@ starts every worker in a session of its own, and what a killed worker had starte
 from __future__ import annotations
 
 import contextlib
+import os
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
-from trainspec_cli.launch.environment import LAUNCH_ID
+from trainspec_cli.launch.environment import GROUP, LAUNCH_ID
 
 POLL_S = 0.1
 KILL_TIMEOUT_S = 10.0
@@ -21,6 +24,11 @@ KILL_TIMEOUT_S = 10.0
 def members(launch_id: str) -> list[psutil.Process]:
     """Every living process of the launch: torchrun, the workers, and what those started."""
     return [process for process in psutil.process_iter() if _environ(process).get(LAUNCH_ID) == launch_id]
+
+
+def members_of_group(launch_id: str, group: int) -> list[psutil.Process]:
+    """Those of one replica group."""
+    return [process for process in members(launch_id) if _environ(process).get(GROUP) == str(group)]
 
 
 def workers(launch_id: str) -> list[psutil.Process]:
@@ -38,13 +46,27 @@ def ask_to_stop(launch_id: str) -> None:
 
 def kill(launch_id: str) -> list[psutil.Process]:
     """SIGKILL to everything, again and again until nothing is left; returns what outlived `KILL_TIMEOUT_S`."""
+    return kill_all(lambda: members(launch_id))
+
+
+def kill_all(find: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
+    """As `kill`, whatever `find` finds."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
-    while (left := members(launch_id)) and time.monotonic() < deadline:
+    while (left := find()) and time.monotonic() < deadline:
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         time.sleep(POLL_S)
     return left
+
+
+def unread_exit_code(process: psutil.Process) -> int | None:
+    """Of one that has ended, but whose parent has not looked yet (Linux alone can tell); negative for a signal."""
+    try:
+        state, *_, status = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return None
+    return os.waitstatus_to_exitcode(int(status)) if state == "Z" else None
 
 
 def stop(launch_id: str, grace_s: float) -> None:

@@ -12,6 +12,10 @@ from trainspec_cli.launch.executor import Executor, Running
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.processes import POLL_S
 from trainspec_cli.launch.signals import StopRequests, on_stop_signal
+from trainspec_cli.rundir.events import EventWriter
+
+SUPERVISOR = -1
+"""Stands for a rank in the supervisor's marks."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +29,15 @@ class Ending:
     """By the supervisor: at a deadline, or on a second request."""
     left_behind: tuple[int, ...] = ()
     """Ids of processes that could not be ended (stuck in the kernel)."""
+    given_up: str = ""
+    """Why the supervisor ended the run, where it did (too few replica groups were left)."""
+    generation: int | None = None
+    """Of the start that ended."""
 
 
-def supervise(job: Job, executor: Executor, watch: Callable[[bool], None]) -> Ending:
+def supervise(
+    job: Job, executor: Executor, watch: Callable[[bool], None], requests: StopRequests | None = None
+) -> Ending:
     """Submit `job` and return when all its processes have ended. `watch` is called about ten times a second,
     with whether a stop has been asked for.
 
@@ -35,10 +45,11 @@ def supervise(job: Job, executor: Executor, watch: Callable[[bool], None]) -> En
     they have said their first word there is nothing to write, and they are killed. A second request kills at once.
     When one worker fails, the others have `FAILURE_GRACE_S`.
     """
-    requests = StopRequests()
+    requests, marks = requests or StopRequests(), EventWriter(job.run.supervisor_events, SUPERVISOR)
     with on_stop_signal(requests.add):
+        marks.write("launch")
         running = executor.submit(job)
-        watched = _Watched(running, job, requests)
+        watched = _Watched(running, job, requests, marks)
         try:
             while running.anything_left() and not watched.given_up:
                 watch(watched.stop_requested)
@@ -47,17 +58,20 @@ def supervise(job: Job, executor: Executor, watch: Callable[[bool], None]) -> En
         finally:
             exit_code = running.exit_code()
             left_behind = running.end()
+            marks.write("ended", exit_code=exit_code)
+            marks.close()
         watch(watched.stop_requested)
-    return Ending(exit_code, watched.stop_requested, watched.given_up, left_behind)
+    generation = running.generation
+    return Ending(exit_code, watched.stop_requested, watched.given_up, left_behind, generation=generation)
 
 
 class _Watched:
     """What has been asked of the job so far, and until when it has to answer."""
 
-    def __init__(self, running: Running, job: Job, requests: StopRequests):
+    def __init__(self, running: Running, job: Job, requests: StopRequests, marks: EventWriter):
         self._running = running
         self._job = job
-        self._requests = requests
+        self._requests, self._marks = requests, marks
         self._spoken_bytes_before = _spoken_bytes(job)
         self._deadline = math.inf
         self._failing = False
@@ -87,6 +101,7 @@ class _Watched:
             self._running.ask_to_stop()
         if orphaned or any(self._job.run.errors_folder.glob("*.json")):
             self._failing = True
+            self._marks.write("failure")
             self._end_within(FAILURE_GRACE_S)
 
     def _end_within(self, seconds: float) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainspec_cli.errors import MachineError, Problem
+from trainspec_cli.launch.environment import python_path
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.plan import Plan
@@ -37,18 +38,10 @@ def trace_plan(plan: Plan) -> dict[str, Any]:
 
 def _trace_rank(folder: Path, rank: int) -> dict[str, Any]:
     command = [sys.executable, *TRACE, str(folder), str(rank)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", **_python_path()}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", **python_path()}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
         tail = "\n".join(done.stderr.strip().splitlines()[-8:])
         raise MachineError(Problem("trace_failed", f"the trace of rank {rank} failed\n\n{tail}", environment=True))
     told: dict[str, Any] = read_json(folder / f"trace.rank{rank}.json")
     return told
-
-
-def _python_path() -> dict[str, str]:
-    """The same copy of trainspec as this process runs."""
-    import trainspec_cli
-
-    home = str(Path(trainspec_cli.__file__).resolve().parent.parent)
-    return {"PYTHONPATH": os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))}

@@ -88,7 +88,8 @@ def find_accelerator(label: str) -> AcceleratorSpec | None:
 
 @lru_cache(maxsize=1)
 def models() -> dict[str, ModelSpec]:
-    return {name: build_model(values) for name, values in _load_group("model").items()}
+    described = _load_group("model")
+    return {name: build_model(values) for name, values in described.items() if values["family"] != "auto"}
 
 
 def build_model(values: dict[str, Any]) -> ModelSpec:

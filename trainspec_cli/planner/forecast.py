@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from trainspec_cli.planner import goodput
 from trainspec_cli.planner.assumptions import gather_assumptions
 from trainspec_cli.planner.expense import expect_carbon, expect_energy, expect_money, occupation
 from trainspec_cli.planner.uncertainty import propagate, within
 from trainspec_cli.policy import cadence, recovery
+from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.forecast import Goodput, Interval, RunForecast
 from trainspec_cli.spec.prediction import Candidate, CapacityPlan
 from trainspec_cli.spec.resilience import RecoveryMode, ResilienceSpec
@@ -23,10 +24,18 @@ CHECKPOINT_BYTES = {"adamw": 12.0, "sgd": 4.0}
 """A parameter: fp32 values, and AdamW's two moments. Published checkpoints weigh 12.8 to 13.2."""
 
 
-def forecast_run(spec: RunSpec, plan: CapacityPlan, candidate: Candidate) -> RunForecast:
-    """Expect what `candidate` makes of the recipe, from its first step to `train.max_steps`."""
+def forecast_run(
+    spec: RunSpec, plan: CapacityPlan, candidate: Candidate, elastic: Candidate | None = None
+) -> RunForecast:
+    """Expect what `candidate` makes of the recipe, from its first step to `train.max_steps`.
+
+    `elastic`: the same work in replica groups, to set beside it.
+    """
     modes = recovery_modes(spec.resilience, candidate.layout.dp_replicate)
     chosen, *others = (expect_goodput(spec, plan, candidate, mode) for mode in modes)
+    if elastic is not None:
+        useful = expect_goodput(spec, plan, elastic, replace(spec.resilience, mode="elastic"))
+        others.append(replace(useful, layout=elastic.layout.describe()))
     steps = spec.train.max_steps
     wall_time_s = expect_wall_time(steps, candidate.step_time_s, chosen.goodput)
     spent = occupation(chosen, candidate.time)
@@ -63,8 +72,8 @@ def expect_goodput(spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resi
     outcomes = goodput.simulate_many(job, cluster, resilience, SEEDS)
     parts = [{cause: lost / outcome.wall_s for cause, lost in outcome.lost_s.items()} for outcome in outcomes]
     kept = [outcome.goodput for outcome in outcomes]
-    mtbf_s = goodput.job_mtbf_s(cluster, plan.world_size)
-    blocked_s, _ = checkpoint_times(spec, plan)
+    mtbf_s = recovery.job_mtbf_s(cluster, plan.world_size)
+    saving = checkpoint_times(spec, plan)
     rollback_s = recovery.rollback_mtbf_s(resilience, cluster, mtbf_s, job.replica_groups)
     return Goodput(
         mode=resilience.mode,
@@ -74,10 +83,11 @@ def expect_goodput(spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resi
         mtbf_s=mtbf_s,
         checkpoint_interval_s=job.interval_s,
         checkpoint_interval_steps=cadence.checkpoint_interval_steps(job.interval_s, job.step_time_s),
-        optimal_interval_s=cadence.checkpoint_interval_s(blocked_s, blocked_s, rollback_s),
-        checkpoint_s=blocked_s,
+        optimal_interval_s=cadence.checkpoint_interval_s(saving.blocked_s, saving.written_s, rollback_s),
+        checkpoint_s=saving.blocked_s,
         checkpoint_bytes=checkpoint_bytes(spec, plan.params),
         restart_s=recovery.durations(cluster, job.state_bytes_per_device, job.load_s).restart_s,
+        wall_time_s=job.work_s / _quantile(kept, 0.5),
     )
 
 
@@ -85,12 +95,12 @@ def describe_job(spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resili
     """The run as the simulation sees it, with the recipe's checkpoint interval or else the best."""
     groups = candidate.layout.dp_replicate
     work_s = spec.train.max_steps * candidate.step_time_s
-    blocked_s, load_s = checkpoint_times(spec, plan)
+    saving = checkpoint_times(spec, plan)
     steps = spec.checkpoint.interval_steps
-    if steps is None:
-        mtbf_s = goodput.job_mtbf_s(spec.cluster.reliability, plan.world_size)
+    if steps is None or steps == AUTO:
+        mtbf_s = recovery.job_mtbf_s(spec.cluster.reliability, plan.world_size)
         rollback_s = recovery.rollback_mtbf_s(resilience, spec.cluster.reliability, mtbf_s, groups)
-        best_s = cadence.checkpoint_interval_s(blocked_s, blocked_s, rollback_s)
+        best_s = cadence.checkpoint_interval_s(saving.blocked_s, saving.written_s, rollback_s)
         steps = cadence.checkpoint_interval_steps(min(best_s, work_s), candidate.step_time_s)
     return goodput.Job(
         work_s=work_s,
@@ -98,10 +108,10 @@ def describe_job(spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resili
         devices=plan.world_size,
         replica_groups=groups,
         interval_s=steps * candidate.step_time_s,
-        blocked_s=blocked_s,
-        written_s=blocked_s,
+        blocked_s=saving.blocked_s,
+        written_s=saving.written_s,
         state_bytes_per_device=checkpoint_bytes(spec, plan.params) / (plan.world_size / groups),
-        load_s=load_s,
+        load_s=saving.written_s,
     )
 
 
@@ -110,10 +120,20 @@ def checkpoint_bytes(spec: RunSpec, params: int) -> float:
     return CHECKPOINT_BYTES[spec.optim.name] * params
 
 
-def checkpoint_times(spec: RunSpec, plan: CapacityPlan) -> tuple[float, float]:
-    """-> (seconds training waits for one to be written, seconds to read it back): all nodes share the work."""
-    write_s = checkpoint_bytes(spec, plan.params) / (spec.cluster.num_nodes * spec.cluster.storage_gb_per_s * 1e9)
-    return write_s, write_s
+@dataclass(frozen=True)
+class CheckpointTimes:
+    blocked_s: float
+    """Training waits this long: until it is written, or (`checkpoint.mode=async`) copied to the hosts' memory."""
+    written_s: float
+    """Until it is whole on disk; reading it back takes as long."""
+
+
+def checkpoint_times(spec: RunSpec, plan: CapacityPlan) -> CheckpointTimes:
+    """All nodes share the writing, and all devices the copying."""
+    size, cluster = checkpoint_bytes(spec, plan.params), spec.cluster
+    written_s = size / (cluster.num_nodes * cluster.storage_gb_per_s * 1e9)
+    copied_s = size / (plan.world_size * cluster.host_link_gb_per_s * 1e9)
+    return CheckpointTimes(copied_s if spec.checkpoint.mode == "async" else written_s, written_s)
 
 
 def expect_wall_time(steps: int, step_time_s: float, useful: Interval) -> Interval:
@@ -123,10 +143,9 @@ def expect_wall_time(steps: int, step_time_s: float, useful: Interval) -> Interv
 
 def _notes(spec: RunSpec, candidate: Candidate, useful: Goodput) -> list[str]:
     notes = []
-    if spec.checkpoint.interval_steps is None:
-        notes.append(
-            f"checkpoint.interval_steps is null; this counts on {useful.checkpoint_interval_steps}, the best interval"
-        )
+    if spec.checkpoint.interval_steps in (None, AUTO):
+        left_open, best = spec.checkpoint.interval_steps or "null", useful.checkpoint_interval_steps
+        notes.append(f"checkpoint.interval_steps is {left_open}; this counts on {best}, the best interval")
     if spec.resilience.mode == "elastic" and candidate.layout.dp_replicate == 1:
         notes.append("resilience.mode=elastic needs layout.dp_replicate above 1: one group alone restarts")
     return notes

@@ -10,8 +10,9 @@ from __future__ import annotations
 import heapq
 import random
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from trainspec_cli.planner.clock import Clock
 from trainspec_cli.policy import recovery
@@ -57,14 +58,18 @@ class Outcome:
         return self.kept_s / self.wall_s if self.wall_s else 1.0
 
 
-def job_mtbf_s(cluster: ReliabilitySpec, devices: int) -> float:
-    """Mean time between failures of a job on `devices` devices."""
-    return cluster.mtbf_device_hours * 3600 / devices
+def simulate(
+    job: Job,
+    cluster: ReliabilitySpec,
+    resilience: ResilienceSpec,
+    seed: int = 0,
+    failures: Sequence[tuple[float, int]] | None = None,
+) -> Outcome:
+    """One run, from its first step to its last (or to MAX_FAILURES).
 
-
-def simulate(job: Job, cluster: ReliabilitySpec, resilience: ResilienceSpec, seed: int = 0) -> Outcome:
-    """One run, from its first step to its last (or to MAX_FAILURES)."""
-    return _Simulation(job, cluster, resilience, Clock(seed)).run()
+    `failures`: the times in seconds and the groups that fail then, instead of chance.
+    """
+    return _Simulation(job, cluster, resilience, Clock(seed), failures).run()
 
 
 def simulate_many(job: Job, cluster: ReliabilitySpec, resilience: ResilienceSpec, seeds: int) -> list[Outcome]:
@@ -86,10 +91,17 @@ def draw(cluster: ReliabilitySpec, chance: random.Random) -> ReliabilitySpec:
 
 
 class _Simulation:
-    def __init__(self, job: Job, cluster: ReliabilitySpec, resilience: ResilienceSpec, clock: Clock) -> None:
+    def __init__(
+        self,
+        job: Job,
+        cluster: ReliabilitySpec,
+        resilience: ResilienceSpec,
+        clock: Clock,
+        failures: Sequence[tuple[float, int]] | None,
+    ) -> None:
         self.job, self.cluster, self.resilience, self.clock = job, cluster, resilience, clock
         self.takes: Durations = recovery.durations(cluster, job.state_bytes_per_device, job.load_s)
-        self.mtbf_s = job_mtbf_s(cluster, job.devices)
+        self.mtbf_s = recovery.job_mtbf_s(cluster, job.devices)
         self.progress = _Progress(job)
         self.away: dict[int, int] = {}
         """Replica groups that are away, each with the failure that its return belongs to."""
@@ -98,7 +110,10 @@ class _Simulation:
         self.event = 0
         self.failures = 0
         self.spares_free_s = [0.0] * (cluster.spare_nodes or 0)
-        self._schedule_failure()
+        if failures is None:
+            self._schedule_failure()
+        for time_s, group in failures or ():
+            self.clock.after(time_s, partial(self._strike, group, job_wide=False))
 
     def run(self) -> Outcome:
         while self.failures < MAX_FAILURES:
@@ -114,11 +129,13 @@ class _Simulation:
         self.clock.after(self.clock.random.expovariate(1 / self.mtbf_s), self._fail)
 
     def _fail(self) -> None:
-        self.failures += 1
         self._schedule_failure()
-        self.progress.advance(self.clock.now_s)
         group = self.clock.random.randrange(self.job.replica_groups)
-        job_wide = self.clock.random.random() < self.cluster.job_wide_fraction
+        self._strike(group, job_wide=self.clock.random.random() < self.cluster.job_wide_fraction)
+
+    def _strike(self, group: int, *, job_wide: bool) -> None:
+        self.failures += 1
+        self.progress.advance(self.clock.now_s)
         surviving = self.job.replica_groups - len(self.away.keys() | {group})
         action = recovery.decide(self.resilience, surviving, job_wide)
         self.progress.lose(action)
@@ -167,7 +184,7 @@ class _Simulation:
             return
         self.progress.advance(self.clock.now_s)
         active = self.job.replica_groups - len(self.away)
-        enough = not self.away or active >= self.resilience.min_replica_groups
+        enough = not self.away or active >= self.resilience.min_groups
         self.progress.paused_for = None if enough else "stall"
         self.progress.rate = recovery.capacity(active, self.job.replica_groups)
 

@@ -21,7 +21,7 @@ def is_predictable(plan: Plan) -> bool:
     layout = plan.layout
     whole = (layout.cp, layout.tp, layout.pp, layout.ep) == (1, 1, 1, 1)
     eager = not plan.spec.compile and plan.recompute == "none" and plan.offload == "none"
-    return plan.device == "cpu" and whole and eager and is_llama(plan.spec.model)
+    return plan.device == "cpu" and plan.num_nodes == 1 and whole and eager and is_llama(plan.spec.model)
 
 
 def is_llama(model: ModelSpec) -> bool:

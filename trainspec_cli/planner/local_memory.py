@@ -22,8 +22,20 @@ def peak_memory(plan: Plan, model: DecoderModel, probe: MachineProbe) -> dict[st
         "parameters": parameter_bytes(plan, model),
         "speed test": SPEED_TEST_BYTES[plan.compute],
         **step,
+        "checkpoint copy": copy_bytes(plan),
         "fragmentation": fragmentation(probe) * sum(step.values()),
     }
+
+
+def copy_bytes(plan: Plan) -> float:
+    """The state copied aside to be written: the ranks share out what is theirs together. In the hosts' memory it is
+    held twice."""
+    checkpoint = plan.spec.checkpoint
+    moments = 8 if plan.spec.optim.name == "adamw" else 0
+    held = (4 + moments) * plan.params / plan.world_size
+    if checkpoint.memory_interval_steps is not None:
+        return 2 * held
+    return held if checkpoint.interval_steps is not None and checkpoint.mode == "async" else 0.0
 
 
 def fragmentation(probe: MachineProbe) -> float:

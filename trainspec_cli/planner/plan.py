@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from trainspec_cli.errors import Problem, RecipeError
@@ -10,6 +11,7 @@ from trainspec_cli.planner.auto import best_candidate, is_searched
 from trainspec_cli.planner.catalogue import find_accelerator
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.cluster import ClusterSpec, Machine
+from trainspec_cli.spec.elastic_rules import wanted_groups
 from trainspec_cli.spec.layout import Layout, LayoutSpec, PipelineSchedule
 from trainspec_cli.spec.plan import Plan
 from trainspec_cli.spec.run import Recompute, RunSpec
@@ -24,13 +26,14 @@ FILLING = 4
 def plan(spec: RunSpec, machine: Machine) -> Plan:
     """Resolve `spec` on `machine`. Raises RecipeError where the sizes do not divide."""
     device = resolve_device(spec.cluster, machine)
-    devices_per_node = resolve_devices_per_node(spec.cluster, device, machine)
-    layout, micro_batch_size, grad_accum_steps, recompute = _choose(spec, machine, device, devices_per_node)
+    devices_per_node = resolve_devices_per_node(spec, device, machine)
+    layout, groups, micro_batch_size, grad_accum_steps, recompute = _choose(spec, machine, device, devices_per_node)
     compute = resolve_compute(spec, machine)
     peak_flops, peak_source = known_peak(spec.cluster, machine, device, compute)
     return Plan(
         spec=spec,
         layout=layout,
+        replica_groups=groups,
         device=device,
         num_nodes=spec.cluster.num_nodes,
         devices_per_node=devices_per_node,
@@ -46,13 +49,37 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
     )
 
 
-def _choose(spec: RunSpec, machine: Machine, device: str, devices_per_node: int) -> tuple[Layout, int, int, Recompute]:
-    """-> (layout, micro-batch, gradient accumulation, recompute): searched on known GPUs, where something fits."""
-    best = best_candidate(spec, machine, devices_per_node) if is_searched(spec, machine, device) else None
+def _choose(
+    spec: RunSpec, machine: Machine, device: str, devices_per_node: int
+) -> tuple[Layout, int, int, int, Recompute]:
+    """-> (layout, groups, micro-batch, gradient accumulation, recompute): searched on known GPUs, where something
+    fits."""
+    groups = wanted_groups(spec)
+    best = (
+        best_candidate(of_all_groups(spec), machine, devices_per_node) if is_searched(spec, machine, device) else None
+    )
     if best is not None:
-        return best.layout, best.micro_batch_size, best.grad_accum_steps, best.recompute  # type: ignore[return-value]
-    layout = resolve_layout(spec.layout, spec.cluster.num_nodes * devices_per_node)
-    return layout, *resolve_batch(spec, layout), "none" if spec.recompute == AUTO else spec.recompute
+        groups = best.layout.dp_replicate if spec.resilience.replica_groups == AUTO and groups > 1 else groups
+        layout = replace(best.layout, dp_replicate=best.layout.dp_replicate // groups)
+        return layout, groups, best.micro_batch_size, best.grad_accum_steps, best.recompute  # type: ignore[return-value]
+    processes = _divide(spec.cluster.num_nodes * devices_per_node, groups, "resilience.replica_groups", "groups")
+    layout = resolve_layout(of_one_group(spec), processes)
+    sizes = resolve_batch(spec, replace(layout, dp_replicate=layout.dp_replicate * groups))
+    return layout, groups, *sizes, "none" if spec.recompute == AUTO else spec.recompute
+
+
+def of_one_group(spec: RunSpec) -> LayoutSpec:
+    """`layout.dp_replicate` counts the groups where nothing else does, else the replicas inside each."""
+    counts_groups = spec.resilience.mode == "elastic" and spec.resilience.replica_groups == AUTO
+    return replace(spec.layout, dp_replicate=1) if counts_groups and spec.layout.dp_replicate != AUTO else spec.layout
+
+
+def of_all_groups(spec: RunSpec) -> RunSpec:
+    """To the capacity planner groups are replicas of one another."""
+    inside = of_one_group(spec).dp_replicate
+    if inside == AUTO or spec.resilience.mode != "elastic":
+        return spec
+    return replace(spec, layout=replace(spec.layout, dp_replicate=int(inside) * wanted_groups(spec)))
 
 
 def known_peak(cluster: ClusterSpec, machine: Machine, device: str, compute: str) -> tuple[float | None, str]:
@@ -71,10 +98,10 @@ def resolve_device(cluster: ClusterSpec, machine: Machine) -> Literal["cpu", "cu
     return "cuda" if machine.gpu_names else "cpu"
 
 
-def resolve_devices_per_node(cluster: ClusterSpec, device: str, machine: Machine) -> int:
-    if cluster.devices_per_node != AUTO:
-        return cluster.devices_per_node
-    return len(machine.gpu_names) if device == "cuda" else min(2, machine.cpu_cores)
+def resolve_devices_per_node(spec: RunSpec, device: str, machine: Machine) -> int:
+    if spec.cluster.devices_per_node != AUTO:
+        return spec.cluster.devices_per_node
+    return len(machine.gpu_names) if device == "cuda" else max(min(2, machine.cpu_cores), wanted_groups(spec))
 
 
 def resolve_compute(spec: RunSpec, machine: Machine) -> Literal["bf16", "fp32"]:

@@ -37,6 +37,8 @@ class Space:
             if not self._keep(splits_heads(model, tp), "tp does not divide the heads"):
                 continue
             for cp in self._axis(wanted.cp, max(1, self.spec.data.seq_len // MIN_TOKENS_PER_RANK)):
+                if not self._keep(self.spec.data.seq_len % cp == 0, "the sequence does not divide by cp"):
+                    continue
                 for pp in self._axis(wanted.pp, num_layers(model)):
                     if self.world_size % (tp * cp * pp):
                         self.refused["the axes' product is not the number of devices"] += 1
@@ -75,6 +77,8 @@ class Space:
         wanted, elastic = self.spec.layout, self.spec.resilience.mode == "elastic"
         node = max(1, self.scaleup_devices // (base.tp * base.cp))
         groups: tuple[int, ...] = ELASTIC_GROUPS if elastic else ()
+        if elastic and self.spec.resilience.replica_groups != AUTO:
+            groups = (int(self.spec.resilience.replica_groups),)
         if wanted.dp_replicate != AUTO:
             groups = (int(wanted.dp_replicate),)
         options = {width, 1, *(width // number for number in groups if width % number == 0)}
@@ -120,6 +124,8 @@ class Space:
             yield base
             return
         layers = num_layers(self.spec.model)
+        if not self._keep(base.pp <= layers, "more pipeline stages than layers"):
+            return
         for schedule in schedules_of(wanted):
             for chunks in self._chunks(schedule, base.pp, layers, accum):
                 yield replace(base, pipeline_schedule=schedule, virtual_stages=chunks, stage_layers=wanted.stage_layers)

@@ -117,43 +117,43 @@ def _fill_bubbles(layout: Layout, micro_batches: int) -> tuple[tuple[Action, ...
     At each tick a rank takes the gradient that others wait for, else a forward, else a weight pass; never are more than
     `pp` micro-batches under way on its first chunk, so that it holds no more than 1F1B's fullest stage.
     """
-    done: set[Action] = set()
-    orders: list[list[Action]] = [[] for _ in range(layout.pp)]
-    wanted = 3 * num_stages(layout) * micro_batches
-    while len(done) < wanted:
-        taken = [_choose(layout, rank, micro_batches, orders[rank], done) for rank in range(layout.pp)]
+    stages = [stages_of_rank(layout, rank) for rank in range(layout.pp)]
+    done: _Done = {kind: [0] * num_stages(layout) for kind in _SPLIT_KINDS}
+    orders: list[list[Action]] = [[] for _ in stages]
+    while any(done["backward_weight"][stage] < micro_batches for stage in range(num_stages(layout))):
+        taken = [_choose(own, layout.pp, micro_batches, done) for own in stages]
         for order, action in zip(orders, taken, strict=True):
             if action is not None:
                 order.append(action)
-                done.add(action)
+                done[action.kind][action.stage] += 1
     return tuple(tuple(order) for order in orders)
 
 
-def _choose(layout: Layout, rank: int, micro_batches: int, order: Sequence[Action], done: set[Action]) -> Action | None:
-    """What `rank` does next, of what can be done; later stages first, whose gradients are waited for longest."""
-    counts = {(kind, stage): 0 for kind in _SPLIT_KINDS for stage in stages_of_rank(layout, rank)}
-    for action in order:
-        counts[action.kind, action.stage] += 1
-    stages = stages_of_rank(layout, rank)
+_Done = dict[Kind, list[int]]
+"""How many micro-batches have been through each kind of pass of each stage."""
+
+
+def _choose(stages: Sequence[int], most: int, micro_batches: int, done: _Done) -> Action | None:
+    """What a rank of `stages` does next, of what can be done; later stages first, whose gradients are waited for
+    longest."""
+    full = done["forward"][stages[0]] - done["backward_weight"][stages[0]] >= most
     for kind in _SPLIT_KINDS:
         for stage in reversed(stages):
-            action = Action(kind, stage, counts[kind, stage])
-            under_way = counts["forward", stages[0]] - counts["backward_weight", stages[0]]
-            full = kind == "forward" and stage == stages[0] and under_way >= layout.pp
-            if action.micro_batch < micro_batches and not full and _needed(layout, action) <= done:
-                return action
+            index = done[kind][stage]
+            held_back = full and kind == "forward" and stage == stages[0]
+            if index < micro_batches and not held_back and _is_ready(kind, stage, index, done):
+                return Action(kind, stage, index)
     return None
 
 
+def _is_ready(kind: Kind, stage: int, index: int, done: _Done) -> bool:
+    """Whether all that a pass needs has been done."""
+    if kind == "forward":
+        return stage == 0 or done["forward"][stage - 1] > index
+    if kind == "backward_weight":
+        return done["backward_input"][stage] > index
+    last = stage == len(done["forward"]) - 1
+    return done["forward"][stage] > index and (last or done["backward_input"][stage + 1] > index)
+
+
 _SPLIT_KINDS: tuple[Kind, ...] = ("backward_input", "forward", "backward_weight")
-
-
-def _needed(layout: Layout, action: Action) -> set[Action]:
-    """What must be done before `action`."""
-    stage, index = action.stage, action.micro_batch
-    if action.kind == "forward":
-        return {Action("forward", stage - 1, index)} if stage else set()
-    if action.kind == "backward_weight":
-        return {Action("backward_input", stage, index)}
-    last = stage == num_stages(layout) - 1
-    return {Action("forward", stage, index)} | (set() if last else {Action("backward_input", stage + 1, index)})

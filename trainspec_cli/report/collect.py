@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainspec_cli.report.history import Event, History, Start, read_history
+from trainspec_cli.rundir.accounting import account_run, goodput
 from trainspec_cli.rundir.events import PARTS, read_events
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
@@ -97,6 +99,10 @@ class Report:
     warnings: tuple[Event, ...]
     missing_ranks: tuple[int, ...]
     """Ranks that left no events."""
+    time_s: dict[str, float] = field(default_factory=dict)
+    """Where the wall time of all attempts went (rundir/accounting.py); the buckets sum to it."""
+    goodput: float | None = None
+    """The productive part of it."""
 
 
 def collect(root: Path | str, *, running: bool = False) -> Report:
@@ -107,6 +113,7 @@ def collect(root: Path | str, *, running: bool = False) -> Report:
     result = _read_if_there(run.result_json)
     plan = _read_if_there(run.plan_json)
     steps, begin = first.steps, first.begin
+    time_s = account_run(run, time.time() if running else None)
     return Report(
         path=str(run.root),
         recipe=_read_if_there(run.run_json).get("recipe", ""),
@@ -132,6 +139,8 @@ def collect(root: Path | str, *, running: bool = False) -> Report:
         sample=next(reversed(first.of_kind("sample")), None),
         warnings=tuple(event for rank in sorted(histories) for event in histories[rank].warnings),
         missing_ranks=tuple(rank for rank in range(begin.get("world_size", 0)) if rank not in histories),
+        time_s=time_s,
+        goodput=goodput(time_s),
     )
 
 

@@ -13,8 +13,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from trainspec_cli.report.progress import EventTail, Progress
+from trainspec_cli.report.progress import Progress
 from trainspec_cli.report.text import describe_event, describe_progress
+from trainspec_cli.rundir.events import EventTail
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.plan import Plan
 
@@ -79,6 +80,10 @@ class LiveView:
                 self._screen.say(text)
             self._show(stop_requested)
         self._show(stop_requested)
+
+    def say(self, text: str) -> None:
+        """What the supervisor has done."""
+        self._screen.say(text)
 
     def _show(self, stop_requested: bool) -> None:
         self._screen.show(self._phase(stop_requested), self._progress)

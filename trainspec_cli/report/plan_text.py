@@ -172,7 +172,7 @@ def run_rows(plan: Json) -> Iterator[tuple[str, str, str, str]]:
     yield "goodput", words.goodput_percent(run["goodput"]), goodput, lost
     for other in run["alternatives"]:
         kept = words.range_words(other["interval"], words.goodput_percent)
-        yield "", words.goodput_percent(other["goodput"]), kept, f"with resilience={other['mode']}"
+        yield "", words.goodput_percent(other["goodput"]), kept, words.alternative_words(other)
     yield "failures", f"{recovery['failures']:.3g}", "", f"one every {format_duration(recovery['mtbf_s'])}"
     yield _checkpoint_row(recovery)
     yield _cost_row("energy", run, "energy_joules", words.energy_words, _shares(run["energy_parts_joules"]))

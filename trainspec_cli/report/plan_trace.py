@@ -12,11 +12,13 @@ from trainspec_cli.spec.prediction import Candidate, CapacityPlan, MemoryBreakdo
 from trainspec_cli.units import format_bytes, format_duration, format_si
 
 
-def trace_as_json(candidate: Candidate, capacity: CapacityPlan, traced: dict[str, Any]) -> dict[str, Any]:
+def trace_as_json(
+    candidate: Candidate, capacity: CapacityPlan, traced: dict[str, Any], counted: dict[str, float] | None
+) -> dict[str, Any]:
     """`estimated` is the planner's, of what the trace counts: tensors, without the allocator's holes, the collectives'
-    own buffers and the device's context."""
+    own buffers and the device's context. `counted`: the engine's, by cause, where the planner counts it."""
     memory = max(candidate.memory, key=lambda stage: stage.total_bytes)
-    tensors = memory.total_bytes - memory.comm_buffers_bytes - memory.fragmentation_bytes - memory.context_bytes
+    by_cause = _by_cause(memory) if counted is None else _grouped(counted)
     model_flops = capacity.flops_per_token * capacity.tokens_per_step / capacity.world_size
     executed = model_flops * candidate.hfu / candidate.mfu if candidate.mfu else model_flops
     return {
@@ -24,7 +26,7 @@ def trace_as_json(candidate: Candidate, capacity: CapacityPlan, traced: dict[str
         "micro_batch_size": candidate.micro_batch_size,
         "recompute": candidate.recompute,
         **traced,
-        "estimated": {"peak_memory_bytes": tensors, "peak_by_cause": _by_cause(memory), "flops": executed},
+        "estimated": {"peak_memory_bytes": sum(by_cause.values()), "peak_by_cause": by_cause, "flops": executed},
     }
 
 
@@ -35,6 +37,10 @@ GROUPS = {
     "activations": ("activations", "temporaries"),
 }
 """The planner's causes -> the trace's."""
+
+
+def _grouped(counted: dict[str, float]) -> dict[str, float]:
+    return {cause: sum(counted.get(part, 0.0) for part in parts) for cause, parts in GROUPS.items()}
 
 
 def _by_cause(memory: MemoryBreakdown) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainspec_cli.units import GIB, format_count, format_si
+from trainspec_cli.units import GIB, format_count, format_duration, format_si
 
 Json = Mapping[str, Any]
 Words = Callable[[float], str]
@@ -103,6 +103,12 @@ def percent(part: float, digits: int = 0) -> str:
 
 def goodput_percent(part: float) -> str:
     return percent(part, 1)
+
+
+def alternative_words(other: Json) -> str:
+    """Another way of recovering, and how long the run then takes."""
+    layout = f" in {other['layout']}" if other["layout"] else ""
+    return f"with resilience={other['mode']}{layout}: {format_duration(other['wall_time_s'])}"
 
 
 def energy_words(joules: float) -> str:

@@ -4,32 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from trainspec_cli.report.history import Event
-from trainspec_cli.rundir.events import parse_lines
 from trainspec_cli.rundir.throughput import WARMUP_STEPS, measure_throughput
 
 RECENT_STEPS = 20
 """Speed is shown over so many steps."""
-
-
-class EventTail:
-    """Reads what was appended to a file since the last look; half a line waits for its other half."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._offset = path.stat().st_size if path.is_file() else 0
-
-    def read(self) -> list[Event]:
-        if not self._path.is_file():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return list(parse_lines(whole.splitlines(keepends=True)))
 
 
 @dataclass

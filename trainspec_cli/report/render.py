@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
@@ -48,6 +49,7 @@ def render_report(report: Report) -> RenderableType:
             _heldout_title(report),
             [f"step {event['step']}: {describe_evaluation(event)}" for event in report.evaluations],
         ),
+        _wall_time(report),
         _lines("checkpoints", map(describe_event, report.checkpoints)),
         _lines("warnings", _warnings(report)),
         _sample(report),
@@ -139,6 +141,21 @@ def _speed(speed: Speed, world_size: int, predicted: LocalPrediction | None) -> 
         Text("where the time went", style="bold"),
         Padding(Group(*map(Text, lines), "", _parts(speed, predicted)), (0, 2)),
     )
+
+
+def _wall_time(report: Report) -> Section:
+    """Where the run's time went, all attempts together, as bars; buckets without any are left out."""
+    wall_s = math.fsum(report.time_s.values())
+    if not wall_s or report.goodput is None:
+        return None
+    table = Table.grid(padding=(0, 2))
+    for name, seconds in report.time_s.items():
+        if seconds > 0:
+            share = seconds / wall_s
+            bar = "█" * round(share * BAR_CELLS)
+            table.add_row(name.replace("_", " "), format_duration(seconds), f"{share:.1%}", bar)
+    title = f"goodput {report.goodput:.1%}, of {format_duration(wall_s)} from the first launch on"
+    return Group(Text(title, style="bold"), Padding(table, (0, 2)))
 
 
 def _unsteady(speed: Speed) -> Iterator[str]:

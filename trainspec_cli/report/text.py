@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trainspec_cli.report.history import Event
 from trainspec_cli.report.progress import Progress
 from trainspec_cli.spec.local import LocalPrediction
@@ -35,12 +37,45 @@ def describe_event(event: Event) -> str:
     if event["type"] == "eval":
         return f"step {event['step']}: held out {describe_evaluation(event)}"
     if event["type"] == "checkpoint":
-        return (
-            f"step {event['step']}: checkpoint, {format_bytes(event['bytes'])} in {format_duration(event['seconds'])}"
-        )
+        return f"step {event['step']}: checkpoint, {format_bytes(event['bytes'])} {describe_saving(event)}"
+    if event["type"] == "cadence":
+        return f"step {event['step']}: {describe_cadence(event)}"
+    if event["type"] == "recovery":
+        return describe_recovery({**event, "kind": event["change"]})
     if event["type"] == "warning":
         return f"step {event['step']}: warning: {event['message']}"
     return ""
+
+
+def describe_recovery(recovery: Event) -> str:
+    """`step 41: group 1 left: 1.26 s, 1 step lost`: one entry of result.json's `recoveries`."""
+    who = f"group {recovery['group']} " if recovery["group"] is not None else ""
+    kinds = {
+        "left": "left",
+        "joined": "came back",
+        "retried": "the step was made again",
+        "restart": "the run restarted",
+    }
+    lost, stall_s = recovery["lost_steps"], recovery["stall_s"]
+    cost = [f"{stall_s:.2f} s"] if stall_s is not None else []
+    cost += [f"{lost} step{'s' if lost > 1 else ''} lost"] if lost else []
+    return f"step {recovery['step']}: {who}{kinds[recovery['kind']]}: {', '.join(cost)}".removesuffix(": ")
+
+
+def describe_saving(event: Event) -> str:
+    """`in 320 ms`; of one written beside training `in 320 ms, training held up for 7 ms`."""
+    written_s = event["written_s"] if "written_s" in event else event["seconds"]
+    beside = f", training held up for {format_duration(event['seconds'])}" if event["seconds"] < written_s else ""
+    return f"in {format_duration(written_s)}{beside}"
+
+
+def describe_cadence(event: Event) -> str:
+    """What `checkpoint.interval_steps: auto` has chosen, and why."""
+    cost_s = event["blocked_s"] + event["drag_s"]
+    return (
+        f"from here a checkpoint every {event['interval_steps']:,} steps: one costs {format_duration(cost_s)} and is "
+        f"whole in {format_duration(event['written_s'])}; failures come every {format_duration(event['mtbf_s'])}"
+    )
 
 
 def describe_plan(plan: Plan) -> str:
@@ -51,6 +86,7 @@ def describe_plan(plan: Plan) -> str:
         "model": f"{spec.model.name or spec.model.family}, {format_count(plan.params)} parameters",
         "devices": f"{plan.world_size} x {plan.device}, {plan.compute}",
         "layout": plan.layout.describe(),
+        **({"groups": f"{plan.replica_groups} of {plan.group_size} each"} if plan.replica_groups > 1 else {}),
         "batch": f"{describe_batch(plan)}, {micro}",
         "steps": f"{spec.train.max_steps}, {format_count(spec.train.max_steps * plan.tokens_per_step)} {unit} in all",
         "compute": f"{format_si(plan.flops_per_token, 'FLOP')} a {unit.removesuffix('s')}",
@@ -89,4 +125,16 @@ def describe_evaluation(event: Event) -> str:
             return f"{name} {event[key]:.3f}, loss {event['heldout_loss']:.4f}"
     xz = event.get("xz_bits_per_byte")
     beside = f" (xz {xz:.3f})" if xz is not None else ""
-    return f"{event['heldout_bits_per_byte']:.3f} bits per byte{beside}, loss {event['heldout_loss']:.4f}"
+    sets = "".join(f"; {name} {_describe_text(figures)}" for name, figures in event.get("sets", {}).items())
+    whole = {"loss": event["heldout_loss"], "bits_per_byte": event["heldout_bits_per_byte"]}
+    return _describe_text(whole, beside) + sets
+
+
+def _describe_text(figures: dict[str, Any], beside: str = "") -> str:
+    """Bits per byte where the bytes are known."""
+    bits = figures["bits_per_byte"]
+    return (
+        f"{bits:.3f} bits per byte{beside}, loss {figures['loss']:.4f}"
+        if bits is not None
+        else f"loss {figures['loss']:.4f}"
+    )

@@ -4,9 +4,12 @@ RUN/
   composed.yaml   the composed recipe            run.json     digest, recipe, argv, git state, data folder
   plan.json       what the workers run           versions.json  lock of versions
   command.txt     what was started, to paste     pid.json     the supervisor, while the run is alive
-  events/rank00000.jsonl                         errors/rank00000.json  a failing worker's own words
+  events/rank00000.jsonl, supervisor.jsonl       errors/rank00000.json  a failing worker's own words
   checkpoints/step_00000020/                     logs/        the workers' output
-  result.json     how it ended
+  result.json     how it ended                   groups.json  the replica groups that a start waits for
+  faults/         the injected faults that have struck  huggingface/  config and tokenizer of the folder it began with
+  generations/    one file a start: the newest owns the run
+  job.sbatch      what Slurm was given           errors/node00001.json  what became of a lost host
 """
 
 from __future__ import annotations
@@ -56,6 +59,22 @@ class RunDir:
     def events(self, rank: int) -> Path:
         return self.events_folder / f"rank{rank:05d}.jsonl"
 
+    def group_events(self, group: int, rank: int) -> Path:
+        """What one process of a replica group saw; the run's own story is rank 0's, by whichever group leads."""
+        return self.events_folder / f"group{group:05d}" / f"rank{rank:05d}.jsonl"
+
+    @property
+    def groups_json(self) -> Path:
+        return self.root / "groups.json"
+
+    @property
+    def faults_folder(self) -> Path:
+        return self.root / "faults"
+
+    @property
+    def supervisor_events(self) -> Path:
+        return self.events_folder / "supervisor.jsonl"
+
     @property
     def errors_folder(self) -> Path:
         return self.root / "errors"
@@ -63,9 +82,27 @@ class RunDir:
     def error(self, rank: int) -> Path:
         return self.errors_folder / f"rank{rank:05d}.json"
 
+    def node_error(self, node: int) -> Path:
+        return self.errors_folder / f"node{node:05d}.json"
+
+    @property
+    def generations(self) -> Path:
+        return self.root / "generations"
+
+    def generation(self, number: int) -> Path:
+        return self.generations / f"{number:08d}.json"
+
+    @property
+    def job_sbatch(self) -> Path:
+        return self.root / "job.sbatch"
+
     @property
     def logs(self) -> Path:
         return self.root / "logs"
+
+    @property
+    def huggingface(self) -> Path:
+        return self.root / "huggingface"
 
     @property
     def checkpoints(self) -> Path:

@@ -10,19 +10,21 @@ from typing import Any, TypeVar
 
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.spec.run import RunSpec
-from trainspec_cli.spec.structure import build
+from trainspec_cli.spec.structure import build, key_of
 
 T = TypeVar("T")
 
 
 def to_plain(value: Any) -> dict[str, Any]:
     """Dataclass -> what JSON holds: dicts, lists, numbers, text."""
-    return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return {key_of(field): _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
 
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return to_plain(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 

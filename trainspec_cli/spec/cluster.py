@@ -8,6 +8,7 @@ from typing import Literal
 from trainspec_cli.spec.auto import AUTO, Auto, AutoInt
 from trainspec_cli.spec.cost import CostSpec, PowerSpec, SiteSpec
 from trainspec_cli.spec.reliability import ReliabilitySpec
+from trainspec_cli.spec.slurm import SlurmSpec
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class ClusterSpec:
     site: SiteSpec = field(default_factory=SiteSpec)
     power: PowerSpec = field(default_factory=PowerSpec)
     cost: CostSpec = field(default_factory=CostSpec)
+    slurm: SlurmSpec = field(default_factory=SlurmSpec)
 
 
 @dataclass(frozen=True)

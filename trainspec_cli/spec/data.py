@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 
@@ -15,6 +15,20 @@ class TokenizerSpec:
     """A `tokenizer.json` of the `tokenizers` library; `vocab_size` is then that file's."""
     end_of_document: str | None = None
     """The token of that file that closes a document; null looks for a common name (`<|endoftext|>`, `</s>`, ...)."""
+
+
+Documents = Literal["python_stdlib", "text", "jsonl", "parquet", "arrow", "chat", "tokens", "nanogpt", "megatron"]
+
+
+@dataclass(frozen=True)
+class PartSpec:
+    """A source among others."""
+
+    source: Documents
+    path: str | None = None
+    text_field: str = "text"
+    weight: float = 1.0
+    """Its share of the samples, over the sum of all parts' weights."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +48,62 @@ SAMPLE_SOURCES = ("phantom", "images", "volumes")
 class DataSpec:
     seq_len: int
     """Tokens a sample; 1 for images and volumes."""
-    source: Literal["python_stdlib", "text", "jsonl", "tokens", "phantom", "images", "volumes"]
+    source: Literal[
+        "python_stdlib",
+        "text",
+        "jsonl",
+        "parquet",
+        "arrow",
+        "chat",
+        "tokens",
+        "nanogpt",
+        "megatron",
+        "mixture",
+        "phantom",
+        "images",
+        "volumes",
+    ]
     """`tokens` is a folder that `trainspec data prepare` wrote; text is prepared on the spot and cached.
 
+    `arrow` is a Hugging Face dataset as `save_to_disk` leaves it; `nanogpt` and `megatron` are files of token ids, read
+    where they lie; `mixture` draws from several sources by weight.
+    `chat` is JSON lines (or tables) of conversations (`messages`) or completions (`prompt`, `completion`).
     `images` is a folder with a sub-folder of pictures a class, `volumes` one of image and label pairs.
     """
     path: str | None = None
     """File, folder or glob; python_stdlib and phantom need none."""
     text_field: str = "text"
-    """The field of each JSON line that holds the text (jsonl only)."""
+    """The field of each JSON line, or the column of a table, that holds the text."""
     tokenizer: TokenizerSpec = field(default_factory=TokenizerSpec)
     heldout_fraction: float = 0.02
     """Part of the documents or samples (chosen by a hash of each) kept aside to be judged on."""
     max_bytes: int | None = None
     """Read at most this much text."""
     phantom: PhantomSpec = field(default_factory=PhantomSpec)
+    document_masks: bool = False
+    """Attention stays within documents, of which a sample may hold several; conversations are always kept apart."""
+    chat_template: str | None = None
+    """`chatml`, or a file of Jinja; null: the one that stands beside the tokenizer (chat only)."""
+    loss_on: Literal["replies", "all"] = "replies"
+    """What is learnt of a conversation: what the assistant says, or all of it (chat only)."""
+    mixture: dict[str, PartSpec] = field(default_factory=dict)
+    """By name what is mixed (mixture only)."""
+    validation: dict[str, PartSpec] = field(default_factory=dict)
+    """By name further texts to judge on, all of each; their weights mean nothing."""
+
+    @property
+    def masks_documents(self) -> bool:
+        return self.document_masks or any(part.source == "chat" for part in self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, PartSpec]:
+        """What is trained on, by name."""
+        return self.mixture if self.source == "mixture" else {"": PartSpec(self.source, self.path, self.text_field)}  # type: ignore[arg-type]
+
+    def with_part(self, part: PartSpec) -> DataSpec:
+        """That part alone, read as all of this is."""
+        one = {"source": part.source, "path": part.path, "text_field": part.text_field}
+        return replace(self, **one, mixture={}, validation={})  # type: ignore[arg-type]
 
     @property
     def unit(self) -> Literal["tokens", "samples"]:

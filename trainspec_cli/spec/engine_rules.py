@@ -12,6 +12,7 @@ from trainspec_cli.errors import Problem
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.conv_rules import CONV_RULES
 from trainspec_cli.spec.layout_rules import LAYOUT_RULES
+from trainspec_cli.spec.model import ConvModel
 from trainspec_cli.spec.precision_rules import float8
 from trainspec_cli.spec.rules import Rule, apply
 from trainspec_cli.spec.run import RunSpec
@@ -20,8 +21,6 @@ from trainspec_cli.spec.unknown import UNKNOWN
 TRAINED: dict[str, tuple[Any, ...]] = {
     "precision.compute": ("bf16", "fp32", AUTO),
     "precision.matmul": ("compute", "fp8"),
-    "resilience.mode": ("restart",),
-    "cluster.num_nodes": (1,),
     "cluster.device": ("cpu", "cuda", AUTO),
 }
 """The values that this version's engine and launcher take; the first is the one to type."""
@@ -45,7 +44,7 @@ def _is_auto(value: Any) -> bool:
 
 def check_engine(spec: RunSpec) -> list[Problem]:
     """What this version's engine cannot run."""
-    return apply([*BUILT, *(partial(trained_value, path) for path in TRAINED)], spec)
+    return apply([*BUILT, elastic_model, one_host, *(partial(trained_value, path) for path in TRAINED)], spec)
 
 
 def check_built(spec: RunSpec) -> list[Problem]:
@@ -57,6 +56,18 @@ def trained_model(spec: RunSpec) -> Iterator[Problem]:
     if getattr(spec.model, "prediction_layers", 0):
         message = "the engine does not build layers that predict further tokens; without them the model is the same"
         yield Problem("unsupported", message, "model.prediction_layers", "type model.prediction_layers=0")
+
+
+def one_host(spec: RunSpec) -> Iterator[Problem]:
+    if spec.resilience.mode == "elastic" and spec.cluster.num_nodes > 1:
+        message = f"`cluster.num_nodes` is {spec.cluster.num_nodes}; replica groups run on one host in this version"
+        yield Problem("unsupported", message, "resilience.mode", "type resilience=restart, or cluster.num_nodes=1")
+
+
+def elastic_model(spec: RunSpec) -> Iterator[Problem]:
+    if spec.resilience.mode == "elastic" and isinstance(spec.model, ConvModel):
+        message = "batch norm takes its statistics over all samples, and replica groups do not share them"
+        yield Problem("unsupported", message, "resilience.mode", "type resilience=restart")
 
 
 BUILT: tuple[Rule, ...] = (trained_model, *CONV_RULES, *LAYOUT_RULES, float8)

@@ -52,6 +52,10 @@ class Goodput:
     checkpoint_bytes: float
     restart_s: float
     """From a failure to the first new work when the job starts again."""
+    wall_time_s: float
+    """Expected, of the whole run."""
+    layout: str = ""
+    """Where it takes another one than the run's."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import Any
 from trainspec_cli.errors import Problem
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.layout import LayoutSpec
-from trainspec_cli.spec.model import ConvModel, HybridModel
+from trainspec_cli.spec.lora import TARGETS
+from trainspec_cli.spec.model import ConvModel, DecoderModel, HybridModel
 from trainspec_cli.spec.run import RunSpec
 
 SPLIT_SCHEDULES = ("zero_bubble", "zbv")
@@ -40,6 +41,40 @@ def tensor_parallel(spec: RunSpec) -> Iterator[Problem]:
     elif getattr(spec.model, "experts", None) is not None:
         message = "experts with tp need sequence parallelism: else every rank of tp would route the same tokens"
         yield Problem("illegal_layout", message, "layout.sequence_parallel", "type layout.sequence_parallel=true")
+
+
+def adapters(spec: RunSpec) -> Iterator[Problem]:
+    """Adapters are plain layers beside frozen ones."""
+    if not spec.lora.rank:
+        return
+    if not isinstance(spec.model, DecoderModel):
+        message = f"adapters are for decoders, and `model.family` is {spec.model.family}"
+        yield Problem("unsupported", message, "lora.rank", "type lora.rank=0")
+    if spec.layout.pipeline_schedule in SPLIT_SCHEDULES and size_of(spec.layout, "pp") > 1:
+        message = (
+            f"`layout.pipeline_schedule` {spec.layout.pipeline_schedule} splits backwards, which adapters have not"
+        )
+        yield Problem("unsupported", message, "layout.pipeline_schedule", "type layout.pipeline_schedule=1f1b")
+    if spec.precision.matmul == "fp8":
+        message = "layers with adapters do not multiply in fp8"
+        yield Problem("unsupported", message, "precision.matmul", "type precision.matmul=compute")
+    unknown = [target for target in spec.lora.targets if target not in TARGETS]
+    if unknown or not spec.lora.targets:
+        message = f"`lora.targets` is {list(spec.lora.targets)}; there are {', '.join(TARGETS)}"
+        yield Problem("wrong_choice", message, "lora.targets", "type lora.targets=[q,v]")
+
+
+def documents(spec: RunSpec) -> Iterator[Problem]:
+    """Who keeps attention within documents."""
+    if not spec.data.masks_documents:
+        return
+    path = "data.document_masks" if spec.data.document_masks else "data.source"
+    if not isinstance(spec.model, DecoderModel) or spec.model.learned_positions:
+        message = "documents are kept apart by attention with rotary positions; this model has other ways across them"
+        yield Problem("unsupported", message, path, "choose a decoder with rotary positions")
+    if size_of(spec.layout, "cp") > 1:
+        message = "documents' masks do not go with context parallelism yet"
+        yield Problem("unsupported", message, "layout.cp", "type layout.cp=1")
 
 
 def context_parallel(spec: RunSpec) -> Iterator[Problem]:
@@ -163,7 +198,7 @@ def capacity(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("illegal_layout", message, f"layout.{cut[0]}", hint)
 
 
-LAYOUT_RULES = (tensor_parallel, context_parallel, pipeline, expert_parallel, capacity)
+LAYOUT_RULES = (tensor_parallel, context_parallel, pipeline, expert_parallel, capacity, adapters, documents)
 
 
 def _spread_alone(axis: str, reason: str) -> Problem:

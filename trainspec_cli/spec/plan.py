@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from trainspec_cli.spec.layout import Layout
@@ -33,12 +33,26 @@ class Plan:
     """FLOP/s of one device that MFU is taken of; None: the workers measure their best matmul."""
     peak_source: str = ""
 
+    replica_groups: int = 1
+    """Groups of processes, each with the whole model in `layout`; above 1 they survive one another."""
+
     prediction: LocalPrediction | None = None
     """Of a run on this machine's CPU; None where no probe speaks of it."""
 
     @property
     def world_size(self) -> int:
         return self.num_nodes * self.devices_per_node
+
+    @property
+    def group_size(self) -> int:
+        """Processes of one replica group."""
+        return self.world_size // self.replica_groups
+
+    @property
+    def as_one_group(self) -> Plan:
+        """The same work by one group, whose replicas the groups then are."""
+        layout = replace(self.layout, dp_replicate=self.layout.dp_replicate * self.replica_groups)
+        return replace(self, layout=layout, replica_groups=1)
 
     @property
     def tokens_per_step(self) -> int:

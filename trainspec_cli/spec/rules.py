@@ -17,6 +17,7 @@ from pathlib import Path
 from trainspec_cli.errors import Problem
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.cluster import Machine
+from trainspec_cli.spec.elastic_rules import ELASTIC_RULES, fixed_groups
 from trainspec_cli.spec.layout import MESH_AXES
 from trainspec_cli.spec.model import ConvModel, DecoderModel
 from trainspec_cli.spec.model_rules import MODEL_RULES, divisors
@@ -27,19 +28,36 @@ from trainspec_cli.spec.unknown import UnknownTouched
 WITHOUT_PATH = {"python_stdlib": "data=text or data=jsonl", "phantom": "data=images or data=volumes"}
 """Sources that read no file, and what to type for those that do."""
 OF_FOLDERS = ("tokens", "images", "volumes")
+OF_IDS = ("tokens", "nanogpt", "megatron")
+"""Sources that were tokenised before."""
+OF_TABLES = ("parquet", "arrow")
+TRACKERS = ("tensorboard", "wandb", "mlflow")
 Rule = Callable[[RunSpec], Iterable[Problem]]
 
 
 def check(spec: RunSpec) -> list[Problem]:
     """Everything that can be said without a machine."""
     ranges = [_range_rule(path) for path in RANGES]
-    rules = [*MODEL_RULES, world_size, batch, schedule, vocabulary, data_path, tokenizer, uncertainty, ownership]
+    rules = [
+        *MODEL_RULES,
+        world_size,
+        batch,
+        schedule,
+        vocabulary,
+        data_path,
+        one_tokenizer,
+        tokenizer,
+        uncertainty,
+        ownership,
+    ]
+    rules += [memory_copies, *ELASTIC_RULES]
     return apply([*ranges, *rules], spec)
 
 
 def check_machine(spec: RunSpec, machine: Machine) -> list[Problem]:
     """What this host lacks, where the recipe is right."""
-    return apply([lambda spec: gpus(spec, machine), lambda spec: fp8_units(spec, machine), packages, compiler], spec)
+    here: list[Rule] = [lambda spec: gpus(spec, machine), lambda spec: fp8_units(spec, machine)]
+    return apply([*here, packages, torchft, compiler, shared_memory], spec)
 
 
 def apply(rules: Iterable[Rule], spec: RunSpec) -> list[Problem]:
@@ -65,14 +83,19 @@ def _range_rule(path: str) -> Rule:
 
 
 def world_size(spec: RunSpec) -> Iterator[Problem]:
-    """The axes' product is the number of processes; where an axis is auto, the others' product divides it."""
-    processes, sizes = count_processes(spec), _fixed_axes(spec)
+    """The axes' product is the number of processes (of a replica group); where an axis is auto, the others' product
+    divides it."""
+    processes, sizes, groups = count_processes(spec), _fixed_axes(spec), fixed_groups(spec)
+    if processes is not None and processes % groups == 0:
+        processes //= groups
     product = math.prod(sizes.values())
     free = len(sizes) < len(MESH_AXES)
     if processes is None or product < 1 or product == processes or (free and processes % product == 0):
         return
     axes = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "every axis=1"
     nodes = f"{spec.cluster.num_nodes} x {spec.cluster.devices_per_node} = {processes}"
+    if groups > 1:
+        nodes = f"{nodes} for each of {groups} replica groups".replace(f"= {processes}", f"/ {groups} = {processes}")
     layout = f"{axes}, which does not divide them" if free else f"{axes}, which makes {product}"
     message = f"the cluster has {nodes} processes (nodes x devices), the layout asks for {layout}"
     path, hint = _largest_axis(sizes), _fitting(sizes, processes)
@@ -143,7 +166,7 @@ def vocabulary(spec: RunSpec) -> Iterator[Problem]:
     if isinstance(spec.model, ConvModel):
         return
     wanted, rows = spec.data.tokenizer.vocab_size, spec.model.vocab_size
-    if spec.data.source != "tokens" and spec.data.tokenizer.path is None and wanted > rows:
+    if spec.data.source not in OF_IDS and spec.data.tokenizer.path is None and wanted > rows:
         path = "data.tokenizer.vocab_size"
         message = f"a tokenizer of {wanted} tokens does not fit a model with `model.vocab_size` {rows}"
         hint = f"type model.vocab_size={wanted}, or {path}={rows}"
@@ -151,16 +174,46 @@ def vocabulary(spec: RunSpec) -> Iterator[Problem]:
 
 
 def data_path(spec: RunSpec) -> Iterator[Problem]:
-    source, path = spec.data.source, spec.data.path
+    if spec.data.source == "mixture":
+        if not spec.data.mixture:
+            hint = "type data.mixture.NAME.source=jsonl data.mixture.NAME.path=<path> data.mixture.NAME.weight=1"
+            yield Problem("missing_value", "`data.mixture` names nothing to mix", "data.mixture", hint)
+        elif spec.data.path is not None:
+            message = "`data.path` is given, but each part of data=mixture has a path of its own"
+            yield Problem("unsupported", message, "data.path", "type data.path=null")
+    else:
+        yield from _source_path(spec.data.source, spec.data.path, "data")
+    for group in ("mixture", "validation"):
+        for name, part in getattr(spec.data, group).items():
+            yield from _source_path(part.source, part.path, f"data.{group}.{name}")
+            if part.weight <= 0:
+                message = f"`data.{group}.{name}.weight` is {part.weight:g}; a number of more than 0 is needed"
+                yield Problem("out_of_range", message, f"data.{group}.{name}.weight")
+
+
+def _source_path(source: str, path: str | None, where: str) -> Iterator[Problem]:
+    chosen = f"data={source}" if where == "data" else source
     if source in WITHOUT_PATH:
         if path is not None:
-            message = f"`data.path` is {path}, but data={source} reads no file of yours"
-            yield Problem(code="unsupported", path="data.path", message=message, hint=f"type {WITHOUT_PATH[source]}")
+            message = f"`{where}.path` is {path}, but {chosen} reads no file of yours"
+            yield Problem(
+                code="unsupported", path=f"{where}.path", message=message, hint=f"type {WITHOUT_PATH[source]}"
+            )
     elif path is None:
-        message = f"`data.path` is null; data={source} reads a file, folder or glob"
-        yield Problem(code="missing_value", path="data.path", message=message, hint="type data.path=<path>")
+        message = f"`{where}.path` is null; {chosen} reads a file, folder or glob"
+        hint = f"type {where}.path=<path>"
+        yield Problem(code="missing_value", path=f"{where}.path", message=message, hint=hint)
     elif not _exists(path, folder_only=source in OF_FOLDERS):
-        yield _missing_file("data.path", path, "folder" if source in OF_FOLDERS else "file, folder or glob")
+        yield _missing_file(f"{where}.path", path, "folder" if source in OF_FOLDERS else "file, folder or glob")
+
+
+def one_tokenizer(spec: RunSpec) -> Iterator[Problem]:
+    """Parts of a mixture cannot each train a tokenizer of their own."""
+    sources = {part.source for part in spec.data.mixture.values()}
+    if spec.data.source == "mixture" and spec.data.tokenizer.path is None and not sources <= set(OF_IDS):
+        message = "the parts of a mixture are read with one tokenizer, and `data.tokenizer.path` is null"
+        hint = "type data.tokenizer.path=<a tokenizer.json>, or begin with a checkpoint, which brings its own"
+        yield Problem("missing_value", message, "data.tokenizer.path", hint)
 
 
 def tokenizer(spec: RunSpec) -> Iterator[Problem]:
@@ -232,13 +285,25 @@ def fp8_units(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
 
 
 def packages(spec: RunSpec) -> Iterator[Problem]:
-    if spec.tracking.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        message = "`tracking.tensorboard` is true, and the package tensorboard is not installed"
-        hint = "type pip install 'trainspec[tensorboard]'"
-        yield _lacking("missing_package", "tracking.tensorboard", message, hint)
+    """Those that an extra brings."""
+    tracked = [(f"tracking.{name}", name, name) for name in TRACKERS if getattr(spec.tracking, name)]
+    sources = {"data.source": spec.data.source}
+    for group in ("mixture", "validation"):
+        sources |= {f"data.{group}.{name}.source": part.source for name, part in getattr(spec.data, group).items()}
+    tables = [(path, "pyarrow", "hf") for path, source in sources.items() if source in OF_TABLES]
+    for path, package, extra in (*tracked, *tables):
+        if importlib.util.find_spec(package) is None:
+            message = f"`{path}` is {sources.get(path, 'true')}, and the package {package} is not installed"
+            yield _lacking("missing_package", path, message, f"type pip install 'trainspec[{extra}]'")
     if spec.precision.matmul == "fp8" and importlib.util.find_spec("torchao") is None:
         message = "`precision.matmul` is fp8, and the package torchao is not installed"
         yield _lacking("missing_package", "precision.matmul", message, "type pip install 'trainspec[float8]'")
+
+
+def torchft(spec: RunSpec) -> Iterator[Problem]:
+    if spec.resilience.mode == "elastic" and importlib.util.find_spec("torchft") is None:
+        message = "`resilience.mode` is elastic, and the package torchft is not installed"
+        yield _lacking("missing_package", "resilience.mode", message, "type pip install 'trainspec[elastic]'")
 
 
 def compiler(spec: RunSpec) -> Iterator[Problem]:
@@ -247,6 +312,20 @@ def compiler(spec: RunSpec) -> Iterator[Problem]:
     if spec.compile and not any(map(shutil.which, candidates)):
         message = "`compile` is true, and no C++ compiler (g++, clang++) is on the PATH"
         yield _lacking("missing_compiler", "compile", message, "type compile=false, or install one (apt install g++)")
+
+
+def shared_memory(spec: RunSpec) -> Iterator[Problem]:
+    """Copies of the state are kept in files that lie in memory."""
+    path = "checkpoint.memory_interval_steps"
+    if spec.checkpoint.memory_interval_steps is not None and not Path("/dev/shm").is_dir():
+        yield _lacking("no_shared_memory", path, f"`{path}` needs /dev/shm, which this host lacks", f"type {path}=null")
+
+
+def memory_copies(spec: RunSpec) -> Iterator[Problem]:
+    path = "checkpoint.memory_interval_steps"
+    if spec.checkpoint.memory_interval_steps is not None and spec.resilience.mode == "elastic":
+        message = f"`{path}` is set, and with resilience=elastic every replica group holds the newest state already"
+        yield Problem(code="unsupported", path=path, message=message, hint=f"type {path}=null, or resilience=restart")
 
 
 def _lacking(code: str, path: str, message: str, hint: str) -> Problem:

@@ -10,7 +10,9 @@ from trainspec_cli.spec.batching import BatchingSpec
 from trainspec_cli.spec.checkpoint import CheckpointSpec
 from trainspec_cli.spec.cluster import ClusterSpec
 from trainspec_cli.spec.data import DataSpec
+from trainspec_cli.spec.init import InitSpec
 from trainspec_cli.spec.layout import LayoutSpec
+from trainspec_cli.spec.lora import LoraSpec
 from trainspec_cli.spec.model import ModelSpec
 from trainspec_cli.spec.optim import OptimSpec
 from trainspec_cli.spec.precision import PrecisionSpec
@@ -26,6 +28,8 @@ class TrainSection:
     seed: int = 0
     eval_interval_steps: int | None = None
     """Steps between looks at the held-out text; null looks once, at the end."""
+    sample_interval_steps: int | None = None
+    """Steps between samples of text that the model writes (`sample`); null writes one at the end."""
     log_interval_steps: int = 10
     """Steps between lines where the output is not a terminal."""
 
@@ -46,12 +50,24 @@ class RunSection:
     """The run folder; auto is runs/<recipe>/<time>."""
     stop_grace_s: float = 60.0
     """A worker that has not ended this long after it was asked to is killed."""
+    node_timeout_s: float = 30.0
+    """On several hosts: one that has been silent for so long (off, hung, cut off) is lost, and the job ends."""
+    preflight: bool = True
+    """On several hosts: measure each for some seconds before the workers start, and refuse one far below the others."""
 
 
 @dataclass(frozen=True)
 class TrackingSection:
+    """The same events elsewhere; each is an extra of its own."""
+
     tensorboard: bool = False
-    """Also write TensorBoard files (extra `tensorboard`)."""
+    """Files in the run folder."""
+    wandb: bool = False
+    """Weights & Biases, offline in the run folder unless `WANDB_MODE` says otherwise (`wandb sync` sends it later)."""
+    mlflow: bool = False
+    """MLflow, in the run folder unless `MLFLOW_TRACKING_URI` names a server."""
+    project: str = "trainspec"
+    """What Weights & Biases and MLflow file the run under."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +79,8 @@ class RunSpec:
     train: TrainSection
     description: str = ""
     """One line for `trainspec recipes`."""
+    init: InitSpec = field(default_factory=InitSpec)
+    lora: LoraSpec = field(default_factory=LoraSpec)
     cluster: ClusterSpec = field(default_factory=ClusterSpec)
     layout: LayoutSpec = field(default_factory=LayoutSpec)
     precision: PrecisionSpec = field(default_factory=PrecisionSpec)
@@ -74,6 +92,8 @@ class RunSpec:
     """What lives in host memory between its uses."""
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     resilience: ResilienceSpec = field(default_factory=ResilienceSpec)
+    fault: str = ""
+    """Faults that the run is to meet, such as `kill(group=1,step=40)`; several are separated by `;`."""
     sample: SampleSection = field(default_factory=SampleSection)
     tracking: TrackingSection = field(default_factory=TrackingSection)
     run: RunSection = field(default_factory=RunSection)

@@ -39,17 +39,23 @@ def structure(data: Mapping[str, Any]) -> tuple[RunSpec | None, list[Problem]]:
 def build(cls: type[T], data: Mapping[str, Any], path: str = "") -> tuple[T, list[Problem]]:
     """-> a draft of dataclass `cls` in which `UNKNOWN` stands for whatever was wrong, and the problems."""
     hints = _hints(cls)  # type: ignore[arg-type]
-    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    fields = {key_of(field): field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     problems = [_unknown_key(cls, key, path) for key in data if key not in fields]
     values: dict[str, Any] = {}
-    for name, field in fields.items():
-        if data.get(name, MISSING) == MISSING and (name in data or _is_required(field)):
+    for key, field in fields.items():
+        name = field.name
+        if data.get(key, MISSING) == MISSING and (key in data or _is_required(field)):
             values[name] = UNKNOWN
-            problems += _missing(hints[name], f"{path}{name}")
-        elif name in data:
-            values[name], wrong = _build_value(hints[name], data[name], f"{path}{name}")
+            problems += _missing(hints[name], f"{path}{key}")
+        elif key in data:
+            values[name], wrong = _build_value(hints[name], data[key], f"{path}{key}")
             problems += wrong
     return cls(**values), problems
+
+
+def key_of(field: dataclasses.Field[Any]) -> str:
+    """As recipes write it: `from`, which Python keeps for itself, is the field `from_`."""
+    return field.name.removesuffix("_")
 
 
 def _build_value(wanted: Any, value: Any, path: str) -> tuple[Any, list[Problem]]:
@@ -150,7 +156,7 @@ def _missing(wanted: Any, path: str) -> list[Problem]:
 
 def _unknown_key(cls: type, key: str, path: str) -> Problem:
     name = f"{path}{key}"
-    siblings = [field.name for field in dataclasses.fields(cls)]
+    siblings = [key_of(field) for field in dataclasses.fields(cls)]
     meant = [f"`{guess}`" for guess in _guess(key, path, siblings)]
     place = f"`{path[:-1]}`" if path else "a recipe"
     hint = f"did you mean {_join_or(meant)}?" if meant else f"{place} has: {', '.join(siblings)}"
@@ -174,9 +180,9 @@ def known_paths(cls: type, prefix: str = "") -> Iterator[str]:
     """Every dotted path below `cls`."""
     hints = _hints(cls)  # type: ignore[arg-type]
     for field in dataclasses.fields(cls):
-        yield f"{prefix}{field.name}"
+        yield f"{prefix}{key_of(field)}"
         for section in sections_of(hints[field.name]):
-            yield from known_paths(section, f"{prefix}{field.name}.")
+            yield from known_paths(section, f"{prefix}{key_of(field)}.")
 
 
 def _wrong_value(wanted: Any, value: Any, path: str) -> Problem:
@@ -188,7 +194,7 @@ def _wrong_value(wanted: Any, value: Any, path: str) -> Problem:
 def _hint(wanted: Any, value: Any, path: str) -> str:
     if dataclasses.is_dataclass(wanted):
         colon = isinstance(value, str) and ":" in value
-        example = f"{path}.{dataclasses.fields(wanted)[0].name}"
+        example = f"{path}.{key_of(dataclasses.fields(wanted)[0])}"
         return "put a space after the colon" if colon else f"its keys are set one by one, such as {example}"
     if isinstance(value, str) and choices_of(wanted):
         meant = closest(value, [str(choice) for choice in choices_of(wanted)])
@@ -230,7 +236,7 @@ def _alternatives(wanted: Any, with_null: bool) -> Iterator[str]:
             if with_null or member is not type(None):
                 yield from _alternatives(member, with_null)
     elif dataclasses.is_dataclass(wanted):
-        yield f"a section with the keys {', '.join(field.name for field in dataclasses.fields(wanted))}"
+        yield f"a section with the keys {', '.join(map(key_of, dataclasses.fields(wanted)))}"
     elif typing.get_origin(wanted) is tuple:
         yield "a list"
     elif typing.get_origin(wanted) is dict:

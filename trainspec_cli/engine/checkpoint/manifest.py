@@ -1,16 +1,53 @@
-"""The manifest of a checkpoint: what it is, and the digest of each of its files."""
+"""A checkpoint's manifest: what it is, the digest of each file, and where each tensor's parts lie.
+
+Plain JSON with its own digest in it: nothing of a checkpoint is ever unpickled.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from trainspec_cli.errors import MachineError
 from trainspec_cli.rundir.files import read_json, write_json
 
-SCHEMA = "trainspec.checkpoint/1"
+SCHEMA = "trainspec.checkpoint/2"
+OLDER = ("trainspec.checkpoint/1",)
 MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class About:
+    """What a checkpoint is of."""
+
+    step: int
+    """Updates done; the next sample's position is step * global_batch_size."""
+    samples: int
+    """Samples seen, over all ranks."""
+    seed: int
+    recipe_digest: str
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a full tensor, in a file of the checkpoint under the tensor's own name."""
+
+    file: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    shape: tuple[int, ...]
+    dtype: str
+    """As safetensors writes it: F32, BF16, U8, ..."""
+    chunks: tuple[Chunk, ...]
+    """Together they cover the tensor, each place once."""
 
 
 @dataclass(frozen=True)
@@ -21,19 +58,84 @@ class FileDigest:
 
 
 @dataclass(frozen=True)
+class WrittenPart:
+    """What one rank has written, told by its `rank00003.json` beside the file."""
+
+    file: FileDigest
+    tensors: dict[str, TensorEntry]
+    """With this rank's chunk alone."""
+
+
+@dataclass(frozen=True)
 class Manifest:
-    step: int
-    """Updates done; the next sample's position is step * global_batch_size."""
-    samples: int
-    """Samples seen, over all ranks."""
-    seed: int
+    about: About
     world_size: int
-    recipe_digest: str
     files: tuple[FileDigest, ...]
+    tensors: dict[str, TensorEntry]
+
+    @property
+    def step(self) -> int:
+        return self.about.step
 
     @property
     def bytes(self) -> int:
         return sum(file.bytes for file in self.files)
+
+
+def join_parts(about: About, parts: Sequence[WrittenPart]) -> Manifest:
+    """Of all ranks' parts, in the ranks' order."""
+    tensors: dict[str, TensorEntry] = {}
+    for part in parts:
+        for name, entry in part.tensors.items():
+            before = tensors[name].chunks if name in tensors else ()
+            tensors[name] = TensorEntry(entry.shape, entry.dtype, before + entry.chunks)
+    return Manifest(about, len(parts), tuple(part.file for part in parts), tensors)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    content = {"schema": SCHEMA, **asdict(manifest)}
+    write_json(folder / MANIFEST, content | {"sha256": _digest(content)})
+
+
+def read_manifest(folder: Path) -> Manifest:
+    try:
+        content = read_json(folder / MANIFEST)
+        stated, schema = content.pop("sha256", None), content.get("schema")
+        if schema in OLDER:
+            raise ValueError(f"it is of an earlier version of trainspec ({schema}), whose format held pickled objects")
+        if schema != SCHEMA:
+            raise ValueError(f"its schema is not {SCHEMA}")
+        if stated != _digest(content):
+            raise ValueError("it was altered: its sha256 is not its content's")
+        return Manifest(
+            about=About(**content["about"]),
+            world_size=content["world_size"],
+            files=tuple(FileDigest(**file) for file in content["files"]),
+            tensors={name: _entry(fields) for name, fields in content["tensors"].items()},
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise refused(folder, f"{folder / MANIFEST} cannot be read: {error}") from error
+
+
+def write_part(path: Path, part: WrittenPart) -> None:
+    write_json(path, asdict(part))
+
+
+def read_part(path: Path) -> WrittenPart:
+    return part_from(read_json(path))
+
+
+def part_from(content: dict[str, Any]) -> WrittenPart:
+    return WrittenPart(FileDigest(**content["file"]), {n: _entry(fields) for n, fields in content["tensors"].items()})
+
+
+def _entry(fields: dict[str, Any]) -> TensorEntry:
+    chunks = (Chunk(c["file"], tuple(c["offsets"]), tuple(c["shape"])) for c in fields["chunks"])
+    return TensorEntry(tuple(fields["shape"]), fields["dtype"], tuple(chunks))
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def digest_file(path: Path) -> FileDigest:
@@ -42,35 +144,20 @@ def digest_file(path: Path) -> FileDigest:
     return FileDigest(path.name, path.stat().st_size, sha256)
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    write_json(folder / MANIFEST, {"schema": SCHEMA, **asdict(manifest)})
-
-
-def read_manifest(folder: Path) -> Manifest:
-    try:
-        fields = read_json(folder / MANIFEST)
-        if fields.pop("schema") != SCHEMA:
-            raise ValueError(f"its schema is not {SCHEMA}")
-        files = tuple(FileDigest(**entry) for entry in fields.pop("files"))
-        return Manifest(**fields, files=files)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise _refused(folder, f"{folder / MANIFEST} cannot be read: {error}") from error
-
-
-def verify_files(folder: Path, files: tuple[FileDigest, ...]) -> None:
+def verify_files(folder: Path, files: Sequence[FileDigest]) -> None:
     """Raises MachineError that names the first file which is missing, truncated or altered."""
     for expected in files:
         path = folder / expected.name
         if not path.is_file():
-            raise _refused(folder, f"{path} is missing")
+            raise refused(folder, f"{path} is missing")
         found = digest_file(path)
         if found.bytes != expected.bytes:
-            raise _refused(folder, f"{path} has {found.bytes:,} bytes, the manifest says {expected.bytes:,}")
+            raise refused(folder, f"{path} has {found.bytes:,} bytes, the manifest says {expected.bytes:,}")
         if found.sha256 != expected.sha256:
-            raise _refused(folder, f"{path} was altered: its sha256 is not the manifest's")
+            raise refused(folder, f"{path} was altered: its sha256 is not the manifest's")
 
 
-def _refused(folder: Path, what: str) -> MachineError:
+def refused(folder: Path, what: str) -> MachineError:
     return MachineError(
         f"checkpoint refused: {what}",
         code="bad_checkpoint",

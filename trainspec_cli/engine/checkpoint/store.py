@@ -1,127 +1,75 @@
-"""Saving and loading with torch.distributed.checkpoint.
-
-A checkpoint is written to `.step_00000020.partial`; when every rank's part is on disk and digested it gets its
-manifest and its real name, in one rename. So a folder of the real name is whole, whenever the run was killed.
-"""
+"""Loading: the newest whole checkpoint, verified file by file, into whatever layout this run has."""
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import nn
 
-from trainspec_cli.engine.checkpoint.manifest import (
-    FileDigest,
-    Manifest,
-    digest_file,
-    read_manifest,
-    verify_files,
-    write_manifest,
-)
-from trainspec_cli.engine.checkpoint.state import copy_twins, gather_state, rng_state, set_rng_state
-from trainspec_cli.engine.shares import Share
+from trainspec_cli.engine.checkpoint.manifest import Manifest, read_manifest, verify_files
+from trainspec_cli.engine.checkpoint.memory import Place, fetch, find_newest
+from trainspec_cli.engine.checkpoint.parts import Held, Part, copy_twins, rng_parts, set_rng
+from trainspec_cli.engine.checkpoint.reading import files_needed, fill_parts
+from trainspec_cli.errors import MachineError, Problem
 from trainspec_cli.rundir.paths import RunDir
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a rank saves and loads."""
-
-    shares: Sequence[Share]
-    parts: Sequence[nn.Module]
-    optimizer: torch.optim.Optimizer
-
-    def state(self) -> dict[str, Any]:
-        return gather_state(self.shares, self.parts, self.optimizer)
+class Restored:
+    manifest: Manifest
+    folder: Path
+    slot: int | None = None
+    """The slot in the hosts' memory that it came from; None: from disk."""
 
 
-def save(
-    run_dir: RunDir,
-    held: Held,
-    *,
-    step: int,
-    samples: int,
-    seed: int,
-    recipe_digest: str,
-    keep_last: int,
-    device: torch.device,
-) -> Manifest:
-    """Write the state after `step` updates; called by every rank together. -> its manifest."""
-    final = run_dir.checkpoint(step)
-    partial = final.with_name(f".{final.name}.partial")
-    if dist.get_rank() == 0:
-        _clear_partials(run_dir.checkpoints)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    state = held.state() | _own_rng(device)
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(partial, sync_files=True))
-    files = _digest_all(partial)
-    manifest = Manifest(step, samples, seed, dist.get_world_size(), recipe_digest, files)
-    if dist.get_rank() == 0:
-        write_manifest(partial, manifest)
-        _publish(partial, final)
-        _prune(run_dir, keep_last)
-    dist.barrier()
-    return manifest
+def load_newest(run_dir: RunDir, held: Held, device: torch.device, memory: Place | None = None) -> Restored | None:
+    """Restore the newest whole checkpoint, on disk or (`memory`) in the hosts' memory; None where there is none.
+
+    Called by every rank together. Raises MachineError on an altered one.
+    """
+    newest = max(run_dir.checkpoint_steps(), default=-1)
+    found = find_newest(memory) if memory else None
+    if memory and found and found.manifest.step > newest:
+        parts = _parts(found.manifest, held, device)
+        fetch(memory, found, files_needed(found.manifest, parts))
+        _restore(found.folder, found.manifest, parts, held, device)
+        return Restored(found.manifest, found.folder, found.slot)
+    return _load(run_dir.checkpoint(newest), held, device) if newest >= 0 else None
 
 
-def load_newest(run_dir: RunDir, held: Held, device: torch.device) -> Manifest | None:
-    """Restore the newest whole checkpoint; None where there is none. Raises MachineError on an altered one."""
-    steps = run_dir.checkpoint_steps()
-    if not steps:
-        return None
-    folder = run_dir.checkpoint(steps[-1])
-    manifest = read_manifest(folder)
+def _load(folder: Path, held: Held, device: torch.device) -> Restored:
+    """The ranks share out the files' verification, and go on when all have said yes."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    verify_files(folder, manifest.files[rank::world_size])
-    dist.barrier()
-    same_ranks = manifest.world_size == world_size
-    state = held.state() | (_own_rng(device) if same_ranks else {})
-    dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
-    copy_twins(held.shares, held.optimizer)
-    if same_ranks:
-        prefix = f"rng.{rank}."
-        set_rng_state({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}, device)
-    return manifest
-
-
-def _own_rng(device: torch.device) -> dict[str, Any]:
-    return {f"rng.{dist.get_rank()}.{kind}": state for kind, state in rng_state(device).items()}
-
-
-def _digest_all(folder: Path) -> tuple[FileDigest, ...]:
-    """Each rank digests the files it wrote, rank 0 the index too; -> those of all ranks."""
-    rank = dist.get_rank()
-    mine = sorted(folder.glob(f"__{rank}_*")) + ([folder / ".metadata"] if rank == 0 else [])
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, [digest_file(path) for path in mine])
-    return tuple(file for files in gathered for file in files)
-
-
-def _publish(partial: Path, final: Path) -> None:
-    """Rename into place and make the rename itself durable."""
-    partial.rename(final)
-    descriptor = os.open(final.parent, os.O_RDONLY)
+    error = None
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        manifest = read_manifest(folder)
+        verify_files(folder, manifest.files[rank::world_size])
+    except MachineError as refusal:
+        error = refusal
+    raise_together(error)
+    _restore(folder, manifest, _parts(manifest, held, device), held, device)
+    return Restored(manifest, folder)
 
 
-def _prune(run_dir: RunDir, keep_last: int) -> None:
-    for step in run_dir.checkpoint_steps()[:-keep_last]:
-        shutil.rmtree(run_dir.checkpoint(step))
+def _parts(manifest: Manifest, held: Held, device: torch.device) -> list[Part]:
+    """Random generators go on where they were, where the ranks are as many as they were."""
+    generators = rng_parts(dist.get_rank(), device) if manifest.world_size == dist.get_world_size() else []
+    return [*held.parts(), *generators]
 
 
-def _clear_partials(checkpoints: Path) -> None:
-    """What a killed save left behind."""
-    for partial in checkpoints.glob(".step_*.partial"):
-        shutil.rmtree(partial)
+def _restore(folder: Path, manifest: Manifest, parts: list[Part], held: Held, device: torch.device) -> None:
+    fill_parts(folder, manifest, parts)
+    copy_twins(held.shares, held.optimizer)
+    set_rng([part for part in parts if part.name.startswith("rng.")], device)
+
+
+def raise_together(error: MachineError | None) -> None:
+    """Every rank raises what the first of those that have an error found."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, error and error.problems[0])
+    if problem := next(filter(None, found), None):
+        assert isinstance(problem, Problem)
+        raise MachineError(problem) from error

@@ -1,53 +1,51 @@
-"""Held-out text: every token but the first is predicted once, in windows without overlap."""
+"""Held-out text: every row once, in batches that every rank has equally many of."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from trainspec_cli.corpus.shards import TokenFolder
-from trainspec_cli.engine.batch import IGNORED_TARGET
+from trainspec_cli.corpus.rows import Rows, empty_row
+from trainspec_cli.engine.batch import MicroBatch
+from trainspec_cli.engine.data.loader import to_tensors
 
 
 @dataclass(frozen=True)
 class HeldoutLoss:
-    nats_per_token: float
-    bits_per_byte: float
-    """Over the UTF-8 bytes of the text, so that it does not depend on the tokenizer."""
+    nats: float
+    tokens: int
+    bytes: int
+    """Of UTF-8; 0 where they are not known."""
+
+    @property
+    def nats_per_token(self) -> float:
+        return self.nats / max(1, self.tokens)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """It does not depend on the tokenizer."""
+        return self.nats / math.log(2) / self.bytes if self.bytes else None
 
 
-def heldout_batches(
-    folder: TokenFolder, seq_len: int, batch_size: int, rank: int, num_ranks: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's (tokens, targets), each (B, S); all ranks get equally many batches."""
-    predicted = folder.num_tokens("heldout") - 1
-    windows = math.ceil(predicted / seq_len)
-    rounds = math.ceil(windows / (batch_size * num_ranks))
-    for turn in range(rounds):
+def total(losses: Sequence[HeldoutLoss]) -> HeldoutLoss:
+    """Of several texts as if they were one."""
+    known = all(loss.bytes for loss in losses)
+    return HeldoutLoss(
+        nats=sum(loss.nats for loss in losses),
+        tokens=sum(loss.tokens for loss in losses),
+        bytes=sum(loss.bytes for loss in losses) if known else 0,
+    )
+
+
+def heldout_batches(rows: Rows, batch_size: int, rank: int, num_ranks: int) -> Iterator[MicroBatch]:
+    """This rank's micro-batches; the last are filled up with rows that count nothing."""
+    for turn in range(math.ceil(len(rows) / (batch_size * num_ranks))):
         first = (turn * num_ranks + rank) * batch_size
-        rows = [_window(folder, first + row, seq_len) for row in range(batch_size)]
-        tokens, targets = (torch.from_numpy(np.stack(side)) for side in zip(*rows, strict=True))
-        yield tokens, targets
+        read = [rows.read(index) for index in range(first, min(first + batch_size, len(rows)))]
+        documents = rows.read(0).documents is not None
+        yield to_tensors(read + [empty_row(rows.seq_len, documents=documents)] * (batch_size - len(read)))
 
 
-def _window(folder: TokenFolder, index: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Window `index`, padded with ignored targets past the end of the text."""
-    tokens = np.zeros(seq_len, dtype=np.int64)
-    targets = np.full(seq_len, IGNORED_TARGET, dtype=np.int64)
-    start = index * seq_len
-    length = min(seq_len, folder.num_tokens("heldout") - 1 - start)
-    if length > 0:
-        text = folder.tokens("heldout", start, length + 1)
-        tokens[:length], targets[:length] = text[:-1], text[1:]
-    return tokens, targets
-
-
-def summarise(total_nats: float, folder: TokenFolder) -> HeldoutLoss:
-    tokens = max(1, folder.num_tokens("heldout") - 1)
-    num_bytes = max(1, folder.num_bytes("heldout"))
-    return HeldoutLoss(total_nats / tokens, total_nats / math.log(2) / num_bytes)
+def summarise(total_nats: float, rows: Rows, num_bytes: int) -> HeldoutLoss:
+    return HeldoutLoss(total_nats, sum(rows.counted(index) for index in range(len(rows))), num_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainspec_cli.corpus.samples import locate, num_samples, rank_positions
-from trainspec_cli.corpus.shards import TokenFolder
+from trainspec_cli.corpus.order import Order
+from trainspec_cli.corpus.rows import Row
+from trainspec_cli.corpus.samples import rank_positions
 from trainspec_cli.engine.batch import MicroBatch, held_part
 
 PREFETCHED_STEPS = 2
@@ -32,22 +33,27 @@ class BatchPlan:
     """Of each sequence, the positions this rank holds (context parallelism); None: all."""
 
 
-def read_step(folder: TokenFolder, plan: BatchPlan, step: int) -> list[tuple[Tensor, Tensor]]:
-    """This rank's micro-batches of `step`: (tokens, targets), each (B, S), on the host."""
-    samples = num_samples(folder.num_tokens("train"), plan.seq_len)
-    positions = rank_positions(step, plan.global_batch_size, plan.rank, plan.num_ranks)
-    _, indices = locate(positions, samples, plan.seed)
-    windows = np.stack([folder.tokens("train", int(i) * plan.seq_len, plan.seq_len + 1) for i in indices])
-    parts = torch.from_numpy(windows).split(plan.micro_batch_size)
-    pairs = [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in parts]
-    return [held_part(pair, plan.positions_S) for pair in pairs]
+def read_step(order: Order, plan: BatchPlan, step: int) -> list[MicroBatch]:
+    """This rank's micro-batches of `step`, on the host."""
+    return read_positions(order, plan, rank_positions(step, plan.global_batch_size, plan.rank, plan.num_ranks))
 
 
-def batches(
-    folder: TokenFolder, plan: BatchPlan, device: torch.device, start: int, end: int
-) -> Iterator[list[MicroBatch]]:
+def read_positions(order: Order, plan: BatchPlan, positions: np.ndarray) -> list[MicroBatch]:
+    """The micro-batches of the samples at `positions`, in this order."""
+    rows = order.rows(positions)
+    parts = [rows[start : start + plan.micro_batch_size] for start in range(0, len(rows), plan.micro_batch_size)]
+    return [held_part(to_tensors(part), plan.positions_S) for part in parts]
+
+
+def to_tensors(rows: Sequence[Row]) -> MicroBatch:
+    """(tokens, targets), and the documents where rows tell them; each (B, S) of int64."""
+    fields = [(row.tokens, row.targets, *([] if row.documents is None else [row.documents])) for row in rows]
+    return tuple(torch.from_numpy(np.stack(field)) for field in zip(*fields, strict=True))
+
+
+def batches(order: Order, plan: BatchPlan, device: torch.device, start: int, end: int) -> Iterator[list[MicroBatch]]:
     """The micro-batches of steps `start` to `end` - 1 on the device."""
-    return read_ahead(lambda step: read_step(folder, plan, step), device, start, end)
+    return read_ahead(lambda step: read_step(order, plan, step), device, start, end)
 
 
 def read_ahead(
@@ -56,7 +62,7 @@ def read_ahead(
     """What `read_step` gives for steps `start` to `end` - 1, on the device, read ahead by a thread."""
 
     def read(step: int) -> list[MicroBatch]:
-        return [_stage(pair, device) for pair in read_step(step)]
+        return [_stage(part, device) for part in read_step(step)]
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") as pool:
         coming = [pool.submit(read, step) for step in range(start, min(start + PREFETCHED_STEPS, end))]
@@ -64,14 +70,13 @@ def read_ahead(
             ready = coming.pop(0).result()
             if step + PREFETCHED_STEPS < end:
                 coming.append(pool.submit(read, step + PREFETCHED_STEPS))
-            yield [
-                (inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True))
-                for inputs, targets in ready
-            ]
+            yield bring(ready, device)
 
 
-def _stage(pair: tuple[Tensor, Tensor], device: torch.device) -> MicroBatch:
+def bring(micro_batches: list[MicroBatch], device: torch.device) -> list[MicroBatch]:
+    return [tuple(tensor.to(device, non_blocking=True) for tensor in part) for part in micro_batches]
+
+
+def _stage(part: MicroBatch, device: torch.device) -> MicroBatch:
     """Pinned on a GPU's host, so that the copy to the chip runs beside the computation."""
-    if device.type != "cuda":
-        return pair
-    return pair[0].pin_memory(), pair[1].pin_memory()
+    return tuple(tensor.pin_memory() for tensor in part) if device.type == "cuda" else part

@@ -32,7 +32,11 @@ class SampleLoader:
     def read_step(self, step: int) -> list[MicroBatch]:
         """This rank's micro-batches of `step`, on the host; crops are drawn anew at every position."""
         plan = self.plan
-        positions = rank_positions(step, plan.global_batch_size, plan.rank, plan.num_ranks)
+        return self.read_positions(rank_positions(step, plan.global_batch_size, plan.rank, plan.num_ranks))
+
+    def read_positions(self, positions: np.ndarray) -> list[MicroBatch]:
+        """The micro-batches of the samples at `positions`, in this order."""
+        plan = self.plan
         _, indices = locate(positions, self.samples.count("train"), plan.seed)
         images, labels = self._read(indices, positions)
         return list(zip(images.split(plan.micro_batch_size), labels.split(plan.micro_batch_size), strict=True))

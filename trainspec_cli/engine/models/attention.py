@@ -30,13 +30,17 @@ class CausalCore(nn.Module):
         super().__init__()
         self.window, self.scale, self.sinks = window, scale, sinks
 
-    def forward(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor) -> Tensor:
+    def forward(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask_B1SS: Tensor | None = None) -> Tensor:
+        """With a mask (see `within_documents`) a query meets those keys alone."""
         q, k, v = q_BSHE.transpose(1, 2), k_BSKE.transpose(1, 2), v_BSKE.transpose(1, 2)
         value_size = v.shape[-1]
         if value_size < q.shape[-1]:  # the fused kernels take heads of one size
             v = F.pad(v, (0, q.shape[-1] - value_size))
         windowed = self.window is not None and self.window < q.shape[2]
-        mixed = self._windowed(q, k, v) if windowed else self._whole(q, k, v)
+        if mask_B1SS is not None:
+            mixed = self._masked(q, k, v, mask_B1SS)
+        else:
+            mixed = self._windowed(q, k, v) if windowed else self._whole(q, k, v)
         return mixed[..., :value_size].transpose(1, 2)
 
     def _whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -44,6 +48,15 @@ class CausalCore(nn.Module):
             return self._attend(q, k, v, None)
         q, k, v = _pad_front(q), _sink_key(_pad_front(k)), _pad_front(v)
         return self._attend(q, k, v, None)[:, :, 1:]
+
+    def _masked(self, q: Tensor, k: Tensor, v: Tensor, mask_B1SS: Tensor) -> Tensor:
+        """The rotation knows distances alone, so that positions need not begin anew in each document."""
+        if self.window is not None:
+            row = torch.arange(q.shape[2], device=q.device)
+            mask_B1SS = mask_B1SS & (row[:, None] - row < self.window)
+        if self.sinks:
+            k, v, mask_B1SS = _sink_key(_pad_front(k)), _pad_front(v), F.pad(mask_B1SS, (1, 0), value=True)
+        return self._attend(q, k, v, mask_B1SS)
 
     def _windowed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The first block is plain causal attention; the others become samples of their own."""
@@ -69,6 +82,12 @@ class CausalCore(nn.Module):
             scale=self.scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
+
+
+def within_documents(documents_BS: Tensor) -> Tensor:
+    """(B, 1, S, S) of bool: a query meets the keys of its own document, up to itself."""
+    same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
+    return same_BSS.tril().unsqueeze(1)
 
 
 def carry_sinks(q_BSHE: Tensor, k_BSKE: Tensor, sinks_H: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -108,7 +127,13 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(head_dim, eps=model.norm_eps) if model.qk_norm else None
         self.sinks = nn.Parameter(torch.empty(model.num_heads)) if model.attention_sinks else None
 
-    def forward(self, x_BSD: Tensor, cos_SE: Tensor | None = None, sin_SE: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x_BSD: Tensor,
+        cos_SE: Tensor | None = None,
+        sin_SE: Tensor | None = None,
+        mask_B1SS: Tensor | None = None,
+    ) -> Tensor:
         heads = (*x_BSD.shape[:2], -1, self.head_dim)
         q_BSHE, k_BSKE, v_BSKE = (project(x_BSD).view(heads) for project in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
@@ -117,4 +142,4 @@ class Attention(nn.Module):
             q_BSHE, k_BSKE = (apply_rope(x, cos_SE, sin_SE) for x in (q_BSHE, k_BSKE))
         if self.sinks is not None:
             q_BSHE, k_BSKE = carry_sinks(q_BSHE, k_BSKE, self.sinks, self.scale)
-        return self.out(self.core(q_BSHE, k_BSKE, v_BSKE).flatten(2))
+        return self.out(self.core(q_BSHE, k_BSKE, v_BSKE, mask_B1SS).flatten(2))

@@ -45,10 +45,10 @@ class ChunkCrossEntropy(nn.Module):
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, chunk: nn.Module, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-        needs_gradient = any(ctx.needs_input_grad)
+        needs_gradient, trains_weight = any(ctx.needs_input_grad), ctx.needs_input_grad[2]
         total = x_TD.new_zeros((), dtype=torch.float32)
         dx_TD = torch.empty_like(x_TD)
-        dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
+        dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if trains_weight else None
         step = chunk_tokens(weight_VD.shape[0])
         for start in range(0, len(targets_T), step):
             x_CD, targets_C = x_TD[start : start + step], targets_T[start : start + step]
@@ -56,15 +56,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total += loss
             if needs_gradient:
                 torch.mm(dlogits_CV, weight_VD, out=dx_TD[start : start + step])
+            if dweight_VD is not None:
                 dweight_VD += dlogits_CV.T @ x_CD
         ctx.save_for_backward(dx_TD, dweight_VD)
         ctx.weight_dtype = weight_VD.dtype
         return total
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[None, Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, scale: Tensor) -> tuple[None, Tensor, Tensor | None, None]:  # type: ignore[override]
         dx_TD, dweight_VD = ctx.saved_tensors
-        return None, dx_TD * scale.to(dx_TD.dtype), (dweight_VD * scale).to(ctx.weight_dtype), None
+        dweight_VD = None if dweight_VD is None else (dweight_VD * scale).to(ctx.weight_dtype)
+        return None, dx_TD * scale.to(dx_TD.dtype), dweight_VD, None
 
 
 class LinearCrossEntropy(nn.Module):

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from trainspec_cli.engine.models.attention import Attention
+from trainspec_cli.engine.models.attention import Attention, within_documents
 from trainspec_cli.engine.models.feed_forward import FeedForward
 from trainspec_cli.engine.models.language_model import LanguageModel
 from trainspec_cli.engine.models.latent_attention import LatentAttention
@@ -67,11 +67,12 @@ class Decoder(LanguageModel):
             return x_BSD
         return x_BSD + self.position_embed(self.positions_S[: tokens_BS.shape[1]])
 
-    def block_inputs(self, x_BSD: Tensor) -> tuple[Tensor, ...]:
-        """Cosines and sines of this rank's positions."""
+    def block_inputs(self, x_BSD: Tensor, documents_BS: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Cosines and sines of this rank's positions; and where there are documents, which keys a query meets."""
         if self.model.learned_positions:
             return ()
-        return self.cos_SE[self.positions_S].to(x_BSD.dtype), self.sin_SE[self.positions_S].to(x_BSD.dtype)
+        rotation = self.cos_SE[self.positions_S].to(x_BSD.dtype), self.sin_SE[self.positions_S].to(x_BSD.dtype)
+        return rotation if documents_BS is None else (*rotation, within_documents(documents_BS))
 
     def init_buffers(self) -> None:
         super().init_buffers()

@@ -16,6 +16,7 @@ from trainspec_cli.engine.models.attention import Attention
 from trainspec_cli.engine.models.cross_entropy import LinearCrossEntropy
 from trainspec_cli.engine.models.feed_forward import FeedForward
 from trainspec_cli.engine.models.latent_attention import LatentAttention
+from trainspec_cli.engine.models.lora import init_down
 from trainspec_cli.engine.models.mamba2 import MAMBA_INIT, Mamba2
 from trainspec_cli.engine.models.moe import MixtureOfExperts
 from trainspec_cli.engine.models.router import Router
@@ -38,10 +39,15 @@ class LanguageModel(nn.Module):
         "blocks.*.attention.[qkv].bias": 0,
         "blocks.*.attention.kv.weight": 0,
         "blocks.*.attention.sinks": 0,
+        "blocks.*.attention.[qkv].lora_b": 0,
         "blocks.*.attention.out.weight": 1,
+        "blocks.*.attention.out.lora_a": 1,
         "blocks.*.ffn.gate.weight": 0,
         "blocks.*.ffn.up.weight": 0,
         "blocks.*.ffn.down.weight": 1,
+        "blocks.*.ffn.gate.lora_b": 0,
+        "blocks.*.ffn.up.lora_b": 0,
+        "blocks.*.ffn.down.lora_a": 1,
         "blocks.*.ffn.shared.gate.weight": 0,
         "blocks.*.ffn.shared.up.weight": 0,
         "blocks.*.ffn.shared.down.weight": 1,
@@ -49,7 +55,11 @@ class LanguageModel(nn.Module):
         "blocks.*.mamba.*": 0,
     }
     """Which dimension of which parameter tensor parallelism cuts; the first pattern that fits decides."""
-    tensor_partial: ClassVar[tuple[str, ...]] = ("blocks.*.attention.*_norm.weight", "blocks.*.attention.*_down.weight")
+    tensor_partial: ClassVar[tuple[str, ...]] = (
+        "blocks.*.attention.*_norm.weight",
+        "blocks.*.attention.*_down.weight",
+        "blocks.*.lora_[ab]",
+    )
     """Whole parameters inside regions: a rank's gradient is its share."""
     writes_per_layer: ClassVar[int]
     """How often a layer adds to the residual stream."""
@@ -68,11 +78,15 @@ class LanguageModel(nn.Module):
         self.loss: LinearCrossEntropy | None = LinearCrossEntropy() if last else None
         self.residual_std = INIT_STD / math.sqrt(self.writes_per_layer * model.num_layers)
 
-    def forward(self, tokens_or_x: Tensor, targets_BS: Tensor | None = None) -> Tensor:
-        """-> hidden states (B, S, D) of a stage that is not the last; else the summed loss (scalar, fp32) where targets
+    def forward(
+        self, tokens_or_x: Tensor, targets_BS: Tensor | None = None, documents_BS: Tensor | None = None
+    ) -> Tensor:
+        """With `documents_BS` (numbers) attention stays within each document.
+
+        -> hidden states (B, S, D) of a stage that is not the last; else the summed loss (scalar, fp32) where targets
         are given, and logits (B, S, V) where none are."""
         x_BSD = tokens_or_x if tokens_or_x.is_floating_point() else self.embed_tokens(tokens_or_x)
-        inputs = self.block_inputs(x_BSD)
+        inputs = self.block_inputs(x_BSD, documents_BS)
         for block in self.blocks.values():
             x_BSD = block(x_BSD, *inputs)
         if self.norm is None or self.loss is None:
@@ -85,8 +99,9 @@ class LanguageModel(nn.Module):
         assert self.embed is not None, "the first stage alone takes tokens"
         return self.embed(tokens_BS)
 
-    def block_inputs(self, _x_BSD: Tensor) -> tuple[Tensor, ...]:
+    def block_inputs(self, _x_BSD: Tensor, documents_BS: Tensor | None = None) -> tuple[Tensor, ...]:
         """What every block takes besides the hidden states."""
+        assert documents_BS is None, "a scan runs over documents' ends: refused before launch"
         return ()
 
     # What is published
@@ -131,8 +146,10 @@ class LanguageModel(nn.Module):
         leaf = name.rpartition(".")[2]
         if ".mamba." in name and name.partition(".mamba.")[2] in MAMBA_INIT:
             MAMBA_INIT[name.partition(".mamba.")[2]](full, generator)
-        elif leaf.endswith("bias"):
+        elif leaf.endswith("bias") or leaf == "lora_b":
             full.zero_()
+        elif leaf == "lora_a":
+            init_down(full, generator)
         elif full.dim() == 1 and leaf != "sinks":
             full.fill_(1.0)
         else:

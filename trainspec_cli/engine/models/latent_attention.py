@@ -32,10 +32,10 @@ class LatentAttention(nn.Module):
         self.kv = nn.Linear(mla.kv_lora_rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim), bias=False)
         self.out = nn.Linear(heads * mla.v_head_dim, inputs, bias=False)
 
-    def forward(self, x_BSD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor, cos_SR: Tensor, sin_SR: Tensor, mask_B1SS: Tensor | None = None) -> Tensor:
         q_BSHE = self._queries(x_BSD, cos_SR, sin_SR)
         k_BSHE, v_BSHV = self._keys_values(x_BSD, cos_SR, sin_SR)
-        return self.out(self.core(q_BSHE, k_BSHE, v_BSHV).flatten(2))
+        return self.out(self.core(q_BSHE, k_BSHE, v_BSHV, mask_B1SS).flatten(2))
 
     def _queries(self, x_BSD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
         source = self.q_norm(self.q_down(x_BSD)) if self.mla.q_lora_rank else x_BSD

@@ -40,7 +40,8 @@ class UlyssesCore(nn.Module):
         super().__init__()
         self.core, self.peers = core, peers
 
-    def forward(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor) -> Tensor:
+    def forward(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: None = None) -> Tensor:
+        assert mask is None, "documents' masks with cp are refused before launch"
         whole = [self._to_heads(x) for x in (q_BSHE, k_BSKE, v_BSKE)]
         return exchange(self.core(*whole), self._heads_to_sequence, self._sequence_to_heads)
 
@@ -75,7 +76,8 @@ class RingCore(nn.Module):
         self.scale = getattr(core, "scale", None)
 
     @torch.compiler.disable
-    def forward(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor) -> Tensor:
+    def forward(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: None = None) -> Tensor:
+        assert mask is None, "documents' masks with cp are refused before launch"
         q, k, v = (x.transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
         return _Ring.apply(q, k, v, self.peers, self.scale).transpose(1, 2)
 

@@ -25,13 +25,18 @@ from trainspec_cli.spec.run import Recompute
 
 
 def stages_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
-    """Of a run of trainspec's own engine; where it is not counted, the estimate of frameworks in general."""
+    """Of an eager run of trainspec's own engine; else the estimate of frameworks in general.
+
+    Compiled blocks keep less than eager ones, and are estimated like others' fused kernels.
+    """
     if not _is_counted(setup, recompute):
         return estimate_memory(setup)
     run = _run_of(setup, cast("Recompute", recompute))
     outside_bytes = DEFAULT_MEMORY.group_bytes * communicators(setup)
-    peaks = (engine_peak(run, rank).by_cause for rank in range(setup.layout.pp))
-    return tuple(_breakdown(peak, outside_bytes, DEFAULT_MEMORY) for peak in peaks)
+    first, last = (
+        _breakdown(engine_peak(run, rank).by_cause, outside_bytes, DEFAULT_MEMORY) for rank in (0, setup.layout.pp - 1)
+    )
+    return (*[first] * (setup.layout.pp - 1), last)  # those between hold no more than the first
 
 
 def layer_memory(setup: Setup, recompute: str) -> LayerMemory:
@@ -52,7 +57,7 @@ def layer_memory(setup: Setup, recompute: str) -> LayerMemory:
 
 def _is_counted(setup: Setup, recompute: str) -> bool:
     offload = "optimizer" if setup.offload_optimizer else "none"
-    if setup.trainable < 1 or setup.matmul not in (setup.compute, "fp8"):
+    if setup.software.fused_kernels or setup.trainable < 1 or setup.matmul not in (setup.compute, "fp8"):
         return False
     return recompute in ("none", "selective", "full") and is_counted(setup.model, offload) and _is_built(setup)
 

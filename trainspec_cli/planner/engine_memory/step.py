@@ -8,7 +8,7 @@ from trainspec_cli.planner.engine_memory.account import Account
 from trainspec_cli.planner.engine_memory.blocks import profile_block
 from trainspec_cli.planner.engine_memory.conv_step import ConvReplay, exchanges_every_backward
 from trainspec_cli.planner.engine_memory.profile import BlockProfile
-from trainspec_cli.planner.engine_memory.run import WIDTHS, EnginePeak, EngineRun
+from trainspec_cli.planner.engine_memory.run import WIDTHS, EnginePeak, EngineRun, is_counted, run_of
 from trainspec_cli.planner.engine_memory.shape import Layer, Shape, TextModel, layers_of
 from trainspec_cli.planner.engine_memory.sharding import MASTER_WIDTH, Sharded, Sharding
 from trainspec_cli.planner.engine_memory.tape import Event, Stretch
@@ -16,6 +16,7 @@ from trainspec_cli.planner.engine_memory.units import Unit, block_unit, experts_
 from trainspec_cli.policy.pipeline import SPLIT_SCHEDULES, Action, actions, cut_layers, num_stages, stages_of_rank
 from trainspec_cli.spec.layout import Layout
 from trainspec_cli.spec.model import ConvModel, DecoderModel
+from trainspec_cli.spec.plan import Plan
 
 CHUNK_BYTES = 128 * 2**20
 """Of logits held at once, as fp32; a chunk has 64 tokens at least."""
@@ -26,6 +27,14 @@ def engine_peak(run: EngineRun, pipeline_rank: int) -> EnginePeak:
     if isinstance(run.model, ConvModel):
         return EnginePeak(ConvReplay(run).run())
     return EnginePeak(_Replay(run, run.model, pipeline_rank).run())
+
+
+def tensors_by_cause(plan: Plan) -> dict[str, float] | None:
+    """Bytes of the fullest stage's tensors, blocks eager; None where the engine's memory is not counted."""
+    if not is_counted(plan.spec.model, plan.offload):
+        return None
+    peaks = [engine_peak(run_of(plan), rank) for rank in (0, plan.layout.pp - 1)]
+    return max(peaks, key=lambda peak: peak.total_bytes).by_cause
 
 
 def replayed_micro_batches(run: EngineRun) -> int:

@@ -1,0 +1,82 @@
+"""sbatch without a Slurm: what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.plan import Plan
+
+HOME = Path(__file__).resolve().parents[2]
+TWO = ("recipe=tiny", "data.max_bytes=200000", "cluster.num_nodes=2")
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def sbatch(tmp_path: Path, cache: Path) -> Command:
+    environment = {**os.environ, "TRAINSPEC_CACHE": str(cache), "PYTHONPATH": str(HOME), "PATH": "/no/slurm/here"}
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "trainspec_cli", "sbatch", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    return call
+
+
+def test_the_script_is_printed_and_the_run_is_on_paper(sbatch: Command, tmp_path: Path) -> None:
+    done = sbatch(*TWO, "run.dir=runs/mine", "cluster.slurm.partition=gpu")
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs/mine"
+    assert done.stdout == (run / "job.sbatch").read_text()
+    assert done.stdout.startswith("#!/bin/bash\n")
+    assert "#SBATCH --partition=gpu\n" in done.stdout
+    assert (run / "logs").is_dir(), "Slurm writes no log into a folder that is not there"
+    plan = from_plain(Plan, json.loads((run / "plan.json").read_text()))
+    assert (plan.num_nodes, plan.devices_per_node, plan.world_size) == (2, 2, 4)
+    assert (run / "run.json").is_file()
+
+
+def test_a_sweep_makes_a_run_a_point_and_one_array(sbatch: Command, tmp_path: Path) -> None:
+    done = sbatch(*TWO, "--sweep", "optim.lr=0.1,0.2", "--sweep", "train.seed=1,2", "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    plans = [json.loads((Path(run) / "plan.json").read_text())["spec"] for run in told["runs"]]
+    points = [(plan["optim"]["lr"], plan["train"]["seed"]) for plan in plans]
+    assert points == [(0.1, 1), (0.1, 2), (0.2, 1), (0.2, 2)]
+    script = Path(told["script"]).read_text()
+    assert "#SBATCH --array=0-3\n" in script
+    assert all(run in script for run in told["runs"])
+    assert all((Path(run) / "job.sbatch").is_file() for run in told["runs"]), "each can go on by itself"
+
+
+def test_gpus_of_hosts_that_are_elsewhere_are_planned_for(sbatch: Command) -> None:
+    done = sbatch(*TWO, "cluster=h100", "batching.global_batch_size=16", "run.dir=run")
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --gpus-per-node=8\n" in done.stdout
+
+
+def test_what_only_the_hosts_could_tell_is_asked_for(sbatch: Command, tmp_path: Path) -> None:
+    refused = sbatch(*TWO, "cluster=auto")
+    assert refused.returncode == 2
+    assert "`cluster.device` is auto, and the job's hosts cannot be looked at" in refused.stderr
+    assert "`cluster.devices_per_node` is auto" in refused.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_host_without_slurm_says_so(sbatch: Command) -> None:
+    refused = sbatch(*TWO, "run.dir=run", "--submit")
+    assert refused.returncode == 4
+    assert "there is no sbatch on this host" in refused.stderr

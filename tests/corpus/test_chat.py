@@ -1,0 +1,102 @@
+"""Conversations become rows: whole documents, and of them the replies alone to learn."""
+
+import json
+
+import numpy as np
+import pytest
+
+from trainspec_cli.corpus import bpe
+from trainspec_cli.corpus.collection import Collection
+from trainspec_cli.corpus.prepare import prepare
+from trainspec_cli.corpus.rows import IGNORED, PADDING_DOCUMENT, Packed
+from trainspec_cli.corpus.shards import TokenFolder
+from trainspec_cli.errors import RecipeError
+from trainspec_cli.spec.data import DataSpec, TokenizerSpec
+
+TALK = {"messages": [{"role": "user", "content": "what is it"}, {"role": "assistant", "content": "a fox"}]}
+
+
+def lines(count: int) -> list[dict]:
+    talks = []
+    for number in range(count):
+        reply = {"role": "assistant", "content": f"reply {number} " * (1 + number % 5)}
+        talks.append({"messages": [{"role": "user", "content": f"question {number}"}, reply]})
+        talks.append({"prompt": f"{number} + 1 = ", "completion": str(number + 1)})
+    return talks
+
+
+@pytest.fixture
+def prepared(tmp_path, cache):
+    def make(records, **options) -> TokenFolder:
+        file = tmp_path / "talks.jsonl"
+        file.write_text("\n".join(json.dumps(record) for record in records))
+        options = {"chat_template": "chatml", "tokenizer": TokenizerSpec(400), **options}
+        return TokenFolder.open(prepare(DataSpec(64, "chat", str(file), **options)))
+
+    return make
+
+
+def learnt_texts(folder: TokenFolder, rows) -> list[str]:
+    """What each row wants to be said, document by document."""
+    tokenizer = bpe.load(folder.path / "tokenizer.json")
+    texts = []
+    for row in (rows.read(index) for index in range(len(rows))):
+        for document in np.unique(row.documents[row.documents != PADDING_DOCUMENT]):
+            targets = row.targets[row.documents == document]
+            texts.append(tokenizer.decode(targets[targets != IGNORED].tolist(), skip_special_tokens=False))
+    return sorted(texts)
+
+
+def test_replies_and_what_ends_them_are_learnt(prepared):
+    folder = prepared(lines(30))
+    learnt = learnt_texts(folder, Packed(folder, "train", 64)) + learnt_texts(folder, Packed(folder, "heldout", 64))
+    replies = [f"reply {n} " * (1 + n % 5) + "<|im_end|>" for n in range(30)]
+    sums = [f"{n + 1}<|endoftext|>" for n in range(30)]
+    assert sorted(learnt) == sorted([*replies, *sums])
+
+
+def test_all_of_a_conversation_can_be_learnt(prepared):
+    folder = prepared([*lines(3), TALK], loss_on="all")
+    learnt = learnt_texts(folder, Packed(folder, "train", 64)) + learnt_texts(folder, Packed(folder, "heldout", 64))
+    assert "user\nwhat is it<|im_end|>\n<|im_start|>assistant\na fox<|im_end|>\n" in learnt
+
+
+def test_rows_hold_whole_documents_and_know_what_counts(prepared):
+    folder = prepared(lines(40))
+    rows = Packed(folder, "train", 64)
+    for index in range(len(rows)):
+        row = rows.read(index)
+        assert rows.counted(index) == int((row.targets != IGNORED).sum()) > 0
+        inside = row.documents != PADDING_DOCUMENT
+        assert (np.diff(row.documents[inside]) >= 0).all() and not inside[int(inside.sum()) :].any()
+    filled = sum(int((rows.read(i).documents != PADDING_DOCUMENT).sum()) for i in range(len(rows)))
+    assert filled / (64 * len(rows)) > 0.9, "best fit leaves little room"
+
+
+def test_what_is_too_long_loses_its_end(prepared):
+    long = {"prompt": "count: ", "completion": "one two three " * 60}
+    folder = prepared([*lines(5), long])
+    whole, short = Packed(folder, "train", 400), Packed(folder, "train", 64)
+    assert (whole.cut, short.cut) == (0, 1)
+    data = DataSpec(64, "chat")
+    (note,) = Collection.open(folder.path).check(data, 400)
+    assert note == "1 conversations are longer than data.seq_len=64, and lose their ends"
+    assert max(short.counted(index) for index in range(len(short))) <= 64
+
+
+def test_a_line_that_is_no_conversation_is_named(prepared):
+    with pytest.raises(RecipeError, match=r"each line must be \{") as raised:
+        prepared([TALK, {"text": "plain"}])
+    assert raised.value.problems[0].line == 2
+
+
+def test_conversations_need_a_template_and_completions_none(prepared):
+    with pytest.raises(RecipeError, match="there is no tokenizer with a template"):
+        prepared([TALK], chat_template=None)
+    prepared([{"prompt": f"{number} is ", "completion": str(number)} for number in range(9)], chat_template=None)
+
+
+def test_nothing_to_learn_is_told(prepared):
+    silent = [{"messages": [{"role": "user", "content": f"hello {number}"}]} for number in range(5)]
+    with pytest.raises(RecipeError, match="no conversation holds a reply to learn"):
+        prepared(silent)

@@ -1,0 +1,78 @@
+"""Token files of others: the ids that their own readers would see."""
+
+import struct
+
+import numpy as np
+import pytest
+
+from trainspec_cli.corpus.prepare import prepare
+from trainspec_cli.corpus.shards import TokenFolder
+from trainspec_cli.errors import MachineError, RecipeError
+from trainspec_cli.spec.data import DataSpec
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+def open_data(source, path, **options) -> TokenFolder:
+    return TokenFolder.open(prepare(DataSpec(8, source, str(path), **options)))
+
+
+def everything(folder: TokenFolder, split) -> list[int]:
+    return folder.tokens(split, 0, folder.num_tokens(split)).tolist()
+
+
+def write_megatron(name, documents, code=4, dtype="<i4"):
+    lengths = np.array([len(document) for document in documents], dtype="<i4")
+    pointers = np.concatenate(([0], np.cumsum(lengths)[:-1])).astype("<i8") * np.dtype(dtype).itemsize
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(documents), len(documents) + 1)
+    bounds = np.arange(len(documents) + 1, dtype="<i8")
+    name.with_suffix(".idx").write_bytes(header + lengths.tobytes() + pointers.tobytes() + bounds.tobytes())
+    name.with_suffix(".bin").write_bytes(np.concatenate(documents).astype(dtype).tobytes())
+
+
+def test_nanogpts_folder(tmp_path):
+    np.arange(1000, 1200, dtype="<u2").tofile(tmp_path / "train.bin")
+    np.arange(50, dtype="<u2").tofile(tmp_path / "val.bin")
+    folder = open_data("nanogpt", tmp_path)
+    assert everything(folder, "train") == list(range(1000, 1200))
+    assert everything(folder, "heldout") == list(range(50))
+
+
+def test_of_a_file_alone_the_end_is_held_out(tmp_path):
+    ids = np.arange(200, dtype="<u2")
+    ids.tofile(tmp_path / "all.bin")
+    folder = open_data("nanogpt", tmp_path / "all.bin", heldout_fraction=0.1)
+    assert (everything(folder, "train"), everything(folder, "heldout")) == (list(range(180)), list(range(180, 200)))
+
+
+def test_the_header_of_llmc_is_passed_over(tmp_path):
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = 20240520, 1, 30
+    (tmp_path / "train.bin").write_bytes(header.tobytes() + np.arange(30, dtype="<u2").tobytes())
+    (tmp_path / "val.bin").write_bytes(header.tobytes() + np.arange(20, dtype="<u2").tobytes())
+    assert everything(open_data("nanogpt", tmp_path), "train") == list(range(30))
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(4, "<i4"), (8, "<u2")])
+def test_megatrons_files_are_cut_between_documents(tmp_path, code, dtype):
+    documents = [np.arange(start, start + 10) for start in range(0, 100, 10)]
+    write_megatron(tmp_path / "text", documents, code, dtype)
+    folder = open_data("megatron", tmp_path, heldout_fraction=0.25)
+    assert everything(folder, "train") == list(range(80))
+    assert everything(folder, "heldout") == list(range(80, 100))
+
+
+def test_files_that_are_not_whole_are_named(tmp_path):
+    write_megatron(tmp_path / "text", [np.arange(10), np.arange(10)])
+    (tmp_path / "text.bin").write_bytes(b"1234")
+    with pytest.raises(MachineError, match=r"text.bin has 4 bytes, and its index speaks of 20 uint32 ids"):
+        open_data("megatron", tmp_path)
+    (tmp_path / "text.idx").write_bytes(b"something else, and longer than a header is")
+    with pytest.raises(MachineError, match=r"text.idx is no index of Megatron's"):
+        open_data("megatron", tmp_path)
+    (tmp_path / "text.idx").unlink()
+    with pytest.raises(RecipeError, match=r"there is no .*text.idx"):
+        open_data("megatron", tmp_path)
+    (tmp_path / "text.bin").write_bytes(b"123")
+    with pytest.raises(MachineError, match="no whole uint16 ids"):
+        open_data("nanogpt", tmp_path)

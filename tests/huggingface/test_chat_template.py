@@ -1,0 +1,82 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.errors import RecipeError
+from trainspec_cli.huggingface.chat_template import CHATML, ChatTemplate, find_template
+
+TALK = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "same"},
+    {"role": "assistant", "content": "same"},
+    {"role": "user", "content": "again"},
+    {"role": "assistant", "content": " <think>hm</think> yes \n"},
+]
+TRIMMED = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{{ eos_token }}{% endfor %}"
+FORGETFUL = (
+    "{% for m in messages %}({{ m.role }})"
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}.{% endfor %}"
+)
+MARKED = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}"
+
+
+def replies(source: str, messages=TALK) -> list[str]:
+    text, spans = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).replies(messages)
+    return [text[start:end] for start, end in spans]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (CHATML, ["same", " <think>hm</think> yes \n"]),
+        (TRIMMED, ["same", "<think>hm</think> yes"]),
+        (FORGETFUL, ["same", " <think>hm</think> yes \n"]),
+        (MARKED, ["same", " <think>hm</think> yes \n"]),
+    ],
+    ids=["chatml", "trimmed", "forgetful", "marked"],
+)
+def test_replies_are_found_whatever_the_template_does_to_them(source, expected):
+    assert replies(source) == expected
+
+
+def test_thoughts_that_a_template_leaves_out_are_not_learnt():
+    earlier = [TALK[1], {"role": "assistant", "content": "<think>hm</think>no"}, *TALK[3:]]
+    assert replies(FORGETFUL, earlier) == ["no", " <think>hm</think> yes \n"]
+
+
+def test_the_text_is_the_one_of_transformers(hf_folder):
+    transformers = pytest.importorskip("transformers")
+    folder = hf_folder("llama")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "chat_template": TRIMMED}
+        )
+    )
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    template = find_template(folder / "tokenizer.json", None)
+    assert template.render(TALK) == theirs.apply_chat_template(TALK, tokenize=False)
+
+
+def test_a_template_is_looked_for_in_its_places(tmp_path: Path):
+    tokenizer, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    with pytest.raises(RecipeError, match=r"beside .* there is no chat template"):
+        find_template(tokenizer, None)
+    named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]
+    config.write_text(json.dumps({"chat_template": named, "eos_token": {"content": "</s>"}}))
+    assert find_template(tokenizer, None) == ChatTemplate("yes", {"eos_token": "</s>"})
+    (tmp_path / "chat_template.jinja").write_text("newer")
+    assert find_template(tokenizer, None).source == "newer"
+    assert find_template(tokenizer, "chatml").source == CHATML
+    with pytest.raises(RecipeError, match="there is no file"):
+        find_template(tokenizer, "nothing.jinja")
+
+
+def test_a_template_reaches_nothing_outside():
+    with pytest.raises(ValueError, match="unsafe"):
+        ChatTemplate("{{ messages.__class__.__mro__ }}", {}).render(TALK)
+    with pytest.raises(ValueError, match="no system prompt, please"):
+        ChatTemplate("{{ raise_exception('no system prompt, please') }}", {}).render(TALK)
+    with pytest.raises(RecipeError, match="the chat template is no Jinja"):
+        ChatTemplate("{% if %}", {}).render(TALK)

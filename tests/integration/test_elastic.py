@@ -1,0 +1,182 @@
+"""Replica groups on real processes: groups die, others step on, and nothing is lost."""
+
+import json
+import signal
+import subprocess
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.rundir.events import read_events
+from trainspec_cli.rundir.paths import RunDir
+
+ENDLESS = "train.max_steps=1000000"
+ELASTIC = ("recipe=tiny", "resilience=elastic", "optim.schedule.kind=constant", "resilience.exchange_timeout_s=5")
+
+
+def story(run: RunDir, kind: str) -> list[dict]:
+    return [event for event in read_events(run.events(0)) if event["type"] == kind]
+
+
+def own_events(run: RunDir, kind: str) -> list[dict]:
+    """Of the first process of every group."""
+    files = sorted(run.events_folder.glob("group*/rank00000.jsonl"))
+    return [event for file in files for event in read_events(file) if event["type"] == kind]
+
+
+def losses(run: RunDir) -> dict[int, float]:
+    return {event["step"]: event["loss"] for event in story(run, "step")}
+
+
+def count_samples(run: RunDir) -> Counter[int]:
+    """How often each position was taken in a step that counted."""
+    portions = {(event["step"], *event["took"]) for event in own_events(run, "step")}
+    return Counter(position for _, start, samples in portions for position in range(start, start + samples))
+
+
+def wait_for(process: subprocess.Popen[str], condition, timeout_s: float = 240) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def changes(run: RunDir) -> list[tuple[str, int | None]]:
+    return [(event["change"], event["group"]) for event in story(run, "recovery")]
+
+
+def run_until_healed(start_trainspec, root: Path, fault: str, group: int, *arguments: str) -> RunDir:
+    """An elastic run that is stopped some steps after `group` has come back; the steps until then are slow and few."""
+    run = RunDir(root / "elastic")
+    other = 1 - group
+    slow = f"fault={fault}(group={group},step=5); slow(group={other},step=6,seconds=0.2,steps=10000)"
+    process = start_trainspec("launch", *ELASTIC, ENDLESS, "run.dir=elastic", slow, *arguments)
+    wait_for(process, lambda: ("joined", group) in changes(run))
+    joined = story(run, "recovery")[-1]["step"]
+    wait_for(process, lambda: max(losses(run)) >= joined + 5)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 6, output
+    return run
+
+
+def check_nothing_was_lost(run: RunDir) -> None:
+    """Every sample of the steps that counted was taken once, and the groups end with the same weights."""
+    steps = story(run, "step")
+    assert [event["step"] for event in steps] == list(range(1, len(steps) + 1))
+    taken = count_samples(run)
+    assert sorted(taken) == list(range(sum(event["samples"] for event in steps)))
+    assert set(taken.values()) == {1}
+    assert len({event["weights_sha256"] for event in own_events(run, "end")}) == 1
+
+
+def test_a_group_is_killed_and_heals_and_the_losses_are_those_of_an_unharmed_run(start_trainspec, trainspec, tmp_path):
+    """Of two groups bit for bit: a sum of two is the same in either order."""
+    run = run_until_healed(start_trainspec, tmp_path, "kill", 1, "resilience.sdc_check=1")
+    check_nothing_was_lost(run)
+    left, joined = (event for event in json.loads(run.result_json.read_text())["recoveries"])
+    assert (left["kind"], left["step"], left["lost_steps"]) == ("left", 6, 1)
+    assert (joined["kind"], joined["lost_steps"]) == ("joined", 0)
+    alone = [event for event in story(run, "step") if left["step"] <= event["step"] < joined["step"]]
+    assert alone and all(event["groups"] == [0] and event["samples"] == 8 for event in alone)
+
+    steps = max(losses(run))
+    ended = trainspec("launch", *ELASTIC, f"train.max_steps={steps}", "run.dir=unharmed")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    unharmed = RunDir(tmp_path / "unharmed")
+    assert losses(run) == losses(unharmed)
+    assert {event["weights_sha256"] for event in own_events(run, "end") + own_events(unharmed, "end")} == {
+        json.loads(run.result_json.read_text())["weights_sha256"]
+    }
+
+
+@pytest.mark.slow
+def test_groups_of_two_ranks_that_shard_their_model(start_trainspec, tmp_path):
+    """One rank of a group dies, and the whole group with it."""
+    run = run_until_healed(
+        *(start_trainspec, tmp_path, "kill", 1, "layout=fsdp", "cluster.devices_per_node=4"),
+        *("resilience.replica_groups=2", "resilience.sdc_check=1"),
+    )
+    check_nothing_was_lost(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["stop", "hang", "exception", "oom"])
+def test_other_ways_to_fail(start_trainspec, tmp_path, fault):
+    check_nothing_was_lost(run_until_healed(start_trainspec, tmp_path, fault, 0))
+
+
+@pytest.mark.slow
+def test_a_shrunken_batch_takes_the_learning_rate_along(start_trainspec, tmp_path):
+    run = run_until_healed(start_trainspec, tmp_path, "kill", 1, "batching.on_loss=shrink", "optim.lr=0.001")
+    check_nothing_was_lost(run)
+    rates = {(event["samples"], round(event["lr"], 9)) for event in story(run, "step")}
+    assert rates == {(8, 0.001), (4, 0.0005)}
+
+
+@pytest.mark.slow
+def test_too_few_groups_end_the_run_with_a_checkpoint(trainspec, tmp_path):
+    ended = trainspec(
+        *("launch", *ELASTIC, ENDLESS, "run.dir=run", "fault=kill(group=1,step=5)"),
+        *("resilience.min_groups=2", "resilience.max_restarts_per_hour=0"),
+    )
+    assert ended.returncode == 5, ended.stdout + ended.stderr
+    assert "1 of 2 replica groups are left, and resilience.min_groups is 2" in ended.stdout + ended.stderr
+    run = RunDir(tmp_path / "run")
+    assert run.checkpoint_steps() == [5]
+    assert json.loads(run.result_json.read_text())["status"] == "failed"
+
+
+@pytest.mark.slow
+def test_a_group_that_fails_too_often_stays_away_and_the_others_finish(trainspec, tmp_path):
+    ended = trainspec(
+        *("launch", *ELASTIC, "train.max_steps=30", "run.dir=run", "fault=kill(group=0,step=5)"),
+        "resilience.max_restarts_per_hour=0",
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "it stays away" in ended.stdout
+    run = RunDir(tmp_path / "run")
+    assert changes(run) == [("left", 0)]
+    check_nothing_was_lost(run)
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_is_found_and_its_group_named(trainspec):
+    ended = trainspec(
+        *("launch", *ELASTIC, ENDLESS, "fault=bitflip(group=2,step=5)", "resilience.sdc_check=4"),
+        *("resilience.replica_groups=4", "cluster.devices_per_node=4"),
+    )
+    assert ended.returncode == 5, ended.stdout + ended.stderr
+    assert "the parameters of group 2 differ from the others' after step 8" in ended.stdout + ended.stderr
+
+
+@pytest.mark.slow
+def test_a_lighthouse_that_is_killed_costs_no_step(trainspec, tmp_path):
+    ended = trainspec("launch", *ELASTIC, "train.max_steps=30", "run.dir=run", "fault=lighthouse(step=5)")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "the lighthouse ended; it starts again" in ended.stdout
+    run = RunDir(tmp_path / "run")
+    assert [change for change, _ in changes(run) if change != "retried"] == []
+    check_nothing_was_lost(run)
+
+
+@pytest.mark.slow
+def test_a_run_restarts_from_its_last_checkpoint_as_long_as_there_is_a_newer_one(trainspec, tmp_path):
+    plain = trainspec("launch", "recipe=tiny", "checkpoint.interval_steps=4", "run.dir=plain")
+    ended = trainspec(
+        *("launch", "recipe=tiny", "checkpoint.interval_steps=4", "checkpoint.mode=sync", "run.dir=run"),
+        *("fault=kill(step=6,rank=1); exception(step=11); kill(step=13)", "resilience.max_restarts_per_hour=3"),
+    )
+    assert plain.returncode == ended.returncode == 0, ended.stdout + ended.stderr
+    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("plain", "run")]
+    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
+    recoveries = results[1]["recoveries"]
+    assert [(r["kind"], r["step"], r["lost_steps"]) for r in recoveries] == [
+        ("restart", 6, 2),
+        ("restart", 11, 3),
+        ("restart", 13, 1),
+    ]
+    assert all(r["stall_s"] > 0 for r in recoveries)

@@ -1,0 +1,31 @@
+"""An old worker that lives on when the run was begun anew writes nothing into it."""
+
+from __future__ import annotations
+
+import time
+
+from trainspec_cli.rundir import generations
+from trainspec_cli.rundir.events import read_events
+from trainspec_cli.rundir.paths import RunDir
+
+
+def steps_of(run: RunDir) -> list[int]:
+    return [event["step"] for event in read_events(run.events(0)) if event["type"] == "step"]
+
+
+def test_a_worker_stops_when_a_newer_start_owns_the_run(start_trainspec, tmp_path) -> None:
+    run = RunDir(tmp_path / "run")
+    endless = ("train.max_steps=1000000", "checkpoint.interval_steps=1000000", "batching.global_batch_size=2")
+    process = start_trainspec("launch", "recipe=tiny", *endless, "run.dir=run")
+    deadline = time.monotonic() + 120
+    while len(steps_of(run)) < 5:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    assert generations.newest(run) == 1
+    assert generations.begin(run) == 2
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 5, said
+    assert "fenced off: start 2 owns the run now" in said
+    assert run.checkpoint_steps() == []
+    assert not run.result_json.exists()
+    assert not list(run.errors_folder.glob("*"))

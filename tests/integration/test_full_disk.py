@@ -1,0 +1,46 @@
+"""A run on a disk that fills: it goes on without the checkpoints that do not fit, and its older ones stay whole."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from trainspec_cli.rundir.events import read_events
+from trainspec_cli.rundir.paths import RunDir
+
+RECIPE = ("recipe=tiny", "train.max_steps=30", "checkpoint.interval_steps=10", "checkpoint.keep_last=3")
+CHECKPOINT_KB = 1800
+pytestmark = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="mounts a small disk")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Room for one checkpoint, and for a part of the second."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    size = f"size={int(1.6 * CHECKPOINT_KB)}k"
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("may not mount")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_what_does_not_fit_is_told_and_the_last_one_is_an_error(trainspec, small_disk, read_result):
+    ended = trainspec("launch", *RECIPE, "run.dir=disk")
+    said = " ".join((ended.stdout + ended.stderr).split())
+    assert ended.returncode == 4, said
+    run_dir = RunDir(small_disk)
+    assert run_dir.checkpoint_steps() == [10]
+    assert "the checkpoint of step 20 could not be written" in said
+    assert "No space left on device" in said
+    assert "could not be written" in ended.stderr
+    assert "Traceback" not in said
+    steps = [event["step"] for event in read_events(run_dir.events(0)) if event["type"] == "step"]
+    assert steps == list(range(1, 31)), "training went on"
+    assert read_result("disk")["exit_code"] == 4
+    subprocess.run(["mount", "-o", "remount,size=100m", small_disk], check=True)
+    ended = trainspec("resume", "disk")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert [event["step"] for event in read_events(run_dir.events(0)) if event["type"] == "start"] == [0, 10]
+    assert run_dir.checkpoint_steps()[-1] == 30

@@ -1,0 +1,52 @@
+"""Killed workers' state stays in the host's memory, and a resumed run goes on from there: no disk was needed."""
+
+import pytest
+
+from trainspec_cli.rundir.events import read_events
+from trainspec_cli.rundir.memory import memory_folder
+from trainspec_cli.rundir.paths import RunDir
+
+RECIPE = ("recipe=tiny", "train.max_steps=30", "checkpoint.memory_interval_steps=3")
+
+
+def test_kill_9_and_resume_from_memory(
+    wait_for_step, kill_everything, start_trainspec, trainspec, tmp_path, read_result
+):
+    ended = trainspec("launch", "recipe=tiny", "train.max_steps=30", "run.dir=alone")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    process = start_trainspec("launch", *RECIPE, "run.dir=killed")
+    run_dir = RunDir(tmp_path / "killed")
+    wait_for_step(run_dir, 14, process)
+    kill_everything(process)
+    assert run_dir.checkpoint_steps() == []
+    folder = memory_folder(run_dir)
+    assert folder.is_dir()
+    ended = trainspec("resume", "killed")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "goes on from the newest copy in memory" in ended.stdout
+    again = [event for event in read_events(run_dir.events(0)) if event["type"] == "start"][1]
+    assert again["step"] >= 6
+    assert again["step"] % 3 == 0
+    assert again["restored_from"].startswith(str(folder))
+    assert read_result("killed")["weights_sha256"] == read_result("alone")["weights_sha256"]
+    assert not folder.exists(), "the disk has it now"
+
+
+@pytest.mark.slow
+def test_a_killed_workers_run_starts_again_from_memory(
+    wait_for_step, workers_of, start_trainspec, tmp_path, read_result
+):
+    """No checkpoint is on disk: without the copies the run would have ended."""
+    process = start_trainspec("launch", *RECIPE, "run.dir=killed")
+    run_dir = RunDir(tmp_path / "killed")
+    wait_for_step(run_dir, 14, process)
+    workers_of(process)[1].kill()
+    said = process.communicate(timeout=240)[0]
+    assert process.returncode == 0, said
+    starts = [event for event in read_events(run_dir.events(0)) if event["type"] == "start"]
+    assert [event["step"] > 0 for event in starts] == [False, True]
+    assert starts[1]["restored_from"].startswith(str(memory_folder(run_dir)))
+    time_s = read_result("killed")["time_s"]
+    assert time_s["detection"] > 0
+    assert time_s["recovery"] > 0
+    assert time_s["idle"] == 0

@@ -1,0 +1,1 @@
+"""The test lab: a real Slurm, and hosts with cables that can be cut, on one machine."""

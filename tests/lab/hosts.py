@@ -1,0 +1,144 @@
+"""Hosts on one machine: a network namespace each, joined by cables (veth) to a switch in a namespace of its own.
+
+Needs root and iproute2; loss needs nft. The machine's own network is not touched.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+PREFIX, NET = "tspec", "10.77.1"
+SWITCH = f"{PREFIX}-switch"
+SWITCH_ADDRESS = f"{NET}.254"
+HOSTS_FILES = Path("/run/trainspec-test-hosts")
+
+
+def lacking() -> str:
+    """Why hosts cannot be made here; empty where they can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc", "nsenter", "unshare") if not shutil.which(tool)]
+    if missing:
+        return f"{', '.join(missing)} not installed (apt-get install iproute2 util-linux)"
+    probe = subprocess.run(["ip", "netns", "add", f"{PREFIX}-probe"], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "del", f"{PREFIX}-probe"], capture_output=True)
+    return f"no network namespaces here: {probe.stderr.strip()}" if probe.returncode else ""
+
+
+def run(*command: object) -> str:
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+    return done.stdout
+
+
+class Hosts:
+    """Hosts 1 to `count`, named node1, node2, ... with addresses `NET`.1, .2, ..."""
+
+    def __init__(self, count: int):
+        self.count = count
+        _remove_all()
+        HOSTS_FILES.mkdir(parents=True, exist_ok=True)
+        names = "".join(f"{NET}.{i} node{i}\n" for i in self.numbers)
+        self._hosts_file = HOSTS_FILES / "hosts"
+        self._hosts_file.write_text(f"127.0.0.1 localhost\n{SWITCH_ADDRESS} switch\n{names}")
+        run("ip", "netns", "add", SWITCH)
+        run("ip", "-n", SWITCH, "link", "set", "lo", "up")
+        run("ip", "-n", SWITCH, "link", "add", "br0", "type", "bridge", "stp_state", 0, "forward_delay", 0)
+        run("ip", "-n", SWITCH, "addr", "add", f"{SWITCH_ADDRESS}/24", "dev", "br0")
+        run("ip", "-n", SWITCH, "link", "set", "br0", "up")
+        for number in self.numbers:
+            self._plug_in(number)
+
+    @property
+    def numbers(self) -> range:
+        return range(1, self.count + 1)
+
+    @staticmethod
+    def address(number: int) -> str:
+        return f"{NET}.{number}"
+
+    def inside(self, number: int) -> list[str]:
+        """What goes before a command to run it on a host: its network, its name, its /etc/hosts.
+
+        Not `ip netns exec`, which mounts a /sys of its own, without the control groups that slurmd wants.
+        """
+        script = 'hostname "$0"; mount --bind "$1" /etc/hosts; shift; exec "$@"'
+        enter = ["nsenter", f"--net=/run/netns/{_name(number)}"]
+        own = ["unshare", "--uts", "--mount", "--propagation", "slave"]
+        return [*enter, *own, "sh", "-c", script, f"node{number}", str(self._hosts_file)]
+
+    @staticmethod
+    def beside_switch() -> list[str]:
+        """For a program that every host reaches and none is (the controller)."""
+        return ["nsenter", f"--net=/run/netns/{SWITCH}"]
+
+    def cut(self, number: int) -> None:
+        """Pull the cable: nothing goes in or out, and nobody is told."""
+        run("ip", "-n", SWITCH, "link", "set", f"p{number}", "down")
+
+    def heal(self, number: int) -> None:
+        run("ip", "-n", SWITCH, "link", "set", f"p{number}", "up")
+
+    def limit_rate(self, number: int, rate: str) -> None:
+        """Both ways, such as `100mbit`."""
+        for where in ((_name(number), "eth0"), (SWITCH, f"p{number}")):
+            limit = ("tbf", "rate", rate, "burst", "128kb", "latency", "50ms")
+            run("tc", "-n", where[0], "qdisc", "replace", "dev", where[1], "root", *limit)
+
+    def lose(self, number: int, percent: float) -> None:
+        """A part of what comes in is dropped at random, packet by packet."""
+        for link in self.numbers:
+            run("ip", "-n", _name(link), "link", "set", "eth0", "gso_max_segs", 1)
+        table = "table inet trainspec { chain in { type filter hook input priority 0; policy accept; } }"
+        inside = ("ip", "netns", "exec", _name(number), "nft")
+        subprocess.run([*inside, "-f", "-"], input=table, text=True, check=True)
+        share = ("numgen", "random", "mod", 10000, "<", int(percent * 100), "drop")
+        run(*inside, "add", "rule", "inet", "trainspec", "in", "iifname", "eth0", *share)
+
+    def kill_processes(self, number: int) -> None:
+        for pid in _pids(_name(number)):
+            kill(pid)
+
+    def remove(self) -> None:
+        _remove_all()
+
+    def _plug_in(self, number: int) -> None:
+        name = _name(number)
+        run("ip", "netns", "add", name)
+        run("ip", "link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", f"p{number}", "netns", SWITCH)
+        run("ip", "-n", SWITCH, "link", "set", f"p{number}", "master", "br0", "up")
+        run("ip", "-n", name, "link", "set", "lo", "up")
+        run("ip", "-n", name, "addr", "add", f"{self.address(number)}/24", "dev", "eth0")
+        run("ip", "-n", name, "link", "set", "eth0", "up")
+        # Some congestion controls pass over loss, which is to be felt here.
+        run("ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")
+
+
+def kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _name(number: int) -> str:
+    return f"{PREFIX}-{number}"
+
+
+def _pids(namespace: str) -> list[int]:
+    return [int(pid) for pid in run("ip", "netns", "pids", namespace).split()]
+
+
+def _remove_all() -> None:
+    """Also what an earlier session left behind."""
+    for line in run("ip", "netns", "list").splitlines():
+        name = line.split()[0]
+        if name.startswith(f"{PREFIX}-"):
+            for pid in itertools.chain(_pids(name)):
+                kill(pid)
+            run("ip", "netns", "del", name)

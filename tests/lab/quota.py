@@ -1,0 +1,53 @@
+"""A share of the processor for a process and all that it starts: a control group with a quota (version 1 or 2)."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+
+VERSION_1, VERSION_2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+PERIOD_US = 20_000
+
+
+def lacking() -> str:
+    """Why there can be no quota here; empty where there can."""
+    if os.geteuid() != 0:
+        return "control groups need root"
+    if (VERSION_1 / "cpu.cfs_quota_us").exists() or _controls_cpu(VERSION_2):
+        return "" if os.access(_root(), os.W_OK) else f"{_root()} cannot be written"
+    return "no control group here limits the processor"
+
+
+class Quota:
+    def __init__(self, name: str, percent: float):
+        self._folder = _root() / name
+        self._folder.mkdir(exist_ok=True)
+        quota_us = int(PERIOD_US * percent / 100)
+        if _root() == VERSION_1:
+            (self._folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (self._folder / "cpu.cfs_quota_us").write_text(str(quota_us))
+        else:
+            (self._folder / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
+
+    def hold(self, process: psutil.Process) -> None:
+        (self._folder / "cgroup.procs").write_text(str(process.pid))
+
+    def release(self, process: psutil.Process) -> None:
+        """The group is removed once what it held has ended."""
+        for pid in {process.pid, *map(int, (self._folder / "cgroup.procs").read_text().split())}:
+            if psutil.pid_exists(pid):
+                (_root() / "cgroup.procs").write_text(str(pid))
+        time.sleep(0.2)
+        self._folder.rmdir()
+
+
+def _root() -> Path:
+    return VERSION_1 if (VERSION_1 / "cpu.cfs_quota_us").exists() else VERSION_2
+
+
+def _controls_cpu(root: Path) -> bool:
+    settings = root / "cgroup.subtree_control"
+    return settings.is_file() and "cpu" in settings.read_text().split()

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.errors import WorkerError
+from trainspec_cli.rundir import generations
+from trainspec_cli.rundir.generations import Fence
+from trainspec_cli.rundir.paths import RunDir
+
+
+def test_every_start_gets_the_next_number(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert generations.newest(run) == 0
+    assert [generations.begin(run) for _ in range(3)] == [1, 2, 3]
+    assert generations.newest(run) == 3
+
+
+def test_starts_at_the_same_time_get_numbers_of_their_own(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    with ThreadPoolExecutor(8) as pool:
+        numbers = list(pool.map(lambda _: generations.begin(run), range(40)))
+    assert sorted(numbers) == list(range(1, 41))
+
+
+def test_what_a_start_tells_of_itself_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert generations.read(run, 1) == {}
+    number = generations.begin(run)
+    assert generations.read(run, number) == {}
+    generations.describe(run, number, {"head": "node1"})
+    assert (generations.read(run, number)["head"], generations.read(run, number)["generation"]) == ("node1", 1)
+
+
+def test_an_older_start_is_fenced_off(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    fence = Fence(run, generations.begin(run))
+    fence.check()
+    generations.begin(run)
+    assert fence.is_closed()
+    with pytest.raises(WorkerError, match="start 2 owns the run now, and this one, 1, writes no more") as caught:
+        fence.check()
+    assert caught.value.problems[0].code == generations.FENCED
+
+
+def test_often_written_things_look_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, now = RunDir(tmp_path), [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    fence = Fence(run, generations.begin(run))
+    fence.check_now_and_then()
+    generations.begin(run)
+    fence.check_now_and_then()
+    now[0] += generations.LOOK_INTERVAL_S
+    with pytest.raises(WorkerError):
+        fence.check_now_and_then()
+
+
+def test_a_worker_that_no_launch_started_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(generations.GENERATION, raising=False)
+    generations.begin(RunDir(tmp_path))
+    Fence.of_worker(RunDir(tmp_path)).check()

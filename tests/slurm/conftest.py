@@ -1,0 +1,131 @@
+"""A Slurm of two nodes for the quick tests, with runs of a stand-in's size; skipped where there can be none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab import cluster as lab_cluster
+from lab.cluster import Cluster
+
+from trainspec_cli.rundir.events import read_events
+from trainspec_cli.rundir.paths import RunDir
+
+HOME = Path(__file__).parents[2]
+SMALL = (
+    *("recipe=tiny", "cluster.num_nodes=2", "cluster.devices_per_node=1"),
+    *("cluster.slurm.exclusive=false", "cluster.slurm.cpus_per_task=1", "cluster.slurm.mem=100M"),
+    *("run.preflight=false", "run.node_timeout_s=5"),
+    *("data.seq_len=16", "batching.global_batch_size=4", "train.log_interval_steps=20"),
+)
+"""Two hosts of one process, on a part of their cores."""
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """One cache of prepared text for all runs of the session."""
+    cache = str(tmp_path_factory.mktemp("cache"))
+    return os.environ | {"TRAINSPEC_CACHE": cache, "PYTHONPATH": str(HOME), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="session")
+def two_nodes() -> Iterator[Cluster]:
+    if why := lab_cluster.lacking():
+        pytest.skip(why)
+    with open_folder() as folder:
+        cluster = Cluster(folder, nodes=2)
+        yield cluster
+        cluster.stop()
+
+
+@contextmanager
+def open_folder() -> Iterator[Path]:
+    """One that every user may enter, which pytest's own are not."""
+    with tempfile.TemporaryDirectory(prefix="trainspec-slurm-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+@pytest.fixture(scope="session")
+def make_open_folder() -> Callable[[], AbstractContextManager[Path]]:
+    return open_folder
+
+
+@pytest.fixture
+def slurm(two_nodes: Cluster) -> Iterator[Cluster]:
+    """With no jobs, and all nodes idle, before and after."""
+    two_nodes.reset()
+    yield two_nodes
+    two_nodes.reset()
+
+
+def steps_of(run: Path) -> list[int]:
+    return [event["step"] for event in read_events(RunDir(run).events(0)) if event["type"] == "step"]
+
+
+class Watch:
+    """A run on a cluster, as its user sees it."""
+
+    def __init__(self, slurm: Cluster):
+        self._slurm = slurm
+
+    def steps(self, run: Path) -> list[int]:
+        return steps_of(run)
+
+    def log(self, run: Path) -> str:
+        return "".join(log.read_text() for log in sorted((run / "logs").glob("slurm-*.log")))
+
+    def wait_for_step(self, run: Path, step: int, timeout_s: float = 120) -> None:
+        self._slurm.wait_until(lambda: max(steps_of(run), default=0) >= step, f"step {step}", timeout_s)
+
+    def next_step_after(self, run: Path, moment: float) -> float:
+        """Seconds from `moment` to the first step of a later start."""
+        found: list[float] = []
+
+        def look() -> bool:
+            events = list(read_events(RunDir(run).events(0)))
+            starts = [event["time"] for event in events if event["type"] == "start" and event["time"] > moment]
+            steps = [event["time"] for event in events if event["type"] == "step" and starts[:1] < [event["time"]]]
+            found[:] = [steps[0] - moment] if starts and steps else []
+            return bool(found)
+
+        self._slurm.wait_until(look, "a step of the next start", timeout_s=240)
+        return found[0]
+
+
+@pytest.fixture
+def watch(slurm: Cluster) -> Watch:
+    return Watch(slurm)
+
+
+Sbatch = Callable[..., str]
+
+
+@pytest.fixture
+def sbatch(slurm: Cluster, environment: dict[str, str], tmp_path: Path) -> Sbatch:
+    """Submits `trainspec sbatch SMALL ARGUMENTS` from an empty folder; -> the job's number."""
+
+    def submit(*arguments: str, base: tuple[str, ...] = SMALL) -> str:
+        given = {argument.partition("=")[0] for argument in arguments}
+        kept = [argument for argument in base if argument.partition("=")[0] not in given]
+        program = [*slurm.beside_controller, sys.executable, "-m", "trainspec_cli"]
+        command = [*program, "sbatch", *kept, *arguments, "--submit", "--json"]
+        env = slurm.environment | environment
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return str(json.loads(done.stdout)["job_id"])
+
+    return submit
+
+
+@pytest.fixture
+def read_result(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
+    return lambda run: json.loads((tmp_path / run / "result.json").read_text())

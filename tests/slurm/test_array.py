@@ -1,0 +1,79 @@
+"""A sweep as an array, of jobs that share a node and its GPUs; and jobs of a user who is not root."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lab.cluster import Cluster
+
+from trainspec_cli.rundir.events import read_events
+from trainspec_cli.rundir.paths import RunDir
+
+USER = 65534
+"""nobody"""
+
+
+def workers(slurm: Cluster, job: str) -> list[dict[str, str]]:
+    """The environments of a job's workers."""
+    everywhere = [process for node in (1, 2) for process in slurm.processes_of(node)]
+    environments = [environment for process in everywhere if (environment := slurm.environment_of(process))]
+    return [e for e in environments if "RANK" in e and job in (e["SLURM_JOB_ID"], e.get("SLURM_ARRAY_JOB_ID"))]
+
+
+@pytest.mark.slow
+def test_a_sweep_trains_every_point_on_gpus_of_its_own(slurm: Cluster, sbatch, watch, tmp_path: Path) -> None:
+    """The lab's GPUs are /dev/null: the runs are on the CPU, and the numbers are what Slurm gave them."""
+    gpus = ("cluster.num_nodes=1", "cluster.slurm.gpus_per_node='1'", "train.max_steps=300")
+    job = sbatch(*gpus, "--sweep", "optim.lr=0.001,0.002,0.004")
+    seen: dict[str, tuple[str, str, str]] = {}
+
+    def all_seen() -> bool:
+        for e in workers(slurm, job):
+            seen[e["SLURM_ARRAY_TASK_ID"]] = (e["SLURMD_NODENAME"], e["CUDA_VISIBLE_DEVICES"], e["LOCAL_RANK"])
+        return len(seen) == 3
+
+    slurm.wait_until(all_seen, "workers of three runs", timeout_s=120)
+    assert len({(node, gpu) for node, gpu, _ in seen.values()}) == 3, "none shares a GPU with another"
+    assert {gpu for _, gpu, _ in seen.values()} <= {"0", "1"}
+    assert {local_rank for *_, local_rank in seen.values()} == {"0"}, "devices are counted among those given"
+    slurm.wait_until(lambda: not slurm.run("squeue", "--noheader"), "the array to end", timeout_s=240)
+    runs = sorted((tmp_path / "runs/tiny").glob("2*"))
+    assert [json.loads((run / "result.json").read_text())["exit_code"] for run in runs] == [0, 0, 0]
+    peaks = [max(e["lr"] for e in read_events(RunDir(run).events(0)) if e["type"] == "step") for run in runs]
+    assert peaks == pytest.approx([0.001, 0.002, 0.004])
+
+
+@pytest.fixture
+def own_folder(make_open_folder) -> Path:
+    with make_open_folder() as folder:
+        os.chown(folder, USER, USER)
+        yield folder
+
+
+@pytest.mark.slow
+def test_a_user_who_is_not_root_trains(slurm: Cluster, environment, own_folder: Path) -> None:
+    if not shutil.which("setpriv"):
+        pytest.skip("no setpriv (apt-get install util-linux)")
+    # setpriv itself may still enter root's folders when it starts a program; a shell between them may not.
+    shell = ["sh", "-c", 'exec "$0" "$@"']
+    as_user = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--", *shell]
+    if subprocess.run([*as_user, sys.executable, "-c", "import trainspec_cli, torch"], env=environment).returncode:
+        pytest.skip(f"{sys.executable} is not open to other users")
+    own = environment | {"HOME": str(own_folder), "TRAINSPEC_CACHE": str(own_folder / "cache"), "USER": "nobody"}
+    small = ("recipe=tiny", "cluster.num_nodes=2", "cluster.devices_per_node=1", "data.seq_len=16")
+    few = ("cluster.slurm.exclusive=false", "cluster.slurm.cpus_per_task=1", "cluster.slurm.mem=100M")
+    command = [sys.executable, "-m", "trainspec_cli", "sbatch", *small, *few, "run.dir=run", "--submit"]
+    done = subprocess.run(
+        [*as_user, *command], env=slurm.environment | own, cwd=own_folder, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    ended = slurm.wait(done.stdout.strip())
+    said = "".join(log.read_text() for log in (own_folder / "run/logs").glob("slurm-*.log"))
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), said
+    assert {path.stat().st_uid for path in (own_folder / "run").rglob("*")} == {USER}

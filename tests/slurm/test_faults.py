@@ -1,0 +1,98 @@
+"""Hosts with cables, in network namespaces: one is powered off, cut off, or comes back when the run is elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from lab import cluster as lab_cluster
+from lab import hosts as lab_hosts
+from lab.cluster import Cluster
+from lab.hosts import Hosts
+
+from trainspec_cli.rundir.files import read_json
+from trainspec_cli.rundir.paths import RunDir
+
+STEPS = 240
+LONG = (f"train.max_steps={STEPS}", "checkpoint.interval_steps=10")
+
+
+@pytest.fixture(scope="module")
+def cabled(make_open_folder) -> Iterator[Cluster]:
+    """Three nodes, of which a run takes two: one is left when one is lost."""
+    if why := lab_cluster.lacking() or lab_hosts.lacking():
+        pytest.skip(why)
+    hosts = Hosts(3)
+    with make_open_folder() as folder:
+        cluster = Cluster(folder, nodes=3, hosts=hosts)
+        yield cluster
+        cluster.stop()
+    hosts.remove()
+
+
+@pytest.fixture
+def slurm(cabled: Cluster) -> Iterator[Cluster]:
+    assert cabled.hosts is not None
+    for number in cabled.hosts.numbers:
+        cabled.hosts.heal(number)
+    cabled.reset()
+    yield cabled
+    for number in cabled.hosts.numbers:
+        cabled.hosts.heal(number)
+    cabled.reset()
+
+
+@pytest.mark.slow
+def test_a_node_that_is_powered_off_is_replaced(slurm: Cluster, sbatch, watch, tmp_path: Path, record_property) -> None:
+    run = tmp_path / "runs/power"
+    job = sbatch("run.dir=runs/power", *LONG)
+    watch.wait_for_step(run, 15)
+    moment = time.time()
+    slurm.power_off(2)
+    record_property("death_to_next_step_s", watch.next_step_after(run, moment))
+    ended = slurm.wait(job, timeout_s=240)
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), watch.log(run)
+    assert ended["NodeList"] == "node[1,3]"
+    assert sorted(set(watch.steps(run))) == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+def test_a_run_whose_cable_is_cut_goes_on_elsewhere_and_the_old_worker_is_fenced(
+    slurm: Cluster, sbatch, watch, tmp_path: Path, record_property
+) -> None:
+    """Node 1 is cut off: it holds the job's own script, so nobody there tells Slurm. The workers there live on."""
+    run = tmp_path / "runs/cut"
+    assert slurm.hosts is not None
+    job = sbatch("run.dir=runs/cut", *LONG, "run.node_timeout_s=300")
+    watch.wait_for_step(run, 15)
+    old = [process.pid for process in slurm.processes_of(1)]
+    moment = time.time()
+    slurm.hosts.cut(1)
+    record_property("cut_to_next_step_s", watch.next_step_after(run, moment))
+    assert len(list(RunDir(run).generations.iterdir())) == 2
+    slurm.hosts.heal(1)
+    ended = slurm.wait(job, timeout_s=240)
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), watch.log(run)
+    assert ended["NodeList"] == "node[2-3]"
+    slurm.wait_until(lambda: not any(map(psutil.pid_exists, old)), "the old processes to end")
+    assert not list(RunDir(run).errors_folder.glob("*")), "they have said nothing in the new start's place"
+    steps = watch.steps(run)
+    assert sorted(set(steps)) == list(range(1, STEPS + 1))
+    assert read_json(RunDir(run).result_json)["status"] == "done"
+
+
+@pytest.mark.slow
+def test_a_short_cut_costs_time_and_nothing_else(slurm: Cluster, sbatch, watch, tmp_path: Path) -> None:
+    run = tmp_path / "runs/flap"
+    assert slurm.hosts is not None
+    job = sbatch("run.dir=runs/flap", *LONG, "run.node_timeout_s=30")
+    watch.wait_for_step(run, 15)
+    slurm.hosts.cut(2)
+    time.sleep(3)
+    slurm.hosts.heal(2)
+    ended = slurm.wait(job, timeout_s=240)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "0"), watch.log(run)
+    assert watch.steps(run) == list(range(1, STEPS + 1))

@@ -1,0 +1,51 @@
+"""One of three hosts gets a twentieth of its processor: the doctor names it, and the preflight refuses it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lab import cluster as lab_cluster
+from lab.cluster import Cluster
+from lab.quota import Quota, lacking
+
+
+@pytest.fixture
+def slow_node(slurm: Cluster) -> Iterator[str]:
+    """node2: what its daemon starts is slow."""
+    if why := lab_cluster.lacking() or lacking():
+        pytest.skip(why)
+    quota = Quota("trainspec-slow", percent=5)
+    quota.hold(slurm.daemon_of(2))
+    yield "node2"
+    quota.release(slurm.daemon_of(2))
+
+
+@pytest.mark.slow
+def test_a_slow_host_is_refused_before_the_workers_start(
+    slurm: Cluster, sbatch, watch, slow_node: str, tmp_path: Path
+) -> None:
+    ended = slurm.wait(sbatch("run.dir=runs/slow", "run.preflight=true"), timeout_s=240)
+    said = watch.log(tmp_path / "runs/slow")
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "4:0"), said
+    assert f"{slow_node} is slowest at matrix products" in said
+    assert watch.steps(tmp_path / "runs/slow") == []
+
+
+@pytest.mark.slow
+def test_the_doctor_names_the_slow_host(slurm: Cluster, slow_node: str, environment, tmp_path: Path) -> None:
+    doctor = f"{sys.executable} -m trainspec_cli doctor cluster.device=cpu cluster.devices_per_node=1 --json"
+    asked = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=100M")
+    job = slurm.run(
+        "sbatch", "--parsable", *asked, "--output=doctor.json", "--wrap", doctor, cwd=tmp_path, env=environment
+    )
+    ended = slurm.wait(job, timeout_s=240)
+    said = (tmp_path / "doctor.json").read_text()
+    assert ended["ExitCode"] == "4:0", said
+    diagnosis = json.loads(said[said.index("{") :])
+    assert [host["host"] for host in diagnosis["hosts"]] == ["node1", "node2"]
+    assert (diagnosis["status"], diagnosis["slowest"]) == ("fail", slow_node)
+    assert [pair["hosts"] for pair in diagnosis["links"]["pairs"]] == [["node1", "node2"]]

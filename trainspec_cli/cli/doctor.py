@@ -1,0 +1,89 @@
+"""`trainspec doctor`: whether this host, or every host of a Slurm job, is fit to train."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainspec_cli.cli.options import AsJson
+from trainspec_cli.errors import MachineError
+
+if TYPE_CHECKING:
+    from trainspec_cli.cli.load import Loaded
+
+app = typer.Typer(add_completion=False)
+
+DEFAULT_RECIPE = "recipe=quickstart"
+SHARED = Path("runs")
+
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="key=value", help="A recipe or a cluster's keys, such as cluster.devices_per_node=8."),
+]
+
+
+@app.command()
+def doctor(arguments: Arguments = None, as_json: AsJson = False) -> int:
+    """Look at this host: what it has, how it is set, how fast it is, what its processes reach of one another.
+
+    Inside a Slurm job (salloc, sbatch --wrap) at every host of the job: the slowest is named. Exit code 4 where
+    something fails.
+    """
+    from trainspec_cli.doctor.diagnosis import diagnose
+
+    given = arguments or []
+    named = any(argument.startswith("recipe=") for argument in given)
+    diagnosis = diagnose(*_examine([*([] if named else [DEFAULT_RECIPE]), *given]))
+    if as_json:
+        typer.echo(json.dumps(diagnosis, indent=2))
+    else:
+        from rich.console import Console
+
+        from trainspec_cli.report.doctor_text import render_diagnosis
+
+        Console(highlight=False, soft_wrap=True).print(render_diagnosis(diagnosis))
+    return MachineError.exit_code if diagnosis["status"] == "fail" else 0
+
+
+def _examine(arguments: list[str]) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    from trainspec_cli.cli.load import detect_machine, load, plan_for
+    from trainspec_cli.doctor.examine import examine_here
+
+    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    loaded = load([*arguments, *([f"cluster.num_nodes={nodes}"] if nodes > 1 else []), *_any_batch(arguments, nodes)])
+    machine = detect_machine(loaded.spec)
+    assert machine is not None, "a recipe without problems says what device it wants"
+    if nodes > 1:
+        return _examine_job(loaded)
+    with tempfile.TemporaryDirectory(prefix="trainspec-doctor-") as folder:
+        return examine_here(plan_for(loaded, machine), machine, Path(folder))
+
+
+def _any_batch(arguments: list[str], nodes: int) -> list[str]:
+    """The doctor trains nothing: a batch that divides by any number of processes."""
+    key = "batching.global_batch_size"
+    return [] if any(argument.startswith(f"{key}=") for argument in arguments) else [f"{key}={5040 * nodes}"]
+
+
+def _examine_job(loaded: Loaded) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """From the job's first host, by srun; below ./runs, which the hosts share."""
+    from trainspec_cli.cli.load import detect_machine, plan_for
+    from trainspec_cli.doctor.examine import examine_hosts
+    from trainspec_cli.launch.nodes.executor import Reach, agent_command
+    from trainspec_cli.launch.slurm import commands as slurm
+    from trainspec_cli.launch.slurm.script import srun_command
+
+    machine = detect_machine(loaded.spec)
+    assert machine is not None
+    plan = plan_for(loaded, machine)
+    head = os.environ.get("SLURMD_NODENAME") or slurm.first_host(os.environ["SLURM_JOB_NODELIST"])
+    reach = Reach(slurm.address_of(head), (*srun_command(plan), *agent_command()))
+    SHARED.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=SHARED) as folder:
+        Path(folder).chmod(0o755)
+        return examine_hosts(plan, reach, Path(folder).absolute())

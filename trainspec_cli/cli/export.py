@@ -1,0 +1,69 @@
+"""`trainspec export`: a run's weights in the format of others."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainspec_cli.cli.options import AsJson
+from trainspec_cli.cli.runs import RunArgument
+from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.units import format_bytes
+
+app = typer.Typer(add_completion=False)
+
+
+class Format(StrEnum):
+    HF = "hf"
+    PEFT = "peft"
+
+
+class Dtype(StrEnum):
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+@app.command()
+def export(
+    run: RunArgument,
+    output: Annotated[Path, typer.Option(help="Folder to make.")],
+    format_: Annotated[
+        Format, typer.Option("--format", help="hf: what from_pretrained reads, LoRA merged; peft: LoRA adapters alone.")
+    ] = Format.HF,
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights; the run trains in fp32 ones.")] = Dtype.FP32,
+    step: Annotated[int | None, typer.Option(help="Of which checkpoint; the newest if not said.")] = None,
+    max_file_gb: Annotated[float, typer.Option(help="Larger models are cut into files of this size.")] = 5.0,
+    as_json: AsJson = False,
+) -> None:
+    """Write a run's weights, config, tokenizer and generation config; transformers loads them with no code of ours."""
+    from trainspec_cli.cli.runs import find_run
+    from trainspec_cli.launch.exporting import Export, newest_step, write_adapters, write_folder
+
+    run_dir = find_run(run)
+    newest = newest_step(run_dir)
+    if step is not None and step not in run_dir.checkpoint_steps():
+        there_are = ", ".join(map(str, run_dir.checkpoint_steps()))
+        raise RecipeError(Problem("no_checkpoint", f"there is no checkpoint of step {step}", "--step", there_are))
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        hint = f"choose another folder, or remove it first: rm -r {shlex.quote(str(output))}"
+        raise RecipeError(Problem("output_exists", f"{output} exists and is not empty", "--output", hint))
+    wanted = Export(run_dir, newest if step is None else step, dtype.value, round(max_file_gb * 1e9))  # type: ignore[arg-type]
+    what = (write_folder if format_ == Format.HF else write_adapters)(wanted, output)
+    _tell(output, wanted.step, what, as_json)
+
+
+def _tell(output: Path, step: int, what: str, as_json: bool) -> None:
+    files = sorted(output.glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in files)
+    if as_json:
+        told = {"path": str(output), "step": step, "what": what, "files": len(files), "bytes": size}
+        typer.echo(json.dumps(told, indent=2))
+        return
+    typer.echo(f"{output}: {what} of step {step}, {format_bytes(size)} in {len(files)} file{'s'[: len(files) > 1]}")
+    typer.echo(f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(output)!r})")

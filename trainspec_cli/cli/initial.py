@@ -1,0 +1,153 @@
+"""What `init.from` says besides weights: the model, where the recipe leaves it open, and the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from trainspec_cli.compose.compose import Completion
+from trainspec_cli.corpus.collection import Collection
+from trainspec_cli.errors import Problem, RecipeError, TrainspecError
+from trainspec_cli.huggingface.config import differences, read_model
+from trainspec_cli.huggingface.folder import CONFIG, TOKENIZER, open_weights, read_config
+from trainspec_cli.rundir.files import read_json
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.data import SAMPLE_SOURCES
+from trainspec_cli.spec.init import InitSpec
+from trainspec_cli.spec.model import DecoderModel, ModelSpec
+from trainspec_cli.spec.run import RunSpec
+from trainspec_cli.spec.structure import build, choose_section
+from trainspec_cli.spec.unknown import UNKNOWN
+
+AUTO_FAMILY = "auto"
+
+
+def complete(data: dict[str, Any], unchosen: frozenset[str]) -> Completion:
+    """The values that a composed recipe leaves to the checkpoint that it begins with.
+
+    The model is left to it by `model=auto`, to which some keys may be added, and where no model is chosen at all.
+    """
+    begins_with = (data.get("init") or {}).get("from")
+    asked = {} if "model" in unchosen else dict(data.get("model") or {})
+    is_auto = asked.get("family") == AUTO_FAMILY
+    if not isinstance(begins_with, str):
+        return _without_checkpoint(asked) if is_auto else Completion({}, "")
+    is_open = is_auto or "model" in unchosen
+    try:
+        found, source, tokenizer = _read(InitSpec(begins_with))
+    except TrainspecError as error:
+        return _failed(error.problems) if is_open else Completion({}, begins_with, problems=tuple(error.problems))
+    if is_auto:
+        del asked["family"]
+    left_open = {key: value for key, value in found.items() if key not in asked} if is_open else {}
+    return Completion(
+        values=({"model": left_open} if is_open else {}) | _tokenizer(data, tokenizer),
+        source=source,
+        replaced=frozenset({"model"} & unchosen),
+        problems=tuple(_contradictions(left_open | asked, found, source)),
+    )
+
+
+def _without_checkpoint(model: dict[str, Any]) -> Completion:
+    """A model that is written out key by key needs no group."""
+    if len(model) > 1:
+        return Completion({"model": {"family": "decoder"}}, "")
+    message = "no model is named: `model` is auto, and `init.from` is null"
+    hint = "type model=llama_6m, or another of conf/model; or init.from=hf:<a checkpoint's folder>"
+    return _failed([Problem("missing_value", message, "model", hint)])
+
+
+def _failed(problems: Iterable[Problem]) -> Completion:
+    """What misses of the model follows from that, and is not told again."""
+    return Completion({}, "", frozenset({"model"}), tuple(problems), frozenset({"model"}))
+
+
+def _read(init: InitSpec) -> tuple[dict[str, Any], str, Path | None]:
+    """-> (the checkpoint's model, the file that says so, its tokenizer). Raises TrainspecError."""
+    if (folder := init.hugging_face) is not None:
+        model = read_model(read_config(folder), str(folder / CONFIG))
+        return model, str(folder / CONFIG), _if_there(folder / TOKENIZER)
+    assert init.run is not None
+    run = RunDir(init.run)
+    if not run.plan_json.is_file():
+        raise RecipeError(_no_run(init))
+    kept = _if_there(run.huggingface / TOKENIZER)
+    data_dir = read_json(run.run_json)["data_dir"]
+    made = Collection.open(data_dir).tokenizer_folder if data_dir and Path(data_dir).is_dir() and not kept else None
+    tokenizer = kept or (_if_there(made / TOKENIZER) if made else None)
+    return read_json(run.plan_json)["spec"]["model"], str(run.plan_json), tokenizer
+
+
+def _no_run(init: InitSpec) -> Problem:
+    message = f"`init.from` is {init.from_}, which holds no run of trainspec"
+    return Problem("missing_file", message, "init.from", f"type init.from=hf:{init.from_} for a Hugging Face folder")
+
+
+def check_weights(spec: RunSpec) -> Iterable[Problem]:
+    """A rule: what `init.from` names holds the model's weights."""
+    if spec.init.from_ is None:
+        return []
+    try:
+        if (folder := spec.init.hugging_face) is not None:
+            if not isinstance(spec.model, DecoderModel):
+                raise RecipeError(Problem("unsupported", "Hugging Face folders hold decoders", "init.from"))
+            open_weights(folder, spec.model)
+        elif spec.init.run is not None:
+            _check_run(RunDir(spec.init.run), spec)
+    except TrainspecError as error:
+        return error.problems
+    return []
+
+
+def _check_run(run: RunDir, spec: RunSpec) -> None:
+    if not run.checkpoint_steps():
+        raise RecipeError(Problem("missing_file", f"{run.root} holds no whole checkpoint", "init.from"))
+    lora = read_json(run.plan_json)["spec"].get("lora") or {"rank": 0}
+    if lora["rank"] and lora != to_plain(spec.lora):
+        message = f"{run.root} trained LoRA adapters of other sizes, which would be left behind"
+        hint = f"merge them first: trainspec export {run.root} --output FOLDER, then init.from=hf:FOLDER"
+        raise RecipeError(Problem("contradiction", message, "lora", hint))
+
+
+def _if_there(file: Path) -> Path | None:
+    return file.absolute() if file.is_file() else None
+
+
+def _contradictions(asked: dict[str, Any], found: dict[str, Any], source: str) -> list[Problem]:
+    """Keys under which the recipe's model is another than the checkpoint's."""
+    mine, theirs = _build(asked), _build(found)
+    if mine is UNKNOWN:
+        return []
+    if isinstance(mine, DecoderModel) and isinstance(theirs, DecoderModel):
+        differing = differences(mine, theirs)
+    else:
+        differing = {} if mine == theirs else {"family": (mine.family, theirs.family)}
+    return [
+        Problem(
+            code="contradiction",
+            message=f"`model.{key}` is {ours}, and {source} says {its}",
+            path=f"model.{key}",
+            hint=f"type model.{key}={its}, or model=auto to take the checkpoint's whole model",
+        )
+        for key, (ours, its) in differing.items()
+    ]
+
+
+def _build(section: dict[str, Any]) -> Any:
+    """UNKNOWN where it is mistyped, which is told by others."""
+    kind = choose_section(ModelSpec, section)
+    assert kind is not None
+    model: Any
+    model, problems = build(kind, section)
+    return UNKNOWN if problems else model
+
+
+def _tokenizer(data: dict[str, Any], found: Path | None) -> dict[str, Any]:
+    """The checkpoint's, where the recipe names none: its ids are what the weights know."""
+    reads = data.get("data") or {}
+    named = (reads.get("tokenizer") or {}).get("path")
+    if found is None or named or reads.get("source") in (*SAMPLE_SOURCES, "tokens"):
+        return {}
+    return {"data": {"tokenizer": {"path": str(found)}}}

@@ -1,0 +1,95 @@
+"""`python -m trainspec_cli.cli.job RUN COMMAND...`: the inside of a Slurm job, started by its batch script.
+
+Begins or resumes the run in RUN on the job's hosts (COMMAND is an srun of one agent each), and decides at the end
+whether the job goes back to the queue. Its exit code is the run's own, and so the job's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from rich.console import Console
+
+from trainspec_cli.cli.nodes import drive
+from trainspec_cli.cli.problems import render_problems
+from trainspec_cli.cli.resume import read_plan
+from trainspec_cli.cli.style import Style
+from trainspec_cli.errors import MachineError, TrainspecError
+from trainspec_cli.launch.nodes.executor import Reach
+from trainspec_cli.launch.signals import PatientRequests
+from trainspec_cli.launch.slurm import commands as slurm
+from trainspec_cli.launch.slurm.requeue import Requeue, decide
+from trainspec_cli.rundir.generations import FENCED
+from trainspec_cli.rundir.paths import RunDir
+
+AVOID_S = 5.0
+"""Slurm leaves a job that it has requeued some seconds to end (KillWait, 30 by default)."""
+
+
+def main() -> None:
+    run, start = RunDir(sys.argv[1]), tuple(sys.argv[2:])
+    job_id, warning = os.environ["SLURM_JOB_ID"], TimeWarning()
+    console = Console(width=120, highlight=False)
+    try:
+        host = os.environ.get("SLURMD_NODENAME") or slurm.first_host(os.environ["SLURM_JOB_NODELIST"])
+        reach = Reach(slurm.address_of(host), start)
+        code = drive(run, reach, console, requests=PatientRequests())
+    except TrainspecError as error:
+        print(render_problems(error.problems, Style.of(sys.stderr), "error"), file=sys.stderr)
+        if error.problems[0].code == FENCED:
+            sys.exit(error.exit_code)
+        code = error.exit_code
+    again = decide(run, code, warned=warning.came)
+    if again:
+        _requeue(run, job_id, again, console)
+    sys.exit(code)
+
+
+class TimeWarning:
+    """SIGUSR2, which Slurm sends ahead of the time limit; for the supervisor it is a request to stop."""
+
+    def __init__(self) -> None:
+        self.came = False
+        signal.signal(signal.SIGUSR2, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+        signal.raise_signal(signal.SIGTERM)
+
+
+def _requeue(run: RunDir, job_id: str, again: Requeue, console: Console) -> None:
+    """Unless the job has been requeued often enough."""
+    done, most = int(os.environ.get("SLURM_RESTART_COUNT", "0")), read_plan(run).spec.cluster.slurm.max_requeues
+    if done >= most:
+        console.print(
+            f"not requeued: {again.reason}, and the job was requeued {done} times (cluster.slurm.max_requeues)"
+        )
+        return
+    console.print(f"requeued: {again.reason}; start {done + 2} goes on from the newest checkpoint")
+    sys.stdout.flush()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    slurm.requeue(job_id)
+    if again.avoid:
+        _avoid(job_id, again.avoid)
+
+
+def _avoid(job_id: str, hosts: Sequence[str]) -> None:
+    """Only a job that waits can be told to stay away from a host, so this is done in the grace time before the end."""
+    deadline = time.monotonic() + AVOID_S
+    while True:
+        try:
+            return slurm.exclude(job_id, hosts)
+        except MachineError as error:
+            if time.monotonic() > deadline:
+                print(f"{error}; the job may be started on {', '.join(hosts)} again", file=sys.stderr)
+                return None
+        time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    main()

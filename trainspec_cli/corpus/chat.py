@@ -1,0 +1,54 @@
+"""Conversations and completions: one a line, as text of which only some is learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from trainspec_cli.huggingface.chat_template import ChatTemplate, Span, find_template
+from trainspec_cli.huggingface.folder import CHAT_TEMPLATE, TOKENIZER_CONFIG
+from trainspec_cli.spec.data import DataSpec
+
+FIELDS = ("messages", "prompt", "completion", "tools", "documents")
+SHAPES = 'each line must be {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}'
+
+
+@dataclass(frozen=True)
+class Conversation:
+    text: str
+    spans: Sequence[Span]
+    """Of `text`, in characters: what is learnt."""
+    is_chat: bool
+    """Its template writes every special token; a plain completion begins and ends with the tokenizer's own."""
+
+
+def parse_record(record: Any, template: Callable[[], ChatTemplate], *, learn_all: bool) -> Conversation:
+    """Raises ValueError that says what is wrong with the line, RecipeError where no template is to be had."""
+    if isinstance(record, dict) and isinstance(record.get("messages"), list):
+        extra = {key: record[key] for key in ("tools", "documents") if record.get(key)}
+        text, spans = template().replies(record["messages"], **extra)
+        return Conversation(text, [(0, len(text))] if learn_all else spans, is_chat=True)
+    if isinstance(record, dict) and all(isinstance(record.get(key), str) for key in ("prompt", "completion")):
+        prompt, completion = record["prompt"], record["completion"]
+        start = 0 if learn_all else len(prompt)
+        return Conversation(prompt + completion, [(start, len(prompt) + len(completion))], is_chat=False)
+    raise ValueError(SHAPES)
+
+
+@lru_cache(maxsize=4)
+def template_of(tokenizer: str | None, wanted: str | None) -> ChatTemplate:
+    """Looked for when the first conversation asks for it: completions need none."""
+    return find_template(Path(tokenizer).expanduser() if tokenizer else None, wanted)
+
+
+def describe(data: DataSpec) -> dict[str, Any]:
+    """For the cache's name: what the documents depend on besides the files."""
+    if data.source != "chat":
+        return {}
+    beside = Path(data.tokenizer.path).expanduser().parent if data.tokenizer.path else None
+    files = [beside / name for name in (TOKENIZER_CONFIG, CHAT_TEMPLATE)] if beside else []
+    contents = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+    return {"loss_on": data.loss_on, "template": [data.chat_template, *contents]}

@@ -1,0 +1,175 @@
+"""Checks of this host, without torch: what it has, how it is set, how fast its disk is."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from trainspec_cli.launch.machine import cpu_model, detect
+from trainspec_cli.launch.provenance import versions
+from trainspec_cli.units import format_bytes
+
+Status = Literal["ok", "warn", "fail"]
+
+SHM_BYTES = 2**30
+"""NCCL and the data loaders talk through /dev/shm; containers often have 64 MiB of it."""
+OPEN_FILES = 4096
+DISK_BYTES = 2**24
+SLOW_DISK_BYTES_PER_S = 20e6
+LITTLE_SPACE_BYTES = 2**30
+CLOCK_TOOLS = (("chronyc", "tracking"), ("timedatectl", "show", "--property=NTPSynchronized"))
+TOOL_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+    """What to do about it."""
+
+
+def check_host(folder: Path, device: str) -> list[Check]:
+    """In the order they are shown; `folder` is where the run is kept."""
+    found: list[Check] = []
+    for check in (check_versions, lambda: check_chips(device), check_rdma, check_links, check_clock, check_shm):
+        found.extend(check())
+    return [*found, *check_limits(), *check_disk(folder)]
+
+
+def check_versions() -> Iterator[Check]:
+    installed = versions()
+    yield Check("versions", "ok", f"Python {platform.python_version()}, torch {installed.get('torch', 'unknown')}")
+
+
+def check_chips(device: str) -> Iterator[Check]:
+    machine = detect(look_for_gpus=device != "cpu")
+    if machine.gpu_names:
+        memory = format_bytes(machine.gpu_memory_bytes)
+        yield Check("chips", "ok", f"{len(machine.gpu_names)} x {machine.gpu_names[0]}, {memory}; driver {driver()}")
+        if len(set(machine.gpu_names)) > 1:
+            names = ", ".join(sorted(set(machine.gpu_names)))
+            yield Check("chips", "warn", f"they differ: {names}", "choose alike ones with CUDA_VISIBLE_DEVICES")
+    elif device == "cuda":
+        yield Check("chips", "fail", "no GPU is visible", "look at nvidia-smi, and at what the job was given")
+    else:
+        memory = format_bytes(machine.memory_bytes)
+        yield Check("chips", "ok", f"{machine.cpu_cores} cores of {cpu_model() or platform.processor()}, {memory}")
+
+
+def driver() -> str:
+    try:
+        return re.findall(r"Kernel Module\s+(?:for \S+\s+)?(\S+)", Path("/proc/driver/nvidia/version").read_text())[0]
+    except (OSError, IndexError):
+        return "unknown"
+
+
+def check_rdma(folder: Path = Path("/sys/class/infiniband")) -> Iterator[Check]:
+    """Says nothing where there is no such device: not every cluster has them."""
+    ports = sorted(folder.glob("*/ports/*")) if folder.is_dir() else []
+    for port in ports:
+        name = f"{port.parents[1].name} port {port.name}"
+        state, rate = (_read(port / key) for key in ("state", "rate"))
+        if "ACTIVE" in state:
+            yield Check("rdma", "ok", f"{name}: {rate}")
+        else:
+            yield Check("rdma", "warn", f"{name} is {state or 'unknown'}", f"ibstat {port.parents[1].name}; its cable")
+
+
+def check_links() -> Iterator[Check]:
+    """Interfaces that are up, but the loopback."""
+    for name, link in sorted(psutil.net_if_stats().items()):
+        if not link.isup or name == "lo" or name.startswith("lo0"):
+            continue
+        speed = f"{link.speed / 1000:g} Gbit/s" if link.speed > 0 else "speed unknown"
+        errors = psutil.net_io_counters(pernic=True).get(name)
+        dropped = errors.errin + errors.errout if errors else 0
+        if dropped:
+            yield Check("link", "warn", f"{name}: {speed}, {dropped} damaged packets", f"ethtool -S {name}; its cable")
+        else:
+            yield Check("link", "ok", f"{name}: {speed}, mtu {link.mtu}")
+
+
+def check_clock() -> Iterator[Check]:
+    """Whether something keeps it; how far hosts are apart is seen when they are compared."""
+    for command in CLOCK_TOOLS:
+        if shutil.which(command[0]):
+            try:
+                said = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S).stdout
+            except subprocess.TimeoutExpired:
+                continue
+            if "Leap status     : Normal" in said or "NTPSynchronized=yes" in said:
+                yield Check("clock", "ok", f"kept in time ({command[0]})")
+                return
+    yield Check("clock", "ok", "nothing here tells whether it is kept in time")
+
+
+def check_shm(folder: Path = Path("/dev/shm")) -> Iterator[Check]:
+    if not folder.is_dir():
+        return
+    size = shutil.disk_usage(folder)
+    if size.free < SHM_BYTES:
+        advice = "give the container more: --shm-size=16g, or mount a tmpfs on /dev/shm"
+        yield Check("/dev/shm", "warn", f"{format_bytes(size.free)} free of {format_bytes(size.total)}", advice)
+    else:
+        yield Check("/dev/shm", "ok", f"{format_bytes(size.free)} free")
+
+
+def check_limits() -> Iterator[Check]:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files < OPEN_FILES:
+        yield Check("open files", "warn", f"ulimit -n is {files}", f"ulimit -n {OPEN_FILES} before the launch")
+    else:
+        yield Check("open files", "ok", f"ulimit -n is {files}")
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if locked != resource.RLIM_INFINITY and Path("/sys/class/infiniband").is_dir():
+        found = f"ulimit -l is {format_bytes(locked)}"
+        yield Check("locked memory", "warn", found, "RDMA pins memory: set memlock to unlimited for Slurm or the user")
+
+
+def check_disk(folder: Path) -> Iterator[Check]:
+    """Space, and the speed of writing what is really on disk (fsync)."""
+    free = shutil.disk_usage(folder).free
+    if free < LITTLE_SPACE_BYTES:
+        yield Check("disk", "fail", f"{format_bytes(free)} free in {folder}", "free some, or choose another run.dir")
+        return
+    speed = measure_disk(folder)
+    found = f"writes {format_bytes(int(speed))}/s in {folder}, {format_bytes(free)} free"
+    slow = speed < SLOW_DISK_BYTES_PER_S
+    advice = "checkpoints will take long: choose a faster file system with run.dir" if slow else ""
+    yield Check("disk", "warn" if slow else "ok", found, advice)
+
+
+def measure_disk(folder: Path, read_clock: Callable[[], float] = time.perf_counter) -> float:
+    """Bytes a second, of one file of `DISK_BYTES`."""
+    path = folder / f".doctor-{platform.node()}-{os.getpid()}"
+    block = os.urandom(2**20)
+    started = read_clock()
+    try:
+        with path.open("wb") as file:
+            for _ in range(DISK_BYTES // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        return DISK_BYTES / max(1e-9, read_clock() - started)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,147 @@
+"""A checkpoint's folder: written as `.step_00000020.TOKEN.partial`, published by one rename when all parts are there.
+
+So a folder of the real name is whole, whenever the run was killed. The ranks agree through the folder itself: each
+leaves `rank00003.json` beside its file when that is on disk, or `rank00003.failed.json`. The token is the savers' own,
+so that what a killed save has left is never taken for a part; the next save that is published clears it away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from trainspec_cli.engine.checkpoint.manifest import (
+    About,
+    FileDigest,
+    Manifest,
+    WrittenPart,
+    join_parts,
+    read_part,
+    write_manifest,
+    write_part,
+)
+from trainspec_cli.errors import MachineError
+from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.rundir.generations import Fence
+from trainspec_cli.rundir.paths import RunDir
+
+PIECE_BYTES = 2**24
+POLL_S = 0.02
+PATIENCE_S = 1800.0
+"""A rank that has not told of its part after this long never will."""
+
+
+def partial_folder(run_dir: RunDir, step: int, token: str) -> Path:
+    final = run_dir.checkpoint(step)
+    return final.with_name(f".{final.name}.{token}.partial")
+
+
+def file_name(rank: int) -> str:
+    return f"rank{rank:05d}.safetensors"
+
+
+def write_file(path: Path, stream: Iterable[memoryview]) -> FileDigest:
+    """Write, digest and flush to disk; the interpreter is free for others meanwhile."""
+    sha256, size = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for view in stream:
+            for start in range(0, len(view), PIECE_BYTES):
+                piece = view[start : start + PIECE_BYTES]
+                file.write(piece)
+                sha256.update(piece)
+                size += len(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileDigest(path.name, size, sha256.hexdigest())
+
+
+def leave_part(folder: Path, rank: int, part: WrittenPart) -> None:
+    """This rank's part is whole and on disk."""
+    write_part(folder / f"rank{rank:05d}.json", part)
+
+
+def leave_failure(folder: Path, rank: int, error: OSError) -> None:
+    """This rank's part could not be written; what there is of it makes room first."""
+    with contextlib.suppress(OSError):
+        (folder / file_name(rank)).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        write_json(folder / f"rank{rank:05d}.failed.json", {"rank": rank, "message": error.strerror or str(error)})
+
+
+def commit(run_dir: RunDir, partial: Path, about: About, world_size: int, keep_last: int) -> Manifest:
+    """Wait for every rank's part, then publish; called by one rank. Raises MachineError where a part failed."""
+    failures = _await_parts(partial, world_size)
+    if failures:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise cannot_save(about.step, failures)
+    Fence.of_worker(run_dir).check()
+    try:
+        return _publish(run_dir, partial, about, world_size, keep_last)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise cannot_save(about.step, [f"rank 0: {error.strerror or error}"]) from error
+
+
+def cannot_save(step: int, failures: Sequence[str]) -> MachineError:
+    return MachineError(
+        f"the checkpoint of step {step} could not be written: {'; '.join(failures)}",
+        code="cannot_save",
+        hint="free some space, or lower checkpoint.keep_last; the checkpoints before it are whole",
+    )
+
+
+def _await_parts(partial: Path, world_size: int) -> list[str]:
+    """-> what went wrong, in the ranks' words; each rank has told by then that its part is whole, or is not."""
+    failures: list[str] = []
+    waiting = set(range(world_size))
+    deadline = time.monotonic() + PATIENCE_S
+    while waiting:
+        for rank in list(waiting):
+            failed = partial / f"rank{rank:05d}.failed.json"
+            if failed.is_file():
+                failures.append(f"rank {rank}: {read_json(failed)['message']}")
+                waiting.remove(rank)
+            elif (partial / f"rank{rank:05d}.json").is_file():
+                waiting.remove(rank)
+        if waiting and time.monotonic() > deadline:
+            return [*failures, f"rank {min(waiting)} has told nothing for {PATIENCE_S:.0f} s"]
+        if waiting:
+            time.sleep(POLL_S)
+    return failures
+
+
+def _publish(run_dir: RunDir, partial: Path, about: About, world_size: int, keep_last: int) -> Manifest:
+    """The manifest, the real name, and the rename itself made durable; then older checkpoints go."""
+    told = [partial / f"rank{rank:05d}.json" for rank in range(world_size)]
+    manifest = join_parts(about, [read_part(path) for path in told])
+    write_manifest(partial, manifest)
+    for path in told:
+        path.unlink()
+    _sync_folder(partial)
+    final = run_dir.checkpoint(about.step)
+    partial.rename(final)
+    _sync_folder(final.parent)
+    for step in run_dir.checkpoint_steps()[:-keep_last]:
+        shutil.rmtree(run_dir.checkpoint(step))
+    _clear_partials(run_dir.checkpoints, about.step)
+    return manifest
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _clear_partials(checkpoints: Path, until_step: int) -> None:
+    """What killed saves left behind."""
+    for partial in checkpoints.glob(".step_*.partial"):
+        if int(partial.name.split(".")[1].removeprefix("step_")) <= until_step:
+            shutil.rmtree(partial)

@@ -1,0 +1,93 @@
+"""A rank's file of a checkpoint, as bytes: the safetensors format (huggingface.co/docs/safetensors, "Format").
+
+Eight bytes of the header's length, the header in JSON, then the tensors' bytes without a gap. The largest elements come
+first, so every tensor is aligned. Reading is safetensors' own; written are the bytes of a buffer that is used again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainspec_cli.engine.checkpoint.manifest import Chunk, TensorEntry
+from trainspec_cli.engine.checkpoint.parts import Part
+
+CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Image:
+    """The file's plan; parts of the same names, shapes and dtypes fill it again and again."""
+
+    parts: tuple[Part, ...]
+    header: bytes
+    starts: tuple[int, ...]
+    """Where each part begins in the file."""
+
+    @cached_property
+    def bytes(self) -> int:
+        return len(self.header) + sum(part.bytes for part in self.parts)
+
+    def put_header(self, buffer: Tensor) -> None:
+        """What `fill` leaves as it is."""
+        buffer[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
+
+    def fill(self, buffer: Tensor, parts: Sequence[Part]) -> None:
+        """Copy `parts`, in this image's order, to their places in `buffer` (`bytes` of uint8)."""
+        for start, part in zip(self.starts, parts, strict=True):
+            place = buffer[start : start + part.bytes].view(part.tensor.dtype).view(part.shape)
+            place.copy_(part.tensor, non_blocking=True)
+
+    def stream(self, parts: Sequence[Part]) -> Iterator[memoryview]:
+        """The file's bytes straight from the live tensors, one after another."""
+        yield memoryview(self.header)
+        for part in parts:
+            yield view_bytes(part.tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
+
+    def entries(self, file: str) -> dict[str, TensorEntry]:
+        """What the manifest says of it."""
+        return {
+            part.name: TensorEntry(part.full_shape, CODES[part.tensor.dtype], (Chunk(file, part.offsets, part.shape),))
+            for part in self.parts
+        }
+
+
+def view_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a one-dimensional tensor of uint8 on the CPU."""
+    return tensor.numpy().data
+
+
+def plan_image(parts: Sequence[Part]) -> Image:
+    ordered = sorted(parts, key=lambda part: (-part.tensor.element_size(), part.name))
+    fields: dict[str, Any] = {}
+    offset = 0
+    for part in ordered:
+        fields[part.name] = {
+            "dtype": CODES[part.tensor.dtype],
+            "shape": part.shape,
+            "data_offsets": (offset, offset + part.bytes),
+        }
+        offset += part.bytes
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    starts = tuple(len(header) + fields[part.name]["data_offsets"][0] for part in ordered)
+    return Image(tuple(ordered), header, starts)

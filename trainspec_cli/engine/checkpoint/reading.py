@@ -1,0 +1,88 @@
+"""Fills parts from a checkpoint's files: of each file only what overlaps a part is read, and nothing is unpickled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from trainspec_cli.engine.checkpoint.image import CODES
+from trainspec_cli.engine.checkpoint.manifest import Chunk, Manifest, TensorEntry, refused
+from trainspec_cli.engine.checkpoint.parts import Part
+
+Span = tuple[int, int]
+
+
+def files_needed(manifest: Manifest, parts: Iterable[Part]) -> set[str]:
+    """Names of the files that hold something of `parts`."""
+    entries = ((part, manifest.tensors.get(part.name)) for part in parts)
+    return {
+        chunk.file
+        for part, entry in entries
+        if entry
+        for chunk in entry.chunks
+        if overlap(part.offsets, part.shape, chunk) is not None
+    }
+
+
+@torch.no_grad()
+def fill_parts(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
+    """Copy what the checkpoint holds into the parts' own memory; their layout may be any.
+
+    Raises MachineError where a tensor is missing, of another shape or dtype, or not wholly covered.
+    """
+    with ExitStack() as stack:
+        opened: dict[str, Any] = {}
+        for part in parts:
+            chunks = _entry_of(folder, manifest, part).chunks
+            filled = sum(_copy_chunk(folder, opened, stack, part, chunk) for chunk in chunks)
+            if filled != part.tensor.numel():
+                raise refused(folder, f"of {part.name} it holds {filled:,} of {part.tensor.numel():,} elements")
+
+
+def _entry_of(folder: Path, manifest: Manifest, part: Part) -> TensorEntry:
+    entry = manifest.tensors.get(part.name)
+    if entry is None:
+        raise refused(folder, f"it holds no {part.name}: it is of another model or optimizer")
+    found, wanted = (entry.dtype, entry.shape), (CODES[part.tensor.dtype], part.full_shape)
+    if found != wanted:
+        raise refused(folder, f"{part.name} is {_describe(*found)} there, and {_describe(*wanted)} in this run")
+    return entry
+
+
+def _describe(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {list(shape)}"
+
+
+def _copy_chunk(folder: Path, opened: dict[str, Any], stack: ExitStack, part: Part, chunk: Chunk) -> int:
+    """-> elements copied."""
+    spans = overlap(part.offsets, part.shape, chunk)
+    if spans is None:
+        return 0
+    try:
+        if chunk.file not in opened:
+            opened[chunk.file] = stack.enter_context(safe_open(folder / chunk.file, framework="pt"))
+        source = opened[chunk.file].get_slice(part.name)
+        found = source[_slices(spans, chunk.offsets)] if spans else opened[chunk.file].get_tensor(part.name)
+    except (SafetensorError, OSError) as error:
+        raise refused(folder, f"{folder / chunk.file} cannot be read: {error}") from error
+    target = part.tensor[_slices(spans, part.offsets)] if spans else part.tensor
+    target.copy_(found)
+    return found.numel()
+
+
+def overlap(offsets: Sequence[int], shape: Sequence[int], chunk: Chunk) -> list[Span] | None:
+    """Where a part and a chunk meet, in the full tensor, by dimension; None: nowhere. Of a scalar: []."""
+    spans = [
+        (max(ours, theirs), min(ours + our_size, theirs + their_size))
+        for ours, our_size, theirs, their_size in zip(offsets, shape, chunk.offsets, chunk.shape, strict=True)
+    ]
+    return spans if all(begin < end for begin, end in spans) else None
+
+
+def _slices(spans: Sequence[Span], offsets: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(begin - start, end - start) for (begin, end), start in zip(spans, offsets, strict=True))

@@ -1,0 +1,46 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685): what is learnt beside frozen matrices.
+
+Shapes: D a matrix's inputs, F its outputs, R the adapter's rank.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainspec_cli.spec.lora import LoraSpec
+
+
+class LoraLinear(nn.Linear):
+    """W x + (alpha / R) B A x: at first the same as W x, as B begins as zeros."""
+
+    def __init__(self, linear: nn.Linear, spec: LoraSpec):
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        self.lora_a = nn.Parameter(torch.empty(spec.rank, linear.in_features, device="meta"))
+        self.lora_b = nn.Parameter(torch.empty(linear.out_features, spec.rank, device="meta"))
+        self.lora_scale = spec.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + F.linear(F.linear(x, self.lora_a), self.lora_b) * self.lora_scale
+
+
+def apply_lora(part: nn.Module, spec: LoraSpec) -> None:
+    """Give the blocks' matrices that `spec` names an adapter each (on meta, in place), and freeze all the rest."""
+    if not spec.rank:
+        return
+    part.requires_grad_(False)
+    for name, module in list(part.named_modules()):
+        owner, _, leaf = name.rpartition(".")
+        if isinstance(module, nn.Linear) and owner.startswith("blocks.") and leaf in spec.targets:
+            setattr(part.get_submodule(owner), leaf, LoraLinear(module, spec))
+    for name, parameter in part.named_parameters():
+        parameter.requires_grad_(name.endswith(("lora_a", "lora_b")))
+
+
+def init_down(full_RD: Tensor, generator: torch.Generator) -> None:
+    """Uniform, of the variance 1 / 3D, as published adapters begin."""
+    bound = 1 / math.sqrt(full_RD.shape[1])
+    full_RD.uniform_(-bound, bound, generator=generator)

@@ -1,0 +1,62 @@
+"""Watches this rank's memory from step to step: a leak is told of once, while the run is still alive."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import psutil
+import torch
+
+from trainspec_cli.policy.leak import WINDOW, slope_per_step, steps_until_full
+from trainspec_cli.units import format_bytes
+
+SETTLING_STEPS = 10
+"""The first steps allocate what later ones use again."""
+
+
+@dataclass
+class Readings:
+    """Of one kind of memory."""
+
+    steps: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    used_bytes: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+
+class MemoryWatch:
+    """A reading every so many steps, so that a window spans a part of the run, whatever its length."""
+
+    def __init__(self, device: torch.device, first_step: int, last_step: int):
+        self._device, self._last_step = device, last_step
+        self._first_step = first_step + SETTLING_STEPS
+        self._every_steps = max(1, (last_step - first_step) // (4 * WINDOW))
+        self._readings: dict[str, Readings] = {}
+        self._process = psutil.Process()
+
+    def look(self, step: int) -> str | None:
+        """-> a warning, where one kind of memory grows so that it will not last until the last step."""
+        if step < self._first_step or step % self._every_steps:
+            return None
+        for kind, (used_bytes, free_bytes) in self._usage().items():
+            readings = self._readings.setdefault(kind, Readings())
+            readings.steps.append(step)
+            readings.used_bytes.append(used_bytes)
+            left = steps_until_full(list(readings.steps), list(readings.used_bytes), free_bytes)
+            if left is not None and step + left < self._last_step:
+                self._first_step = self._last_step + 1
+                slope = slope_per_step(list(readings.steps), list(readings.used_bytes))
+                return (
+                    f"{kind} memory grows by {format_bytes(slope)} a step and will be full at about step "
+                    f"{step + left:.0f}, before the last one ({self._last_step}): something keeps what it should free"
+                )
+        return None
+
+    def _usage(self) -> dict[str, tuple[float, float]]:
+        """kind -> (bytes this process uses, bytes left)."""
+        host = (float(self._process.memory_info().rss), float(psutil.virtual_memory().available))
+        if self._device.type != "cuda":
+            return {"host": host}
+        free_bytes, _ = torch.cuda.mem_get_info(self._device)
+        used = torch.cuda.memory_allocated(self._device)
+        cached = torch.cuda.memory_reserved(self._device) - used
+        return {"host": host, "device": (float(used), float(free_bytes + cached))}

@@ -1,0 +1,273 @@
+"""config.json <-> the engine's decoder. What has no place on the other side is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.spec.model import DecoderModel, ModelSpec, RopeScaling
+
+Config = Mapping[str, Any]
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+"""Those whose every tensor the engine's decoder has a place for."""
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+_EXPECTED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", None),
+    "mlp_bias": (False, None),
+    "use_sliding_window": (False, None),
+    "decoder_sparse_step": (1, None),
+    "mlp_only_layers": ([], None),
+    "quantization_config": (None,),
+}
+"""Keys that would make it another model, and the values that do not."""
+
+
+# In
+
+
+def read_model(config: Config, where: str) -> dict[str, Any]:
+    """The `model` section that config.json describes. Raises RecipeError; `where` names the file."""
+    kind = config.get("model_type")
+    if kind not in MODEL_TYPES:
+        raise _unsupported(f"{where} has model_type {kind!r}; supported are {', '.join(MODEL_TYPES)}")
+    for key, allowed in _EXPECTED.items():
+        if config.get(key) not in allowed:
+            raise _unsupported(f"{where} has {key} {config[key]!r}, which the engine's models do not")
+    try:
+        return _sizes(config) | _attention(config, kind) | _rotation(config, where) | _experts(config, kind)
+    except KeyError as error:
+        raise _unsupported(f"{where} has no {error}") from error
+
+
+def _sizes(config: Config) -> dict[str, Any]:
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    return {
+        "family": "decoder",
+        "name": config.get("_name_or_path") or config["model_type"],
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or hidden // heads,
+        "ffn_size": config["intermediate_size"],
+        "vocab_size": config["vocab_size"],
+        "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+    }
+
+
+def _attention(config: Config, kind: str) -> dict[str, Any]:
+    bias = "qkv" if kind == "qwen2" else "all" if config.get("attention_bias") else "none"
+    window = config.get("sliding_window") if kind in ("mistral", "mixtral") else None
+    return {
+        "attention_bias": bias,
+        "qk_norm": kind.startswith("qwen3"),
+        "sliding_window": window,
+        "global_attention_every": 1 if window is None else 0,
+    }
+
+
+def _rotation(config: Config, where: str) -> dict[str, Any]:
+    """Since transformers 5 all of it stands in `rope_parameters`, before that in `rope_theta` and `rope_scaling`."""
+    told = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = told.get("rope_theta") or config.get("rope_theta") or 10_000.0
+    kind = told.get("rope_type") or told.get("type") or "default"
+    if kind not in _SCALINGS:
+        known = ", ".join(_SCALINGS)
+        raise _unsupported(f"{where} stretches its rotary positions by {kind!r}; supported are {known}")
+    return {"rope_theta": float(theta), "rope_scaling": _SCALINGS[kind](told, config)}
+
+
+def _read_llama3(told: Config, config: Config) -> dict[str, Any]:
+    return {
+        "kind": "llama3",
+        "factor": told["factor"],
+        "original_seq_len": told["original_max_position_embeddings"],
+        "low_freq_factor": told["low_freq_factor"],
+        "high_freq_factor": told["high_freq_factor"],
+    }
+
+
+def _read_yarn(told: Config, config: Config) -> dict[str, Any]:
+    return {
+        "kind": "yarn",
+        "factor": told["factor"],
+        "original_seq_len": told.get("original_max_position_embeddings") or config["max_position_embeddings"],
+        "beta_fast": told.get("beta_fast") or 32.0,
+        "beta_slow": told.get("beta_slow") or 1.0,
+        "whole_bounds": told.get("truncate", True),
+    }
+
+
+_SCALINGS: dict[str, Callable[[Config, Config], dict[str, Any] | None]] = {
+    "default": lambda told, config: None,
+    "llama3": _read_llama3,
+    "yarn": _read_yarn,
+}
+
+
+def _experts(config: Config, kind: str) -> dict[str, Any]:
+    if kind not in ("mixtral", "qwen3_moe"):
+        return {"experts": None}
+    of_qwen = kind == "qwen3_moe"
+    experts = {
+        "num_experts": config.get("num_local_experts") or config["num_experts"],
+        "top_k": config["num_experts_per_tok"],
+        "expert_ffn_size": config["moe_intermediate_size"] if of_qwen else config["intermediate_size"],
+        "normalise_weights": bool(config.get("norm_topk_prob", False)) if of_qwen else True,
+    }
+    return {"experts": experts}
+
+
+# Out
+
+
+def model_type(model: ModelSpec) -> str:
+    """Raises RecipeError with every key of `model` that none of Hugging Face's types has a place for."""
+    problems = list(_misfits(model))
+    if problems or not isinstance(model, DecoderModel):
+        raise RecipeError(problems)
+    if model.experts is not None:
+        return "qwen3_moe" if model.qk_norm else "mixtral"
+    if model.qk_norm:
+        return "qwen3"
+    if model.attention_bias == "qkv":
+        return "qwen2"
+    return "llama" if model.sliding_window is None else "mistral"
+
+
+def _misfits(model: ModelSpec) -> list[Problem]:
+    if not isinstance(model, DecoderModel):
+        return [_misfit("family", model.family)]
+    plain = DecoderModel(1, 1, 1, 1, 1, 1, 1)
+    keys = ["gated_mlp", "learned_positions", "mla", "activation", "gate_limit", "attention_sinks"]
+    biased, windowed, moe = model.attention_bias != "none", model.sliding_window is not None, model.experts is not None
+    if biased and (windowed or model.qk_norm or moe):
+        keys.append("attention_bias")
+    if windowed and (model.qk_norm or model.global_attention_every):
+        keys.append("sliding_window")
+    wrong = [_misfit(key, getattr(model, key)) for key in keys if getattr(model, key) != getattr(plain, key)]
+    return wrong + _misfit_experts(model)
+
+
+def _misfit_experts(model: DecoderModel) -> list[Problem]:
+    experts = model.experts
+    if experts is None:
+        return []
+    allowed = {
+        "shared_experts": 0,
+        "first_dense_layers": 0,
+        "every": 1,
+        "bias": False,
+        "score": "softmax",
+        "weight_scale": 1.0,
+        "balance_rate": 0.0,
+    }
+    wrong = [key for key, value in allowed.items() if getattr(experts, key) != value]
+    wrong += ["num_groups"] if experts.top_groups < experts.num_groups else []
+    wrong += [] if model.qk_norm or experts.normalise_weights else ["normalise_weights"]
+    return [_misfit(f"experts.{key}", getattr(experts, key)) for key in wrong]
+
+
+def _misfit(key: str, value: Any) -> Problem:
+    message = f"`model.{key}` is {value}, which none of the types {', '.join(MODEL_TYPES)} has a place for"
+    return Problem("unsupported", message, f"model.{key}", "such a model cannot be exported to Hugging Face's format")
+
+
+def write_config(model: DecoderModel, seq_len: int, dtype: str) -> dict[str, Any]:
+    """config.json, in the keys that transformers 4 and 5 both read; `dtype` as torch names it."""
+    kind = model_type(model)
+    config: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[kind]],
+        "model_type": kind,
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "intermediate_size": model.ffn_size,
+        "vocab_size": model.vocab_size,
+        "tie_word_embeddings": model.tied_embeddings,
+        "rms_norm_eps": model.norm_eps,
+        "hidden_act": "silu",
+        "max_position_embeddings": seq_len,
+        "rope_theta": model.rope_theta,
+        "rope_scaling": None if model.rope_scaling is None else _write_scaling(model.rope_scaling),
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
+    return config | _write_special(model, kind)
+
+
+def _write_special(model: DecoderModel, kind: str) -> dict[str, Any]:
+    """What a type's own defaults would get wrong."""
+    special: dict[str, Any] = {}
+    if kind in ("mistral", "mixtral"):
+        special["sliding_window"] = model.sliding_window
+    if kind in ("llama", "qwen3", "qwen3_moe"):
+        special["attention_bias"] = model.attention_bias == "all"
+    if model.experts is not None:
+        experts = model.experts
+        special |= {"num_local_experts": experts.num_experts, "num_experts_per_tok": experts.top_k}
+        if kind == "mixtral":
+            special["intermediate_size"] = experts.expert_ffn_size
+        else:
+            special |= {
+                "num_experts": experts.num_experts,
+                "moe_intermediate_size": experts.expert_ffn_size,
+                "norm_topk_prob": experts.normalise_weights,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [],
+            }
+    return special
+
+
+def _write_scaling(scaling: RopeScaling) -> dict[str, Any]:
+    told = {
+        "rope_type": scaling.kind,
+        "factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_seq_len,
+    }
+    if scaling.kind == "llama3":
+        return told | {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    return told | {
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+        "truncate": scaling.whole_bounds,
+    }
+
+
+def _unsupported(message: str) -> RecipeError:
+    return RecipeError(Problem("unsupported", message, "init.from", "name another folder"))
+
+
+def differences(asked: DecoderModel, found: DecoderModel) -> dict[str, tuple[Any, Any]]:
+    """Keys of two models under which different functions stand -> (asked, found). What only steers training may differ,
+    and so may what is not used."""
+    mine, theirs = _comparable(asked), _comparable(found)
+    return {key: (mine.get(key), theirs.get(key)) for key in mine | theirs if mine.get(key) != theirs.get(key)}
+
+
+_FREE = ("name", "prediction_layers", "experts.balance_rate", "experts.balance_loss", "experts.capacity_factor")
+
+
+def _comparable(model: DecoderModel) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in asdict(model).items():
+        flat |= {f"{key}.{inner}": kept for inner, kept in value.items()} if isinstance(value, dict) else {key: value}
+    if model.experts is not None and all(model.is_expert_layer(layer) for layer in range(model.num_layers)):
+        del flat["ffn_size"]
+    if model.sliding_window is None:
+        del flat["global_attention_every"]
+    return {key: value for key, value in flat.items() if key not in _FREE and value is not None}

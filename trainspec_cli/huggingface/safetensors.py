@@ -1,0 +1,109 @@
+"""The safetensors format: eight bytes of length, a JSON header, then the tensors' bytes.
+
+Read and written here, so that a file is looked into without torch, and neither side ever holds more than a tensor.
+https://huggingface.co/docs/safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainspec_cli.errors import MachineError, Problem, RecipeError
+
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Those that weights are trained from; others are quantised."""
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    """In the file, in bytes."""
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+def open_checkpoint(folder: Path) -> dict[str, Entry]:
+    """Every tensor of a folder's model.safetensors, or of the files that its index names.
+
+    Raises RecipeError where there is none, MachineError where a file is missing or damaged.
+    """
+    if (folder / INDEX).is_file():
+        names = sorted(set(_read_index(folder / INDEX).values()))
+    elif (folder / SINGLE).is_file():
+        names = [SINGLE]
+    else:
+        message = f"{folder} holds neither {SINGLE} nor {INDEX}"
+        raise RecipeError(Problem("missing_file", message, "init.from", "name a folder with safetensors files"))
+    entries: dict[str, Entry] = {}
+    for name in names:
+        entries |= read_header(folder / name)
+    return entries
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(file, f"is no index of safetensors files: {error}") from error
+
+
+def read_header(file: Path) -> dict[str, Entry]:
+    """The tensors of one file. Raises MachineError that names the file, or the tensor that is not as it should be."""
+    if not file.is_file():
+        raise _damaged(file, "is missing, and the index names it")
+    with file.open("rb") as content:
+        prefix = content.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
+        if length > MAX_HEADER_BYTES:
+            raise _damaged(file, "is no safetensors file")
+        try:
+            header = json.loads(content.read(length))
+            header.pop("__metadata__", None)
+            return {name: _entry(file, name, told, 8 + length) for name, told in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _damaged(file, f"has a header that cannot be read: {error}") from error
+
+
+def _entry(file: Path, name: str, told: Mapping[str, Any], data_start: int) -> Entry:
+    dtype, shape, (start, end) = told["dtype"], tuple(told["shape"]), told["data_offsets"]
+    if dtype not in DTYPE_BYTES:
+        message = f"{file}: {name} is of type {dtype}; weights are read from {', '.join(DTYPE_BYTES)}"
+        raise RecipeError(Problem("unsupported", message, "init.from", "name a checkpoint that is not quantised"))
+    entry = Entry(file, dtype, shape, data_start + start)
+    if end - start != entry.bytes or data_start + end > file.stat().st_size:
+        raise _damaged(file, f"is cut short or altered: {name} does not lie where the header says")
+    return entry
+
+
+def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
+    """For tensors (dtype, shape) that follow one another in this order; its length is a multiple of 8."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, (dtype, shape) in tensors.items():
+        end = start + math.prod(shape) * DTYPE_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _damaged(file: Path, what: str) -> MachineError:
+    return MachineError(f"{file} {what}", code="bad_checkpoint", hint="download it again")

@@ -1,0 +1,121 @@
+"""Which tensors of a Hugging Face checkpoint make up which parameter of the engine's decoder.
+
+A table, read in both directions: loading fills parameters from it, exporting cuts them by it. Most tensors are a
+parameter; a routed expert's matrices are parts of one, and stand transposed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trainspec_cli.spec.model import DecoderModel, ExpertSpec
+
+Shape = tuple[int, ...]
+
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor, and the box of a parameter that it fills."""
+
+    tensor: str
+    start: Shape
+    """Where the box begins in the parameter."""
+    shape: Shape
+    """The box's, with as many dimensions as the parameter."""
+    transposed: bool = False
+    """The tensor holds the last two dimensions the other way round."""
+
+    @property
+    def tensor_shape(self) -> Shape:
+        """In the file: without an expert's own dimension."""
+        shape = self.shape[-2:] if self.transposed else self.shape
+        return shape[::-1] if self.transposed else shape
+
+    def overlap(self, start: Shape, shape: Shape) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+        """-> (slices of this piece, slices of the box at `start`) where they meet; None where they do not."""
+        inner, outer = [], []
+        for mine, size, theirs, extent in zip(self.start, self.shape, start, shape, strict=True):
+            low, high = max(mine, theirs), min(mine + size, theirs + extent)
+            if low >= high:
+                return None
+            inner.append(slice(low - mine, high - mine))
+            outer.append(slice(low - theirs, high - theirs))
+        return tuple(inner), tuple(outer)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    name: str
+    """In the engine's model."""
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def parameters(model: DecoderModel) -> list[Parameter]:
+    """Every parameter of `model`, which `config.model_type` has a name for, in the order that checkpoints list them."""
+    hidden, vocab = model.hidden_size, model.vocab_size
+    found = [_whole("embed.weight", EMBED, (vocab, hidden))]
+    for layer in range(model.num_layers):
+        found += _layer(model, layer)
+    found.append(_whole("norm.weight", "model.norm.weight", (hidden,)))
+    return found if model.tied_embeddings else [*found, _whole("head.weight", HEAD, (vocab, hidden))]
+
+
+def _layer(model: DecoderModel, layer: int) -> Iterator[Parameter]:
+    ours, theirs, hidden = f"blocks.{layer}", f"model.layers.{layer}", model.hidden_size
+    yield _whole(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight", (hidden,))
+    yield from _attention(model, ours, f"{theirs}.self_attn")
+    yield _whole(f"{ours}.ffn_norm.weight", f"{theirs}.post_attention_layernorm.weight", (hidden,))
+    if model.experts is not None:
+        yield from _experts(model, model.experts, f"{ours}.ffn", theirs)
+        return
+    for matrix, shape in _matrices(hidden, model.ffn_size).items():
+        yield _whole(f"{ours}.ffn.{matrix}.weight", f"{theirs}.mlp.{matrix}_proj.weight", shape)
+
+
+def _attention(model: DecoderModel, ours: str, theirs: str) -> Iterator[Parameter]:
+    hidden, head = model.hidden_size, model.head_dim
+    for matrix, heads in {"q": model.num_heads, "k": model.num_kv_heads, "v": model.num_kv_heads}.items():
+        name = f"{ours}.attention.{matrix}"
+        yield _whole(f"{name}.weight", f"{theirs}.{matrix}_proj.weight", (heads * head, hidden))
+        if model.attention_bias != "none":
+            yield _whole(f"{name}.bias", f"{theirs}.{matrix}_proj.bias", (heads * head,))
+    yield _whole(f"{ours}.attention.out.weight", f"{theirs}.o_proj.weight", (hidden, model.num_heads * head))
+    if model.attention_bias == "all":
+        yield _whole(f"{ours}.attention_bias", f"{theirs}.o_proj.bias", (hidden,))
+    if model.qk_norm:
+        for norm in ("q_norm", "k_norm"):
+            yield _whole(f"{ours}.attention.{norm}.weight", f"{theirs}.{norm}.weight", (head,))
+
+
+def _experts(model: DecoderModel, experts: ExpertSpec, ours: str, layer: str) -> Iterator[Parameter]:
+    """Mixtral's names where there are no norms on queries and keys, else Qwen3's."""
+    theirs = f"{layer}.mlp" if model.qk_norm else f"{layer}.block_sparse_moe"
+    gate, up, down = ("gate_proj", "up_proj", "down_proj") if model.qk_norm else ("w1", "w3", "w2")
+    count, hidden, width = experts.num_experts, model.hidden_size, experts.expert_ffn_size
+
+    def piece(expert: int, matrix: str, column: int, shape: Shape) -> Piece:
+        return Piece(f"{theirs}.experts.{expert}.{matrix}.weight", (expert, 0, column), (1, *shape), transposed=True)
+
+    rows = range(count)
+    halves = [piece(e, name, at, (hidden, width)) for e in rows for name, at in ((gate, 0), (up, width))]
+    downs = [piece(e, down, 0, (width, hidden)) for e in rows]
+    yield _whole(f"{ours}.router.weight", f"{theirs}.gate.weight", (count, hidden))
+    yield Parameter(f"{ours}.experts.up", (count, hidden, 2 * width), tuple(halves))
+    yield Parameter(f"{ours}.experts.down", (count, width, hidden), tuple(downs))
+
+
+def _matrices(hidden: int, width: int) -> dict[str, Shape]:
+    return {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+
+
+def _whole(name: str, tensor: str, shape: Shape) -> Parameter:
+    return Parameter(name, shape, (Piece(tensor, (0,) * len(shape), shape),))

@@ -1,0 +1,142 @@
+"""A run's weights as a Hugging Face folder: the engine writes the tensors, this writes what stands beside them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from trainspec_cli.corpus.collection import Collection
+from trainspec_cli.corpus.decode import decode
+from trainspec_cli.corpus.manifest import read_manifest
+from trainspec_cli.corpus.publish import publishing
+from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.huggingface.adapters import ADAPTER_CONFIG, adapter_config
+from trainspec_cli.huggingface.config import write_config
+from trainspec_cli.huggingface.folder import CONFIG, GENERATION, SMALL_FILES, TOKENIZER, TOKENIZER_CONFIG, read_config
+from trainspec_cli.launch.environment import python_path
+from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.model import DecoderModel
+from trainspec_cli.spec.plan import Plan
+
+EXPORT = ("-m", "trainspec_cli.engine.export")
+DTYPES = {"fp32": ("F32", "float32"), "bf16": ("BF16", "bfloat16"), "fp16": ("F16", "float16")}
+"""-> (as safetensors names it, as config.json does)"""
+KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+"""Of the config.json that a run began with."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is wanted of a run."""
+
+    run: RunDir
+    step: int
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    max_file_bytes: int = 5 * 10**9
+
+
+def newest_step(run: RunDir) -> int:
+    """Raises RecipeError where the run has no whole checkpoint."""
+    steps = run.checkpoint_steps()
+    if not steps:
+        raise RecipeError(Problem("no_checkpoint", f"{run.root} holds no whole checkpoint", hint="train it first"))
+    return steps[-1]
+
+
+def write_folder(wanted: Export, output: Path) -> str:
+    """Make `output`, which must not exist or be empty; -> its model_type. Raises RecipeError and MachineError."""
+    plan = from_plain(Plan, read_json(wanted.run.plan_json))
+    model = plan.spec.model
+    config = _config(plan, wanted)
+    assert isinstance(model, DecoderModel), "write_config refuses others"
+    with publishing(output.expanduser().resolve()) as temporary:
+        _write_beside(plan, wanted.run, config, temporary)
+        _write_tensors(wanted, temporary)
+    return str(config["model_type"])
+
+
+def _config(plan: Plan, wanted: Export) -> dict[str, Any]:
+    config = write_config(plan.spec.model, plan.spec.data.seq_len, DTYPES[wanted.dtype][1])  # type: ignore[arg-type]
+    original = wanted.run.huggingface
+    if (original / CONFIG).is_file():
+        began = read_config(original)
+        config |= {key: began[key] for key in KEPT_KEYS if key in began}
+    return config
+
+
+def _write_beside(plan: Plan, run: RunDir, config: dict[str, Any], folder: Path) -> None:
+    """config.json, tokenizer and generation config: those the run began with, or made from its data's tokenizer."""
+    for name in SMALL_FILES:
+        if (run.huggingface / name).is_file():
+            shutil.copyfile(run.huggingface / name, folder / name)
+    data_dir = read_json(run.run_json)["data_dir"]
+    begun_without = data_dir is not None and not (folder / TOKENIZER).is_file()
+    token_folder = Collection.open(data_dir).tokenizer_folder if begun_without else None
+    if token_folder is not None:
+        config |= {"eos_token_id": _write_tokenizer(token_folder, plan.spec.data.seq_len, folder)}
+    if not (folder / GENERATION).is_file():
+        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+        write_json(folder / GENERATION, ids)
+    write_json(folder / CONFIG, config)
+
+
+def _write_tokenizer(token_folder: Path, seq_len: int, folder: Path) -> int:
+    """-> the id that ends a document."""
+    end = read_manifest(token_folder).end_of_document_id
+    shutil.copyfile(token_folder / TOKENIZER, folder / TOKENIZER)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": decode(token_folder, [end]),
+        "model_max_length": seq_len,
+        "clean_up_tokenization_spaces": False,
+    }
+    write_json(folder / TOKENIZER_CONFIG, settings)
+    return end
+
+
+def write_adapters(wanted: Export, output: Path) -> str:
+    """Make `output` with a run's LoRA adapters as PEFT reads them. Raises RecipeError where it trained none."""
+    plan = from_plain(Plan, read_json(wanted.run.plan_json))
+    if not plan.spec.lora.rank:
+        message = f"{wanted.run.root} trained whole weights, and no adapters"
+        raise RecipeError(Problem("unsupported", message, "--format", "type --format hf"))
+    base = plan.spec.init.hugging_face
+    with publishing(output.expanduser().resolve()) as temporary:
+        write_json(temporary / ADAPTER_CONFIG, adapter_config(plan.spec.lora, str(base.absolute()) if base else None))
+        _write_tensors(wanted, temporary, adapters_alone=True)
+    return "LoRA adapters"
+
+
+def _write_tensors(wanted: Export, folder: Path, *, adapters_alone: bool = False) -> None:
+    order = {
+        "adapters_alone": adapters_alone,
+        "plan_json": str(wanted.run.plan_json.absolute()),
+        "checkpoint": str(wanted.run.checkpoint(wanted.step).absolute()),
+        "output": str(folder),
+        "dtype": DTYPES[wanted.dtype][0],
+        "max_file_bytes": wanted.max_file_bytes,
+    }
+    with tempfile.TemporaryDirectory(prefix="trainspec-export-") as scratch:
+        write_json(Path(scratch) / "order.json", order)
+        command = [sys.executable, *EXPORT, str(Path(scratch) / "order.json")]
+        environment = os.environ | {"PYTHONSAFEPATH": "1", **python_path()}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        tail = "\n".join(done.stderr.strip().splitlines()[-8:])
+        raise MachineError(Problem("export_failed", f"the weights could not be written\n\n{tail}", environment=True))
+
+
+def keep_small_files(source: Path, run: RunDir) -> None:
+    """What an export needs of the folder that a run begins with, which need not be there for ever."""
+    run.huggingface.mkdir(exist_ok=True)
+    for name in SMALL_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, run.huggingface / name)

@@ -1,0 +1,189 @@
+"""Runs the replica groups of a job: starts again what died and nothing else, and gives up in order."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import subprocess
+import time
+from collections.abc import Callable
+
+from trainspec_cli.launch import guard, processes
+from trainspec_cli.launch.failure import Explanation, WorkerFailure, explain
+from trainspec_cli.launch.group import ReplicaGroup, State
+from trainspec_cli.launch.job import Job
+from trainspec_cli.launch.lighthouse import Lighthouse
+from trainspec_cli.launch.local import start_guard
+from trainspec_cli.launch.processes import POLL_S
+from trainspec_cli.launch.signals import StopRequests, on_stop_signal
+from trainspec_cli.launch.supervise import SUPERVISOR, Ending
+from trainspec_cli.policy.recovery import enough_groups, may_restart, pause_s
+from trainspec_cli.rundir.events import EventTail, EventWriter
+from trainspec_cli.rundir.files import write_json
+from trainspec_cli.rundir.generations import GENERATION
+from trainspec_cli.spec.fault import parse_faults
+from trainspec_cli.spec.plan import Plan
+
+Watch = Callable[[bool], None]
+STUCK = 0.9
+"""Part of `resilience.exchange_timeout_s` that the others must have waited: clocks are read ten times a second."""
+ANSWER_S = 2.0
+"""A group whose exchange failed says so within this time."""
+
+
+def supervise_groups(job: Job, plan: Plan, watch: Watch, say: Callable[[str], None]) -> Ending:
+    """As `supervise`, for a plan of several replica groups. `say` hears of every failure and what follows."""
+    requests, marks = StopRequests(), EventWriter(job.run.supervisor_events, SUPERVISOR)
+    with on_stop_signal(requests.add):
+        marks.write("launch")
+        guarding = start_guard(job)
+        run = _Run(job, plan, requests, say)
+        try:
+            while run.anything_left() and not run.killed:
+                watch(run.stop_requested)
+                run.act()
+                time.sleep(POLL_S)
+        finally:
+            left = processes.kill(job.launch_id)
+            with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
+                guarding.communicate(guard.DONE, timeout=processes.KILL_TIMEOUT_S)
+            marks.write("ended", exit_code=0)
+            marks.close()
+        watch(run.stop_requested)
+    left_behind, generation = tuple(process.pid for process in left), job.environment.get(GENERATION)
+    return Ending(0, run.stop_requested, run.killed, left_behind, run.given_up, int(generation) if generation else None)
+
+
+class _Run:
+    def __init__(self, job: Job, plan: Plan, requests: StopRequests, say: Callable[[str], None]):
+        self._job, self._resilience, self._requests, self._say = job, plan.spec.resilience, requests, say
+        job.logs.mkdir(parents=True, exist_ok=True)
+        self._lighthouse = Lighthouse(job, self._resilience)
+        self._groups = [
+            ReplicaGroup(number, plan.group_size, job, self._lighthouse.address, _devices(plan, number))
+            for number in range(plan.replica_groups)
+        ]
+        self._faults = [fault for fault in parse_faults(plan.spec.fault) if fault.kind == "lighthouse"]
+        self._faults.sort(key=lambda fault: fault.step)
+        self._story = EventTail(job.run.events(0))
+        self._deadline = math.inf
+        self._expect()
+        self.stop_requested = self.killed = False
+        self.given_up = ""
+        self._has_stepped = False
+
+    def anything_left(self) -> bool:
+        return any(group.state in ("running", "waiting") for group in self._groups)
+
+    def act(self) -> None:
+        now_s = time.monotonic()
+        if self._requests.count and not self.stop_requested:
+            self.stop_requested = True
+            self._stop()
+        for group in self._groups:
+            self._look_after(group, now_s)
+        self._keep_lighthouse()
+        if self._requests.count > 1 or now_s > self._deadline:
+            self.killed = True
+
+    def _look_after(self, group: ReplicaGroup, now_s: float) -> None:
+        if group.state == "waiting" and now_s >= group.start_at:
+            group.start()
+        if group.state != "running":
+            return
+        group.look(now_s)
+        self._has_stepped = self._has_stepped or group.stepped_at > 0
+        lost = group.lost_worker()
+        if lost is not None or self._is_stuck(group, now_s):
+            self._recover(group, lost, now_s)
+        elif group.exit_code() == 0:
+            group.state = "done"
+            self._set_states("waiting", "gone")
+
+    def _is_stuck(self, group: ReplicaGroup, now_s: float) -> bool:
+        """The others have waited for it as long as they may, and it has said nothing all the while.
+
+        They may not be able to go on without it: the lighthouse wants more than half of those that live.
+        """
+        others = [other for other in self._groups if other is not group]
+        patience_s = STUCK * self._resilience.exchange_timeout_s
+        allowed_until = max(group.stepped_at, group.retried_at) + patience_s
+        went_on = max(other.stepped_at for other in others) > allowed_until
+        asked_at = max(other.retried_at for other in others)
+        return group.stepped_at > 0 and (went_on or (asked_at > allowed_until and now_s - asked_at > ANSWER_S))
+
+    def _recover(self, group: ReplicaGroup, lost: WorkerFailure | None, now_s: float) -> None:
+        """Start it again, or go on without it, or end the run."""
+        failures = group.end() or ([lost] if lost else [])
+        explanation = explain(failures) if failures else Explanation("it lives, and the others had to go on without it")
+        group.failures_in_a_row += 1
+        group.state = "gone"
+        if self._is_final(failures):
+            self._say(f"group {group.number}: {explanation.headline}")
+            self._stop()
+            return
+        group.put_errors_away()
+        if self._ending():
+            return
+        if may_restart(self._resilience, group.starts_s[1:], now_s):
+            pause = pause_s(group.failures_in_a_row)
+            group.state, group.start_at = "waiting", now_s + pause
+            self._say(f"group {group.number}: {explanation.headline}; it starts again{_after(pause)}")
+        else:
+            self._expect()
+            self._say(f"group {group.number}: {explanation.headline}; it stays away, it failed too often")
+            self._check_enough(explanation)
+
+    def _is_final(self, failures: list[WorkerFailure]) -> bool:
+        """An error that was foreseen would come again, and so would one before the run's first step."""
+        causes = [failure for failure in failures if not failure.consequence]
+        return any(failure.foreseen or (failure.own_words and not self._has_stepped) for failure in causes)
+
+    def _check_enough(self, explanation: Explanation) -> None:
+        left = [group for group in self._groups if group.state in ("running", "waiting")]
+        if enough_groups(self._resilience, len(left)):
+            return
+        self.given_up = (
+            f"{len(left)} of {len(self._groups)} replica groups are left, and resilience.min_groups is "
+            f"{self._resilience.min_groups}; the last failure: {explanation.headline}"
+        )
+        self._stop()
+
+    def _ending(self) -> bool:
+        return self.stop_requested or bool(self.given_up) or any(group.state == "done" for group in self._groups)
+
+    def _stop(self) -> None:
+        """Ask the workers to write a checkpoint and end; groups that wait stay away."""
+        self._set_states("waiting", "gone")
+        processes.ask_to_stop(self._job.launch_id)
+        self._deadline = min(self._deadline, time.monotonic() + self._job.stop_grace_s)
+
+    def _set_states(self, before: State, after: State) -> None:
+        for group in self._groups:
+            if group.state == before:
+                group.state = after
+
+    def _expect(self) -> None:
+        """How many groups a run that has not stepped yet waits for."""
+        write_json(self._job.run.groups_json, {"expected": sum(group.state != "gone" for group in self._groups)})
+
+    def _keep_lighthouse(self) -> None:
+        """And put it out where the recipe asks for that."""
+        step = max((event["step"] for event in self._story.read() if event["type"] == "step"), default=0)
+        while self._faults and step >= self._faults[0].step:
+            self._faults.pop(0)
+            self._lighthouse.kill()
+        if self._lighthouse.keep_alive():
+            self._say("the lighthouse ended; it starts again")
+
+
+def _after(pause: float) -> str:
+    return f" after {pause:.0f} s" if pause else ""
+
+
+def _devices(plan: Plan, group: int) -> str | None:
+    """The GPUs of a group, by number."""
+    if plan.device != "cuda":
+        return None
+    first = group * plan.group_size
+    return ",".join(str(number) for number in range(first, first + plan.group_size))

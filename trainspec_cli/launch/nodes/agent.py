@@ -1,0 +1,189 @@
+"""`python -m trainspec_cli.launch.nodes.agent [--node I] RUN GENERATION`: one host's part of a job.
+
+Runs torchrun here and does what the hub says. When the hub is silent for too long this host is cut off: what runs here
+is ended, since the job goes on elsewhere. Under Slurm the host's number is the task's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from trainspec_cli.errors import MachineError, Problem, TrainspecError
+from trainspec_cli.launch.job import Job, build_node_job
+from trainspec_cli.launch.local import LocalExecutor
+from trainspec_cli.launch.machine import detect
+from trainspec_cli.launch.nodes.wire import Wire
+from trainspec_cli.launch.place import Place
+from trainspec_cli.launch.processes import POLL_S
+from trainspec_cli.launch.signals import PatientRequests, on_stop_signal
+from trainspec_cli.rundir import generations
+from trainspec_cli.rundir.files import read_json
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.plan import Plan
+from trainspec_cli.spec.rules import check_machine
+
+APPEAR_TIMEOUT_S = 60.0
+"""A network file system may show a new file this late on another host."""
+CONNECT_TIMEOUT_S = 10.0
+EXAMINE_TIMEOUT_S = 180.0
+CUT_OFF, UNFIT = 3, 4
+"""Exit codes of an agent: it no longer heard the hub, or the host lacks something."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--node", type=int, default=os.environ.get("SLURM_NODEID"))
+    parser.add_argument("run", type=RunDir)
+    parser.add_argument("generation", type=int)
+    options = parser.parse_args()
+    sys.exit(run_agent(options.run, options.generation, int(options.node)))
+
+
+def run_agent(run: RunDir, generation: int, node: int) -> int:
+    """-> 0 when all is done here, torchrun's exit code being told to the hub; else `CUT_OFF` or `UNFIT`.
+
+    Raises MachineError where the hub cannot be reached.
+    """
+    start = await_start(run, generation)
+    plan = from_plain(Plan, read_json(run.plan_json))
+    requests = PatientRequests()
+    with on_stop_signal(requests.add):
+        hub = connect(start, node)
+        try:
+            code = Agent(hub, run, plan, start, node, generation, requests).work()
+        except MachineError as error:
+            hub.say(f"failed {' '.join(str(error).split())}")
+            hub.say("ended 1")
+            code = UNFIT
+    hub.close()
+    return code
+
+
+def await_start(run: RunDir, generation: int) -> dict[str, Any]:
+    """What the hub has written of itself."""
+    deadline = time.monotonic() + APPEAR_TIMEOUT_S
+    while not (start := generations.read(run, generation)):
+        if time.monotonic() > deadline:
+            message = f"{socket.gethostname()} does not see {run.generation(generation)}"
+            hint = "keep run.dir on a file system that all hosts share"
+            raise MachineError(Problem("not_shared", message, hint=hint, environment=True))
+        time.sleep(POLL_S)
+    return start
+
+
+def connect(start: dict[str, Any], node: int) -> Wire:
+    """Raises MachineError."""
+    address = (start["head"], start["hub_port"])
+    try:
+        wire = Wire(socket.create_connection(address, CONNECT_TIMEOUT_S))
+    except OSError as error:
+        message = f"{socket.gethostname()} cannot reach the first host at {address[0]}:{address[1]}: {error}"
+        hint = "open the way between the job's hosts (a firewall), or look at the cable"
+        raise MachineError(Problem("hub_unreachable", message, hint=hint, environment=True)) from error
+    wire.say(f"hello {start['token']} {node} {os.environ.get('SLURMD_NODENAME') or socket.gethostname()}")
+    return wire
+
+
+class Agent:
+    def __init__(
+        self,
+        hub: Wire,
+        run: RunDir,
+        plan: Plan,
+        start: dict[str, Any],
+        node: int,
+        generation: int,
+        requests: PatientRequests,
+    ):
+        self._hub, self._run, self._plan, self._start, self._node = hub, run, plan, start, node
+        self._generation, self._requests = generation, requests
+        self._heard: set[str] = set()
+
+    def work(self) -> int:
+        """Examine the host, run the workers, tell how it ended. Raises MachineError for what this host lacks."""
+        self._check_host()
+        if self._start["examine"] and not self._examine():
+            return CUT_OFF
+        running = LocalExecutor().submit(self._build_job())
+        asked = False
+        try:
+            while running.anything_left() and "end" not in self._heard and self._listen():
+                if not asked and (self._requests.count or "stop" in self._heard):
+                    asked = True
+                    running.ask_to_stop()
+        finally:
+            running.end()
+        if self._is_cut_off:
+            return CUT_OFF
+        code = running.exit_code()
+        self._hub.say(f"ended {1 if code is None else abs(code)}")
+        return 0
+
+    def _check_host(self) -> None:
+        machine = detect(look_for_gpus=self._plan.device != "cpu")
+        if problems := check_machine(self._plan.spec, machine):
+            raise MachineError(problems)
+
+    def _build_job(self) -> Job:
+        start = self._start
+        place = Place(self._node, start["num_nodes"], start["head"], start["rendezvous_port"])
+        return build_node_job(
+            self._plan,
+            self._run.root,
+            detect(look_for_gpus=self._plan.device != "cpu"),
+            place,
+            self._generation,
+            launch_id=f"{start['token']}-{self._node}",
+            logs=Path(start["logs"]) / f"node{self._node:05d}",
+            worker=start["worker"],
+        )
+
+    def _examine(self) -> bool:
+        """Tell the hub what this host can do, and wait until it lets the workers start; False where it does not."""
+        with tempfile.TemporaryFile() as output:
+            examining = subprocess.Popen(self._start["examine"], stdin=subprocess.DEVNULL, stdout=output)
+            deadline = time.monotonic() + EXAMINE_TIMEOUT_S
+            while examining.poll() is None and self._listen() and "end" not in self._heard:
+                if time.monotonic() > deadline:
+                    break
+            examining.kill()
+            examining.wait()
+            output.seek(0)
+            lines = output.read().decode(errors="replace").splitlines()
+        if not lines:
+            message = f"the examination of {socket.gethostname()} ended without a report within {EXAMINE_TIMEOUT_S:g} s"
+            raise MachineError(Problem("examination_failed", message, hint=f"look at {self._start['logs']}"))
+        self._hub.say(f"report {lines[-1]}")
+        while not self._heard & {"go", "end"} and self._listen():
+            pass
+        return "go" in self._heard
+
+    def _listen(self) -> bool:
+        """Hear the hub and be heard, for an instant; False where it is gone."""
+        self._heard.update(word for word, *_ in self._hub.hear())
+        self._hub.beat()
+        time.sleep(POLL_S)
+        return not self._is_cut_off
+
+    @property
+    def _is_cut_off(self) -> bool:
+        return "end" not in self._heard and (
+            self._hub.closed or self._hub.silent_s > self._plan.spec.run.node_timeout_s
+        )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except TrainspecError as error:
+        print(f"{error}\n{error.problems[0].hint}", file=sys.stderr)
+        sys.exit(error.exit_code)

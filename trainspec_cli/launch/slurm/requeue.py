@@ -1,0 +1,37 @@
+"""Whether a job that ended goes back to the queue, and where it must not run again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainspec_cli.errors import Interrupted, Stopped, WorkerError
+from trainspec_cli.rundir.files import read_json
+from trainspec_cli.rundir.paths import RunDir
+
+HUNG = "hang"
+"""The code of a worker that ended a step which hung."""
+
+
+@dataclass(frozen=True)
+class Requeue:
+    reason: str
+    """`the time limit is near`"""
+    avoid: Sequence[str] = ()
+    """Hosts that were lost."""
+
+
+def decide(run: RunDir, exit_code: int, *, warned: bool) -> Requeue | None:
+    """For what another start can mend: a time limit, a lost host, a hang; never for the run's own error."""
+    if warned and exit_code in (Stopped.exit_code, Interrupted.exit_code):
+        return Requeue("it was warned of its time limit or of a preemption")
+    if exit_code != WorkerError.exit_code:
+        return None
+    words = [read_json(path) for path in sorted(run.errors_folder.glob("*.json"))]
+    lost = [word for word in words if word.get("lost")]
+    if lost:
+        names = ", ".join(f"node {word['node']} ({word['host'] or 'never came'})" for word in lost)
+        return Requeue(f"{names} was lost", [word["host"] for word in lost if word["host"]])
+    if any(word.get("code") == HUNG for word in words):
+        return Requeue("a step hung")
+    return None

@@ -1,0 +1,108 @@
+"""The batch script of one run or of a sweep's array: what is asked of Slurm, what is set, and one srun."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from trainspec_cli.launch.environment import python_path
+from trainspec_cli.launch.nodes.executor import agent_command
+from trainspec_cli.spec.plan import Plan
+
+DRIVER = "trainspec_cli.cli.job"
+"""The module that the script ends in."""
+
+KEPT = ("TRAINSPEC_CACHE",)
+"""Variables of the submitting shell that the script sets again; the rest comes as the site has it."""
+
+
+def render_script(plan: Plan, roots: Sequence[Path], recipe: str, argv: Sequence[str], folder: Path) -> str:
+    """Of several `roots`, one task of an array each. `folder`: where the command was typed and the job begins."""
+    lines = [
+        "#!/bin/bash",
+        f"# trainspec {shlex.join(argv)}",
+        *(f"#SBATCH {option}" for option in _options(plan, roots, recipe)),
+        "",
+        f"cd {shlex.quote(str(folder))}",
+        *(f"export {name}={shlex.quote(value)}" for name, value in sorted(_variables().items())),
+        *plan.spec.cluster.slurm.setup,
+        "",
+        *_choose_root(roots),
+        "# Begins or resumes the run, watches over it, requeues it at the time limit, and ends with its exit code.",
+        f'exec {shlex.join([sys.executable, "-m", DRIVER])} "$run" \\',
+        f"  {shlex.join(srun_command(plan))} \\",
+        f"  {shlex.join(agent_command())}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def log_of(root: Path) -> Path:
+    """%j is the job's number; what a requeued job says is appended."""
+    return root / "logs" / "slurm-%j.log"
+
+
+def array_log(roots: Sequence[Path]) -> Path:
+    """A script has one pattern for all of its tasks, so an array's logs lie beside the runs."""
+    return roots[0].parent / "slurm" / "%A_%a.log"
+
+
+def _options(plan: Plan, roots: Sequence[Path], recipe: str) -> Iterator[str]:
+    slurm = plan.spec.cluster.slurm
+    is_array = len(roots) > 1
+    gpus = slurm.gpus_per_node or (str(plan.devices_per_node) if plan.device == "cuda" else None)
+    yield f"--job-name={slurm.job_name or f'trainspec-{recipe}'}"
+    yield f"--nodes={plan.num_nodes}"
+    yield "--ntasks-per-node=1"
+    yield f"--output={array_log(roots) if is_array else log_of(roots[0])}"
+    yield "--open-mode=append"
+    if is_array:
+        parallel = f"%{slurm.array_parallel}" if slurm.array_parallel else ""
+        yield f"--array=0-{len(roots) - 1}{parallel}"
+    given = {
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "time": slurm.time,
+        "gpus-per-node": gpus,
+        "cpus-per-task": slurm.cpus_per_task,
+        "mem": slurm.mem,
+        "constraint": slurm.constraint,
+        "exclude": slurm.exclude,
+        "dependency": slurm.dependency,
+    }
+    yield from (f"--{name}={value}" for name, value in given.items() if value is not None)
+    if slurm.exclusive:
+        yield "--exclusive"
+    yield f"--signal=B:USR2@{slurm.warn_s}"
+    yield "--requeue" if slurm.max_requeues else "--no-requeue"
+    yield from slurm.sbatch_lines
+
+
+def _variables() -> dict[str, str]:
+    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+    return {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", **python_path(), **kept}
+
+
+def _choose_root(roots: Sequence[Path]) -> Iterator[str]:
+    if len(roots) == 1:
+        yield f"run={shlex.quote(str(roots[0]))}"
+        return
+    yield "runs=("
+    yield from (f"  {shlex.quote(str(root))}" for root in roots)
+    yield ")"
+    yield "run=${runs[$SLURM_ARRAY_TASK_ID]}"
+
+
+def srun_command(plan: Plan) -> list[str]:
+    """One task a node. A task that ends badly leaves the others alone: their agents say what became of them."""
+    slurm, nodes = plan.spec.cluster.slurm, plan.num_nodes
+    container = {"container-image": slurm.container_image, "container-mounts": slurm.container_mounts}
+    return [
+        *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
+        *([f"--cpus-per-task={slurm.cpus_per_task}"] if slurm.cpus_per_task else []),
+        *("--cpu-bind=none", "--kill-on-bad-exit=0", "--unbuffered", "--mpi=none"),
+        *(f"--{name}={value}" for name, value in container.items() if value is not None),
+    ]

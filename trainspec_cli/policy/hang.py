@@ -1,0 +1,47 @@
+"""When a step counts as hung, and which rank the others wait for: decisions on plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+SLOWER = 5.0
+"""A step may take this many times as long as the slowest of those remembered."""
+LEARNING_STEPS = 3
+FIRST_S = 1800.0
+"""Until the run's own steps are known (the first ones compile), and for what comes between steps."""
+
+
+def step_deadline_s(recent_s: Sequence[float], floor_s: float) -> float:
+    """Seconds that a step may take, learned from those before it; never below `floor_s`."""
+    if len(recent_s) < LEARNING_STEPS:
+        return max(FIRST_S, floor_s)
+    return max(floor_s, SLOWER * max(recent_s))
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Where a rank stands in a step that hangs."""
+
+    waiting: bool
+    """In a collective, or for the device to finish one."""
+    collectives: Mapping[str, int] = field(default_factory=dict)
+    """By process group: the number of the last collective that it entered."""
+
+
+def find_late(found: Mapping[int, Whereabouts], world_size: int) -> tuple[list[int], str]:
+    """Ranks that the others wait for, and how that is known; nobody where all wait in the same collectives."""
+    if silent := [rank for rank in range(world_size) if rank not in found]:
+        return silent, "it gives no sign of life"
+    if elsewhere := [rank for rank, place in found.items() if not place.waiting]:
+        if len(elsewhere) < world_size:
+            return sorted(elsewhere), "it is in no collective"
+        return [], "no rank waits for another"
+    furthest: dict[str, int] = {}
+    for place in found.values():
+        for group, number in place.collectives.items():
+            furthest[group] = max(furthest.get(group, 0), number)
+    behind = [rank for rank, place in found.items() if any(n < furthest[g] for g, n in place.collectives.items())]
+    if behind and len(behind) < world_size:
+        return sorted(behind), "it has entered fewer collectives"
+    return [], "all ranks wait in the same collective"

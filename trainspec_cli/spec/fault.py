@@ -1,0 +1,70 @@
+"""Faults that a run is to meet, as facts: `kill(group=1,step=40); slow(step=60,seconds=0.2,steps=5)`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+FaultKind = Literal["kill", "stop", "hang", "exception", "oom", "slow", "bitflip", "disk_full", "lighthouse"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Strikes once in a run, when `step` updates have been made, in the exchange of the next one's gradients."""
+
+    kind: FaultKind
+    """kill: SIGKILL. stop: SIGSTOP. hang: the worker waits for ever. exception, oom: it raises one. slow: it sleeps.
+
+    bitflip: one bit of a parameter changes. disk_full: no file that it writes grows beyond a page. lighthouse: the
+    process that keeps the groups' membership is killed.
+    """
+    step: int
+    group: int = 0
+    rank: int = 0
+    """Within the group."""
+    seconds: float = 1.0
+    """slow: how long, each step."""
+    steps: int = 1
+    """slow, disk_full: for how many steps."""
+
+
+class FaultSyntaxError(ValueError):
+    """With what is wrong and what is allowed."""
+
+
+_ONE = re.compile(r"\s*(\w+)\s*\(([^()]*)\)\s*")
+_NUMBERS = {"step": int, "group": int, "rank": int, "seconds": float, "steps": int}
+
+
+def parse_faults(text: str) -> tuple[Fault, ...]:
+    """Raises FaultSyntaxError."""
+    return tuple(_parse(part) for part in text.split(";") if part.strip())
+
+
+def _parse(text: str) -> Fault:
+    match = _ONE.fullmatch(text)
+    if match is None:
+        raise FaultSyntaxError(f"`{text.strip()}` is no fault; write such as kill(group=1,step=40)")
+    kind, arguments = match.group(1), dict(_arguments(match.group(2)))
+    if kind not in get_args(FaultKind):
+        raise FaultSyntaxError(f"there is no fault `{kind}`; there are {', '.join(get_args(FaultKind))}")
+    if "step" not in arguments:
+        raise FaultSyntaxError(f"`{text.strip()}` does not say when; write such as {kind}(step=40)")
+    return Fault(kind, **arguments)  # type: ignore[arg-type]
+
+
+def _arguments(text: str) -> Iterator[tuple[str, float]]:
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = (word.strip() for word in part.partition("="))
+        if name not in _NUMBERS:
+            names = ", ".join(field.name for field in fields(Fault) if field.name != "kind")
+            raise FaultSyntaxError(f"a fault has no `{name}`; it has {names}")
+        try:
+            number = _NUMBERS[name](value)
+        except ValueError:
+            raise FaultSyntaxError(f"`{part}` needs a number") from None
+        if number < 0:
+            raise FaultSyntaxError(f"`{part}` is below 0")
+        yield name, number

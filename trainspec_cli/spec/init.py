@@ -1,0 +1,27 @@
+"""What the weights are before the first step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+HUGGING_FACE = "hf:"
+
+
+@dataclass(frozen=True)
+class InitSpec:
+    from_: str | None = None
+    """`hf:FOLDER`, a Hugging Face checkpoint, or the folder of a run of trainspec; null: drawn from the seed.
+
+    Weights alone are taken: the optimizer, the step and the data begin anew.
+    """
+
+    @property
+    def hugging_face(self) -> Path | None:
+        if self.from_ is None or not self.from_.startswith(HUGGING_FACE):
+            return None
+        return Path(self.from_.removeprefix(HUGGING_FACE)).expanduser()
+
+    @property
+    def run(self) -> Path | None:
+        return None if self.from_ is None or self.hugging_face else Path(self.from_).expanduser()
