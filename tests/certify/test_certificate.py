@@ -39,7 +39,7 @@ def test_every_axis_manner_and_family_is_in_the_matrix():
     assert {case.layout.ep for case in found} == {1, 2, 4, 8}
     assert max(case.layout.world_size for case in found) == 8
     assert {case.recompute for case in found} == {"none", "selective", "full"}
-    assert {case.compute for case in found} == {"fp32", "bf16"}
+    assert {case.compute for case in found} == {"fp32", "bf16", "fp8"}
 
 
 def test_what_is_refused_says_why_and_what_to_type():

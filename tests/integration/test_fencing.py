@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
@@ -13,6 +15,7 @@ def steps_of(run: RunDir) -> list[int]:
     return [event["step"] for event in read_events(run.events(0)) if event["type"] == "step"]
 
 
+@pytest.mark.slow
 def test_a_worker_stops_when_a_newer_start_owns_the_run(start_trainspec, tmp_path) -> None:
     run = RunDir(tmp_path / "run")
     endless = ("train.max_steps=1000000", "checkpoint.interval_steps=1000000", "batching.global_batch_size=2")

@@ -19,6 +19,7 @@ def tensors_of(folder):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_weights_pass_through_any_layout_unchanged(name, trainspec, hf_folder, tmp_path):
     folder = hf_folder(name, max_shard_size="40KB")

@@ -43,7 +43,7 @@ def test_kill_9_at_random_moments_and_resume(
 def test_kill_9_of_one_worker_then_resume(
     wait_for_step, workers_of, start_trainspec, trainspec, tmp_path, read_result, undisturbed
 ):
-    process = start_trainspec("launch", *RECIPE, "run.dir=killed")
+    process = start_trainspec("launch", *RECIPE, "run.dir=killed", "resilience=none")
     wait_for_step(RunDir(tmp_path / "killed"), 6, process)
     while not RunDir(tmp_path / "killed").checkpoint_steps():
         time.sleep(0.005)

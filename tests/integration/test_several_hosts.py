@@ -42,6 +42,7 @@ def wait_for_step(run: RunDir, step: int, process) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_two_hosts_train_stop_and_resume(start_hosts, tmp_path):
     """Ctrl-C on the first host saves and ends both; given again, both go on at the next sample."""
     run = RunDir(tmp_path / "run")
