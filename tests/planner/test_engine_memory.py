@@ -107,7 +107,13 @@ WINDOW_RUNS = (
         recompute="selective",
         changes={"num_layers": 8},
     ),
-    Run("gpt3_175b", fsdp(16, tp=8), seq_len=2048, recompute="selective", changes={"num_layers": 12}),
+    Run(
+        "gpt3_175b",
+        fsdp(16, tp=8, sequence_parallel=False),
+        seq_len=2048,
+        recompute="selective",
+        changes={"num_layers": 12},
+    ),
 )
 STATE_RUNS = (
     Run("mamba2_370m", fsdp(2), samples=4, compute="fp32", seq_len=2048),
