@@ -1,5 +1,6 @@
 """Checkpoints of a small model in this process; killed and resumed runs are in tests/integration."""
 
+import contextlib
 import json
 import os
 import resource
@@ -229,27 +230,27 @@ def test_it_is_busy_until_the_disk_has_it_and_the_last_one_stays_whole(tmp_path,
     assert run_dir.checkpoint_steps() == [1, 2]
 
 
-@pytest.fixture
-def full_disk():
-    """Files may grow to 2 kB: a real error of the kernel, as on a full disk."""
+@contextlib.contextmanager
+def full_disk(largest_bytes=2000):
+    """No file may grow beyond 2 kB: a real error of the kernel, as on a full disk. Not a fixture: pytest writes a
+    test's letter before fixtures end, perhaps into a file that is longer."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-
-    def fill(size_bytes=2000):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, limits[1]))
-
-    yield fill
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    signal.signal(signal.SIGXFSZ, ignored)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
 
 
 @pytest.mark.parametrize("way", ["save", "begin"])
-def test_what_cannot_be_written_is_told_and_the_one_before_it_stays(tmp_path, full_disk, way):
+def test_what_cannot_be_written_is_told_and_the_one_before_it_stays(tmp_path, way):
     run_dir, held = RunDir(tmp_path), trained()
     made = Saver(run_dir, held, CPU, keep_last=1)
     made.save(about(1))
-    full_disk()
-    saved = made.save(about(2)) if way == "save" else (made.begin(about(2)), made.wait())[1]
+    with full_disk():
+        saved = made.save(about(2)) if way == "save" else (made.begin(about(2)), made.wait())[1]
     assert "the checkpoint of step 2 could not be written: rank 0: File too large" in str(saved.error)
     assert run_dir.checkpoint_steps() == [1]
     assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step_00000001"], "nothing half-written stays"
