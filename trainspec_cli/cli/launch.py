@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
     from trainspec_cli.cli.load import Loaded
     from trainspec_cli.launch.folder import Origin
-    from trainspec_cli.rundir.paths import RunDir
     from trainspec_cli.spec.cluster import Machine
-    from trainspec_cli.spec.init import InitSpec
     from trainspec_cli.spec.plan import Plan
     from trainspec_cli.spec.run import RunSpec
 
@@ -94,11 +92,10 @@ def _launch_on_several(loaded: Loaded, plan: Plan, endpoint: str, *, as_json: bo
     from trainspec_cli.cli.nodes import drive
     from trainspec_cli.cli.train import make_console
     from trainspec_cli.launch.folder import check_free, make_folder, storage, write_launch
-    from trainspec_cli.launch.nodes.executor import Reach, agent_command, build_nodes_job
+    from trainspec_cli.launch.nodes.executor import build_nodes_job, reach_from_here
 
     console, wanted = make_console(as_json=as_json), plan.spec.run.dir
-    host, _, port = endpoint.rpartition(":")
-    reach = Reach(host, agent_command(node=0), int(port))
+    reach = reach_from_here(endpoint)
     check_free(wanted)
     data_folder = prepare_data(loaded, console)
     with storage(wanted):
@@ -121,7 +118,6 @@ def _launch(loaded: Loaded, plan: Plan, machine: Machine, *, force: bool, as_jso
     with storage(wanted):
         job = build_job(plan, make_folder(wanted, loaded.composed.recipe), machine)
         with claim(job.run, job.launch_id):
-            _keep_origin(plan.spec.init, job.run)
             write_launch(job, plan, origin_of(loaded), data_folder)
             return train(job, plan, console, as_json=as_json)
 
@@ -146,16 +142,6 @@ def prepare_data(loaded: Loaded, console: Console) -> Path | None:
         return folder
     except TrainspecError as error:
         raise type(error)(loaded.composed.locate(error.problems)) from error
-
-
-def _keep_origin(init: InitSpec, run: RunDir) -> None:
-    """Config and tokenizer of the Hugging Face folder that the run begins with, at once or through other runs."""
-    from trainspec_cli.launch.exporting import keep_small_files
-    from trainspec_cli.rundir.paths import RunDir
-
-    source = init.hugging_face or (init.run and RunDir(init.run).huggingface)
-    if source is not None and source.is_dir():
-        keep_small_files(source, run)
 
 
 def origin_of(loaded: Loaded) -> Origin:

@@ -97,12 +97,11 @@ def _check_several(
 
 def _resume_on_several(run_dir: RunDir, node_rank: int, endpoint: str, console: Console, *, as_json: bool) -> int:
     from trainspec_cli.cli.nodes import drive, join
-    from trainspec_cli.launch.nodes.executor import Reach, agent_command
+    from trainspec_cli.launch.nodes.executor import reach_from_here
 
     if node_rank:
         return join(str(run_dir.root), node_rank, console)
-    host, _, port = endpoint.rpartition(":")
-    return drive(run_dir, Reach(host, agent_command(node=0), int(port)), console, as_json=as_json)
+    return drive(run_dir, reach_from_here(endpoint), console, as_json=as_json)
 
 
 def read_plan(run_dir: RunDir) -> Plan:

@@ -225,12 +225,6 @@ class ElasticTrainer(Trainer):
         if not self.late:
             super()._finish(status)
 
-    def _look(self) -> None:
-        """Not by a group that has healed beyond it."""
-        interval, last = self.spec.train.eval_interval_steps, self.spec.train.max_steps
-        if self.step == last or (interval and self.step % interval == 0):
-            super()._look()
-
 
 class _Voting:
     """The membership as a step sees it."""

@@ -132,11 +132,3 @@ def _write_tensors(wanted: Export, folder: Path, *, adapters_alone: bool = False
     if done.returncode != 0:
         tail = "\n".join(done.stderr.strip().splitlines()[-8:])
         raise MachineError(Problem("export_failed", f"the weights could not be written\n\n{tail}", environment=True))
-
-
-def keep_small_files(source: Path, run: RunDir) -> None:
-    """What an export needs of the folder that a run begins with, which need not be there for ever."""
-    run.huggingface.mkdir(exist_ok=True)
-    for name in SMALL_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, run.huggingface / name)

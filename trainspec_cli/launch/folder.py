@@ -6,6 +6,7 @@ import errno
 import itertools
 import re
 import shlex
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from trainspec_cli.rundir.files import read_json, write_json, write_text
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.canonical import digest, to_plain
+from trainspec_cli.spec.init import InitSpec
 from trainspec_cli.spec.plan import Plan
 
 RUNS = Path("runs")
@@ -88,6 +90,7 @@ def write_launch(job: Job, plan: Plan, origin: Origin, data_folder: Path | None)
     _check_no_run(run.root)
     write_text(run.composed_yaml, origin.composed_yaml)
     write_json(run.versions_json, versions())
+    _keep_small_files(plan.spec.init, run)
     _write_start(job, plan)
     write_json(
         run.run_json,
@@ -102,6 +105,20 @@ def write_launch(job: Job, plan: Plan, origin: Origin, data_folder: Path | None)
             "resumes": [],
         },
     )
+
+
+def _keep_small_files(init: InitSpec, run: RunDir) -> None:
+    """What an export needs of the Hugging Face folder that the run begins with, at once or through other runs: config
+    and tokenizer, since the folder need not be there for ever."""
+    from trainspec_cli.huggingface.folder import SMALL_FILES
+
+    source = init.hugging_face or (init.run and RunDir(init.run).huggingface)
+    if source is None or not source.is_dir():
+        return
+    run.huggingface.mkdir(exist_ok=True)
+    for name in SMALL_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, run.huggingface / name)
 
 
 def write_resume(job: Job, plan: Plan, argv: Sequence[str], from_step: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainspec_cli.planner.capacity import plan_capacity
+from trainspec_cli.planner.capacity import describe_fabric, efficiency_of, find_fastest
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.cluster import Machine
 from trainspec_cli.spec.layout import LayoutSpec
@@ -26,7 +26,7 @@ def in_replica_groups(spec: RunSpec, machine: Machine | None, best: Candidate) -
         batching=replace(spec.batching, micro_batch_size=best.micro_batch_size),
         resilience=replace(spec.resilience, mode="elastic"),
     )
-    return plan_capacity(pinned, machine, shown=1).best
+    return find_fastest(pinned, describe_fabric(pinned.cluster, machine), efficiency_of(pinned.cluster))
 
 
 def _open_data_parallelism(wanted: LayoutSpec, best: Candidate) -> LayoutSpec:

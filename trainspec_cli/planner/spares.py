@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from trainspec_cli.planner.capacity import describe_fabric, plan_capacity
+from trainspec_cli.planner.space import Space
+from trainspec_cli.planner.topology import Fabric
 from trainspec_cli.spec.cluster import Machine
 from trainspec_cli.spec.prediction import CapacityPlan
 from trainspec_cli.spec.run import RunSpec
@@ -18,23 +20,26 @@ TRIED = 4
 def plan_on_what_divides(spec: RunSpec, machine: Machine | None = None) -> tuple[RunSpec, CapacityPlan]:
     """-> (`spec` on the nodes that work, its plan). Where no layout is legal on all nodes, the fastest of the largest
     counts of nodes on which one is; the others become spares."""
-    whole = plan_capacity(spec, machine)
-    if whole.considered:
-        return spec, whole
-    smaller = [_leave_spares(spec, nodes) for nodes in _fewer_nodes(spec, machine)]
+    fabric = describe_fabric(spec.cluster, machine)
+    if _divides(spec, fabric):
+        return spec, plan_capacity(spec, machine)
+    smaller = [_leave_spares(spec, nodes) for nodes in _fewer_nodes(fabric, spec.cluster.num_nodes)]
     planned = [(changed, plan_capacity(changed, machine)) for changed in smaller]
     fitting = [(changed, plan) for changed, plan in planned if plan.best]
     if not fitting:
-        return spec, whole
+        return spec, plan_capacity(spec, machine)
     changed, plan = max(fitting, key=lambda pair: pair[1].best.tokens_per_s if pair[1].best else 0.0)
     return changed, replace(plan, assumptions=(_note(spec, changed), *plan.assumptions))
 
 
-def _fewer_nodes(spec: RunSpec, machine: Machine | None) -> list[int]:
+def _divides(spec: RunSpec, fabric: Fabric) -> bool:
+    """Whether any layout is legal on all devices."""
+    return any(True for _ in Space(spec, fabric.num_devices, fabric.scaleup_devices).layouts())
+
+
+def _fewer_nodes(fabric: Fabric, num_nodes: int) -> list[int]:
     """Some counts below the cluster's own, the largest first."""
-    devices = describe_fabric(spec.cluster, machine).num_devices
-    per_node = devices // spec.cluster.num_nodes
-    return sorted(set(_counts(devices, per_node)) - {spec.cluster.num_nodes}, reverse=True)[:TRIED]
+    return sorted(set(_counts(fabric.num_devices, fabric.devices_per_node)) - {num_nodes}, reverse=True)[:TRIED]
 
 
 def _counts(devices: int, per_node: int) -> Iterator[int]:

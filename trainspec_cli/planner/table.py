@@ -15,7 +15,6 @@ from trainspec_cli.spec.layout import Layout, PipelineSchedule, ZeroStage
 from trainspec_cli.spec.model import ConvModel, DecoderModel, ExpertSpec, HybridModel, LatentAttention, ModelSpec
 
 Row = Mapping[str, str]
-MATMUL_FORMATS = {"fp8": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 ADAPTER_SHARE = 0.002
 """Parameters of rank-16 adapters over the base's."""
 

@@ -48,6 +48,12 @@ class Reach:
     """None: a free one."""
 
 
+def reach_from_here(endpoint: str) -> Reach:
+    """Where there is no Slurm: this host is the first, and every other starts its own agent. `endpoint`: HOST:PORT."""
+    host, _, port = endpoint.rpartition(":")
+    return Reach(host, agent_command(node=0), int(port))
+
+
 def build_nodes_job(plan: Plan, root: Path, reach: Reach) -> Job:
     """On paper; `NodesExecutor` starts it."""
     root = root.absolute()

@@ -9,7 +9,7 @@ from typing import cast
 from trainspec_cli.planner.engine_memory.blocks import profile_block
 from trainspec_cli.planner.engine_memory.run import WIDTHS, EngineRun, is_counted
 from trainspec_cli.planner.engine_memory.shape import layers_of
-from trainspec_cli.planner.engine_memory.step import engine_peak, shape_of
+from trainspec_cli.planner.engine_memory.step import outer_peaks, shape_of
 from trainspec_cli.planner.memory import (
     DEFAULT_MEMORY,
     LayerMemory,
@@ -33,10 +33,8 @@ def stages_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
         return estimate_memory(setup)
     run = _run_of(setup, cast("Recompute", recompute))
     outside_bytes = DEFAULT_MEMORY.group_bytes * communicators(setup)
-    first, last = (
-        _breakdown(engine_peak(run, rank).by_cause, outside_bytes, DEFAULT_MEMORY) for rank in (0, setup.layout.pp - 1)
-    )
-    return (*[first] * (setup.layout.pp - 1), last)  # those between hold no more than the first
+    outer = [_breakdown(peak.by_cause, outside_bytes, DEFAULT_MEMORY) for peak in outer_peaks(run)]
+    return (*[outer[0]] * (setup.layout.pp - 1), outer[-1])
 
 
 def layer_memory(setup: Setup, recompute: str) -> LayerMemory:

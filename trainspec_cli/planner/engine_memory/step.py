@@ -29,12 +29,17 @@ def engine_peak(run: EngineRun, pipeline_rank: int) -> EnginePeak:
     return EnginePeak(_Replay(run, run.model, pipeline_rank).run())
 
 
+def outer_peaks(run: EngineRun) -> list[EnginePeak]:
+    """Of the pipeline's first rank and its last, which are one without a pipeline; those between hold no more than
+    the first."""
+    return [engine_peak(run, rank) for rank in sorted({0, run.layout.pp - 1})]
+
+
 def tensors_by_cause(plan: Plan) -> dict[str, float] | None:
     """Bytes of the fullest stage's tensors, blocks eager; None where the engine's memory is not counted."""
     if not is_counted(plan.spec.model, plan.offload):
         return None
-    peaks = [engine_peak(run_of(plan), rank) for rank in (0, plan.layout.pp - 1)]
-    return max(peaks, key=lambda peak: peak.total_bytes).by_cause
+    return max(outer_peaks(run_of(plan)), key=lambda peak: peak.total_bytes).by_cause
 
 
 def replayed_micro_batches(run: EngineRun) -> int:
