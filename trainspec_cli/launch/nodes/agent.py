@@ -1,27 +1,32 @@
 """`python -m trainspec_cli.launch.nodes.agent [--node I] RUN GENERATION`: one host's part of a job.
 
 Runs torchrun here and does what the hub says. When the hub is silent for too long this host is cut off: what runs here
-is ended, since the job goes on elsewhere. Under Slurm the host's number is the task's.
+is ended, since the job goes on elsewhere; of a run of replica groups it comes back when it can. Under Slurm the host's
+number is the task's.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 from trainspec_cli.errors import MachineError, Problem, TrainspecError
+from trainspec_cli.launch.executor import Running
 from trainspec_cli.launch.job import Job, build_node_job
 from trainspec_cli.launch.local import LocalExecutor
 from trainspec_cli.launch.machine import detect
+from trainspec_cli.launch.nodes.parts import Parts
 from trainspec_cli.launch.nodes.wire import Wire
-from trainspec_cli.launch.place import Place
+from trainspec_cli.launch.place import Place, own_address
 from trainspec_cli.launch.processes import POLL_S
 from trainspec_cli.launch.signals import PatientRequests, on_stop_signal
 from trainspec_cli.rundir import generations
@@ -35,6 +40,8 @@ APPEAR_TIMEOUT_S = 60.0
 """A network file system may show a new file this late on another host."""
 CONNECT_TIMEOUT_S = 10.0
 EXAMINE_TIMEOUT_S = 180.0
+RETURN_INTERVAL_S, RETURN_TIMEOUT_S = 1.0, 300.0
+"""How often, and for how long, an agent that was cut off tries to come back."""
 CUT_OFF, UNFIT = 3, 4
 """Exit codes of an agent: it no longer heard the hub, or the host lacks something."""
 
@@ -49,7 +56,7 @@ def main() -> None:
 
 
 def run_agent(run: RunDir, generation: int, node: int) -> int:
-    """-> 0 when all is done here, torchrun's exit code being told to the hub; else `CUT_OFF` or `UNFIT`.
+    """-> 0 when all is done here, how it ended being told to the hub; else `CUT_OFF` or `UNFIT`.
 
     Raises MachineError where the hub cannot be reached.
     """
@@ -57,15 +64,30 @@ def run_agent(run: RunDir, generation: int, node: int) -> int:
     plan = from_plain(Plan, read_json(run.plan_json))
     requests = PatientRequests()
     with on_stop_signal(requests.add):
-        hub = connect(start, node)
-        try:
-            code = Agent(hub, run, plan, start, node, generation, requests).work()
-        except MachineError as error:
-            hub.say(f"failed {' '.join(str(error).split())}")
-            hub.say("ended 1")
-            code = UNFIT
-    hub.close()
+        code = _serve(run, plan, start, node, generation, requests)
+        deadline = time.monotonic() + RETURN_TIMEOUT_S
+        while code == CUT_OFF and plan.replica_groups > 1 and not requests.count and time.monotonic() < deadline:
+            time.sleep(RETURN_INTERVAL_S)
+            if run.result_json.is_file() or generations.newest(run) > generation:
+                break
+            with contextlib.suppress(MachineError):  # it may be reached again later
+                code = _serve(run, plan, start, node, generation, requests)
+                deadline = time.monotonic() + RETURN_TIMEOUT_S
     return code
+
+
+def _serve(
+    run: RunDir, plan: Plan, start: dict[str, Any], node: int, generation: int, requests: PatientRequests
+) -> int:
+    hub = connect(start, node)
+    try:
+        return Agent(hub, run, plan, start, node, generation, requests).work()
+    except MachineError as error:
+        hub.say(f"failed {' '.join(str(error).split())}")
+        hub.say("ended 1")
+        return UNFIT
+    finally:
+        hub.close()
 
 
 def await_start(run: RunDir, generation: int) -> dict[str, Any]:
@@ -107,13 +129,14 @@ class Agent:
         self._hub, self._run, self._plan, self._start, self._node = hub, run, plan, start, node
         self._generation, self._requests = generation, requests
         self._heard: set[str] = set()
+        self._orders: deque[list[str]] = deque()
 
     def work(self) -> int:
         """Examine the host, run the workers, tell how it ended. Raises MachineError for what this host lacks."""
         self._check_host()
         if self._start["examine"] and not self._examine():
-            return CUT_OFF
-        running = LocalExecutor().submit(self._build_job())
+            return CUT_OFF if self._is_cut_off else 0
+        running = self._start_running()
         asked = False
         try:
             while running.anything_left() and "end" not in self._heard and self._listen():
@@ -132,6 +155,12 @@ class Agent:
         machine = detect(look_for_gpus=self._plan.device != "cpu")
         if problems := check_machine(self._plan.spec, machine):
             raise MachineError(problems)
+
+    def _start_running(self) -> Running | Parts:
+        job, plan = self._build_job(), self._plan
+        if plan.replica_groups == 1:
+            return LocalExecutor().submit(job)
+        return Parts(self._hub, self._orders, plan, job, self._node, own_address(self._start["head"]))
 
     def _build_job(self) -> Job:
         start = self._start
@@ -169,7 +198,9 @@ class Agent:
 
     def _listen(self) -> bool:
         """Hear the hub and be heard, for an instant; False where it is gone."""
-        self._heard.update(word for word, *_ in self._hub.hear())
+        said = self._hub.hear()
+        self._heard.update(word for word, *_ in said)
+        self._orders.extend(said)
         self._hub.beat()
         time.sleep(POLL_S)
         return not self._is_cut_off
