@@ -68,7 +68,7 @@ def whole_hosts(num_nodes: int, number: int) -> Iterator[Problem]:
     message = f"{num_nodes} hosts do not divide over {number} replica groups, nor the groups over the hosts"
     fitting = [n for n in range(2, 2 * num_nodes + 1) if num_nodes % n == 0 or n % num_nodes == 0]
     near = sorted(fitting, key=lambda n: abs(n - number))[:3]
-    yield Problem("not_divisible", message, path, f"{path} may be {', '.join(map(str, sorted(near)))}")
+    yield Problem("not_divisible", message, path, f"type {path}={' or '.join(map(str, sorted(near)))}")
 
 
 def faults(spec: RunSpec) -> Iterator[Problem]:
