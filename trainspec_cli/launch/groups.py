@@ -199,6 +199,7 @@ class _Run:
 
 def _failures(group: ReplicaGroup) -> list[WorkerFailure]:
     """Why its last start failed, told by the workers where they could; a host that is lost is where it began."""
-    told = find_failures(group.running.job)
-    first = [group.failure] if group.failure and (group.failure.whole_node or not told) else []
-    return [*first, *told]
+    told, now = find_failures(group.running.job), group.running.failure()
+    if now is not None and now.whole_node:
+        return [now, *told]
+    return told or ([group.failure] if group.failure else [])

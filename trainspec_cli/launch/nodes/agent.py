@@ -8,7 +8,6 @@ number is the task's.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import socket
 import subprocess
@@ -16,6 +15,8 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +64,25 @@ def run_agent(run: RunDir, generation: int, node: int) -> int:
     start = await_start(run, generation)
     plan = from_plain(Plan, read_json(run.plan_json))
     requests = PatientRequests()
+    serve = partial(_serve, run, plan, start, node, generation, requests)
+
+    def goes_on() -> bool:
+        return not requests.count and not run.result_json.is_file() and generations.newest(run) == generation
+
     with on_stop_signal(requests.add):
-        code = _serve(run, plan, start, node, generation, requests)
-        deadline = time.monotonic() + RETURN_TIMEOUT_S
-        while code == CUT_OFF and plan.replica_groups > 1 and not requests.count and time.monotonic() < deadline:
-            time.sleep(RETURN_INTERVAL_S)
-            if run.result_json.is_file() or generations.newest(run) > generation:
-                break
-            with contextlib.suppress(MachineError):  # it may be reached again later
-                code = _serve(run, plan, start, node, generation, requests)
-                deadline = time.monotonic() + RETURN_TIMEOUT_S
+        return _keep_serving(serve, goes_on) if plan.replica_groups > 1 else serve()
+
+
+def _keep_serving(serve: Callable[[], int], goes_on: Callable[[], bool]) -> int:
+    """An agent of replica groups that was cut off comes back when there is a way again."""
+    code, deadline = serve(), time.monotonic() + RETURN_TIMEOUT_S
+    while code == CUT_OFF and goes_on() and time.monotonic() < deadline:
+        time.sleep(RETURN_INTERVAL_S)
+        try:
+            code, deadline = serve(), time.monotonic() + RETURN_TIMEOUT_S
+        except MachineError as error:
+            if isinstance(error.__cause__, ConnectionRefusedError):
+                break  # the first host is there, and its hub is not
     return code
 
 
@@ -134,7 +144,9 @@ class Agent:
     def work(self) -> int:
         """Examine the host, run the workers, tell how it ended. Raises MachineError for what this host lacks."""
         self._check_host()
-        if self._start["examine"] and not self._examine():
+        if self._start["examine"]:
+            self._examine()
+        if not self._may_begin():
             return CUT_OFF if self._is_cut_off else 0
         running = self._start_running()
         asked = False
@@ -176,8 +188,8 @@ class Agent:
             worker=start["worker"],
         )
 
-    def _examine(self) -> bool:
-        """Tell the hub what this host can do, and wait until it lets the workers start; False where it does not."""
+    def _examine(self) -> None:
+        """Tell the hub what this host can do."""
         with tempfile.TemporaryFile() as output:
             examining = subprocess.Popen(self._start["examine"], stdin=subprocess.DEVNULL, stdout=output)
             deadline = time.monotonic() + EXAMINE_TIMEOUT_S
@@ -192,6 +204,9 @@ class Agent:
             message = f"the examination of {socket.gethostname()} ended without a report within {EXAMINE_TIMEOUT_S:g} s"
             raise MachineError(Problem("examination_failed", message, hint=f"look at {self._start['logs']}"))
         self._hub.say(f"report {lines[-1]}")
+
+    def _may_begin(self) -> bool:
+        """Wait until the hub lets the workers start; False where it does not."""
         while not self._heard & {"go", "end"} and self._listen():
             pass
         return "go" in self._heard

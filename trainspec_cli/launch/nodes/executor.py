@@ -69,8 +69,9 @@ class NodesExecutor:
         return Nodes(self._call_agents(job))
 
     def submit_groups(self, job: Job, plan: Plan) -> NodesGroups:
+        address = own_address(self._reach.head)
         agents = self._call_agents(job, welcomes_back=True)
-        return NodesGroups(agents, job, plan, own_address(self._reach.head), self._reach.return_timeout_s)
+        return NodesGroups(agents, job, plan, address, self._reach.return_timeout_s)
 
     def _call_agents(self, job: Job, *, welcomes_back: bool = False) -> Agents:
         """Own the run, say where the hub is, start the agents."""
