@@ -18,9 +18,10 @@ from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
 
 STEPS = 240
+ELASTIC_STEPS = 400
 ELASTIC = (
     *("resilience=elastic", "resilience.replica_groups=2", "resilience.exchange_timeout_s=5", "run.node_timeout_s=3"),
-    *(f"train.max_steps={STEPS}", "fault=slow(group=0,step=0,seconds=0.1,steps=10000)"),
+    *(f"train.max_steps={ELASTIC_STEPS}", "fault=slow(group=0,step=0,seconds=0.1,steps=10000)"),
 )
 """Slow enough that Slurm learns of a lost node while the run lasts."""
 LONG = (f"train.max_steps={STEPS}", "checkpoint.interval_steps=10")
@@ -117,7 +118,7 @@ def test_replica_groups_go_on_without_a_node_that_is_powered_off(
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "0"), watch.log(run.root)
     assert changes(run) == [("left", 1)]
     record_property("stall_s", story(run, "recovery")[0]["stall_s"])
-    assert watch.steps(run.root) == list(range(1, STEPS + 1))
+    assert watch.steps(run.root) == list(range(1, ELASTIC_STEPS + 1))
     check_nothing_was_lost(run)
 
 
@@ -137,5 +138,5 @@ def test_a_group_whose_cable_is_cut_comes_back_by_itself(
     ended = slurm.wait(job, timeout_s=120)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "0"), watch.log(run.root)
     assert changes(run) == [("left", 1), ("joined", 1)]
-    assert watch.steps(run.root) == list(range(1, STEPS + 1))
+    assert watch.steps(run.root) == list(range(1, ELASTIC_STEPS + 1))
     check_nothing_was_lost(run)
