@@ -140,7 +140,7 @@ def test_a_host_that_dies_is_gone_without_and_healed_when_it_is_started_again(
     wait_for_step(run, left + 3, first)
     (second,) = start_hosts(*given, nodes=(1,))
     stop_after_join(run, [first, second])
-    check_nothing_was_lost(run)
+    check_nothing_was_lost(run, may_lack_notes=True)
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_a_run_ends_well_without_a_host_that_died(start_hosts, kill_everything, 
     assert "it starts again when its hosts are back" in said
     assert changes(run) == [("left", 1)]
     assert steps_of(run) == list(range(1, 61))
-    check_nothing_was_lost(run)
+    check_nothing_was_lost(run, may_lack_notes=True)
 
 
 @pytest.mark.slow

@@ -119,7 +119,7 @@ def test_replica_groups_go_on_without_a_node_that_is_powered_off(
     assert changes(run) == [("left", 1)]
     record_property("stall_s", story(run, "recovery")[0]["stall_s"])
     assert watch.steps(run.root) == list(range(1, ELASTIC_STEPS + 1))
-    check_nothing_was_lost(run)
+    check_nothing_was_lost(run, may_lack_notes=True)
 
 
 @pytest.mark.slow
@@ -139,4 +139,4 @@ def test_a_group_whose_cable_is_cut_comes_back_by_itself(
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "0"), watch.log(run.root)
     assert changes(run) == [("left", 1), ("joined", 1)]
     assert watch.steps(run.root) == list(range(1, ELASTIC_STEPS + 1))
-    check_nothing_was_lost(run)
+    check_nothing_was_lost(run, may_lack_notes=True)

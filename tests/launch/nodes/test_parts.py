@@ -62,7 +62,7 @@ def test_a_part_is_begun_lost_dropped_and_begun_again(ends: Ends, eventually) ->
         assert [environment[name] for name in names] == ["0", "1", "1", start, f"{HERE}:9", HERE]
         worker.kill()
         eventually(lambda start=start: ends.heard("lost")[:4] == ["lost", "1", start, "1"])
-        assert "SIGKILL" in ends.heard("lost")
+        assert "SIGKILL" in " ".join(ends.heard("lost"))
         ends.order(f"drop 1 {start}")
         eventually(lambda start=start: ends.heard("dropped") == ["dropped", "1", start])
         assert processes.members(LAUNCH) == []
