@@ -36,7 +36,7 @@ def count_samples(run: RunDir) -> Counter[int]:
 def check_nothing_was_lost(run: RunDir, *, may_lack_notes: bool = False) -> None:
     """Every sample of the steps that counted was taken once, and the groups end with the same weights.
 
-    `may_lack_notes`: a group that is killed from outside may have had no time to note the last step that it took part in.
+    `may_lack_notes`: a group that is killed at any moment may have had no time to note the last step it took part in.
     """
     steps = story(run, "step")
     assert [event["step"] for event in steps] == list(range(1, len(steps) + 1))
