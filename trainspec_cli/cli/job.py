@@ -20,9 +20,11 @@ from trainspec_cli.cli.problems import render_problems
 from trainspec_cli.cli.resume import read_plan
 from trainspec_cli.cli.style import Style
 from trainspec_cli.errors import MachineError, TrainspecError
+from trainspec_cli.launch.folder import storage
 from trainspec_cli.launch.nodes.executor import Reach
 from trainspec_cli.launch.signals import PatientRequests
 from trainspec_cli.launch.slurm import commands as slurm
+from trainspec_cli.launch.slurm.queue import note_job, own_job
 from trainspec_cli.launch.slurm.requeue import Requeue, decide
 from trainspec_cli.rundir.generations import FENCED
 from trainspec_cli.rundir.paths import RunDir
@@ -36,6 +38,8 @@ def main() -> None:
     job_id, warning = os.environ["SLURM_JOB_ID"], TimeWarning()
     console = Console(width=120, highlight=False)
     try:
+        with storage(str(run.root)):
+            note_job(run, own_job())
         host = os.environ.get("SLURMD_NODENAME") or slurm.first_host(os.environ["SLURM_JOB_NODELIST"])
         reach = Reach(slurm.address_of(host), start)
         code = drive(run, reach, console, requests=PatientRequests())

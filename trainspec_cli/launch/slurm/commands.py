@@ -28,6 +28,16 @@ def is_alive(job_id: str) -> bool:
     return bool(set(said.split()) - ENDED)
 
 
+def pending() -> frozenset[str]:
+    """The user's own jobs that wait to be started, an array's tasks one by one (`12_3`); none where Slurm cannot be
+    asked."""
+    try:
+        said = _run(["squeue", "--me", "--noheader", "--array", "--states=PENDING", "--format=%i"], hint="")
+    except MachineError:
+        return frozenset()
+    return frozenset(said.split())
+
+
 def requeue(job_id: str) -> None:
     """Slurm ends this very job, its script included, and queues it anew. Raises MachineError."""
     _run(["scontrol", "requeue", job_id], hint="resume it yourself: sbatch job.sbatch in the run's folder")
