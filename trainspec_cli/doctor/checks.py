@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +29,7 @@ OPEN_FILES = 4096
 DISK_BYTES = 2**24
 SLOW_DISK_BYTES_PER_S = 20e6
 LITTLE_SPACE_BYTES = 2**30
+LITTLE_MEMORY_BYTES = 2**30
 CLOCK_TOOLS = (("chronyc", "tracking"), ("timedatectl", "show", "--property=NTPSynchronized"))
 TOOL_TIMEOUT_S = 5.0
 
@@ -44,7 +46,8 @@ class Check:
 def check_host(folder: Path, device: str) -> list[Check]:
     """In the order they are shown; `folder` is where the run is kept."""
     found: list[Check] = []
-    for check in (check_versions, lambda: check_chips(device), check_rdma, check_links, check_clock, check_shm):
+    chips = partial(check_chips, device)
+    for check in (check_versions, chips, check_memory, check_rdma, check_links, check_clock, check_shm):
         found.extend(check())
     return [*found, *check_limits(), *check_disk(folder)]
 
@@ -74,6 +77,19 @@ def driver() -> str:
         return re.findall(r"Kernel Module\s+(?:for \S+\s+)?(\S+)", Path("/proc/driver/nvidia/version").read_text())[0]
     except (OSError, IndexError):
         return "unknown"
+
+
+def check_memory(needed_bytes: float = 0.0) -> Iterator[Check]:
+    """`needed_bytes`: what a run is predicted to take; 0 where that is not known."""
+    memory = psutil.virtual_memory()
+    found = f"{format_bytes(memory.available)} of {format_bytes(memory.total)} available"
+    advice = "see what holds it (ps aux --sort=-rss), or take less (a smaller batching.micro_batch_size)"
+    if memory.available < needed_bytes:
+        yield Check("memory", "fail", f"{found}, and the run takes {format_bytes(needed_bytes)}", advice)
+    elif memory.available < LITTLE_MEMORY_BYTES:
+        yield Check("memory", "warn", found, advice)
+    else:
+        yield Check("memory", "ok", found)
 
 
 def check_rdma(folder: Path = Path("/sys/class/infiniband")) -> Iterator[Check]:
