@@ -10,17 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import MACHINE, SPEC
 from rich.console import Console
 
 from trainspec_cli.__main__ import run
 from trainspec_cli.cli.preflight import examine_all, examine_here
 from trainspec_cli.errors import MachineError
-from trainspec_cli.planner.plan import plan
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.plan import Plan
+from trainspec_cli.spec.probe import MachineProbe
 
 Usage = namedtuple("Usage", "total used free")
-PLAN = plan(SPEC, MACHINE)
+
+
+@pytest.fixture
+def plan(made_up_probe: MachineProbe) -> Plan:
+    return made_up_probe.small.plan
 
 
 def test_a_launch_without_room_for_a_checkpoint_is_refused(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -34,18 +38,18 @@ def test_a_launch_without_room_for_a_checkpoint_is_refused(tmp_path: Path, monke
     assert not list(tmp_path.iterdir()), "nothing was made"
 
 
-def test_who_wants_no_preflight_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_wants_no_preflight_has_none(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(2**40, 2**40, 0))
     with pytest.raises(MachineError):
-        examine_here(PLAN, tmp_path, Console())
-    unwanted = replace(PLAN, spec=replace(SPEC, run=replace(SPEC.run, preflight=False)))
+        examine_here(plan, tmp_path, Console())
+    unwanted = replace(plan, spec=replace(plan.spec, run=replace(plan.spec.run, preflight=False)))
     examine_here(unwanted, tmp_path, Console())
     assert examine_all(unwanted, RunDir(tmp_path), Console()) is None
 
 
-def test_hosts_that_are_let_in_with_a_warning_are_told_of(tmp_path: Path) -> None:
+def test_hosts_that_are_let_in_with_a_warning_are_told_of(plan: Plan, tmp_path: Path) -> None:
     said = StringIO()
-    examination = examine_all(PLAN, RunDir(tmp_path), Console(file=said))
+    examination = examine_all(plan, RunDir(tmp_path), Console(file=said))
     assert examination is not None
     small = {"name": "/dev/shm", "status": "warn", "found": "64 MiB free", "advice": "give the container more"}
     reports: list[dict[str, Any]] = [{"host": host, "checks": [], "speed": {}} for host in ("a", "b")]
