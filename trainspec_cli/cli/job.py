@@ -25,7 +25,7 @@ from trainspec_cli.launch.nodes.executor import Reach
 from trainspec_cli.launch.signals import PatientRequests
 from trainspec_cli.launch.slurm import commands as slurm
 from trainspec_cli.launch.slurm.queue import note_job, own_job
-from trainspec_cli.launch.slurm.requeue import Requeue, decide
+from trainspec_cli.launch.slurm.requeue import STOPPED, Requeue, decide
 from trainspec_cli.rundir.generations import FENCED
 from trainspec_cli.rundir.paths import RunDir
 
@@ -48,7 +48,9 @@ def main() -> None:
         if error.problems[0].code == FENCED:
             sys.exit(error.exit_code)
         code = error.exit_code
-    again = decide(run, code, warned=warning.came)
+    # A preemption may come as the warning's signal, or as the SIGTERM that a scancel would be too.
+    preempted = code in STOPPED and slurm.is_preempted(job_id)
+    again = decide(run, code, warned=warning.came, preempted=preempted)
     if again:
         _requeue(run, job_id, again, console)
     sys.exit(code)
@@ -77,7 +79,11 @@ def _requeue(run: RunDir, job_id: str, again: Requeue, console: Console) -> None
     console.print(f"requeued: {again.reason}; start {done + 2} goes on from the newest checkpoint")
     sys.stdout.flush()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    slurm.requeue(job_id)
+    try:
+        slurm.requeue(job_id)
+    except MachineError as error:
+        print(error, file=sys.stderr)
+        return
     if again.avoid:
         _avoid(job_id, again.avoid)
 

@@ -9,6 +9,7 @@ from trainspec_cli.errors import Interrupted, Stopped, WorkerError
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
 
+STOPPED = (Stopped.exit_code, Interrupted.exit_code)
 HUNG = "hang"
 """The code of a worker that ended a step which hung."""
 
@@ -21,10 +22,10 @@ class Requeue:
     """Hosts that were lost."""
 
 
-def decide(run: RunDir, exit_code: int, *, warned: bool) -> Requeue | None:
-    """For what another start can mend: a time limit, a lost host, a hang; never for the run's own error."""
-    if warned and exit_code in (Stopped.exit_code, Interrupted.exit_code):
-        return Requeue("it was warned of its time limit or of a preemption")
+def decide(run: RunDir, exit_code: int, *, warned: bool, preempted: bool) -> Requeue | None:
+    """For what another start mends: a time limit, a preemption, a lost host, a hang; never for the run's own error."""
+    if exit_code in STOPPED and (preempted or warned):
+        return Requeue("it was preempted" if preempted else "it was warned of its time limit")
     if exit_code != WorkerError.exit_code:
         return None
     words = [read_json(path) for path in sorted(run.errors_folder.glob("*.json"))]
