@@ -17,10 +17,10 @@ def slow_node(slurm: Cluster) -> Iterator[str]:
     """node2: what its daemon starts is slow."""
     if why := lab_cluster.lacking() or lacking():
         pytest.skip(why)
-    quota = Quota("trainspec-slow", percent=5)
+    quota = Quota(percent=5)
     quota.hold(slurm.daemon_of(2))
     yield "node2"
-    quota.release(slurm.daemon_of(2))
+    quota.remove()
 
 
 @pytest.mark.slow
