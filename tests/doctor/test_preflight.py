@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.doctor import preflight as module
-from trainspec_cli.doctor.preflight import Needs, check_gpus, check_room, preflight
+from trainspec_cli.doctor import checks
+from trainspec_cli.doctor.preflight import Needs, check_room, preflight
 from trainspec_cli.errors import MachineError
 from trainspec_cli.launch.machine import Gpu
 
@@ -55,10 +55,10 @@ def test_memory_that_other_programs_hold_is_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("free", "status"), [(75, "ok"), (55, "warn"), (35, "fail")])
 def test_a_gpu_that_somebody_uses_is_told_of(monkeypatch: pytest.MonkeyPatch, free: int, status: str) -> None:
-    monkeypatch.setattr(module, "visible_gpus", lambda: (Gpu("H100", 80 * 2**30, (9, 0), free * 2**30),))
-    checks = list(check_gpus(needed_bytes=40 * 2**30))
-    assert [check.status for check in checks] == ([] if status == "ok" else [status])
-    assert all("nvidia-smi" in check.advice for check in checks)
+    monkeypatch.setattr(checks, "visible_gpus", lambda: (Gpu("H100", 80 * 2**30, (9, 0), free * 2**30),))
+    found = list(checks.check_gpus(needed_bytes=40 * 2**30))
+    assert [check.status for check in found] == ([] if status == "ok" else [status])
+    assert all("nvidia-smi" in check.advice for check in found)
 
 
 def test_shared_memory_matters_where_several_processes_share_it(tmp_path: Path, monkeypatch) -> None:

@@ -9,13 +9,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainspec_cli.doctor.checks import Check, check_limits, check_memory, check_shm
+from trainspec_cli.doctor.checks import Check, check_gpus, check_limits, check_memory, check_shm
 from trainspec_cli.doctor.judge import refuse_unfit
-from trainspec_cli.launch.machine import visible_gpus
 from trainspec_cli.units import format_bytes
-
-MOSTLY_FREE = 0.8
-"""A GPU with less of its memory free is in use by somebody else; a driver and a desktop take less than the rest."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +50,6 @@ def check_room(folder: Path, needs: Needs) -> Iterator[Check]:
         yield Check("disk", "fail", found, advice)
     elif free < needs.checkpoints * one:
         yield Check("disk", "warn", f"{found}; {needs.checkpoints} are kept, the next included", advice)
-
-
-def check_gpus(needed_bytes: float) -> Iterator[Check]:
-    for number, gpu in enumerate(visible_gpus()):
-        taken = gpu.memory_bytes - gpu.free_bytes
-        found = f"GPU {number} ({gpu.name}): {format_bytes(taken)} of {format_bytes(gpu.memory_bytes)} are taken"
-        advice = "nvidia-smi shows by whom; CUDA_VISIBLE_DEVICES leaves a GPU out"
-        if gpu.free_bytes < needed_bytes:
-            yield Check("chips", "fail", f"{found}, and the run takes {format_bytes(needed_bytes)}", advice)
-        elif gpu.free_bytes < MOSTLY_FREE * gpu.memory_bytes:
-            yield Check("chips", "warn", found, advice)
 
 
 def _name() -> str:
