@@ -19,13 +19,13 @@ from trainspec_cli.cli.nodes import drive
 from trainspec_cli.cli.problems import render_problems
 from trainspec_cli.cli.resume import read_plan
 from trainspec_cli.cli.style import Style
-from trainspec_cli.errors import MachineError, TrainspecError
+from trainspec_cli.errors import EXIT_DONE, MachineError, TrainspecError
 from trainspec_cli.launch.folder import storage
 from trainspec_cli.launch.nodes.executor import Reach
 from trainspec_cli.launch.signals import PatientRequests
 from trainspec_cli.launch.slurm import commands as slurm
 from trainspec_cli.launch.slurm.queue import note_job, own_job
-from trainspec_cli.launch.slurm.requeue import STOPPED, Requeue, decide
+from trainspec_cli.launch.slurm.requeue import Requeue, decide
 from trainspec_cli.rundir.generations import FENCED
 from trainspec_cli.rundir.paths import RunDir
 
@@ -49,7 +49,7 @@ def main() -> None:
             sys.exit(error.exit_code)
         code = error.exit_code
     # A preemption may come as the warning's signal, or as the SIGTERM that a scancel would be too.
-    preempted = code in STOPPED and slurm.is_preempted(job_id)
+    preempted = code != EXIT_DONE and slurm.is_preempted(job_id)
     again = decide(run, code, warned=warning.came, preempted=preempted)
     if again:
         _requeue(run, job_id, again, console)

@@ -23,9 +23,11 @@ def test_a_warned_run_that_stopped_goes_on_later(run: RunDir, exit_code: int) ->
 
 @pytest.mark.parametrize("warned", [True, False])
 def test_a_preempted_run_goes_on_later_whatever_signal_told_it(run: RunDir, warned: bool) -> None:
-    again = decide(run, 6, warned=warned, preempted=True)
-    assert again is not None
-    assert again.reason == "it was preempted"
+    for exit_code in (5, 6):
+        again = decide(run, exit_code, warned=warned, preempted=True)
+        assert again is not None
+        assert again.reason == "it was preempted"
+    assert decide(run, 0, warned=warned, preempted=True) is None, "it was done in time"
 
 
 def test_a_run_that_its_user_stopped_does_not(run: RunDir) -> None:
