@@ -112,11 +112,18 @@ class Sharding:
             self._reduce(part)
 
     def _reduce(self, part: Sharded) -> None:
-        """Copied into one buffer, summed over ranks; the own part stays."""
+        """Copied into one buffer, summed over ranks; the own part stays: over one rank, the buffer itself."""
         waiting = part.gradient_bytes + part.accumulated_bytes
         if not waiting:
             return
         account, size = self.account, part.unit.gathered * self.reduce_width
+        if part.unit.shards == 1 and self.reduce_width == MASTER_WIDTH and not part.has_gradient:
+            account.add("temporaries", -self.reduced_bytes)
+            account.add("gradients", size)
+            account.add("temporaries", -waiting)
+            part.gradient_bytes = part.accumulated_bytes = self.reduced_bytes = 0.0
+            part.has_gradient = True
+            return
         account.touch(part.unit.largest * self.width if part.unit.reorders else 0.0)
         account.add("temporaries", -self.reduced_bytes)
         account.add("temporaries", size)
