@@ -68,7 +68,7 @@ def _shard(module: nn.Module, mesh: DeviceMesh, how: DataParallel, *, free: bool
     assert isinstance(module, FSDPModule)
     _sum_gradients(module, mesh, how)
     if mesh.size() == 1:
-        module.set_custom_reduce_scatter(_NothingToReduce())
+        module.set_custom_reduce_scatter(_NothingToReduce())  # type: ignore[arg-type]
     elif mesh.device_type == "cpu":
         _time_shard_collectives(module, how.time_collective)
 
