@@ -161,6 +161,7 @@ DEFAULT_RUNS = (
     Run("resnet_tiny", {"dp_replicate": 2}, samples=64),
     Run("llama_6m", {}, samples=4, seq_len=512, lora=LORA),
     Run("qwen3_1_7b", fsdp(2), samples=2, seq_len=2048, lora=LORA),
+    Run("moe_tiny", fsdp(4, ep=2), samples=8, seq_len=512, lora=FEW),
 )
 
 
