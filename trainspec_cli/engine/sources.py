@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from trainspec_cli.corpus.chat import question
 from trainspec_cli.corpus.collection import Collection, Judged
-from trainspec_cli.corpus.decode import decode, encode
+from trainspec_cli.corpus.decode import decode, encode, encode_template, until_special
 from trainspec_cli.corpus.labelled import LabelledSamples, open_samples
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build import Machinery
@@ -127,16 +128,19 @@ class TokenSource:
         folder = self.collection.tokenizer_folder
         if folder is None:
             return {"prompt": sample.prompt, "text": "(no tokenizer: data.tokenizer.path names one)"}
-        prompt_ids = encode(folder, sample.prompt) or [self.collection.main.manifest.end_of_document_id]
+        asked = question(self.spec.data, sample.prompt)
+        prompt_ids = encode(folder, sample.prompt) if asked is None else encode_template(folder, asked)
         ids = write_text(
             self.built,
-            prompt_ids,
+            prompt_ids or [self.collection.main.manifest.end_of_document_id],
             count=sample.max_new_tokens,
             temperature=sample.temperature,
             max_context=self.spec.data.seq_len,
             seed=self.spec.train.seed,
         )
-        return {"prompt": sample.prompt, "text": decode(folder, ids)}
+        if asked is None:
+            return {"prompt": sample.prompt, "text": decode(folder, ids)}
+        return {"prompt": f"{sample.prompt}\n", "text": decode(folder, until_special(folder, ids))}
 
 
 class SampleSource:
