@@ -28,7 +28,7 @@ from trainspec_cli.engine.batch import MicroBatch, held_part
 from trainspec_cli.engine.build import Machinery, build_machinery
 from trainspec_cli.engine.ledger import Ledger
 from trainspec_cli.engine.mesh import build_mesh
-from trainspec_cli.engine.models import experts
+from trainspec_cli.engine.models.experts import Experts
 from trainspec_cli.engine.parallel.expert import SpreadDispatch, even_splits
 from trainspec_cli.engine.shares import local_part
 from trainspec_cli.engine.step import train_step
@@ -173,8 +173,9 @@ def even_out(part: Any) -> None:
 
     What torch knows of the grouped product's shapes holds for bf16 alone; one product of all rows takes as much.
     """
-    experts.grouped_matmul = _one_product  # type: ignore[assignment]
     for module in part.modules():
+        if isinstance(module, Experts):
+            module.grouped_matmul = _one_product  # type: ignore[method-assign, assignment]
         if isinstance(module, SpreadDispatch):
             module.read_splits = even_splits
 
