@@ -34,6 +34,7 @@ from trainspec_cli.engine.shares import local_part
 from trainspec_cli.engine.step import train_step
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.kernels import KernelSpec
 from trainspec_cli.spec.layout import MESH_AXES
 from trainspec_cli.spec.model import ConvModel
 from trainspec_cli.spec.plan import Plan
@@ -52,9 +53,9 @@ def main() -> None:
 def trace_rank(plan: Plan, rank: int) -> dict[str, Any]:
     """Micro-batches are alike: where there are many, what one more takes follows from a shorter and a longer step.
 
-    Blocks are traced eager: compiled ones compute the same, and keep no more.
+    Blocks are traced eager and with the default kernels: others compute the same, and keep no more.
     """
-    plan = replace(plan, spec=replace(plan.spec, compile=False))
+    plan = replace(plan, spec=replace(plan.spec, compile=False), kernels=KernelSpec())
     with fake_world(rank, plan.world_size):
         mesh = build_mesh(plan.layout, "cpu")
         ledger = Ledger()
