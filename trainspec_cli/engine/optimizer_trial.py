@@ -38,7 +38,7 @@ def update_error(kernel: Kernel, shapes: Sequence[Shape], optim: OptimSpec, devi
     shares, expected = (make_shares(shapes, dtype, device) for dtype in (torch.float32, torch.float64))
     optimizer: Any = build_optimizer(shares, optim, kernel)
     for _ in range(CHECKED_STEPS):
-        gradients = [share.local.grad.clone() for share in shares]
+        gradients = [share.local.grad.clone() for share in shares]  # type: ignore[union-attr]
         optimizer.grad_scale = torch.tensor(GRAD_SCALE, device=device)
         optimizer.found_inf = torch.tensor(0.0, device=device)
         optimizer.step()

@@ -24,7 +24,8 @@ class _Halves(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _turn(dy, *ctx.saved_tensors, 1), None, None
+        cos_SE, sin_SE = ctx.saved_tensors
+        return _turn(dy, cos_SE, sin_SE, 1), None, None
 
 
 def _turn(x: Tensor, cos_SE: Tensor, sin_SE: Tensor, sign: int) -> Tensor:
