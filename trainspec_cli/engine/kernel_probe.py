@@ -36,12 +36,19 @@ def main() -> None:
 
 def try_all(plan: Plan, calls: Calls, device: torch.device) -> KernelTrials:
     """Every backend of every operation that the run uses."""
-    workloads = {op: _workload(plan, op, numbers, device) for op, numbers in calls.by_op.items() if numbers}
-    described = {op: _describe(numbers) for op, numbers in calls.by_op.items() if numbers}
-    if plan.spec.optim.name == "adamw":
-        workloads["adamw"] = optimizer_update(calls.parameters, plan.spec.optim, device)
+    workloads = workloads_of(plan, calls, device)
+    described = {op: _describe(calls.by_op[op]) for op in workloads if op in calls.by_op}
+    if "adamw" in workloads:
         described["adamw"] = _describe_parameters(calls.parameters)
     return KernelTrials(described, {op: try_backends(plan, op, workload) for op, workload in workloads.items()})
+
+
+def workloads_of(plan: Plan, calls: Calls, device: torch.device) -> dict[str, Workload]:
+    """By operation."""
+    workloads = {op: _workload(plan, op, numbers, device) for op, numbers in calls.by_op.items() if numbers}
+    if plan.spec.optim.name == "adamw":
+        workloads["adamw"] = optimizer_update(calls.parameters, plan.spec.optim, device)
+    return workloads
 
 
 def try_backends(plan: Plan, op: str, workload: Workload) -> dict[str, KernelTrial]:

@@ -54,7 +54,7 @@ KERNELS: dict[str, dict[str, Backend]] = {
     "attention": {
         TORCH: Backend("models.attention:attention"),
         "flash": Backend("kernels.attention:flash"),
-        "expanded": Backend("kernels.attention:expanded"),
+        "expanded": Backend("kernels.attention:expanded", more_memory=True),
         "math": Backend("kernels.attention:math", more_memory=True),
         "efficient": Backend("kernels.attention:efficient", on="cuda"),
         "cudnn": Backend("kernels.attention:cudnn", on="cuda"),

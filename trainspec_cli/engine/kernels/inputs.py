@@ -112,9 +112,11 @@ def _grouped_matmul(call: Call, normal: Any, _uniform: Any, device: torch.device
 
 
 def _ssd_scan(call: Call, normal: Any, uniform: Any, _device: torch.device, _chunk: Any) -> Inputs:
-    """Steps and decays as first values are (`models.mamba2`)."""
+    """Steps and decays as first values are (`models.mamba2`), in fp32 at least."""
     x, b, c = (normal(call[index]) for index in (0, 3, 4))
-    return Inputs((x, uniform(call[1], 0.001, 0.1), -uniform(call[2], 1.0, 16.0), b, c), (0, 1, 2, 3, 4))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    dt, a = uniform(call[1], 0.001, 0.1).to(wide), -uniform(call[2], 1.0, 16.0).to(wide)
+    return Inputs((x, dt, a, b, c), (0, 1, 2, 3, 4))
 
 
 MAKERS: dict[str, Callable[..., Inputs]] = {

@@ -29,11 +29,12 @@ class _Halves(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cos_SE: Tensor, sin_SE: Tensor, sign: int) -> Tensor:
-    """Each half is written where it belongs; nothing is put together afterwards."""
-    half = x.shape[-1] // 2
-    cos, sin = (angles[: x.shape[1], None, :half] for angles in (cos_SE, sin_SE))
-    out = torch.empty_like(x)
-    (first, second), (to_first, to_second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
-    torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=sign)
-    torch.mul(second, cos, out=to_second).addcmul_(first, sin, value=-sign)
+    """One product of all, to which each half's other is added where it stands: nothing is put together afterwards."""
+    seq_len, half = x.shape[1], x.shape[-1] // 2
+    sin = sin_SE[:seq_len, None, :half]
+    first, second = x.chunk(2, dim=-1)
+    out = x * cos_SE[:seq_len, None]
+    to_first, to_second = out.chunk(2, dim=-1)
+    to_first.addcmul_(second, sin, value=sign)
+    to_second.addcmul_(first, sin, value=-sign)
     return out
