@@ -47,7 +47,8 @@ def workloads_of(plan: Plan, calls: Calls, device: torch.device) -> dict[str, Wo
     """By operation."""
     workloads = {op: _workload(plan, op, numbers, device) for op, numbers in calls.by_op.items() if numbers}
     if plan.spec.optim.name == "adamw":
-        workloads["adamw"] = optimizer_update(calls.parameters, plan.spec.optim, device)
+        where = device if plan.offload == "none" else torch.device("cpu")
+        workloads["adamw"] = optimizer_update(calls.parameters, plan.spec.optim, where)
     return workloads
 
 
