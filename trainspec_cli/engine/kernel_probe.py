@@ -27,11 +27,17 @@ from trainspec_cli.spec.plan import Plan
 
 
 def main() -> None:
-    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    folder, rank, here = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     plan = from_plain(Plan, read_json(folder / "plan.json"))
     device = torch.device("cpu") if plan.device == "cpu" else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    calls = calls_of(plan, rank)
+    calls = calls_of(plan, stand_in(rank, here, plan.world_size))
     write_json(folder / f"kernels.rank{rank}.json", to_plain(try_all(plan, calls, device)))
+
+
+def stand_in(rank: int, processes: int, world_size: int) -> int:
+    """Whose shapes a process of one host takes: those of ranks all over the run, so that each stage of a pipeline and
+    the last, which has the loss, are among them."""
+    return rank * (world_size - 1) // max(1, processes - 1)
 
 
 def try_all(plan: Plan, calls: Calls, device: torch.device) -> KernelTrials:

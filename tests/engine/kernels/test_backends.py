@@ -24,6 +24,12 @@ EXPONENTS = {"ssd_scan": 256 * 0.1 * 16}
 OPERATIONS = [(op, name) for op in CALLS for name in KERNELS[op]]
 
 
+def marked(op: str, name: str):
+    """The scan's loops take the compiler a minute."""
+    marks = [pytest.mark.slow] if (op, name) == ("ssd_scan", "compiled") else []
+    return pytest.param(op, name, marks=marks, id=f"{op}-{name}")
+
+
 def skip_where_it_cannot_run(op: str, name: str) -> None:
     reason = explain(KERNELS[op][name], on_gpu=DEVICE.type == "cuda")
     if reason:
@@ -31,7 +37,7 @@ def skip_where_it_cannot_run(op: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("op", "name"), OPERATIONS, ids=[f"{op}-{name}" for op, name in OPERATIONS])
+@pytest.mark.parametrize(("op", "name"), [marked(*pair) for pair in OPERATIONS])
 def test_output_and_gradients_err_as_the_format_does(op: str, name: str, dtype: torch.dtype) -> None:
     """Roundings to the format, and the error of sums, which all take in fp32, as the scan does its decays."""
     skip_where_it_cannot_run(op, name)

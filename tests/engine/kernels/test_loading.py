@@ -22,6 +22,7 @@ OTHERS = KernelSpec(
     grouped_matmul="loop",
     ssd_scan="block_32",
 )
+FUSED = KernelSpec(rms_norm="compiled", swiglu="compiled", rope="compiled")
 SEQ_LEN = 48
 
 
@@ -57,7 +58,7 @@ def test_models_compute_the_same(name: str, recompute) -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_compiled_kernels_in_eager_blocks(recompute) -> None:
     plain, other = made("llama_tiny"), made("llama_tiny")
-    apply_kernels(other, KernelSpec(rms_norm="compiled", swiglu="compiled", rope="compiled"))
+    apply_kernels(other, FUSED)
     apply_recompute(other.block_modules(), recompute)
     (loss, gradients), (found, found_gradients) = loss_and_gradients(plain), loss_and_gradients(other)
     torch.testing.assert_close(found, loss, rtol=1e-5, atol=0)
@@ -65,15 +66,26 @@ def test_compiled_kernels_in_eager_blocks(recompute) -> None:
         assert float((found_gradient - gradient).norm()) < 1e-5 * float(gradient.norm())
 
 
-def test_other_kernels_in_compiled_blocks() -> None:
+@pytest.mark.parametrize("kernels", [OTHERS, FUSED], ids=["others", "fused"])
+def test_other_kernels_in_compiled_blocks(kernels: KernelSpec) -> None:
     plain, other = made("llama_tiny"), made("llama_tiny")
-    apply_kernels(other, OTHERS)
+    apply_kernels(other, kernels)
     for module in other.compile_modules():
         module.compile()
     (loss, gradients), (found, found_gradients) = loss_and_gradients(plain), loss_and_gradients(other)
     torch.testing.assert_close(found, loss, rtol=1e-5, atol=0)
     for gradient, found_gradient in zip(gradients, found_gradients, strict=True):
         assert float((found_gradient - gradient).norm()) < 1e-5 * float(gradient.norm())
+
+
+def test_nothing_is_compiled_for_shapes_of_evaluation() -> None:
+    torch._dynamo.utils.counters.clear()
+    swiglu = load_kernel("swiglu", "compiled")
+    with torch.no_grad():
+        for size in range(1, 20):
+            x = torch.randn(size, 8)
+            assert torch.equal(swiglu(x, x), load_kernel("swiglu", TORCH)(x, x))
+    assert not torch._dynamo.utils.counters["frames"]
 
 
 def test_the_default_leaves_every_module_alone() -> None:
