@@ -18,6 +18,7 @@ from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.throughput import measure_throughput
 from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.kernels import KernelSpec, KernelTable
 from trainspec_cli.spec.local import LocalPrediction
 
 Curve = tuple[tuple[int, float | None], ...]
@@ -100,6 +101,10 @@ class Report:
     """Where the wall time of all attempts went (rundir/accounting.py); the buckets sum to it."""
     goodput: float | None = None
     """The productive part of it."""
+    kernels: KernelSpec = field(default_factory=KernelSpec)
+    """What each operation was computed by."""
+    kernel_table: KernelTable | None = None
+    """What `kernels=auto` has measured; None where nothing was."""
 
 
 def collect(root: Path | str, *, running: bool = False, queued: bool = False) -> Report:
@@ -138,6 +143,8 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
         missing_ranks=tuple(rank for rank in range(begin.get("world_size", 0)) if rank not in histories),
         time_s=time_s,
         goodput=goodput(time_s),
+        kernels=from_plain(KernelSpec, plan.get("kernels", {})),
+        kernel_table=from_plain(KernelTable, read_json(run.kernels_json)) if run.kernels_json.is_file() else None,
     )
 
 

@@ -11,6 +11,7 @@ from trainspec_cli.spec.checkpoint import CheckpointSpec
 from trainspec_cli.spec.cluster import ClusterSpec
 from trainspec_cli.spec.data import DataSpec
 from trainspec_cli.spec.init import InitSpec
+from trainspec_cli.spec.kernels import KernelSpec
 from trainspec_cli.spec.layout import LayoutSpec
 from trainspec_cli.spec.lora import LoraSpec
 from trainspec_cli.spec.model import ModelSpec
@@ -85,6 +86,7 @@ class RunSpec:
     cluster: ClusterSpec = field(default_factory=ClusterSpec)
     layout: LayoutSpec = field(default_factory=LayoutSpec)
     precision: PrecisionSpec = field(default_factory=PrecisionSpec)
+    kernels: KernelSpec = field(default_factory=KernelSpec)
     compile: bool = False
     """torch.compile each block."""
     recompute: Recompute | Auto = "none"
