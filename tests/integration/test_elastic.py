@@ -94,10 +94,11 @@ def test_a_group_is_killed_and_heals_and_the_losses_are_those_of_an_unharmed_run
 
 
 @pytest.mark.slow
-def test_groups_of_two_ranks_that_shard_their_model(start_trainspec, tmp_path):
+@pytest.mark.parametrize("layout", ["layout=fsdp", "layout.tp=2", "layout.pp=2"])
+def test_groups_of_two_ranks_that_share_a_model(start_trainspec, tmp_path, layout):
     """One rank of a group dies, and the whole group with it."""
     run = run_until_healed(
-        *(start_trainspec, tmp_path, "kill", 1, "layout=fsdp", "cluster.devices_per_node=4"),
+        *(start_trainspec, tmp_path, "kill", 1, layout, "cluster.devices_per_node=4"),
         *("resilience.replica_groups=2", "resilience.sdc_check=1"),
     )
     check_nothing_was_lost(run)

@@ -11,12 +11,13 @@ from trainspec_cli.rundir.paths import RunDir
 
 RECIPE = ("recipe=tiny", "train.max_steps=30", "checkpoint.interval_steps=10", "checkpoint.keep_last=3")
 CHECKPOINT_KB = 1800
-pytestmark = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="mounts a small disk")
 
 
 @pytest.fixture
 def small_disk(tmp_path):
     """Room for one checkpoint, and for a part of the second."""
+    if os.geteuid() != 0 or not shutil.which("mount"):
+        pytest.skip("mounts a small disk")
     folder = tmp_path / "disk"
     folder.mkdir()
     size = f"size={int(1.6 * CHECKPOINT_KB)}k"
@@ -44,3 +45,10 @@ def test_what_does_not_fit_is_told_and_the_last_one_is_an_error(trainspec, small
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert [event["step"] for event in read_events(run_dir.events(0)) if event["type"] == "start"] == [0, 10]
     assert run_dir.checkpoint_steps()[-1] == 30
+
+
+def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_nothing_else(trainspec, tmp_path):
+    ended = trainspec("launch", *RECIPE, "run.dir=run", "fault=disk_full(step=15,steps=10)")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "the checkpoint of step 20 could not be written: rank 0: File too large" in " ".join(ended.stdout.split())
+    assert RunDir(tmp_path / "run").checkpoint_steps() == [10, 30]

@@ -14,12 +14,17 @@ from trainspec_cli.spec.resilience import ResilienceSpec
 INTERVAL_STEPS, STEPS = 15, 60
 
 
+def sleeping(*groups: int) -> str:
+    """Steps that last long enough to be counted."""
+    return "; ".join(f"slow(group={group},step=1,seconds=0.3,steps=1000)" for group in groups)
+
+
 @pytest.mark.slow
 def test_a_run_that_restarts_loses_what_the_simulation_says(trainspec, tmp_path):
     ended = trainspec(
         *("launch", "recipe=tiny", f"train.max_steps={STEPS}", f"checkpoint.interval_steps={INTERVAL_STEPS}"),
         *("checkpoint.mode=sync", "run.dir=run", "resilience.max_restarts_per_hour=3"),
-        "fault=slow(step=1,seconds=0.3,steps=1000); kill(step=20,rank=1); kill(step=43,rank=1)",
+        f"fault={sleeping(0)}; kill(step=20,rank=1); kill(step=43,rank=1)",
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     run = RunDir(tmp_path / "run")
@@ -40,4 +45,38 @@ def test_a_run_that_restarts_loses_what_the_simulation_says(trainspec, tmp_path)
     simulated_s = simulated.lost_s["restart"] + simulated.lost_s["rework"]
     print(f"lost: measured {measured_s:.2f} s (undone {undone_s:.2f}), simulated {simulated_s:.2f} s")
     assert simulated.lost_s["rework"] == pytest.approx(undone_s, rel=0.2)
+    assert simulated_s == pytest.approx(measured_s, rel=0.2)
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_without_a_group_loses_what_the_simulation_says(trainspec, tmp_path):
+    """The batch shrinks while the group is away, as the simulated capacity does: its samples are the lost time."""
+    killed_at = 20
+    ended = trainspec(
+        *("launch", "recipe=tiny", "resilience=elastic", "resilience.exchange_timeout_s=5", "run.dir=run"),
+        *("train.max_steps=110", "batching.on_loss=shrink", "optim.schedule.kind=constant"),
+        f"fault={sleeping(0, 1)}; kill(group=1,step={killed_at})",
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    run = RunDir(tmp_path / "run")
+    left, joined = json.loads(run.result_json.read_text())["recoveries"]
+    assert (left["kind"], joined["kind"]) == ("left", "joined")
+    steps = [event for event in read_events(run.events(0)) if event["type"] == "step"]
+    at = {event["step"]: event["time"] for event in steps}
+    full = max(event["samples"] for event in steps)
+    undisturbed = [event for event in steps if event["samples"] == full and event["step"] != joined["step"]]
+    step_time_s = statistics.mean(event["step_time_s"] for event in undisturbed)  # uneven steps are no failure's cost
+    work_s = step_time_s * sum(event["samples"] for event in steps) / full
+    measured_s = at[max(at)] - at[1] + step_time_s - work_s
+
+    job = Job(work_s, step_time_s, 2, 2, work_s, 0.0, 0.0, 0.0, 0.0)
+    away_s = at[joined["step"]] - step_time_s - joined["stall_s"] - at[killed_at]
+    takes = ReliabilitySpec(
+        detect_s=0.0, swap_s=0.0, start_s=away_s, shrink_stall_s=left["stall_s"], rejoin_stall_s=joined["stall_s"]
+    )
+    fails_at_s = (killed_at + 0.01) * step_time_s
+    simulated = simulate(job, takes, ResilienceSpec("elastic"), failures=[(fails_at_s, 1)])
+    simulated_s = sum(simulated.lost_s.values())
+    print(f"lost: measured {measured_s:.2f} s, simulated {simulated_s:.2f} s ({dict(simulated.lost_s)})")
+    assert simulated.lost_s["shrunk"] > 0
     assert simulated_s == pytest.approx(measured_s, rel=0.2)

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from trainspec_cli.report.chart import render_chart
 from trainspec_cli.report.collect import Curve, Report, Speed
+from trainspec_cli.report.kernels_text import describe_choice
 from trainspec_cli.report.text import describe_evaluation, describe_event, describe_speed
 from trainspec_cli.spec.local import LocalPrediction
 from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
@@ -86,6 +87,8 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     if report.peak_memory_bytes is not None:
         beside = f" (predicted {format_bytes(report.predicted.peak_memory_bytes)})" if report.predicted else ""
         yield "memory", f"{format_bytes(report.peak_memory_bytes)} at most, on one device{beside}"
+    if report.kernels.changed or report.kernel_table is not None:
+        yield "kernels", describe_choice(report.kernels, report.kernel_table)
     if report.weights_sha256 is not None:
         yield "weights", f"sha256 {report.weights_sha256}"
 
