@@ -66,7 +66,13 @@ def run_trainspec(workload: Workload, tokens: str, steps: int, device: str, sett
         command += ["data=nanogpt", f"data.path={tokens}", f"data.seq_len={workload.seq_len}"]
         command += [f"batching.global_batch_size={workload.batch_size}"]
         command += [f"batching.micro_batch_size={workload.batch_size}", f"train.max_steps={steps}"]
-        command += ["cluster=auto", f"cluster.device={device}", "cluster.devices_per_node=1", "precision=bf16"]
+        command += [
+            "run.preflight=false",
+            "cluster=auto",
+            f"cluster.device={device}",
+            "cluster.devices_per_node=1",
+            "precision=bf16",
+        ]
         command += [
             f"compile={str(setting == 'compiled').lower()}",
             "sample.max_new_tokens=0",
