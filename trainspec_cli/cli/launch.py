@@ -106,15 +106,17 @@ def _launch_on_several(loaded: Loaded, plan: Plan, endpoint: str, *, as_json: bo
 
 def _launch(loaded: Loaded, plan: Plan, machine: Machine, *, force: bool, as_json: bool) -> int:
     from trainspec_cli.cli.predict import predict
+    from trainspec_cli.cli.preflight import examine_here
     from trainspec_cli.cli.settle_kernels import settle_kernels
     from trainspec_cli.cli.train import make_console, train
     from trainspec_cli.launch.claim import claim
-    from trainspec_cli.launch.folder import check_free, make_folder, storage, write_launch
+    from trainspec_cli.launch.folder import RUNS, check_free, make_folder, storage, write_launch
     from trainspec_cli.launch.job import build_job
 
     console, wanted = make_console(as_json=as_json), plan.spec.run.dir
     check_free(wanted)
     plan = predict(plan, machine, console, force=force)
+    examine_here(plan, RUNS if wanted == AUTO else Path(wanted), console)
     plan, kernels = settle_kernels(plan, machine, console)
     data_folder = prepare_data(loaded, console)
     with storage(wanted):

@@ -52,6 +52,7 @@ def resume(
     """
     from trainspec_cli.cli.load import detect_machine, plan_on
     from trainspec_cli.cli.predict import predict
+    from trainspec_cli.cli.preflight import examine_here
     from trainspec_cli.cli.runs import find_run
     from trainspec_cli.cli.settle_kernels import settle_kernels
     from trainspec_cli.cli.train import make_console, train
@@ -72,6 +73,7 @@ def resume(
         machine = detect_machine(loaded.spec)
         assert machine is not None, "a run that was started says what device it wants"
         plan = predict(_keep_kernels(plan_on(loaded, machine), old, machine), machine, console, force=force)
+        examine_here(plan, run_dir.root, console)
         plan, kernels = settle_kernels(plan, machine, console)
         with storage(str(run_dir.root)):
             job = build_job(plan, run_dir.root, machine)

@@ -87,7 +87,7 @@ def name_state(ledger: Ledger, built: Machinery) -> None:
     ledger.name((buffer for part in built.parts for buffer in part.buffers()), "parameters")
     moments = (value for state in built.optimizer.state.values() for value in state.values())
     ledger.name(moments, "optimizer")
-    for share in built.shares:
+    for share in (share for share in built.shares if share.is_trained):
         share.parameter.register_post_accumulate_grad_hook(partial(_name_gradient, ledger))
 
 
@@ -190,12 +190,14 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return x @ weight[0]
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
+        if x is None:
+            return dy @ weight[0].T, None
         _ = x.T @ dy
         return dy @ weight[0].T, torch.empty_like(weight)
 

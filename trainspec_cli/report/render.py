@@ -24,6 +24,9 @@ SHOWN_LINES = 8
 UNSTEADY = 1.5
 """Steps of one run, which all do the same, differ by less on a machine of its own."""
 
+LONG_WAIT = 0.05
+"""Part of a step; what is read ahead in time takes less."""
+
 Section = RenderableType | None
 """None: there is nothing to show."""
 
@@ -139,6 +142,7 @@ def _speed(speed: Speed, world_size: int, predicted: LocalPrediction | None) -> 
         f"MFU = {speed.unit}/s x {format_si(speed.flops_per_token, 'FLOP')} a {speed.unit.removesuffix('s')} / {peak}",
         f"over steps {speed.first_step}-{speed.last_step}{_left_out(speed)}",
         *_unsteady(speed),
+        *_waiting(speed),
     ]
     return Group(
         Text("where the time went", style="bold"),
@@ -167,6 +171,16 @@ def _unsteady(speed: Speed) -> Iterator[str]:
     if slow_s > UNSTEADY * quick_s:
         usual = f"{format_duration(quick_s)} to {format_duration(slow_s)} (eight in ten)"
         yield f"steps took {usual}: something else was at work on this machine, which no prediction foresees"
+
+
+def _waiting(speed: Speed) -> Iterator[str]:
+    """Reading ahead hides all that takes less than a step."""
+    share = next(part.share for part in speed.parts if part.name == "data_wait")
+    if share > LONG_WAIT:
+        yield (
+            f"steps waited {share:.0%} of their time for data: reading a batch takes longer than a step; what helps is "
+            + ("a faster or local disk" if speed.unit == "tokens" else "a faster disk, or more CPU cores to read with")
+        )
 
 
 def _rate(speed: Speed) -> str:

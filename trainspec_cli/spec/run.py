@@ -54,7 +54,8 @@ class RunSection:
     node_timeout_s: float = 30.0
     """On several hosts: one that has been silent for so long (off, hung, cut off) is lost, and the job ends."""
     preflight: bool = True
-    """On several hosts: measure each for some seconds before the workers start, and refuse one far below the others."""
+    """Before the workers start: refuse a host without the memory or the disk that the run takes. Of several hosts each
+    is measured for some seconds, and one far below the others is refused."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,25 @@ def is_alive(job_id: str) -> bool:
     return bool(set(said.split()) - ENDED)
 
 
+def pending() -> frozenset[str]:
+    """The user's own jobs that wait to be started, an array's tasks one by one (`12_3`); none where Slurm cannot be
+    asked."""
+    try:
+        said = _run(["squeue", "--me", "--noheader", "--array", "--states=PENDING", "--format=%i"], hint="")
+    except MachineError:
+        return frozenset()
+    return frozenset(said.split())
+
+
+def is_preempted(job_id: str) -> bool:
+    """Whether a job that goes first has made Slurm tell this one to end; False where Slurm cannot be asked."""
+    try:
+        found = re.search(r"\bPreemptTime=(\S+)", _run(["scontrol", "show", "job", job_id], hint=""))
+    except MachineError:
+        return False
+    return found is not None and found[1] not in ("None", "Unknown")
+
+
 def requeue(job_id: str) -> None:
     """Slurm ends this very job, its script included, and queues it anew. Raises MachineError."""
     _run(["scontrol", "requeue", job_id], hint="resume it yourself: sbatch job.sbatch in the run's folder")
