@@ -43,7 +43,7 @@ DOORS = {
 """Room -> the rooms it may import. `errors`, `units` and the package's version are free to all."""
 
 FREE = {"errors", "units", "__version__"}
-TORCH = {"torch", "torchft", "torchao"}
+TORCH = {"torch", "torchft", "torchao", "triton", "liger_kernel", "fla"}
 ASSEMBLERS = {"trainer", "build", "step", "state", "evaluate", "result", "__main__"}
 """Modules of the engine that join its folders; the folders do not import one another."""
 

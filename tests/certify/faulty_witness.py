@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-import torch
-
 from trainspec_cli.engine import passes, step, witness
 from trainspec_cli.engine.parallel import data_parallel, exchange
 
@@ -39,17 +37,16 @@ def lost_last_backward() -> None:
 
 def forgotten_moments() -> None:
     """A resumed run begins with fresh moments."""
-    from trainspec_cli.engine.checkpoint import state
+    right = witness.load_newest
 
-    right = state.gather_state
+    def without_moments(run_dir, held, device):
+        restored = right(run_dir, held, device)
+        for part in held.parts():
+            if "exp_avg" in part.name:
+                part.tensor.zero_()
+        return restored
 
-    def without_moments(shares, parts, optimizer):
-        kept = right(shares, parts, optimizer)
-        return {name: torch.zeros_like(value.local) if "exp_avg" in name else value for name, value in kept.items()}
-
-    from trainspec_cli.engine.checkpoint import store
-
-    store.gather_state = without_moments
+    witness.load_newest = without_moments
 
 
 FAULTS = {

@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 from typer.testing import CliRunner
 
-from trainspec_cli.cli.data import app
+from trainspec_cli.cli.data import READY, Source, app
+from trainspec_cli.corpus import bpe
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.errors import MachineError, RecipeError
+from trainspec_cli.spec.data import DataSpec
 
 
 @pytest.fixture
@@ -84,5 +87,65 @@ def test_errors_speak_of_options_rather_than_recipe_keys(tmp_path):
 
 
 def test_an_unknown_source_is_a_usage_error(tmp_path):
-    result = CliRunner().invoke(app, ["prepare", "--source", "tokens", "--output", str(tmp_path / "out")])
-    assert result.exit_code == 2
+    for wrong in (["--source", "tape", "--output", str(tmp_path / "out")], ["--source", "text"], []):
+        assert CliRunner().invoke(app, ["prepare", *wrong]).exit_code == 2
+
+
+def test_every_source_that_launch_serves_is_served_here():
+    """A mixture by its recipe."""
+    served = {source.value for source in Source} | {"mixture"}
+    assert served == set(get_args(get_type_hints(DataSpec)["source"]))
+
+
+@pytest.mark.parametrize("source", list(READY))
+def test_what_needs_no_preparing_is_said_in_a_line(source):
+    assert run("prepare", "--source", source.value).startswith("nothing to prepare: ")
+    assert json.loads(run("prepare", "--source", source.value, "--json"))["path"] is None
+
+
+@pytest.fixture
+def tables(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"body": [f"document {number} says {number * number}" for number in range(60)]})
+    parquet.write_table(table, tmp_path / "texts.parquet")
+    with pyarrow.ipc.new_stream(str(tmp_path / "texts.arrow"), table.schema) as stream:
+        stream.write_table(table)
+    return tmp_path
+
+
+@pytest.mark.parametrize("source", ["parquet", "arrow"])
+def test_tables_become_tokens(source, tables, tmp_path):
+    file, output = tables / f"texts.{source}", tmp_path / "out"
+    run("prepare", "--source", source, "--path", file, "--output", output, "--text-field", "body")
+    manifest = TokenFolder.open(output).manifest
+    assert manifest.train.documents + manifest.heldout.documents == 60
+
+
+def test_conversations_become_tokens_of_which_the_replies_are_learnt(tmp_path):
+    talk = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}]}
+    file, output = tmp_path / "talks.jsonl", tmp_path / "out"
+    file.write_text("\n".join(json.dumps(talk | {"id": number}) for number in range(20)))
+    with pytest.raises(RecipeError) as error:
+        run("prepare", "--source", "chat", "--path", file, "--output", output)
+    assert error.value.problems[0].path == "--chat-template"
+    printed = run("prepare", "--source", "chat", "--path", file, "--output", output, "--chat-template", "chatml")
+    assert TokenFolder.open(output).manifest.learns_parts
+    assert "conversations are not judged so" in printed
+
+
+def test_a_recipes_data_is_prepared_where_its_launch_looks(tables, texts, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path / "cache"))
+    rows = f"{{source: parquet, path: {tables / 'texts.parquet'}, text_field: body, weight: 3.0}}"
+    parts = f"data.mixture={{tables: {rows}, files: {{source: text, path: {texts}}}}}"
+    tokenizer = tmp_path / "tokenizer.json"
+    bpe.train(["the quick brown fox"], 300).save(str(tokenizer))
+    recipe = ("recipe=tiny", "data=mixture", "data.seq_len=16", f"data.tokenizer.path={tokenizer}", parts)
+    told = json.loads(run("prepare", *recipe, "--json"))
+    assert list(told["parts"]) == ["tables", "files"]
+    assert Path(told["path"]).is_relative_to(tmp_path / "cache")
+    printed = run("prepare", *recipe)
+    assert [line.split()[0] for line in printed.splitlines()] == ["tables", "files"]
+    assert run("prepare", "recipe=tiny_unet3d").startswith("nothing to prepare: phantoms")
+    with pytest.raises(RecipeError, match="--output cannot stand beside it"):
+        run("prepare", *recipe, "--output", tmp_path / "out")

@@ -14,7 +14,7 @@ ON_GPU = ("launch", "recipe=tiny", "cluster=auto", "--dry-run", "--json")
 
 
 def plug_in(monkeypatch: pytest.MonkeyPatch, name: str, memory_bytes: int) -> None:
-    gpus = (Gpu(name, memory_bytes, (9, 0)),) * 2
+    gpus = (Gpu(name, memory_bytes, (9, 0), memory_bytes),) * 2
     monkeypatch.setattr("trainspec_cli.launch.machine.visible_gpus", lambda: gpus)
 
 

@@ -11,7 +11,7 @@ from trainspec_cli.errors import RecipeError
 
 SHIPPED = sorted(path.stem for path in Path(__file__).parents[2].joinpath("recipes").glob("*.yaml"))
 NEED_VALUES = ["finetune_chat"]
-TRAINED_HERE = ["quickstart", "tiny", "tiny_resnet", "tiny_unet3d"]
+TRAINED_HERE = ["quickstart", "tiny", "tiny_chat", "tiny_resnet", "tiny_unet3d"]
 
 
 def test_each_with_a_line_ones_own_first(capsys, write) -> None:

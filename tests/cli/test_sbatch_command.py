@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,14 +27,21 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def sbatch(tmp_path: Path, cache: Path) -> Command:
-    environment = {**os.environ, "TRAINSPEC_CACHE": str(cache), "PYTHONPATH": str(HOME), "PATH": "/no/slurm/here"}
+def trainspec(tmp_path: Path, cache: Path) -> Command:
+    """With those programs that the test puts into `programs`."""
+    path = f"{tmp_path / 'programs'}:/no/slurm/here"
+    environment = {**os.environ, "TRAINSPEC_CACHE": str(cache), "PYTHONPATH": str(HOME), "PATH": path}
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "trainspec_cli", "sbatch", *arguments]
+        command = [sys.executable, "-m", "trainspec_cli", *arguments]
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
 
     return call
+
+
+@pytest.fixture
+def sbatch(trainspec: Command) -> Command:
+    return partial(trainspec, "sbatch")
 
 
 def test_the_script_is_printed_and_the_run_is_on_paper(sbatch: Command, tmp_path: Path) -> None:
@@ -80,3 +88,23 @@ def test_a_host_without_slurm_says_so(sbatch: Command) -> None:
     refused = sbatch(*TWO, "run.dir=run", "--submit")
     assert refused.returncode == 4
     assert "there is no sbatch on this host" in refused.stderr
+
+
+def test_runs_tells_what_is_made_and_what_waits_in_the_queue(
+    trainspec: Command, sbatch: Command, tmp_path: Path
+) -> None:
+    """Nobody knows of a job that was not submitted; of others Slurm says whether they wait."""
+    for program, says in (("sbatch", "41"), ("squeue", "41_1")):
+        file = tmp_path / "programs" / program
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"#!/bin/sh\necho {says}\n")
+        file.chmod(0o755)
+    assert sbatch(*TWO, "run.dir=runs/printed").returncode == 0
+    submitted = sbatch(*TWO, "--sweep", "optim.lr=0.1,0.2", "--submit", "--json")
+    assert submitted.returncode == 0, submitted.stderr
+    first, second = (Path(run).name for run in json.loads(submitted.stdout)["runs"])
+    listed = {Path(line["path"]).name: line["status"] for line in json.loads(trainspec("runs", "--json").stdout)}
+    assert listed == {"printed": "made", first: "made", second: "queued"}
+    report = trainspec("report", f"runs/tiny/{second}")
+    assert report.returncode == 0, report.stderr
+    assert "queued, 0 of 20 steps" in report.stdout

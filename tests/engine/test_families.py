@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from trainspec_cli.engine.models.build import build_model
+from trainspec_cli.engine.models.lora import apply_lora
 from trainspec_cli.engine.parallel.recompute import apply_recompute
 from trainspec_cli.planner.catalogue import models
 from trainspec_cli.planner.workload import count_params
+from trainspec_cli.planner.workload.adapters import adapter_params
+from trainspec_cli.spec.lora import LoraSpec
 from trainspec_cli.spec.model import ConvModel, DecoderModel, LatentAttention
 
 TEXT = {name: model for name, model in models().items() if not isinstance(model, ConvModel)}
@@ -97,6 +100,17 @@ def test_engine_planner_and_publication_count_the_same_parameters(name) -> None:
 @pytest.mark.parametrize("name", TINY)
 def test_planner_counts_the_tiny_ones(name) -> None:
     assert sum(parameter.numel() for parameter in made(TINY[name]).parameters()) == count_params(TINY[name])
+
+
+@pytest.mark.parametrize("name", [name for name, model in TEXT.items() if isinstance(model, DecoderModel)])
+def test_engine_and_planner_count_the_same_adapters(name) -> None:
+    model = without_prediction(TEXT[name])
+    lora = LoraSpec(rank=8, targets=("q", "v", "out", "gate", "down"))
+    with torch.device("meta"):
+        module = build_model(model, 16)
+        apply_lora(module, lora)
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    assert trained == adapter_params(model, lora)
 
 
 def gradients(module, *inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.launch.tracing import trace_plan
-from trainspec_cli.planner.workload import count_params
+from trainspec_cli.planner.workload import count_params, flops_per_token
 from trainspec_cli.spec.layout import Layout
+from trainspec_cli.spec.lora import LoraSpec
 
 
 def trace(family: str, **axes):
@@ -30,6 +33,17 @@ def test_a_world_that_is_not_there_is_traced():
     _, told, params = trace("dense", dp_replicate=1, dp_shard=2, tp=2, pp=2)
     assert told["state_bytes"] < 12 * params / 4
     assert {"pp send", "pp receive", "dp_shard all_gather", "tp reduce_scatter"} <= told["comm_bytes"].keys()
+
+
+def test_adapters_take_the_flops_that_are_planned():
+    """Frozen weights have no gradients; nor has the first layer's input, which the plan does not count off."""
+    whole = build_plan(Case("dense", optimizer="adamw"), "cpu")
+    few = replace(whole, spec=replace(whole.spec, lora=LoraSpec(rank=4)))
+    traced, planned = (
+        [trace_plan(plan)["flops"] for plan in (whole, few)],
+        [flops_per_token(plan.spec.model, plan.spec.data.seq_len, plan.spec.lora) for plan in (whole, few)],
+    )
+    assert traced[1] / traced[0] == pytest.approx(planned[1] / planned[0], rel=0.05)
 
 
 def test_experts_travel():

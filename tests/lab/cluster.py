@@ -22,6 +22,10 @@ from lab.hosts import SWITCH_ADDRESS, Hosts
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 START_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 20.0
+"""A step's daemon waits for its processes before it ends."""
+GRACE_S = 60
+"""A job that is preempted has so long to save."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
@@ -131,17 +135,19 @@ class Cluster:
                 self.power_on(node)
         self.wait_until(self._all_idle, "idle nodes")
 
-    def stop(self) -> None:
+    def stop(self) -> list[str]:
+        """-> what still ran when no job was left and the daemons had ended; it is killed."""
         subprocess.run(
             [*self.beside_controller, "scancel", "--user=root"], env=self.environment, timeout=30, capture_output=True
         )
         for name in sorted(self._daemons, reverse=True):
             _terminate(self._daemons[name])
-        for process in psutil.process_iter():
-            if process.name() == "slurmstepd" and self._holds_log(process):
-                for child in process.children(recursive=True):
-                    _kill(child)
-                _kill(process)
+        deadline = time.monotonic() + END_TIMEOUT_S
+        while (left := self._left()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for process in left:
+            _kill(process)
+        return [str(process) for process in left]
 
     # Starting
 
@@ -166,7 +172,7 @@ class Cluster:
         self._daemons[f"node{node}"] = _daemon(self.folder / f"slurmd.node{node}.pid")
 
     def _all_idle(self) -> bool:
-        states = self.run("sinfo", "--noheader", "--Node", "--format=%T", check=False).split()
+        states = self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T", check=False).split()
         return states == ["idle"] * self.count
 
     def _call(self, *command: str) -> None:
@@ -176,7 +182,12 @@ class Cluster:
         """A step daemon keeps its node's log open."""
         return process.name() == "slurmstepd" and self._holds_log(process, f"slurmd.node{node}.log")
 
-    def _holds_log(self, process: psutil.Process, name: str = "slurmd.") -> bool:
+    def _left(self) -> list[psutil.Process]:
+        """All that the daemons have started knows the cluster by its environment."""
+        ours = self.environment["SLURM_CONF"]
+        return [p for p in psutil.process_iter() if self.environment_of(p).get("SLURM_CONF") == ours]
+
+    def _holds_log(self, process: psutil.Process, name: str) -> bool:
         try:
             return any(file.path.startswith(str(self.folder / "log" / name)) for file in process.open_files())
         except psutil.Error:
@@ -233,6 +244,8 @@ class Cluster:
             "DefMemPerCPU": 100,
             "SchedulerParameters": "sched_interval=2,bf_interval=2,batch_sched_delay=0,sched_min_interval=0",
             "GresTypes": "gpu",
+            "PreemptType": "preempt/partition_prio",
+            "PreemptMode": "REQUEUE",
             "JobRequeue": 1,
             "ReturnToService": 2,
             "SlurmdTimeout": self._slurmd_timeout_s,
@@ -254,7 +267,9 @@ class Cluster:
             here = f"NodeHostname={name} NodeAddr=127.0.0.1 Port={self._port + node}"
             there = f"NodeAddr={Hosts.address(node)} Port={self._port + 1}"
             yield f"NodeName=node{node} {there if self.hosts else here} CPUs=8 RealMemory=8000 Gres=gpu:2"
-        yield "PartitionName=main Nodes=ALL Default=YES DefaultTime=10 MaxTime=120 State=UP OverSubscribe=NO"
+        common = "Nodes=ALL DefaultTime=10 MaxTime=120 State=UP OverSubscribe=NO"
+        yield f"PartitionName=main {common} Default=YES PriorityTier=1 GraceTime={GRACE_S}"
+        yield f"PartitionName=urgent {common} PriorityTier=2 PreemptMode=OFF"
 
 
 def _free_ports(count: int) -> int:

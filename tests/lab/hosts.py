@@ -1,11 +1,13 @@
 """Hosts on one machine: a network namespace each, joined by cables (veth) to a switch in a namespace of its own.
 
-Needs root and iproute2; loss needs nft. The machine's own network is not touched.
+Needs root, iproute2 and nft, which drops packets: not every kernel has netem (CONFIG_NET_SCH_NETEM). The machine's own
+network is not touched.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,15 +18,17 @@ PREFIX, NET = f"tspec{os.getpid()}", "10.77.1"
 SWITCH = f"{PREFIX}-switch"
 SWITCH_ADDRESS = f"{NET}.254"
 HOSTS_FILES = Path("/run") / PREFIX
+GSO_MAX_SEGS = 65535
+"""The kernel's own."""
 
 
 def lacking() -> str:
     """Why hosts cannot be made here; empty where they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    missing = [tool for tool in ("ip", "tc", "nsenter", "unshare") if not shutil.which(tool)]
+    missing = [tool for tool in ("ip", "tc", "nft", "nsenter", "unshare") if not shutil.which(tool)]
     if missing:
-        return f"{', '.join(missing)} not installed (apt-get install iproute2 util-linux)"
+        return f"{', '.join(missing)} not installed (apt-get install iproute2 nftables util-linux)"
     probe = subprocess.run(["ip", "netns", "add", f"{PREFIX}-probe"], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "del", f"{PREFIX}-probe"], capture_output=True)
     return f"no network namespaces here: {probe.stderr.strip()}" if probe.returncode else ""
@@ -83,29 +87,47 @@ class Hosts:
     def heal(self, number: int) -> None:
         run("ip", "-n", SWITCH, "link", "set", f"p{number}", "up")
 
+    def make_good(self, number: int) -> None:
+        """A cable that is whole, loses nothing and has no limit, whatever was done to it."""
+        self.heal(number)
+        inside = ("ip", "netns", "exec", _name(number), "nft")
+        run(*inside, "flush", "ruleset")
+        run("ip", "-n", _name(number), "link", "set", "eth0", "gso_max_segs", GSO_MAX_SEGS)
+        for namespace, link in self._ends(number):
+            if "tbf" in run("tc", "-n", namespace, "qdisc", "show", "dev", link):
+                run("tc", "-n", namespace, "qdisc", "del", "dev", link, "root")
+
     def limit_rate(self, number: int, rate: str) -> None:
         """Both ways, such as `100mbit`."""
-        for where in ((_name(number), "eth0"), (SWITCH, f"p{number}")):
+        for namespace, link in self._ends(number):
             limit = ("tbf", "rate", rate, "burst", "128kb", "latency", "50ms")
-            run("tc", "-n", where[0], "qdisc", "replace", "dev", where[1], "root", *limit)
+            run("tc", "-n", namespace, "qdisc", "replace", "dev", link, "root", *limit)
 
     def lose(self, number: int, percent: float) -> None:
-        """A part of what comes in is dropped at random, packet by packet."""
+        """A part of what comes in is dropped at random, packet by packet: none is a bundle of many."""
         for link in self.numbers:
             run("ip", "-n", _name(link), "link", "set", "eth0", "gso_max_segs", 1)
         table = "table inet trainspec { chain in { type filter hook input priority 0; policy accept; } }"
         inside = ("ip", "netns", "exec", _name(number), "nft")
         subprocess.run([*inside, "-f", "-"], input=table, text=True, check=True)
-        share = ("numgen", "random", "mod", 10000, "<", int(percent * 100), "drop")
+        share = ("numgen", "random", "mod", 10000, "<", int(percent * 100), "counter", "drop")
         run(*inside, "add", "rule", "inet", "trainspec", "in", "iifname", "eth0", *share)
 
-    def kill_processes(self, number: int) -> None:
-        for pid in _pids(_name(number)):
-            kill(pid)
+    def lost_packets(self, number: int) -> int:
+        """Of those that came in since `lose` was called first."""
+        shown = run("ip", "netns", "exec", _name(number), "nft", "list", "ruleset")
+        return sum(map(int, re.findall(r"counter packets (\d+)", shown)))
 
-    def remove(self) -> None:
-        _remove_all()
+    def remove(self) -> list[int]:
+        """-> processes that still ran there; they are killed."""
+        left = _remove_all()
         shutil.rmtree(HOSTS_FILES, ignore_errors=True)
+        return left
+
+    @staticmethod
+    def _ends(number: int) -> tuple[tuple[str, str], ...]:
+        """Of a cable: (namespace, link)"""
+        return (_name(number), "eth0"), (SWITCH, f"p{number}")
 
     def _plug_in(self, number: int) -> None:
         name = _name(number)
@@ -134,10 +156,17 @@ def _pids(namespace: str) -> list[int]:
     return [int(pid) for pid in run("ip", "netns", "pids", namespace).split()]
 
 
-def _remove_all() -> None:
-    for line in run("ip", "netns", "list").splitlines():
-        name = line.split()[0]
-        if name.startswith(f"{PREFIX}-"):
-            for pid in _pids(name):
-                kill(pid)
-            run("ip", "netns", "del", name)
+def _remove_all() -> list[int]:
+    left: list[int] = []
+    for name in namespaces():
+        left += _pids(name)
+        for pid in _pids(name):
+            kill(pid)
+        run("ip", "netns", "del", name)
+    return left
+
+
+def namespaces() -> list[str]:
+    """Of this session."""
+    names = (line.split()[0] for line in run("ip", "netns", "list").splitlines())
+    return [name for name in names if name.startswith(f"{PREFIX}-")]

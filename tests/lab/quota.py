@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ import psutil
 
 VERSION_1, VERSION_2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 PERIOD_US = 20_000
+REMOVE_TIMEOUT_S = 10.0
 
 
 def lacking() -> str:
@@ -22,9 +24,9 @@ def lacking() -> str:
 
 
 class Quota:
-    def __init__(self, name: str, percent: float):
-        self._folder = _root() / name
-        self._folder.mkdir(exist_ok=True)
+    def __init__(self, percent: float):
+        self._folder = _root() / f"trainspec-{os.getpid()}"
+        self._folder.mkdir()
         quota_us = int(PERIOD_US * percent / 100)
         if _root() == VERSION_1:
             (self._folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
@@ -35,13 +37,18 @@ class Quota:
     def hold(self, process: psutil.Process) -> None:
         (self._folder / "cgroup.procs").write_text(str(process.pid))
 
-    def release(self, process: psutil.Process) -> None:
-        """The group is removed once what it held has ended."""
-        for pid in {process.pid, *map(int, (self._folder / "cgroup.procs").read_text().split())}:
-            if psutil.pid_exists(pid):
-                (_root() / "cgroup.procs").write_text(str(pid))
-        time.sleep(0.2)
-        self._folder.rmdir()
+    def remove(self) -> None:
+        """What it held, and what that has started since, is held no more."""
+        deadline = time.monotonic() + REMOVE_TIMEOUT_S
+        while self._folder.is_dir():
+            for pid in (self._folder / "cgroup.procs").read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    (_root() / "cgroup.procs").write_text(pid)
+            try:
+                self._folder.rmdir()
+            except OSError:  # busy: somebody in it has just begun, or has not quite ended
+                assert time.monotonic() < deadline, f"{self._folder} cannot be removed"
+                time.sleep(0.1)
 
 
 def _root() -> Path:

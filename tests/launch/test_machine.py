@@ -50,14 +50,14 @@ def test_the_gpus_that_cuda_would_show(visible: str | None, expected: list[str])
 
 
 def test_the_smallest_and_oldest_gpu_speaks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus = (Gpu("H100", 80, (9, 0)), Gpu("V100", 32, (7, 0)))
+    gpus = (Gpu("H100", 80, (9, 0), 80), Gpu("V100", 32, (7, 0), 32))
     monkeypatch.setattr(machine, "visible_gpus", lambda: gpus)
     found = detect()
     assert (found.gpu_names, found.gpu_memory_bytes, found.bf16) == (("H100", "V100"), 32, False)
 
 
 def test_a_run_on_the_cpu_asks_the_cpu_for_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "visible_gpus", lambda: (Gpu("H100", 80, (9, 0)),))
+    monkeypatch.setattr(machine, "visible_gpus", lambda: (Gpu("H100", 80, (9, 0), 80),))
     found = detect(look_for_gpus=False)
     assert (found.gpu_names, found.bf16) == ((), cpu_has_bf16())
 

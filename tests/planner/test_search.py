@@ -15,11 +15,13 @@ from trainspec_cli.planner.search import Search, recompute_names
 from trainspec_cli.planner.setup import RECOMPUTE, Software
 from trainspec_cli.planner.space import Space
 from trainspec_cli.planner.step import estimate_step
+from trainspec_cli.planner.workload.adapters import adapter_params
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.batching import BatchingSpec
 from trainspec_cli.spec.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.data import DataSpec
 from trainspec_cli.spec.layout import LayoutSpec
+from trainspec_cli.spec.lora import LoraSpec
 from trainspec_cli.spec.optim import OptimSpec
 from trainspec_cli.spec.run import RunSpec, TrainSection
 
@@ -40,6 +42,18 @@ def run_of(model: str, nodes: int, batch: int = 512, **changes: object) -> RunSp
         compile=True,
     )
     return replace(spec, **changes)  # type: ignore[arg-type]
+
+
+def test_adapters_fit_where_training_every_weight_does_not() -> None:
+    """One GPU: fp32 weights are 30 GiB of it; their gradients and moments would be three times that."""
+    one = run_of("llama3_8b", nodes=1, batch=4, compile=False, data=DataSpec(seq_len=2048, source="tokens"))
+    one = replace(one, cluster=replace(one.cluster, devices_per_node=1))
+    adapters = replace(one, lora=LoraSpec(rank=16))
+    whole, few = (plan_capacity(spec, None).candidates[0] for spec in (one, adapters))
+    assert not whole.fits
+    assert few.fits
+    assert few.memory[0].optimizer_bytes == pytest.approx(8 * adapter_params(one.model, adapters.lora), rel=0.01)
+    assert few.step_time_s < 0.8 * whole.step_time_s, "frozen weights have no gradients to compute"
 
 
 def test_pruning_loses_nothing() -> None:

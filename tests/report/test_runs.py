@@ -13,7 +13,7 @@ def test_runs_are_listed_newest_first_with_how_they_stand(tmp_path: Path) -> Non
         write_json(RunDir(tmp_path / name).run_json, {"recipe": name.split("/")[0], "created_at": created_at})
     write_json(RunDir(tmp_path / "quick/new").result_json, {"status": "stopped"})
     (tmp_path / "tiny/old/checkpoints").mkdir()
-    lines = list_runs(tmp_path, lambda run: run.root.name == "alive")
+    lines = list_runs(tmp_path, lambda run: run.root.name == "alive", lambda run: False)
     assert [(Path(line.path).name, line.recipe, line.status) for line in lines] == [
         ("alive", "tiny", "running"),
         ("new", "quick", "stopped"),
@@ -22,7 +22,7 @@ def test_runs_are_listed_newest_first_with_how_they_stand(tmp_path: Path) -> Non
 
 
 def test_without_a_folder_there_are_no_runs(tmp_path: Path) -> None:
-    assert list_runs(tmp_path / "missing", lambda run: False) == []
+    assert list_runs(tmp_path / "missing", lambda run: False, lambda run: False) == []
 
 
 def test_the_last_step_is_found_at_the_end_of_a_long_file(fake_run: Any) -> None:

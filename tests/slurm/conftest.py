@@ -1,4 +1,4 @@
-"""A Slurm of two nodes for the quick tests, with runs of a stand-in's size; skipped where there can be none."""
+"""A Slurm of two nodes, one of three hosts with cables, and runs of a stand-in's size; skipped where there are none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 from lab import cluster as lab_cluster
+from lab import hosts as lab_hosts
 from lab.cluster import Cluster
+from lab.hosts import Hosts
 
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
@@ -43,7 +45,35 @@ def two_nodes() -> Iterator[Cluster]:
     with open_folder() as folder:
         cluster = Cluster(folder, nodes=2)
         yield cluster
-        cluster.stop()
+        assert cluster.stop() == [], "nothing is left of the jobs"
+
+
+@pytest.fixture(scope="session")
+def three_hosts() -> Iterator[Cluster]:
+    """In network namespaces, of which a run takes two: one is left when one is lost."""
+    if why := lab_cluster.lacking() or lab_hosts.lacking():
+        pytest.skip(why)
+    hosts = Hosts(3)
+    with open_folder() as folder:
+        cluster = Cluster(folder, nodes=3, hosts=hosts)
+        yield cluster
+        left = cluster.stop()
+    assert (left, hosts.remove(), lab_hosts.namespaces()) == ([], [], []), "nothing is left of the jobs and the hosts"
+
+
+@pytest.fixture
+def cabled(three_hosts: Cluster) -> Iterator[Cluster]:
+    """`three_hosts` with whole cables, no jobs, and all nodes idle, before and after."""
+    make_good(three_hosts)
+    yield three_hosts
+    make_good(three_hosts)
+
+
+def make_good(cluster: Cluster) -> None:
+    assert cluster.hosts is not None
+    for number in cluster.hosts.numbers:
+        cluster.hosts.make_good(number)
+    cluster.reset()
 
 
 @contextmanager
@@ -124,6 +154,22 @@ def sbatch(slurm: Cluster, environment: dict[str, str], tmp_path: Path) -> Sbatc
         return str(json.loads(done.stdout)["job_id"])
 
     return submit
+
+
+@pytest.fixture
+def doctor(slurm: Cluster, environment: dict[str, str], tmp_path: Path) -> Callable[[int], tuple[str, dict[str, Any]]]:
+    """Has a job's hosts examined; -> (the job's exit code, the diagnosis)"""
+
+    def examine(nodes: int) -> tuple[str, dict[str, Any]]:
+        command = f"{sys.executable} -m trainspec_cli doctor cluster.device=cpu cluster.devices_per_node=1 --json"
+        asked = (f"--nodes={nodes}", "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=100M", "--output=doctor.json")
+        job = slurm.run("sbatch", "--parsable", *asked, "--wrap", command, cwd=tmp_path, env=environment)
+        ended = slurm.wait(job, timeout_s=240)
+        said = (tmp_path / "doctor.json").read_text()
+        assert "{" in said, said
+        return ended["ExitCode"], json.loads(said[said.index("{") :])
+
+    return examine
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -56,19 +57,35 @@ def own_folder(make_open_folder) -> Path:
         yield folder
 
 
-@pytest.mark.slow
-def test_a_user_who_is_not_root_trains(slurm: Cluster, environment, own_folder: Path) -> None:
+@pytest.fixture
+def as_user() -> list[str]:
+    """What goes before a command."""
     if not shutil.which("setpriv"):
         pytest.skip("no setpriv (apt-get install util-linux)")
     # setpriv itself may still enter root's folders when it starts a program; a shell between them may not.
     shell = ["sh", "-c", 'exec "$0" "$@"']
-    as_user = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--", *shell]
-    if subprocess.run([*as_user, sys.executable, "-c", "import trainspec_cli, torch"], env=environment).returncode:
-        pytest.skip(f"{sys.executable} is not open to other users")
-    own = environment | {"HOME": str(own_folder), "TRAINSPEC_CACHE": str(own_folder / "cache"), "USER": "nobody"}
+    return ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--", *shell]
+
+
+@pytest.fixture
+def open_python(as_user: list[str], environment: dict[str, str], own_folder: Path) -> tuple[str, dict[str, str]]:
+    """One that the user may run, with the packages of this one, and its environment: root's own may lie in its home."""
+    packages = {"PYTHONPATH": os.pathsep.join((environment["PYTHONPATH"], sysconfig.get_path("purelib")))}
+    the_systems = f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"
+    for python, more in ((sys.executable, {}), (the_systems, packages)):
+        own = {"HOME": str(own_folder), "TRAINSPEC_CACHE": str(own_folder / "cache"), "USER": "nobody", **more}
+        imports = [*as_user, python, "-c", "import trainspec_cli, torch"]
+        if not subprocess.run(imports, env=environment | own, cwd=own_folder, capture_output=True).returncode:
+            return python, environment | own
+    pytest.skip(f"neither {sys.executable} nor {the_systems} is open to other users")
+
+
+@pytest.mark.slow
+def test_a_user_who_is_not_root_trains(slurm: Cluster, as_user: list[str], open_python, own_folder: Path) -> None:
+    python, own = open_python
     small = ("recipe=tiny", "cluster.num_nodes=2", "cluster.devices_per_node=1", "data.seq_len=16")
     few = ("cluster.slurm.exclusive=false", "cluster.slurm.cpus_per_task=1", "cluster.slurm.mem=100M")
-    command = [sys.executable, "-m", "trainspec_cli", "sbatch", *small, *few, "run.dir=run", "--submit"]
+    command = [python, "-m", "trainspec_cli", "sbatch", *small, *few, "run.preflight=false", "run.dir=run", "--submit"]
     done = subprocess.run(
         [*as_user, *command], env=slurm.environment | own, cwd=own_folder, capture_output=True, text=True, timeout=120
     )

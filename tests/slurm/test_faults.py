@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from lab import cluster as lab_cluster
-from lab import hosts as lab_hosts
 from lab.cluster import Cluster
 from lab.groups import changes, check_nothing_was_lost, story
-from lab.hosts import Hosts
 
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
@@ -27,29 +23,9 @@ ELASTIC = (
 LONG = (f"train.max_steps={STEPS}", "checkpoint.interval_steps=10")
 
 
-@pytest.fixture(scope="module")
-def cabled(make_open_folder) -> Iterator[Cluster]:
-    """Three nodes, of which a run takes two: one is left when one is lost."""
-    if why := lab_cluster.lacking() or lab_hosts.lacking():
-        pytest.skip(why)
-    hosts = Hosts(3)
-    with make_open_folder() as folder:
-        cluster = Cluster(folder, nodes=3, hosts=hosts)
-        yield cluster
-        cluster.stop()
-    hosts.remove()
-
-
 @pytest.fixture
-def slurm(cabled: Cluster) -> Iterator[Cluster]:
-    assert cabled.hosts is not None
-    for number in cabled.hosts.numbers:
-        cabled.hosts.heal(number)
-    cabled.reset()
-    yield cabled
-    for number in cabled.hosts.numbers:
-        cabled.hosts.heal(number)
-    cabled.reset()
+def slurm(cabled: Cluster) -> Cluster:
+    return cabled
 
 
 @pytest.mark.slow

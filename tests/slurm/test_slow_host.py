@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +17,10 @@ def slow_node(slurm: Cluster) -> Iterator[str]:
     """node2: what its daemon starts is slow."""
     if why := lab_cluster.lacking() or lacking():
         pytest.skip(why)
-    quota = Quota("trainspec-slow", percent=5)
+    quota = Quota(percent=5)
     quota.hold(slurm.daemon_of(2))
     yield "node2"
-    quota.release(slurm.daemon_of(2))
+    quota.remove()
 
 
 @pytest.mark.slow
@@ -36,16 +35,9 @@ def test_a_slow_host_is_refused_before_the_workers_start(
 
 
 @pytest.mark.slow
-def test_the_doctor_names_the_slow_host(slurm: Cluster, slow_node: str, environment, tmp_path: Path) -> None:
-    doctor = f"{sys.executable} -m trainspec_cli doctor cluster.device=cpu cluster.devices_per_node=1 --json"
-    asked = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=100M")
-    job = slurm.run(
-        "sbatch", "--parsable", *asked, "--output=doctor.json", "--wrap", doctor, cwd=tmp_path, env=environment
-    )
-    ended = slurm.wait(job, timeout_s=240)
-    said = (tmp_path / "doctor.json").read_text()
-    assert ended["ExitCode"] == "4:0", said
-    diagnosis = json.loads(said[said.index("{") :])
+def test_the_doctor_names_the_slow_host(slow_node: str, doctor) -> None:
+    code, diagnosis = doctor(nodes=2)
+    assert code == "4:0", json.dumps(diagnosis, indent=2)
     assert [host["host"] for host in diagnosis["hosts"]] == ["node1", "node2"]
     assert (diagnosis["status"], diagnosis["slowest"]) == ("fail", slow_node)
     assert [pair["hosts"] for pair in diagnosis["links"]["pairs"]] == [["node1", "node2"]]

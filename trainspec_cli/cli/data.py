@@ -1,4 +1,4 @@
-"""`trainspec data prepare | info`: text to token shards, and what a folder of shards holds."""
+"""`trainspec data prepare | info`: what a run would read made into token shards, and what a folder of them holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 
 from trainspec_cli.errors import Problem, RecipeError, TrainspecError
-from trainspec_cli.spec.data import DataSpec, TokenizerSpec
+from trainspec_cli.spec.data import SAMPLE_SOURCES, DataSpec, TokenizerSpec
 from trainspec_cli.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ OPTIONS = {
     "data.text_field": "--text-field",
     "data.heldout_fraction": "--heldout-fraction",
     "data.max_bytes": "--max-bytes",
+    "data.chat_template": "--chat-template",
     "data.tokenizer.vocab_size": "--vocab-size",
     "data.tokenizer.path": "--tokenizer",
     "data.tokenizer.end_of_document": "--end-of-document",
@@ -38,31 +39,72 @@ OPTIONS = {
 class Source(StrEnum):
     TEXT = "text"
     JSONL = "jsonl"
+    PARQUET = "parquet"
+    ARROW = "arrow"
+    CHAT = "chat"
     PYTHON_STDLIB = "python_stdlib"
+    TOKENS = "tokens"
+    NANOGPT = "nanogpt"
+    MEGATRON = "megatron"
+    PHANTOM = "phantom"
+    IMAGES = "images"
+    VOLUMES = "volumes"
+
+
+READY = {
+    Source.TOKENS: "such a folder is prepared",
+    Source.NANOGPT: "such files are read where they lie",
+    Source.MEGATRON: "such files are read where they lie",
+    Source.PHANTOM: "phantoms are made on the spot",
+    Source.IMAGES: "pictures are read as they are",
+    Source.VOLUMES: "volumes are read as they are",
+}
+"""Why nothing has to be prepared."""
 
 
 @app.command()
 def prepare(
-    source: Annotated[Source, typer.Option(help="text: a document a file; jsonl: one a line.")],
-    output: Annotated[Path, typer.Option(help="Folder to make.")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[recipe=NAME|key=value]...",
+            help="Prepare what this run would read (a mixture, say), in the cache.",
+        ),
+    ] = None,
+    source: Annotated[
+        Source | None, typer.Option(help="text: a document a file; jsonl: one a line; parquet, arrow: one a row.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder to make.")] = None,
     path: Annotated[str | None, typer.Option(help="File, folder or quoted glob.")] = None,
     vocab_size: Annotated[int, typer.Option(help="Entries of the tokenizer to train.")] = 4096,
     tokenizer: Annotated[str | None, typer.Option(help="Use this tokenizer.json instead.")] = None,
     end_of_document: Annotated[str | None, typer.Option(help="Its token that ends a document.")] = None,
-    text_field: Annotated[str, typer.Option(help="Field of each JSON line to read.")] = "text",
+    text_field: Annotated[str, typer.Option(help="Field of each JSON line, or column of a table, to read.")] = "text",
+    chat_template: Annotated[str | None, typer.Option(help="chatml, or a file of Jinja (chat only).")] = None,
     heldout_fraction: Annotated[float, typer.Option(help="Part of the documents to judge on.")] = 0.02,
     max_bytes: Annotated[int | None, typer.Option(help="Read at most this much text.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
-    """Read text, train a tokenizer on it (or use yours), and write token shards."""
+    """Read text, train a tokenizer on it (or use yours), and write token shards: of one source into a folder, or of
+    all that a recipe's run would read."""
     from trainspec_cli.corpus.prepare import prepare_into
     from trainspec_cli.corpus.shards import TokenFolder
 
+    if arguments:
+        _refuse_beside_recipe({"--source": source, "--output": output, "--path": path})
+        prepare_recipe(arguments, as_json)
+        return
+    if source in READY:
+        _tell_ready(source.value, READY[source], as_json)
+        return
+    if source is None or output is None:
+        raise typer.BadParameter("give --source and --output, or a recipe", param_hint="--source")
     data = DataSpec(
         seq_len=1,  # the shards do not depend on it
-        source=cast(Literal["text", "jsonl", "python_stdlib"], source.value),
+        source=cast(Literal["text"], source.value),
         path=path,
         text_field=text_field,
+        chat_template=chat_template,
         tokenizer=TokenizerSpec(vocab_size, tokenizer, end_of_document),
         heldout_fraction=heldout_fraction,
         max_bytes=max_bytes,
@@ -70,6 +112,43 @@ def prepare(
     with _into_new(output), _named_as_options(), _progress() as on_progress:
         prepare_into(data, output, on_progress)
     _print_folder(output, TokenFolder.open(output).manifest, as_json)
+
+
+def _refuse_beside_recipe(options: dict[str, object]) -> None:
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        message = f"a recipe says what is read and where it goes; {' and '.join(given)} cannot stand beside it"
+        raise RecipeError(Problem("contradiction", message, given[0], "type data.path=... instead"))
+
+
+def prepare_recipe(arguments: list[str], as_json: bool) -> None:
+    """As `launch` would: into the cache, where it finds it."""
+    from trainspec_cli.cli.load import load
+    from trainspec_cli.corpus.collection import Collection
+    from trainspec_cli.corpus.prepare import prepare as prepare_data
+
+    data = load(arguments).spec.data
+    if data.source in SAMPLE_SOURCES:
+        _tell_ready(data.source, READY[Source(data.source)], as_json)
+        return
+    with _progress() as on_progress:
+        folder = prepare_data(data, on_progress)
+    collection = Collection.open(folder)
+    found = {name or data.source: part.folder for name, part in collection.parts.items()}
+    found |= collection.validation
+    if as_json:
+        parts = {name: {"path": str(tokens.path), **asdict(tokens.manifest)} for name, tokens in found.items()}
+        typer.echo(json.dumps({"path": str(folder), "parts": parts}, indent=2))
+        return
+    for name, tokens in found.items():
+        typer.echo(f"{name:<16} {_describe_split(tokens.manifest.train)}; {tokens.path}")
+
+
+def _tell_ready(source: str, why: str, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"path": None, "nothing_to_prepare": why}))
+    else:
+        typer.echo(f"nothing to prepare: {why}; train with data={source}")
 
 
 @app.command()
@@ -148,12 +227,15 @@ def _rows(manifest: Manifest) -> dict[str, Any]:
         f" (the text is too small to fill the {manifest.vocab_size_asked} asked for)"
     )  # fmt: skip
     xz = manifest.xz_bits_per_byte
+    unknown = (
+        "unknown: conversations are not judged so" if manifest.learns_parts else "unknown: this Python has no lzma"
+    )
     return {
         "train": _describe_split(manifest.train),
         "held out": _describe_split(manifest.heldout),
         "bytes per token": f"{manifest.bytes_per_token:.3f}",
         "vocabulary": f"{manifest.vocab_size}{fewer}",
-        "xz on held out": f"{xz:.3f} bits per byte" if xz is not None else "unknown: this Python has no lzma",
+        "xz on held out": f"{xz:.3f} bits per byte" if xz is not None else unknown,
     }
 
 

@@ -19,10 +19,12 @@ from trainspec_cli.cli.nodes import drive
 from trainspec_cli.cli.problems import render_problems
 from trainspec_cli.cli.resume import read_plan
 from trainspec_cli.cli.style import Style
-from trainspec_cli.errors import MachineError, TrainspecError
+from trainspec_cli.errors import EXIT_DONE, MachineError, TrainspecError
+from trainspec_cli.launch.folder import storage
 from trainspec_cli.launch.nodes.executor import Reach
 from trainspec_cli.launch.signals import PatientRequests
 from trainspec_cli.launch.slurm import commands as slurm
+from trainspec_cli.launch.slurm.queue import note_job, own_job
 from trainspec_cli.launch.slurm.requeue import Requeue, decide
 from trainspec_cli.rundir.generations import FENCED
 from trainspec_cli.rundir.paths import RunDir
@@ -36,6 +38,8 @@ def main() -> None:
     job_id, warning = os.environ["SLURM_JOB_ID"], TimeWarning()
     console = Console(width=120, highlight=False)
     try:
+        with storage(str(run.root)):
+            note_job(run, own_job())
         host = os.environ.get("SLURMD_NODENAME") or slurm.first_host(os.environ["SLURM_JOB_NODELIST"])
         reach = Reach(slurm.address_of(host), start)
         code = drive(run, reach, console, requests=PatientRequests())
@@ -44,7 +48,9 @@ def main() -> None:
         if error.problems[0].code == FENCED:
             sys.exit(error.exit_code)
         code = error.exit_code
-    again = decide(run, code, warned=warning.came)
+    # A preemption may come as the warning's signal, or as the SIGTERM that a scancel would be too.
+    preempted = code != EXIT_DONE and slurm.is_preempted(job_id)
+    again = decide(run, code, warned=warning.came, preempted=preempted)
     if again:
         _requeue(run, job_id, again, console)
     sys.exit(code)
@@ -73,17 +79,21 @@ def _requeue(run: RunDir, job_id: str, again: Requeue, console: Console) -> None
     console.print(f"requeued: {again.reason}; start {done + 2} goes on from the newest checkpoint")
     sys.stdout.flush()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    slurm.requeue(job_id)
+    try:
+        slurm.requeue(job_id)
+    except MachineError as error:
+        print(error, file=sys.stderr)
+        return
     if again.avoid:
-        _avoid(job_id, again.avoid)
+        _avoid(job_id, again.avoid, read_plan(run).spec.cluster.slurm.exclude)
 
 
-def _avoid(job_id: str, hosts: Sequence[str]) -> None:
+def _avoid(job_id: str, hosts: Sequence[str], always: str | None) -> None:
     """Only a job that waits can be told to stay away from a host, so this is done in the grace time before the end."""
     deadline = time.monotonic() + AVOID_S
     while True:
         try:
-            return slurm.exclude(job_id, hosts)
+            return slurm.exclude(job_id, hosts, always)
         except MachineError as error:
             if time.monotonic() > deadline:
                 print(f"{error}; the job may be started on {', '.join(hosts)} again", file=sys.stderr)

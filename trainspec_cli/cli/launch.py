@@ -106,19 +106,23 @@ def _launch_on_several(loaded: Loaded, plan: Plan, endpoint: str, *, as_json: bo
 
 def _launch(loaded: Loaded, plan: Plan, machine: Machine, *, force: bool, as_json: bool) -> int:
     from trainspec_cli.cli.predict import predict
+    from trainspec_cli.cli.preflight import examine_here
+    from trainspec_cli.cli.settle_kernels import settle_kernels
     from trainspec_cli.cli.train import make_console, train
     from trainspec_cli.launch.claim import claim
-    from trainspec_cli.launch.folder import check_free, make_folder, storage, write_launch
+    from trainspec_cli.launch.folder import RUNS, check_free, make_folder, storage, write_launch
     from trainspec_cli.launch.job import build_job
 
     console, wanted = make_console(as_json=as_json), plan.spec.run.dir
     check_free(wanted)
     plan = predict(plan, machine, console, force=force)
+    examine_here(plan, RUNS if wanted == AUTO else Path(wanted), console)
+    plan, kernels = settle_kernels(plan, machine, console)
     data_folder = prepare_data(loaded, console)
     with storage(wanted):
         job = build_job(plan, make_folder(wanted, loaded.composed.recipe), machine)
         with claim(job.run, job.launch_id):
-            write_launch(job, plan, origin_of(loaded), data_folder)
+            write_launch(job, plan, origin_of(loaded), data_folder, kernels)
             return train(job, plan, console, as_json=as_json)
 
 
@@ -154,6 +158,7 @@ def origin_of(loaded: Loaded) -> Origin:
 def _show(loaded: Loaded, plan: Plan, machine: Machine, *, force: bool, as_json: bool) -> None:
     """What would be started, and where; refused as the launch would be. Nothing is probed for it."""
     from trainspec_cli.cli.predict import predict
+    from trainspec_cli.cli.settle_kernels import settle_kernels
     from trainspec_cli.cli.train import make_console
     from trainspec_cli.launch.command import render_command
     from trainspec_cli.launch.dry import describe
@@ -163,7 +168,9 @@ def _show(loaded: Loaded, plan: Plan, machine: Machine, *, force: bool, as_json:
 
     wanted = plan.spec.run.dir
     root = RUNS / loaded.composed.recipe / "TIME" if wanted == AUTO else Path(wanted)
-    plan = predict(plan, machine, make_console(as_json=as_json), force=force, may_probe=False)
+    console = make_console(as_json=as_json)
+    plan = predict(plan, machine, console, force=force, may_probe=False)
+    plan, _ = settle_kernels(plan, machine, console, may_measure=False)
     job = build_job(plan, root, machine)
     if as_json:
         typer.echo(json.dumps(describe(job, plan), indent=2))

@@ -30,6 +30,7 @@ COMMANDS = {
     "export": Command("trainspec_cli.cli.export", "write a run's weights as a Hugging Face folder"),
     "backtest": Command("trainspec_cli.cli.backtest", "predict a table of measured runs, and say how far off"),
     "doctor": Command("trainspec_cli.cli.doctor", "look whether this host, or each of a Slurm job, is fit to train"),
+    "kernels": Command("trainspec_cli.cli.kernels", "measure which kernels are fastest here, for a recipe"),
     "certify": Command("trainspec_cli.cli.certify", "hold this engine, on these chips, against the open training spec"),
     "validate": Command("trainspec_cli.cli.validate", "find every problem of a recipe at once"),
     "show": Command("trainspec_cli.cli.show", "print a composed recipe, or what differs from another"),

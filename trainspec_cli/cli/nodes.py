@@ -8,18 +8,21 @@ from pathlib import Path
 
 from rich.console import Console
 
+from trainspec_cli.cli.preflight import examine_all, examine_here
 from trainspec_cli.cli.resume import check_unfinished, newest_step, read_plan
+from trainspec_cli.cli.settle_kernels import settle_kernels
 from trainspec_cli.cli.train import train
-from trainspec_cli.doctor.judge import refuse_unfit
 from trainspec_cli.errors import MachineError, Problem, WorkerError
 from trainspec_cli.launch.claim import claim
 from trainspec_cli.launch.folder import storage, write_resume
+from trainspec_cli.launch.machine import detect
 from trainspec_cli.launch.nodes.agent import run_agent
-from trainspec_cli.launch.nodes.executor import JOIN_TIMEOUT_S, Examination, NodesExecutor, Reach, build_nodes_job
+from trainspec_cli.launch.nodes.executor import JOIN_TIMEOUT_S, NodesExecutor, Reach, build_nodes_job
 from trainspec_cli.launch.signals import StopRequests
 from trainspec_cli.rundir import generations
-from trainspec_cli.rundir.files import read_json
+from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.plan import Plan
 
 RETRY_S = 0.5
@@ -40,16 +43,22 @@ def drive(
             if generations.newest(run):
                 write_resume(job, plan, sys.argv[1:], step)
                 console.print(f"goes on from step {step}" if step else "there is no checkpoint: it starts anew")
-            executor = NodesExecutor(
-                plan, reach, examination=_preflight(plan, run) if plan.spec.run.preflight else None
-            )
+            if plan.num_nodes == 1:
+                examine_here(plan, run.root, console)
+            plan = _settle(plan, run, console)
+            examination = examine_all(plan, run, console) if plan.num_nodes > 1 else None
+            executor = NodesExecutor(plan, reach, examination=examination)
             return train(job, plan, console, as_json=as_json, executor=executor, requests=requests)
 
 
-def _preflight(plan: Plan, run: RunDir) -> Examination:
-    """The doctor's short form, on every host."""
-    command = (sys.executable, "-m", "trainspec_cli.doctor.host", str(run.root), plan.device, plan.compute)
-    return Examination(command, refuse_unfit)
+def _settle(plan: Plan, run: RunDir, console: Console) -> Plan:
+    """Kernels that are left open are measured on this host, at the run's first start; the others take its choice."""
+    if not plan.kernels.open_ops:
+        return plan
+    plan, table = settle_kernels(plan, detect(look_for_gpus=plan.device == "cuda"), console)
+    write_json(run.kernels_json, to_plain(table))
+    write_json(run.plan_json, to_plain(plan))
+    return plan
 
 
 def join(run_dir: str, node: int, console: Console) -> int:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from trainspec_cli.cli.load import Loaded
     from trainspec_cli.launch.job import Job
     from trainspec_cli.rundir.paths import RunDir
+    from trainspec_cli.spec.cluster import Machine
     from trainspec_cli.spec.plan import Plan
 
 app = typer.Typer(add_completion=False)
@@ -51,7 +52,9 @@ def resume(
     """
     from trainspec_cli.cli.load import detect_machine, plan_on
     from trainspec_cli.cli.predict import predict
+    from trainspec_cli.cli.preflight import examine_here
     from trainspec_cli.cli.runs import find_run
+    from trainspec_cli.cli.settle_kernels import settle_kernels
     from trainspec_cli.cli.train import make_console, train
     from trainspec_cli.launch.claim import claim
     from trainspec_cli.launch.folder import storage, write_resume
@@ -69,11 +72,13 @@ def resume(
             return _resume_on_several(run_dir, node_rank, endpoint, console, as_json=as_json)
         machine = detect_machine(loaded.spec)
         assert machine is not None, "a run that was started says what device it wants"
-        plan = predict(plan_on(loaded, machine), machine, console, force=force)
+        plan = predict(_keep_kernels(plan_on(loaded, machine), old, machine), machine, console, force=force)
+        examine_here(plan, run_dir.root, console)
+        plan, kernels = settle_kernels(plan, machine, console)
         with storage(str(run_dir.root)):
             job = build_job(plan, run_dir.root, machine)
             with claim(run_dir, job.launch_id):
-                write_resume(job, plan, sys.argv[1:], newest_step(run_dir))
+                write_resume(job, plan, sys.argv[1:], newest_step(run_dir), kernels)
                 _tell_start(job, old, plan, console)
                 return train(job, plan, console, as_json=as_json)
 
@@ -136,6 +141,18 @@ def _change(run_dir: RunDir, old: Plan, changes: list[str]) -> Loaded:
     problems = [*mistyped, *broken, *_fixed(values, composed.data)]
     require([*composed.problems, *composed.locate(problems)])
     return Loaded(draft, composed)
+
+
+def _keep_kernels(plan: Plan, old: Plan, machine: Machine) -> Plan:
+    """What was chosen when the run began holds for all of it, unless another choice is asked for now. Raises
+    MachineError where this machine cannot run it."""
+    from trainspec_cli.cli.load import require
+    from trainspec_cli.spec.kernel_rules import check_kernels
+
+    if plan.spec.kernels != old.spec.kernels:
+        return plan
+    require(list(check_kernels(replace(plan.spec, kernels=old.kernels), machine)))
+    return replace(plan, kernels=old.kernels)
 
 
 def _fixed(old: dict[str, object], new: dict[str, object]) -> list[Problem]:

@@ -59,9 +59,10 @@ def find_run(name: str) -> RunDir:
 def _lines() -> list[RunLine]:
     from trainspec_cli.launch.claim import is_running
     from trainspec_cli.launch.folder import RUNS
+    from trainspec_cli.launch.slurm.queue import Queue
     from trainspec_cli.report.runs import list_runs
 
-    return list_runs(RUNS, is_running)
+    return list_runs(RUNS, is_running, Queue().holds)
 
 
 def _cells(line: RunLine) -> tuple[str, ...]:

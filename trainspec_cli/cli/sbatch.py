@@ -35,15 +35,13 @@ def sbatch(arguments: RecipeArguments, submit: Submit = False, sweep: Sweeps = N
     The folder must be where every host sees it (run.dir). What the job asks of Slurm is cluster.slurm.
     The script may be submitted again: the run goes on.
     """
-    from trainspec_cli.launch.slurm.commands import submit as give_to_slurm
-
     points = list(_points(arguments, sweep or []))
     loaded = [_load(point) for point in points]
     plans = [_plan(one) for one in loaded]
     _check_alike(plans)
     roots = [_make_run(one, plan) for one, plan in zip(loaded, plans, strict=True)]
     script, text = _write_script(plans[0], roots, loaded[0].composed.recipe)
-    job_id = give_to_slurm(script) if submit else None
+    job_id = _submit(script, roots) if submit else None
     told = {"script": str(script), "runs": [str(root) for root in roots], "job_id": job_id}
     if as_json:
         typer.echo(json.dumps(told, indent=2))
@@ -152,3 +150,15 @@ def _write_script(plan: Plan, roots: Sequence[Path], recipe: str) -> tuple[Path,
     script = array_log(roots).parent / f"{roots[0].name}.sbatch"
     write_text(script, text)
     return script, text
+
+
+def _submit(script: Path, roots: Sequence[Path]) -> str:
+    """-> the job's number, which the runs keep."""
+    from trainspec_cli.launch.slurm.commands import submit
+    from trainspec_cli.launch.slurm.queue import note_job
+    from trainspec_cli.rundir.paths import RunDir
+
+    job_id = submit(script)
+    for task, root in enumerate(roots):
+        note_job(RunDir(root), f"{job_id}_{task}" if len(roots) > 1 else job_id)
+    return job_id

@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from trainspec_cli.errors import RecipeError
 from trainspec_cli.huggingface.chat_template import ChatTemplate, Span, find_template
 from trainspec_cli.huggingface.folder import CHAT_TEMPLATE, TOKENIZER_CONFIG
 from trainspec_cli.spec.data import DataSpec
@@ -42,6 +43,17 @@ def parse_record(record: Any, template: Callable[[], ChatTemplate], *, learn_all
 def template_of(tokenizer: str | None, wanted: str | None) -> ChatTemplate:
     """Looked for when the first conversation asks for it: completions need none."""
     return find_template(Path(tokenizer).expanduser() if tokenizer else None, wanted)
+
+
+def question(data: DataSpec, prompt: str) -> str | None:
+    """`prompt` as a user's message, up to where the reply begins; None where `data` has no template (completions)."""
+    if data.source != "chat":
+        return None
+    try:
+        template = template_of(data.tokenizer.path, data.chat_template)
+    except RecipeError:
+        return None
+    return template.render([{"role": "user", "content": prompt}], asks=True)
 
 
 def describe(data: DataSpec) -> dict[str, Any]:

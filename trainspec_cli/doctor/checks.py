@@ -16,7 +16,7 @@ from typing import Literal
 
 import psutil
 
-from trainspec_cli.launch.machine import cpu_model, detect
+from trainspec_cli.launch.machine import cpu_model, detect, visible_gpus
 from trainspec_cli.launch.provenance import versions
 from trainspec_cli.units import format_bytes
 
@@ -28,6 +28,9 @@ OPEN_FILES = 4096
 DISK_BYTES = 2**24
 SLOW_DISK_BYTES_PER_S = 20e6
 LITTLE_SPACE_BYTES = 2**30
+LITTLE_MEMORY_BYTES = 2**30
+MOSTLY_FREE = 0.8
+"""A GPU with less of its memory free is in use by somebody else; a driver and a desktop take less than the rest."""
 CLOCK_TOOLS = (("chronyc", "tracking"), ("timedatectl", "show", "--property=NTPSynchronized"))
 TOOL_TIMEOUT_S = 5.0
 
@@ -43,10 +46,9 @@ class Check:
 
 def check_host(folder: Path, device: str) -> list[Check]:
     """In the order they are shown; `folder` is where the run is kept."""
-    found: list[Check] = []
-    for check in (check_versions, lambda: check_chips(device), check_rdma, check_links, check_clock, check_shm):
-        found.extend(check())
-    return [*found, *check_limits(), *check_disk(folder)]
+    chips = [*check_chips(device), *(check_gpus() if device == "cuda" else ())]
+    links = [*check_rdma(), *check_links(), *check_clock()]
+    return [*check_versions(), *chips, *check_memory(), *links, *check_shm(), *check_limits(), *check_disk(folder)]
 
 
 def check_versions() -> Iterator[Check]:
@@ -69,11 +71,36 @@ def check_chips(device: str) -> Iterator[Check]:
         yield Check("chips", "ok", f"{machine.cpu_cores} cores of {cpu_model() or platform.processor()}, {memory}")
 
 
+def check_gpus(needed_bytes: float = 0.0) -> Iterator[Check]:
+    """Whether somebody else is on them; `needed_bytes` as in `check_memory`, of each."""
+    for number, gpu in enumerate(visible_gpus()):
+        taken = gpu.memory_bytes - gpu.free_bytes
+        found = f"GPU {number} ({gpu.name}): {format_bytes(taken)} of {format_bytes(gpu.memory_bytes)} are taken"
+        advice = "nvidia-smi shows by whom; CUDA_VISIBLE_DEVICES leaves a GPU out"
+        if gpu.free_bytes < needed_bytes:
+            yield Check("chips", "fail", f"{found}, and the run takes {format_bytes(needed_bytes)}", advice)
+        elif gpu.free_bytes < MOSTLY_FREE * gpu.memory_bytes:
+            yield Check("chips", "warn", found, advice)
+
+
 def driver() -> str:
     try:
         return re.findall(r"Kernel Module\s+(?:for \S+\s+)?(\S+)", Path("/proc/driver/nvidia/version").read_text())[0]
     except (OSError, IndexError):
         return "unknown"
+
+
+def check_memory(needed_bytes: float = 0.0) -> Iterator[Check]:
+    """`needed_bytes`: what a run is predicted to take; 0 where that is not known."""
+    memory = psutil.virtual_memory()
+    found = f"{format_bytes(memory.available)} of {format_bytes(memory.total)} available"
+    advice = "see what holds it (ps aux --sort=-rss), or take less (a smaller batching.micro_batch_size)"
+    if memory.available < needed_bytes:
+        yield Check("memory", "fail", f"{found}, and the run takes {format_bytes(needed_bytes)}", advice)
+    elif memory.available < LITTLE_MEMORY_BYTES:
+        yield Check("memory", "warn", found, advice)
+    else:
+        yield Check("memory", "ok", found)
 
 
 def check_rdma(folder: Path = Path("/sys/class/infiniband")) -> Iterator[Check]:

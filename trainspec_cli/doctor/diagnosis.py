@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from statistics import median
 from typing import Any
 
 from trainspec_cli.doctor.checks import Check
 from trainspec_cli.doctor.judge import BELOW, FAR_BELOW, SPEEDS, Comparison, compare
-from trainspec_cli.units import format_bytes, format_si
+from trainspec_cli.doctor.links import judge_links
+from trainspec_cli.units import format_si
 
 CLOCK_APART_S = 1.0
 """A report is on its way for less than this."""
-SLOW_LINK = 0.5
-"""A pair of hosts with less than this part of the median pair's rate is warned of."""
 
 
 def diagnose(reports: Sequence[dict[str, Any]], links: Mapping[str, Any] | None) -> dict[str, Any]:
     """As JSON holds it; `status` is the worst that was found."""
     comparisons = compare(reports)
-    between = [*map(_compared, comparisons), *filter(None, map(_clock, reports)), *_links(links)]
+    between = [*map(_compared, comparisons), *filter(None, map(_clock, reports)), *judge_links(links)]
     hosts = [{**report, "checks": [*report["checks"], *map(asdict, _speeds(report["speed"]))]} for report in reports]
     found = [check["status"] for host in hosts for check in host["checks"]] + [check.status for check in between]
     return {
@@ -52,29 +50,3 @@ def _clock(report: Mapping[str, Any]) -> Check | None:
         return None
     found = f"{report['host']} is {abs(apart_s):.1f} s {'ahead of' if apart_s > 0 else 'behind'} the first host"
     return Check("clock", "warn", found, "let chrony or systemd-timesyncd keep it")
-
-
-def _links(links: Mapping[str, Any] | None) -> list[Check]:
-    if links is None:
-        return []
-    return [*map(_all_reduce, links["all_reduce"]), *_pairs(links["pairs"])]
-
-
-def _all_reduce(row: Mapping[str, float]) -> Check:
-    time, rate = f"{row['seconds'] * 1e3:.2f} ms", format_si(row["bus_bytes_per_s"], "B/s")
-    found = f"{format_bytes(int(row['bytes']))} in {time}, {rate}"
-    return Check("all-reduce", "ok", found)
-
-
-def _pairs(pairs: Sequence[Mapping[str, Any]]) -> list[Check]:
-    """Each pair against the median of all, where there are several."""
-    typical = median(pair["bytes_per_s"] for pair in pairs) if pairs else 0.0
-    return [_pair(pair, pair["bytes_per_s"] / typical) for pair in pairs]
-
-
-def _pair(pair: Mapping[str, Any], ratio: float) -> Check:
-    found = f"{' - '.join(pair['hosts'])}: {format_si(pair['bytes_per_s'], 'B/s')}"
-    if ratio >= SLOW_LINK:
-        return Check("pair", "ok", found)
-    advice = "look at the cables and ports of both (the doctor's other pairs show which end is at fault)"
-    return Check("pair", "warn", f"{found}, {ratio:.0%} of the median pair", advice)

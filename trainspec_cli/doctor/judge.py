@@ -52,7 +52,8 @@ def refuse_unfit(reports: Sequence[dict[str, Any]]) -> None:
 
 def _failed(host: str, check: dict[str, Any]) -> Problem:
     message = f"{host} is not fit: {check['name']}: {check['found']}"
-    return Problem("unfit_host", message, hint=check["advice"], environment=True)
+    hint = f"{check['advice']}; or start all the same with run.preflight=false"
+    return Problem("unfit_host", message, hint=hint, environment=True)
 
 
 def _too_slow(comparison: Comparison) -> Problem:

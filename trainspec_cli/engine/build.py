@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from trainspec_cli.engine.balance import routers_of, sum_over_sequence
 from trainspec_cli.engine.checkpoint.parts import Held
+from trainspec_cli.engine.kernel_loading import apply_kernels, load_kernel
 from trainspec_cli.engine.mesh import Mesh, build_mesh
 from trainspec_cli.engine.models.build import build_model
 from trainspec_cli.engine.models.experts import sort_by_expert
@@ -86,7 +87,7 @@ def join_processes(device_type: str) -> torch.device:
 
 
 def build_machinery(plan: Plan, device: torch.device, mesh: Mesh | None = None) -> Machinery:
-    """Each stage on meta: fp8 -> cut -> recompute -> compile -> shard -> materialise; then the optimizer."""
+    """Each stage on meta: kernels -> fp8 -> cut -> recompute -> compile -> shard -> materialise; then the optimizer."""
     mesh, clock = mesh or build_mesh(plan.layout, device.type), StepClock(device)
     positions_S = _positions(plan, mesh)
     parts, shares, partials = {}, [], []
@@ -107,7 +108,11 @@ def build_machinery(plan: Plan, device: torch.device, mesh: Mesh | None = None) 
         clock=clock,
         stages=Stages(plan.layout, parts, Lines(mesh.group("pp"), mesh.upstream, device), queue, _hidden(plan), clock),
         shares=shares,
-        optimizer=build_optimizer([share for share in shares if share.is_trained], plan.spec.optim),
+        optimizer=build_optimizer(
+            [share for share in shares if share.is_trained],
+            plan.spec.optim,
+            load_kernel("adamw", plan.kernels.adamw),
+        ),
         late_sums=_late_sums(plan, mesh, clock, shares, partials),
         positions_S=positions_S,
         routers=routers_of(list(parts.values())),
@@ -122,6 +127,7 @@ def _spread_stage(plan: Plan, mesh: Mesh, clock: StepClock, stage: int) -> tuple
     with torch.device("meta"):
         part = build_model(plan.spec.model, plan.spec.data.seq_len, _layers_of(plan, stage))
         apply_lora(part, plan.spec.lora)
+    apply_kernels(part, plan.kernels)
     if plan.spec.precision.matmul == "fp8":
         apply_float8(part.block_modules(), emulate=plan.device == "cpu")
     cuts, partial = _cut(part, plan.layout, mesh, clock)

@@ -1,6 +1,6 @@
 """`torchrun -m trainspec_cli.engine.links cpu|cuda ROOT`: how fast the job's processes reach one another.
 
-Leaves ROOT/links.json: all-reduce over size, and each pair of hosts (their first processes) by itself.
+Leaves ROOT/links.json: all-reduce over size, and each pair of hosts (their first processes) by itself, over size too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainspec_cli.engine.build import join_processes
 from trainspec_cli.rundir.files import write_json
 
 SIZES_BYTES = {"cpu": (4 * 2**10, 2**18, 2**22), "cuda": (2**13, 2**20, 2**25, 2**28)}
-PAIR_BYTES = {"cpu": 2**22, "cuda": 2**26}
+PAIR_SIZES_BYTES = {"cpu": (4 * 2**10, 2**18, 2**22), "cuda": (2**13, 2**20, 2**26)}
 REPEATS = 3
 MAX_PAIRS = 64
 """Of more hosts only a chain is measured, each with the next."""
@@ -57,9 +57,10 @@ def pairs(device: torch.device) -> list[dict[str, Any]]:
     hosts = gather_hosts()
     measured = []
     for low, high in chosen:
-        rate = ping(low, high, device)
+        sizes = [ping(low, high, size, device) for size in PAIR_SIZES_BYTES[device.type]]
         dist.barrier()
-        measured.append({"hosts": [hosts[low], hosts[high]], "bytes_per_s": rate})
+        rate = sizes[-1]["bytes_per_s"]
+        measured.append({"hosts": [hosts[low], hosts[high]], "bytes_per_s": rate, "sizes": sizes})
     return measured
 
 
@@ -71,9 +72,9 @@ def gather_hosts() -> list[str]:
     return found
 
 
-def ping(low: int, high: int, device: torch.device) -> float:
-    """Bytes a second, one way; the same on all ranks."""
-    values = torch.zeros(PAIR_BYTES[device.type] // 4, device=device)
+def ping(low: int, high: int, size: int, device: torch.device) -> dict[str, float]:
+    """`bytes`, the `seconds` that they take one way, and their rate; the same on all ranks."""
+    values = torch.zeros(size // 4, device=device)
     seconds = torch.zeros(1, dtype=torch.float64, device=device)
     if dist.get_rank() in (low, high):
         peer, first = (high, True) if dist.get_rank() == low else (low, False)
@@ -84,7 +85,7 @@ def ping(low: int, high: int, device: torch.device) -> float:
 
         seconds[0] = best_s(there_and_back, device) / 2
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return values.nbytes / float(seconds)
+    return {"bytes": size, "seconds": float(seconds), "bytes_per_s": size / float(seconds)}
 
 
 def best_s(act: Callable[[], Any], device: torch.device) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build import Machinery
-from trainspec_cli.engine.data.loader import bring
+from trainspec_cli.engine.data.staging import Slot
 from trainspec_cli.engine.sources import Source
 from trainspec_cli.policy.spread import Portion
 from trainspec_cli.spec.plan import Plan
@@ -23,20 +23,27 @@ class PortionReader:
         """The least that a group takes: interleaving takes micro-batches in turns of pp."""
         self._plan, self._source, self._built = plan, source, built
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
-        self._ahead: tuple[Portion, Future[list[MicroBatch]]] | None = None
+        self._ahead: tuple[Portion, Future[Slot]] | None = None
 
     def take(self, portion: Portion) -> list[MicroBatch]:
         """This rank's micro-batches of `portion`, on the device; what most likely comes next is read meanwhile."""
-        if self._ahead is not None and self._ahead[0] == portion:
-            read = self._ahead[1].result()
-        else:
-            read = self._read(portion)
+        batch = self._source.staging.take(self._awaited(portion))
         following = replace(portion, start=portion.start + portion.step_samples)
         self._ahead = following, self._pool.submit(self._read, following)
-        return bring(read, self._built.device)
+        return batch
 
-    def _read(self, portion: Portion) -> list[MicroBatch]:
-        return self._source.read(self.positions(portion))
+    def _awaited(self, portion: Portion) -> Slot:
+        """What was read ahead, if it is this; else it is read now."""
+        if self._ahead is None:
+            return self._read(portion)
+        foreseen, slot = self._ahead[0], self._ahead[1].result()
+        if foreseen == portion:
+            return slot
+        self._source.staging.give_back(slot)
+        return self._read(portion)
+
+    def _read(self, portion: Portion) -> Slot:
+        return self._source.staging.stage(self._source.read(self.positions(portion)))
 
     def positions(self, portion: Portion) -> np.ndarray:
         """Of this rank: of every micro-batch of the group, its own part."""

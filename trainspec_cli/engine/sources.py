@@ -9,14 +9,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from trainspec_cli.corpus.chat import question
 from trainspec_cli.corpus.collection import Collection, Judged
-from trainspec_cli.corpus.decode import decode, encode
+from trainspec_cli.corpus.decode import decode, encode, encode_template, until_special
 from trainspec_cli.corpus.labelled import LabelledSamples, open_samples
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build import Machinery
 from trainspec_cli.engine.data.heldout import HeldoutLoss, total
 from trainspec_cli.engine.data.loader import BatchPlan, batches, read_ahead, read_positions
 from trainspec_cli.engine.data.sample_loader import SampleLoader
+from trainspec_cli.engine.data.staging import Staging
 from trainspec_cli.engine.evaluate import heldout_loss, heldout_metrics, write_text
 from trainspec_cli.spec.model import ConvModel
 from trainspec_cli.spec.plan import Plan
@@ -26,6 +28,9 @@ Figures = dict[str, Any]
 
 class Source(Protocol):
     """Called by every rank together, but for `summarise`."""
+
+    staging: Staging
+    """What its batches wait in."""
 
     def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of steps `start` to `end` - 1."""
@@ -75,9 +80,10 @@ class TokenSource:
         self.plan, self.spec, self.collection, self.built = plan, plan.spec, collection, built
         self.order = collection.order(plan.spec.data, plan.spec.train.seed)
         self.judged = collection.judged(plan.spec.data)
+        self.staging = Staging(built.device)
 
     def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
-        return batches(self.order, batch_plan(self.plan, self.built), self.built.device, start, end)
+        return batches(self.order, batch_plan(self.plan, self.built), self.staging, start, end)
 
     def counted(self, positions: np.ndarray) -> int:
         return max(1, self.order.counted(positions))
@@ -122,28 +128,31 @@ class TokenSource:
         folder = self.collection.tokenizer_folder
         if folder is None:
             return {"prompt": sample.prompt, "text": "(no tokenizer: data.tokenizer.path names one)"}
-        prompt_ids = encode(folder, sample.prompt) or [self.collection.main.manifest.end_of_document_id]
+        asked = question(self.spec.data, sample.prompt)
+        prompt_ids = encode(folder, sample.prompt) if asked is None else encode_template(folder, asked)
         ids = write_text(
             self.built,
-            prompt_ids,
+            prompt_ids or [self.collection.main.manifest.end_of_document_id],
             count=sample.max_new_tokens,
             temperature=sample.temperature,
             max_context=self.spec.data.seq_len,
             seed=self.spec.train.seed,
         )
-        return {"prompt": sample.prompt, "text": decode(folder, ids)}
+        if asked is None:
+            return {"prompt": sample.prompt, "text": decode(folder, ids)}
+        return {"prompt": f"{sample.prompt}\n", "text": decode(folder, until_special(folder, ids))}
 
 
 class SampleSource:
     """Images or volumes with labels, judged by accuracy or Dice."""
 
     def __init__(self, plan: Plan, samples: LabelledSamples, built: Machinery):
-        self.plan, self.built = plan, built
+        self.plan, self.built, self.staging = plan, built, Staging(built.device)
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.loader = SampleLoader(samples, batch_plan(plan, built), (os.cpu_count() or 1) // processes)
 
     def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
-        return read_ahead(self.loader.read_step, self.built.device, start, end)
+        return read_ahead(self.loader.read_step, self.staging, start, end)
 
     def read(self, positions: np.ndarray) -> list[MicroBatch]:
         return self.loader.read_positions(positions)

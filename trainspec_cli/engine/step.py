@@ -70,9 +70,8 @@ def _update(
     """`loss` is this rank's share of the mean."""
     with built.clock.part("optimizer"):
         squared = squared_norm(built.shares).to(loss.device)
-    agreed = torch.stack(
-        [loss.double(), squared, squared.new_tensor(float(stop_requested)), squared.new_tensor(float(writing))]
-    )
+    flags = [squared.new_full((), float(flag)) for flag in (stop_requested, writing)]  # filled there, nothing is copied
+    agreed = torch.stack([loss.double(), squared, *flags])
     with built.clock.collective():
         dist.all_reduce(agreed)
     mean_loss, norm = agreed[0].float(), agreed[1].sqrt().float()

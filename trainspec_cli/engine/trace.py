@@ -28,12 +28,13 @@ from trainspec_cli.engine.batch import MicroBatch, held_part
 from trainspec_cli.engine.build import Machinery, build_machinery
 from trainspec_cli.engine.ledger import Ledger
 from trainspec_cli.engine.mesh import build_mesh
-from trainspec_cli.engine.models import experts
+from trainspec_cli.engine.models.experts import Experts
 from trainspec_cli.engine.parallel.expert import SpreadDispatch, even_splits
 from trainspec_cli.engine.shares import local_part
 from trainspec_cli.engine.step import train_step
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.kernels import KernelSpec
 from trainspec_cli.spec.layout import MESH_AXES
 from trainspec_cli.spec.model import ConvModel
 from trainspec_cli.spec.plan import Plan
@@ -52,9 +53,9 @@ def main() -> None:
 def trace_rank(plan: Plan, rank: int) -> dict[str, Any]:
     """Micro-batches are alike: where there are many, what one more takes follows from a shorter and a longer step.
 
-    Blocks are traced eager: compiled ones compute the same, and keep no more.
+    Blocks are traced eager and with the default kernels: others compute the same, and keep no more.
     """
-    plan = replace(plan, spec=replace(plan.spec, compile=False))
+    plan = replace(plan, spec=replace(plan.spec, compile=False), kernels=KernelSpec())
     with fake_world(rank, plan.world_size):
         mesh = build_mesh(plan.layout, "cpu")
         ledger = Ledger()
@@ -86,7 +87,7 @@ def name_state(ledger: Ledger, built: Machinery) -> None:
     ledger.name((buffer for part in built.parts for buffer in part.buffers()), "parameters")
     moments = (value for state in built.optimizer.state.values() for value in state.values())
     ledger.name(moments, "optimizer")
-    for share in built.shares:
+    for share in (share for share in built.shares if share.is_trained):
         share.parameter.register_post_accumulate_grad_hook(partial(_name_gradient, ledger))
 
 
@@ -173,8 +174,9 @@ def even_out(part: Any) -> None:
 
     What torch knows of the grouped product's shapes holds for bf16 alone; one product of all rows takes as much.
     """
-    experts.grouped_matmul = _one_product  # type: ignore[assignment]
     for module in part.modules():
+        if isinstance(module, Experts):
+            module.grouped_matmul = _one_product  # type: ignore[method-assign, assignment]
         if isinstance(module, SpreadDispatch):
             module.read_splits = even_splits
 
@@ -188,12 +190,14 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return x @ weight[0]
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
+        if x is None:
+            return dy @ weight[0].T, None
         _ = x.T @ dy
         return dy @ weight[0].T, torch.empty_like(weight)
 

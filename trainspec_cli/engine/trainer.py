@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from trainspec_cli.engine.build import DTYPES, Machinery
 from trainspec_cli.engine.checkpoints import Checkpoints
 from trainspec_cli.engine.faults import Faults
 from trainspec_cli.engine.observe.clock import Segments
-from trainspec_cli.engine.observe.device import Peak, device_name, measure_peak
+from trainspec_cli.engine.observe.device import Peak, device_allocations, device_name, measure_peak
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.engine.observe.memory import MemoryWatch
 from trainspec_cli.engine.observe.watch import StepWatch
@@ -72,6 +72,8 @@ class Trainer:
         self.samples = 0
         """Taken so far, by all ranks: the position of the next one."""
         self.unread: DoneStep | None = None
+        self.allocated = device_allocations(machinery.device)
+        """How often the device was asked for memory before this step."""
         self.skipped_in_a_row = 0
         self.stopping = False
 
@@ -158,7 +160,13 @@ class Trainer:
         with self.clock.part("checkpoint"):
             self._checkpoint()
         self.watch.beat(self.step)
-        return DoneStep(self.step, outcome, lr, self.clock.cut(), samples, about)
+        return DoneStep(self.step, outcome, lr, self.clock.cut(), samples, {**about, **self._data_flow()})
+
+    def _data_flow(self) -> dict[str, int]:
+        """What bringing the step's batch took, and how often new memory was asked for: never, once all is warm."""
+        traffic, before = self.source.staging.cut(), self.allocated
+        self.allocated = device_allocations(self.built.device)
+        return {**asdict(traffic), "allocations": traffic.allocations + self.allocated - before}
 
     def _read_late(self, done: DoneStep | None) -> None:
         """Record a step: on a GPU when the next one has been started, so that reading its figures waits for nothing.

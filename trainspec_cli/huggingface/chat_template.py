@@ -36,12 +36,13 @@ class ChatTemplate:
     tokens: Mapping[str, str]
     """Names of special tokens, which templates may use."""
 
-    def render(self, messages: Sequence[Message], **extra: Any) -> str:
-        """Raises ValueError in the template's own words where it refuses the conversation."""
+    def render(self, messages: Sequence[Message], *, asks: bool = False, **extra: Any) -> str:
+        """`asks`: up to where the assistant's reply begins. Raises ValueError in the template's own words where it
+        refuses the conversation."""
         import jinja2
 
         try:
-            return self._compiled.render(messages=messages, add_generation_prompt=False, **self.tokens, **extra)
+            return self._compiled.render(messages=messages, add_generation_prompt=asks, **self.tokens, **extra)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template says: {error}") from error
 

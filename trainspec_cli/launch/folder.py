@@ -24,6 +24,7 @@ from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.canonical import digest, to_plain
 from trainspec_cli.spec.init import InitSpec
+from trainspec_cli.spec.kernels import KernelTable
 from trainspec_cli.spec.plan import Plan
 
 RUNS = Path("runs")
@@ -81,7 +82,9 @@ def _make_unique(root: Path) -> Path:
     raise AssertionError("counting has no end")
 
 
-def write_launch(job: Job, plan: Plan, origin: Origin, data_folder: Path | None) -> None:
+def write_launch(
+    job: Job, plan: Plan, origin: Origin, data_folder: Path | None, kernels: KernelTable | None = None
+) -> None:
     """Everything the workers need, and everything needed to do it again. run.json is last: with it the run exists.
 
     To be called while the run is claimed; raises RecipeError where another launch was there before.
@@ -91,7 +94,7 @@ def write_launch(job: Job, plan: Plan, origin: Origin, data_folder: Path | None)
     write_text(run.composed_yaml, origin.composed_yaml)
     write_json(run.versions_json, versions())
     _keep_small_files(plan.spec.init, run)
-    _write_start(job, plan)
+    _write_start(job, plan, kernels)
     write_json(
         run.run_json,
         {
@@ -121,7 +124,7 @@ def _keep_small_files(init: InitSpec, run: RunDir) -> None:
             shutil.copyfile(source / name, run.huggingface / name)
 
 
-def write_resume(job: Job, plan: Plan, argv: Sequence[str], from_step: int) -> None:
+def write_resume(job: Job, plan: Plan, argv: Sequence[str], from_step: int, kernels: KernelTable | None = None) -> None:
     """The run goes on under `plan`; what the last start said of its end is cleared away."""
     run = job.run
     about: dict[str, Any] = read_json(run.run_json)
@@ -131,11 +134,14 @@ def write_resume(job: Job, plan: Plan, argv: Sequence[str], from_step: int) -> N
     for words in run.errors_folder.glob("*.json"):
         words.unlink()
     run.result_json.unlink(missing_ok=True)
-    _write_start(job, plan)
+    _write_start(job, plan, kernels)
     write_json(run.run_json, about)
 
 
-def _write_start(job: Job, plan: Plan) -> None:
+def _write_start(job: Job, plan: Plan, kernels: KernelTable | None) -> None:
+    """`kernels`: what was measured for this start; None leaves what an earlier one has written."""
+    if kernels is not None:
+        write_json(job.run.kernels_json, to_plain(kernels))
     write_json(job.run.plan_json, to_plain(plan))
     write_text(job.run.command_txt, render_command(job.command, job.environment, Path.cwd()))
 

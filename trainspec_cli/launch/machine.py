@@ -26,6 +26,8 @@ class Gpu:
     name: str
     memory_bytes: int
     compute_capability: tuple[int, int]
+    free_bytes: int
+    """Of its memory, what no other program holds."""
 
 
 def detect(*, look_for_gpus: bool = True) -> Machine:
@@ -143,8 +145,10 @@ def _handle_by_uuid(nvml: Any, start: str, count: int) -> Any:
 
 
 def _describe_gpu(nvml: Any, handle: Any) -> Gpu:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     return Gpu(
         name=nvml.nvmlDeviceGetName(handle),
-        memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+        memory_bytes=int(memory.total),
         compute_capability=tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)),
+        free_bytes=int(memory.free),
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import platform
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from trainspec_cli import __version__
 from trainspec_cli.corpus.cache import cache_dir
@@ -28,6 +29,11 @@ PROBE = ("-m", "trainspec_cli.engine.probe")
 
 def probe_path(plan: Plan, machine: Machine) -> Path:
     """The name changes with all that the figures depend on."""
+    return figures_path("probe", plan, machine, {})
+
+
+def figures_path(kind: str, plan: Plan, machine: Machine, others: dict[str, Any]) -> Path:
+    """Of figures of this machine, that depend on `others` besides."""
     facts = {
         "machine": asdict(machine),
         "cpu": cpu_model() or platform.processor(),
@@ -35,9 +41,10 @@ def probe_path(plan: Plan, machine: Machine) -> Path:
         "compute": plan.compute,
         "torch": version("torch"),
         "trainspec": __version__,
+        **others,
     }
     name = hashlib.sha256(canonical_json(facts).encode()).hexdigest()[:16]
-    return cache_dir() / "machine" / f"probe-{name}.json"
+    return cache_dir() / "machine" / f"{kind}-{name}.json"
 
 
 def read_probe(path: Path) -> MachineProbe | None:
@@ -64,24 +71,29 @@ def probe_machine(plan: Plan, machine: Machine, on_start: Callable[[], None]) ->
     on_start()
     with tempfile.TemporaryDirectory(prefix="trainspec-probe-") as folder:
         job = build_job(plan, Path(folder), machine, worker=(*PROBE, plan.compute))
-        ending = supervise(job, LocalExecutor(), lambda _: None)
-        if ending.stop_requested:
-            raise Interrupted("the probe of this machine was interrupted", code="interrupted")
         figures = job.root / "probe.json"
-        if ending.exit_code != 0 or not figures.is_file():
-            raise MachineError(_failure(job))
+        run_probe(job, [figures], hint="launch with --force to train without a prediction")
         probe = from_plain(MachineProbe, read_json(figures))
         if not probe.is_disturbed:
             write_json(path, read_json(figures))
     return probe
 
 
-def _failure(job: Job) -> Problem:
+def run_probe(job: Job, figures: Sequence[Path], hint: str) -> None:
+    """Until it has left its figures. Raises as `probe_machine`."""
+    ending = supervise(job, LocalExecutor(), lambda _: None)
+    if ending.stop_requested:
+        raise Interrupted("the probe of this machine was interrupted", code="interrupted")
+    if ending.exit_code != 0 or not all(path.is_file() for path in figures):
+        raise MachineError(_failure(job, hint))
+
+
+def _failure(job: Job, hint: str) -> Problem:
     logs = sorted(job.logs.rglob("stderr.log")) or [job.torchrun_log]
     tail = "\n".join(logs[0].read_text(errors="replace").splitlines()[-10:])
     return Problem(
         code="probe_failed",
         message=f"the probe of this machine failed\n\n{tail}",
-        hint="launch with --force to train without a prediction",
+        hint=hint,
         environment=True,
     )

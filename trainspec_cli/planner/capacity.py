@@ -48,7 +48,7 @@ def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SH
     return CapacityPlan(
         params=workload.count_params(spec.model),
         active_params=workload.count_active_params(spec.model),
-        flops_per_token=workload.flops_per_token(spec.model, spec.data.seq_len),
+        flops_per_token=workload.flops_per_token(spec.model, spec.data.seq_len, spec.lora),
         world_size=fabric.num_devices,
         tokens_per_step=spec.batching.global_batch_size * _length(spec),
         candidates=tuple(candidates),
@@ -190,6 +190,8 @@ def template_of(spec: RunSpec, fabric: Fabric) -> Setup:
         grad_accum=1,
         compute=compute,
         matmul=matmul,
+        trainable=workload.trained_share(spec.model, spec.lora),
+        lora=spec.lora,
     )
 
 
@@ -219,10 +221,10 @@ def candidate_of(found: Found, spec: RunSpec, eff: Efficiency) -> Candidate:
     stages = stages_memory(setup, found.recompute)
     devices = setup.fabric.num_devices
     tokens_per_s = spec.batching.global_batch_size * _length(spec) / time.total_s
-    model_flops = workload.flops_per_token(spec.model, spec.data.seq_len)
+    model_flops = workload.flops_per_token(spec.model, spec.data.seq_len, spec.lora)
     mfu = tokens_per_s * model_flops / devices / peak_flops_per_s(setup.fabric.chip, setup.matmul)
     attention = workload.attention_flops_per_token(spec.model, spec.data.seq_len)
-    again = share_recomputed(setup.recompute, model_flops - attention, attention)
+    again = share_recomputed(setup, model_flops - attention, attention)
     return Candidate(
         layout=setup.layout,
         micro_batch_size=int(setup.micro_batch_size),

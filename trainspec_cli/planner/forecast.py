@@ -21,6 +21,7 @@ STEP_TIME_KNOWN_WITHIN = 1.21
 """Nine in ten runs of sources that the efficiencies were not fitted to lie within 20.9% of the prediction, of models
 within 20.6% (tests/bench/planner_generality.py, 1092 published runs); of those fitted to, within 19.0%."""
 CHECKPOINT_BYTES = {"adamw": 12.0, "sgd": 4.0}
+FROZEN_BYTES = 4.0
 """A parameter: fp32 values, and AdamW's two moments. Published checkpoints weigh 12.8 to 13.2."""
 
 
@@ -116,8 +117,8 @@ def describe_job(spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resili
 
 
 def checkpoint_bytes(spec: RunSpec, params: int) -> float:
-    """Size of one checkpoint: parameters and optimizer state."""
-    return CHECKPOINT_BYTES[spec.optim.name] * params
+    """Size of one checkpoint: parameters and optimizer state, which frozen ones (LoRA) have none of."""
+    return (FROZEN_BYTES if spec.lora.rank else CHECKPOINT_BYTES[spec.optim.name]) * params
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,13 @@ DEPARTURES = (
 
 
 def is_predictable(plan: Plan) -> bool:
-    """A probe speaks of llamas on the CPU whose blocks are eager, kept whole, and spread by data parallelism alone."""
+    """A probe speaks of llamas on the CPU, trained whole, whose blocks are eager, kept whole, and spread by data
+    parallelism alone."""
     layout = plan.layout
     whole = (layout.cp, layout.tp, layout.pp, layout.ep) == (1, 1, 1, 1)
     eager = not plan.spec.compile and plan.recompute == "none" and plan.offload == "none"
-    return plan.device == "cpu" and plan.num_nodes == 1 and whole and eager and is_llama(plan.spec.model)
+    trained = plan.device == "cpu" and plan.num_nodes == 1 and not plan.spec.lora.rank
+    return trained and whole and eager and is_llama(plan.spec.model)
 
 
 def is_llama(model: ModelSpec) -> bool:

@@ -42,8 +42,9 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
         grad_accum_steps=grad_accum_steps,
         recompute=recompute,
         offload="none" if spec.offload == AUTO else spec.offload,
+        kernels=spec.kernels,
         params=workload.count_params(spec.model),
-        flops_per_token=workload.flops_per_token(spec.model, spec.data.seq_len),
+        flops_per_token=workload.flops_per_token(spec.model, spec.data.seq_len, spec.lora),
         peak_flops=peak_flops,
         peak_source=peak_source,
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from trainspec_cli.planner.compute import EIGHT_BIT
 from trainspec_cli.planner.hardware import Efficiency
 from trainspec_cli.planner.memory import LayerMemory, mean_layer_memory, memory_limit_bytes, peak_of
-from trainspec_cli.planner.setup import RECOMPUTE, Recompute, Setup, Software
+from trainspec_cli.planner.setup import RECOMPUTE, Setup, Software
 from trainspec_cli.planner.space import Space
 from trainspec_cli.planner.step import (
     MicroBatch,
@@ -159,7 +159,8 @@ def recompute_names(wanted: str) -> tuple[str, ...]:
     return ("none", "full") if wanted == "auto" else (wanted,)
 
 
-def share_recomputed(recompute: Recompute, matmul_flops: float, attention_flops: float) -> float:
-    """Forward FLOPs done again, over those of forward and backward."""
-    again = recompute.matmul * matmul_flops + recompute.attention * attention_flops
-    return recompute.layers * again / 3.0 / (matmul_flops + attention_flops)
+def share_recomputed(setup: Setup, matmul_flops: float, attention_flops: float) -> float:
+    """Forward FLOPs done again, over those of forward and backward. Frozen weights' backward is half of others'."""
+    recompute, passes = setup.recompute, 3.0 if setup.trainable >= 1.0 else 2.0
+    again = recompute.matmul * matmul_flops / passes + recompute.attention * attention_flops / 3.0
+    return recompute.layers * again / (matmul_flops + attention_flops)

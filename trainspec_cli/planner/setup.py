@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from trainspec_cli.planner.topology import Fabric
 from trainspec_cli.spec.layout import Layout
+from trainspec_cli.spec.lora import LoraSpec
 from trainspec_cli.spec.model import ModelSpec
 from trainspec_cli.units import GIB
 
@@ -98,6 +99,7 @@ class Setup:
     software: Software = field(default_factory=Software)
     trainable: float = 1.0
     """Part of the parameters that have gradients: below 1 for adapters (LoRA), whose base needs no weight gradients."""
+    lora: LoraSpec = field(default_factory=LoraSpec)
     offload_optimizer: bool = False
     offload_layers: float = 0.0
     """Part of the layers whose activations wait in host memory."""

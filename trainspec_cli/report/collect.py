@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from trainspec_cli.report.history import Event, History, Start, read_history
+from trainspec_cli.report.status import status_of
 from trainspec_cli.rundir.accounting import account_run, goodput
 from trainspec_cli.rundir.events import PARTS, read_events
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.throughput import measure_throughput
 from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.kernels import KernelSpec, KernelTable
 from trainspec_cli.spec.local import LocalPrediction
-
-RUNNING, KILLED = "running", "killed"
-"""States beside those of result.json (done, stopped, failed): a run without a result is alive, or nobody could
-write one."""
 
 Curve = tuple[tuple[int, float | None], ...]
 """(step, value); None where the value was not finite."""
@@ -70,7 +68,7 @@ class Report:
     path: str
     recipe: str
     status: str
-    """done, stopped, failed, running, or killed (ended without a result)."""
+    """done, stopped, failed, running, queued, made (never started), or killed (ended without a result)."""
     exit_code: int | None
     steps: int
     max_steps: int | None
@@ -103,9 +101,13 @@ class Report:
     """Where the wall time of all attempts went (rundir/accounting.py); the buckets sum to it."""
     goodput: float | None = None
     """The productive part of it."""
+    kernels: KernelSpec = field(default_factory=KernelSpec)
+    """What each operation was computed by."""
+    kernel_table: KernelTable | None = None
+    """What `kernels=auto` has measured; None where nothing was."""
 
 
-def collect(root: Path | str, *, running: bool = False) -> Report:
+def collect(root: Path | str, *, running: bool = False, queued: bool = False) -> Report:
     """Read what is there; a run that is still going, or was cut short, gives what it has so far."""
     run = RunDir(root)
     histories = {rank: read_history(read_events(run.events(rank))) for rank in _ranks(run)}
@@ -117,7 +119,7 @@ def collect(root: Path | str, *, running: bool = False) -> Report:
     return Report(
         path=str(run.root),
         recipe=_read_if_there(run.run_json).get("recipe", ""),
-        status=RUNNING if running else result.get("status", KILLED),
+        status=status_of(run, running=running, queued=queued),
         exit_code=result.get("exit_code"),
         steps=steps[-1]["step"] if steps else begin.get("step", 0),
         max_steps=plan.get("spec", {}).get("train", {}).get("max_steps"),
@@ -141,6 +143,8 @@ def collect(root: Path | str, *, running: bool = False) -> Report:
         missing_ranks=tuple(rank for rank in range(begin.get("world_size", 0)) if rank not in histories),
         time_s=time_s,
         goodput=goodput(time_s),
+        kernels=from_plain(KernelSpec, plan.get("kernels", {})),
+        kernel_table=from_plain(KernelTable, read_json(run.kernels_json)) if run.kernels_json.is_file() else None,
     )
 
 

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from trainspec_cli.report.chart import render_chart
 from trainspec_cli.report.collect import Curve, Report, Speed
+from trainspec_cli.report.kernels_text import describe_choice
 from trainspec_cli.report.text import describe_evaluation, describe_event, describe_speed
 from trainspec_cli.spec.local import LocalPrediction
 from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
@@ -22,6 +23,9 @@ SHOWN_LINES = 8
 
 UNSTEADY = 1.5
 """Steps of one run, which all do the same, differ by less on a machine of its own."""
+
+LONG_WAIT = 0.05
+"""Part of a step; what is read ahead in time takes less."""
 
 Section = RenderableType | None
 """None: there is nothing to show."""
@@ -83,6 +87,8 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     if report.peak_memory_bytes is not None:
         beside = f" (predicted {format_bytes(report.predicted.peak_memory_bytes)})" if report.predicted else ""
         yield "memory", f"{format_bytes(report.peak_memory_bytes)} at most, on one device{beside}"
+    if report.kernels.changed or report.kernel_table is not None:
+        yield "kernels", describe_choice(report.kernels, report.kernel_table)
     if report.weights_sha256 is not None:
         yield "weights", f"sha256 {report.weights_sha256}"
 
@@ -136,6 +142,7 @@ def _speed(speed: Speed, world_size: int, predicted: LocalPrediction | None) -> 
         f"MFU = {speed.unit}/s x {format_si(speed.flops_per_token, 'FLOP')} a {speed.unit.removesuffix('s')} / {peak}",
         f"over steps {speed.first_step}-{speed.last_step}{_left_out(speed)}",
         *_unsteady(speed),
+        *_waiting(speed),
     ]
     return Group(
         Text("where the time went", style="bold"),
@@ -164,6 +171,16 @@ def _unsteady(speed: Speed) -> Iterator[str]:
     if slow_s > UNSTEADY * quick_s:
         usual = f"{format_duration(quick_s)} to {format_duration(slow_s)} (eight in ten)"
         yield f"steps took {usual}: something else was at work on this machine, which no prediction foresees"
+
+
+def _waiting(speed: Speed) -> Iterator[str]:
+    """Reading ahead hides all that takes less than a step."""
+    share = next(part.share for part in speed.parts if part.name == "data_wait")
+    if share > LONG_WAIT:
+        yield (
+            f"steps waited {share:.0%} of their time for data: reading a batch takes longer than a step; what helps is "
+            + ("a faster or local disk" if speed.unit == "tokens" else "a faster disk, or more CPU cores to read with")
+        )
 
 
 def _rate(speed: Speed) -> str:

@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainspec_cli.report.collect import KILLED, RUNNING, finite
+from trainspec_cli.report.collect import finite
 from trainspec_cli.report.history import Event
+from trainspec_cli.report.status import status_of
 from trainspec_cli.rundir.events import parse_lines
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
 
 TAIL_BYTES = 65_536
+
+Ask = Callable[[RunDir], bool]
 
 
 @dataclass(frozen=True)
@@ -28,9 +31,9 @@ class RunLine:
     """Unix seconds."""
 
 
-def list_runs(folder: Path, is_running: Callable[[RunDir], bool]) -> list[RunLine]:
+def list_runs(folder: Path, is_running: Ask, is_queued: Ask) -> list[RunLine]:
     """Newest first."""
-    lines = [_describe(run, is_running) for run in find_runs(folder)]
+    lines = [_describe(run, is_running, is_queued) for run in find_runs(folder)]
     return sorted(lines, key=lambda line: line.created_at, reverse=True)
 
 
@@ -42,17 +45,13 @@ def find_runs(folder: Path) -> Iterator[RunDir]:
             yield RunDir(root)
 
 
-def _describe(run: RunDir, is_running: Callable[[RunDir], bool]) -> RunLine:
+def _describe(run: RunDir, is_running: Ask, is_queued: Ask) -> RunLine:
     about = read_json(run.run_json)
     step = last_step(run)
-    if is_running(run):
-        status = RUNNING
-    else:
-        status = read_json(run.result_json)["status"] if run.result_json.is_file() else KILLED
     return RunLine(
         path=str(run.root),
         recipe=about["recipe"],
-        status=status,
+        status=status_of(run, running=is_running(run), queued=is_queued(run)),
         step=step.get("step", 0),
         max_steps=read_json(run.plan_json)["spec"]["train"]["max_steps"] if run.plan_json.is_file() else None,
         loss=finite(step.get("loss")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trainspec_cli.report.history import Event
+from trainspec_cli.report.kernels_text import describe_choice
 from trainspec_cli.report.progress import Progress
 from trainspec_cli.spec.local import LocalPrediction
 from trainspec_cli.spec.plan import Plan
@@ -89,6 +90,7 @@ def describe_plan(plan: Plan) -> str:
         **({"groups": f"{plan.replica_groups} of {plan.group_size} each"} if plan.replica_groups > 1 else {}),
         "batch": f"{describe_batch(plan)}, {micro}",
         "steps": f"{spec.train.max_steps}, {format_count(spec.train.max_steps * plan.tokens_per_step)} {unit} in all",
+        **({"kernels": describe_choice(plan.kernels, None)} if plan.kernels.changed else {}),
         "compute": f"{format_si(plan.flops_per_token, 'FLOP')} a {unit.removesuffix('s')}",
     }
     return "\n".join(f"{name:<9} {fact}" for name, fact in facts.items())

@@ -4,7 +4,9 @@ A line reaches the kernel in one `write`, so a crash of the process loses no who
 the last, and a reader passes over it. A resumed run appends: where a step occurs twice the later line is true.
 
     start       world_size step device_name peak_flops peak_source params flops_per_token unit restored_from pid host
-    step        step loss grad_norm lr tokens samples step_time_s time_s{PARTS} skipped
+    step        step loss grad_norm lr tokens samples step_time_s time_s{PARTS} skipped h2d_copies h2d_bytes allocations
+                (`h2d_*`: batches copied to the device, 0 where it is the host itself; `allocations`: buffers made for
+                batches, and calls to a GPU's driver for memory; what malloc does on a CPU is not counted)
     eval        step heldout_loss heldout_bits_per_byte xz_bits_per_byte seconds
                 (of images: step heldout_loss heldout_accuracy seconds; of volumes heldout_dice; and no `tokens` above)
     checkpoint  step path bytes seconds written_s

@@ -10,6 +10,8 @@ RUN/
   faults/         the injected faults that have struck  huggingface/  config and tokenizer of the folder it began with
   generations/    one file a start: the newest owns the run
   job.sbatch      what Slurm was given           errors/node00001.json  what became of a lost host
+  slurm.json      the job it was last given to
+  kernels.json    the kernels that were measured for `kernels=auto`, and which were chosen
 """
 
 from __future__ import annotations
@@ -35,6 +37,10 @@ class RunDir:
     @property
     def plan_json(self) -> Path:
         return self.root / "plan.json"
+
+    @property
+    def kernels_json(self) -> Path:
+        return self.root / "kernels.json"
 
     @property
     def versions_json(self) -> Path:
@@ -95,6 +101,10 @@ class RunDir:
     @property
     def job_sbatch(self) -> Path:
         return self.root / "job.sbatch"
+
+    @property
+    def slurm_json(self) -> Path:
+        return self.root / "slurm.json"
 
     @property
     def logs(self) -> Path:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from trainspec_cli.spec.kernels import KernelSpec
 from trainspec_cli.spec.layout import Layout
 from trainspec_cli.spec.local import LocalPrediction
 from trainspec_cli.spec.run import Offload, Recompute, RunSpec
@@ -35,6 +36,9 @@ class Plan:
 
     replica_groups: int = 1
     """Groups of processes, each with the whole model in `layout`; above 1 they survive one another."""
+
+    kernels: KernelSpec = field(default_factory=KernelSpec)
+    """Who computes what; `auto` is resolved by measuring, just before the launch."""
 
     prediction: LocalPrediction | None = None
     """Of a run on this machine's CPU; None where no probe speaks of it."""

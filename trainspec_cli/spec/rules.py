@@ -9,8 +9,6 @@ from __future__ import annotations
 import glob
 import importlib.util
 import math
-import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from trainspec_cli.errors import Problem
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.cluster import Machine
 from trainspec_cli.spec.elastic_rules import ELASTIC_RULES, fixed_groups
+from trainspec_cli.spec.kernel_rules import KERNEL_RULES, check_kernels, find_compiler
 from trainspec_cli.spec.layout import MESH_AXES
 from trainspec_cli.spec.model import ConvModel, DecoderModel
 from trainspec_cli.spec.model_rules import MODEL_RULES, divisors
@@ -50,13 +49,14 @@ def check(spec: RunSpec) -> list[Problem]:
         uncertainty,
         ownership,
     ]
-    rules += [memory_copies, *ELASTIC_RULES]
+    rules += [memory_copies, *ELASTIC_RULES, *KERNEL_RULES]
     return apply([*ranges, *rules], spec)
 
 
 def check_machine(spec: RunSpec, machine: Machine) -> list[Problem]:
     """What this host lacks, where the recipe is right."""
     here: list[Rule] = [lambda spec: gpus(spec, machine), lambda spec: fp8_units(spec, machine)]
+    here.append(lambda spec: check_kernels(spec, machine))
     return apply([*here, packages, torchft, compiler, shared_memory], spec)
 
 
@@ -308,8 +308,7 @@ def torchft(spec: RunSpec) -> Iterator[Problem]:
 
 def compiler(spec: RunSpec) -> Iterator[Problem]:
     """torch.compile writes C++ for a CPU, and a C launcher for each GPU kernel."""
-    candidates = [os.environ.get("CXX") or "g++", "g++", "clang++", "c++"]
-    if spec.compile and not any(map(shutil.which, candidates)):
+    if spec.compile and not find_compiler():
         message = "`compile` is true, and no C++ compiler (g++, clang++) is on the PATH"
         yield _lacking("missing_compiler", "compile", message, "type compile=false, or install one (apt install g++)")
 

@@ -11,6 +11,7 @@ from trainspec_cli.spec.checkpoint import CheckpointSpec
 from trainspec_cli.spec.cluster import ClusterSpec
 from trainspec_cli.spec.data import DataSpec
 from trainspec_cli.spec.init import InitSpec
+from trainspec_cli.spec.kernels import KernelSpec
 from trainspec_cli.spec.layout import LayoutSpec
 from trainspec_cli.spec.lora import LoraSpec
 from trainspec_cli.spec.model import ModelSpec
@@ -53,7 +54,8 @@ class RunSection:
     node_timeout_s: float = 30.0
     """On several hosts: one that has been silent for so long (off, hung, cut off) is lost, and the job ends."""
     preflight: bool = True
-    """On several hosts: measure each for some seconds before the workers start, and refuse one far below the others."""
+    """Before the workers start: refuse a host without the memory or the disk that the run takes. Of several hosts each
+    is measured for some seconds, and one far below the others is refused."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class RunSpec:
     cluster: ClusterSpec = field(default_factory=ClusterSpec)
     layout: LayoutSpec = field(default_factory=LayoutSpec)
     precision: PrecisionSpec = field(default_factory=PrecisionSpec)
+    kernels: KernelSpec = field(default_factory=KernelSpec)
     compile: bool = False
     """torch.compile each block."""
     recompute: Recompute | Auto = "none"

@@ -16,32 +16,41 @@ def run(tmp_path: Path) -> RunDir:
 
 @pytest.mark.parametrize("exit_code", [6, 130])
 def test_a_warned_run_that_stopped_goes_on_later(run: RunDir, exit_code: int) -> None:
-    again = decide(run, exit_code, warned=True)
+    again = decide(run, exit_code, warned=True, preempted=False)
     assert again is not None
-    assert again.reason == "it was warned of its time limit or of a preemption"
+    assert again.reason == "it was warned of its time limit"
+
+
+@pytest.mark.parametrize("warned", [True, False])
+def test_a_preempted_run_goes_on_later_whatever_signal_told_it(run: RunDir, warned: bool) -> None:
+    for exit_code in (5, 6):
+        again = decide(run, exit_code, warned=warned, preempted=True)
+        assert again is not None
+        assert again.reason == "it was preempted"
+    assert decide(run, 0, warned=warned, preempted=True) is None, "it was done in time"
 
 
 def test_a_run_that_its_user_stopped_does_not(run: RunDir) -> None:
-    assert decide(run, 6, warned=False) is None
+    assert decide(run, 6, warned=False, preempted=False) is None
 
 
 @pytest.mark.parametrize("exit_code", [0, 2, 3, 4])
 def test_a_run_that_is_done_or_wrong_does_not(run: RunDir, exit_code: int) -> None:
-    assert decide(run, exit_code, warned=True) is None
+    assert decide(run, exit_code, warned=True, preempted=False) is None
 
 
 def test_a_lost_host_is_avoided(run: RunDir) -> None:
     write_json(run.node_error(1), {"node": 1, "host": "node7", "lost": True, "message": "gone"})
     write_json(run.error(0), {"rank": 0, "message": "connection reset"})
-    again = decide(run, 5, warned=False)
+    again = decide(run, 5, warned=False, preempted=False)
     assert again is not None
     assert (again.reason, list(again.avoid)) == ("node 1 (node7) was lost", ["node7"])
 
 
 def test_a_hang_is_tried_again_and_an_error_of_the_run_is_not(run: RunDir) -> None:
     write_json(run.error(0), {"rank": 0, "code": None, "message": "ValueError"})
-    assert decide(run, 5, warned=False) is None
+    assert decide(run, 5, warned=False, preempted=False) is None
     write_json(run.error(1), {"rank": 1, "code": "hang", "message": "a step hung"})
-    again = decide(run, 5, warned=False)
+    again = decide(run, 5, warned=False, preempted=False)
     assert again is not None
     assert again.reason == "a step hung"

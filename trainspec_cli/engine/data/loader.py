@@ -14,8 +14,7 @@ from trainspec_cli.corpus.order import Order
 from trainspec_cli.corpus.rows import Row
 from trainspec_cli.corpus.samples import rank_positions
 from trainspec_cli.engine.batch import MicroBatch, held_part
-
-PREFETCHED_STEPS = 2
+from trainspec_cli.engine.data.staging import PREFETCHED_STEPS, Slot, Staging
 
 
 @dataclass(frozen=True)
@@ -51,32 +50,31 @@ def to_tensors(rows: Sequence[Row]) -> MicroBatch:
     return tuple(torch.from_numpy(np.stack(field)) for field in zip(*fields, strict=True))
 
 
-def batches(order: Order, plan: BatchPlan, device: torch.device, start: int, end: int) -> Iterator[list[MicroBatch]]:
+def batches(order: Order, plan: BatchPlan, staging: Staging, start: int, end: int) -> Iterator[list[MicroBatch]]:
     """The micro-batches of steps `start` to `end` - 1 on the device."""
-    return read_ahead(lambda step: read_step(order, plan, step), device, start, end)
+    return read_ahead(lambda step: read_step(order, plan, step), staging, start, end)
 
 
 def read_ahead(
-    read_step: Callable[[int], list[MicroBatch]], device: torch.device, start: int, end: int
+    read_step: Callable[[int], list[MicroBatch]], staging: Staging, start: int, end: int
 ) -> Iterator[list[MicroBatch]]:
-    """What `read_step` gives for steps `start` to `end` - 1, on the device, read ahead by a thread."""
+    """What `read_step` gives for steps `start` to `end` - 1, on the device, read and copied ahead by a thread.
 
-    def read(step: int) -> list[MicroBatch]:
-        return [_stage(part, device) for part in read_step(step)]
+    A batch is good until the next one is asked for: then its memory is used again.
+    """
+
+    def read(step: int) -> Slot:
+        return staging.stage(read_step(step))
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") as pool:
         coming = [pool.submit(read, step) for step in range(start, min(start + PREFETCHED_STEPS, end))]
-        for step in range(start, end):
-            ready = coming.pop(0).result()
-            if step + PREFETCHED_STEPS < end:
-                coming.append(pool.submit(read, step + PREFETCHED_STEPS))
-            yield bring(ready, device)
-
-
-def bring(micro_batches: list[MicroBatch], device: torch.device) -> list[MicroBatch]:
-    return [tuple(tensor.to(device, non_blocking=True) for tensor in part) for part in micro_batches]
-
-
-def _stage(part: MicroBatch, device: torch.device) -> MicroBatch:
-    """Pinned on a GPU's host, so that the copy to the chip runs beside the computation."""
-    return tuple(tensor.pin_memory() for tensor in part) if device.type == "cuda" else part
+        try:
+            for step in range(start, end):
+                batch = staging.take(coming.pop(0).result())
+                if step + PREFETCHED_STEPS < end:
+                    coming.append(pool.submit(read, step + PREFETCHED_STEPS))
+                yield batch
+        finally:
+            for left in coming:
+                if not left.cancel() and left.exception() is None:
+                    staging.give_back(left.result())

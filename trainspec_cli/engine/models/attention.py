@@ -11,11 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainspec_cli.engine.models.norm import RMSNorm
 from trainspec_cli.engine.models.rope import apply_rope, score_factor
 from trainspec_cli.spec.model import DecoderModel
 
 SINK_DIMS = 8
 """By so much heads grow where a sink's logit travels with the queries: kernels want multiples of 8."""
+
+
+def attention(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """(B, H, S, E). Causal where there is no mask (of bool, that broadcasts to (B, H, S, T): True where a query meets a
+    key); `scale` multiplies the scores, None: 1 / sqrt(E)."""
+    grouped = q_BHSE.shape[1] != k_BKTE.shape[1]
+    return F.scaled_dot_product_attention(
+        q_BHSE, k_BKTE, v_BKTE, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
 
 
 class CausalCore(nn.Module):
@@ -24,6 +34,8 @@ class CausalCore(nn.Module):
     With a window (a query meets itself and the W - 1 before it) the sequence is cut into blocks of W: a block's queries
     meet its own keys and those of the block before, so that the cost grows with the window and not with the sequence.
     """
+
+    attention = staticmethod(attention)
 
     def __init__(self, *, window: int | None = None, scale: float | None = None, sinks: bool = False):
         """`scale` multiplies the scores; None: 1 / sqrt(E). With `sinks` the queries carry their head's sink logit."""
@@ -73,15 +85,7 @@ class CausalCore(nn.Module):
         return torch.cat((first, rest[:, :, : seq_len - window]), dim=2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=self.scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        return self.attention(q, k, v, mask, self.scale)
 
 
 def within_documents(documents_BS: Tensor) -> Tensor:
@@ -112,6 +116,8 @@ def _sink_key(k_BHSE: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal grouped-query attention (arXiv:2305.13245)."""
 
+    rope = staticmethod(apply_rope)
+
     def __init__(self, model: DecoderModel, window: int | None = None):
         super().__init__()
         inputs, head_dim = model.hidden_size, model.head_dim
@@ -123,8 +129,8 @@ class Attention(nn.Module):
         self.k = nn.Linear(inputs, model.num_kv_heads * head_dim, bias=bias)
         self.v = nn.Linear(inputs, model.num_kv_heads * head_dim, bias=bias)
         self.out = nn.Linear(model.num_heads * head_dim, inputs, bias=False)
-        self.q_norm = nn.RMSNorm(head_dim, eps=model.norm_eps) if model.qk_norm else None
-        self.k_norm = nn.RMSNorm(head_dim, eps=model.norm_eps) if model.qk_norm else None
+        self.q_norm = RMSNorm(head_dim, eps=model.norm_eps) if model.qk_norm else None
+        self.k_norm = RMSNorm(head_dim, eps=model.norm_eps) if model.qk_norm else None
         self.sinks = nn.Parameter(torch.empty(model.num_heads)) if model.attention_sinks else None
 
     def forward(
@@ -139,7 +145,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BSHE, k_BSKE = self.q_norm(q_BSHE), self.k_norm(k_BSKE)
         if cos_SE is not None and sin_SE is not None:
-            q_BSHE, k_BSKE = (apply_rope(x, cos_SE, sin_SE) for x in (q_BSHE, k_BSKE))
+            q_BSHE, k_BSKE = (self.rope(x, cos_SE, sin_SE) for x in (q_BSHE, k_BSKE))
         if self.sinks is not None:
             q_BSHE, k_BSKE = carry_sinks(q_BSHE, k_BSKE, self.sinks, self.scale)
         return self.out(self.core(q_BSHE, k_BSKE, v_BSKE, mask_B1SS).flatten(2))

@@ -21,9 +21,9 @@ CHUNK_BYTES = 128 * 2**20
 """Logits held at once, as fp32."""
 
 
-def chunk_tokens(vocab_size: int) -> int:
-    """Tokens a chunk: as many as `CHUNK_BYTES` of fp32 logits allow, at least 64."""
-    return max(64, CHUNK_BYTES // (4 * vocab_size))
+def chunk_tokens(vocab_size: int, chunk_bytes: int | None = None) -> int:
+    """Tokens a chunk: as many as `chunk_bytes` (None: `CHUNK_BYTES`) of fp32 logits allow, at least 64."""
+    return max(64, (chunk_bytes or CHUNK_BYTES) // (4 * vocab_size))
 
 
 class ChunkCrossEntropy(nn.Module):
@@ -44,12 +44,14 @@ class ChunkCrossEntropy(nn.Module):
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, chunk: nn.Module, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, chunk: nn.Module, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk_bytes: int | None
+    ) -> Tensor:
         needs_gradient, trains_weight = any(ctx.needs_input_grad), ctx.needs_input_grad[2]
         total = x_TD.new_zeros((), dtype=torch.float32)
         dx_TD = torch.empty_like(x_TD)
         dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if trains_weight else None
-        step = chunk_tokens(weight_VD.shape[0])
+        step = chunk_tokens(weight_VD.shape[0], chunk_bytes)
         for start in range(0, len(targets_T), step):
             x_CD, targets_C = x_TD[start : start + step], targets_T[start : start + step]
             loss, dlogits_CV = chunk(x_CD @ weight_VD.T, targets_C)
@@ -63,17 +65,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[None, Tensor, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, scale: Tensor) -> tuple[None, Tensor, Tensor | None, None, None]:  # type: ignore[override]
         dx_TD, dweight_VD = ctx.saved_tensors
         dweight_VD = None if dweight_VD is None else (dweight_VD * scale).to(ctx.weight_dtype)
-        return None, dx_TD * scale.to(dx_TD.dtype), dweight_VD, None
+        return None, dx_TD * scale.to(dx_TD.dtype), dweight_VD, None, None
+
+
+def linear_cross_entropy(
+    x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk: nn.Module, chunk_bytes: int | None = None
+) -> Tensor:
+    """Sum over tokens of -log softmax(x weight^T)[target]: a scalar in fp32. `IGNORED_TARGET`s count nothing.
+
+    `chunk` gives the loss and the gradient of some tokens' logits, of `chunk_bytes` as fp32 at most.
+    """
+    return _LinearCrossEntropy.apply(chunk, x_TD, weight_VD, targets_T, chunk_bytes)
 
 
 class LinearCrossEntropy(nn.Module):
-    """Sum over tokens of -log softmax(x weight^T)[target]: a scalar in fp32. `IGNORED_TARGET`s count nothing.
+    """The summed loss (a scalar in fp32) of tokens with targets; without targets, the logits (B, S, V)."""
 
-    Without targets, the logits (B, S, V).
-    """
+    linear_cross_entropy = staticmethod(linear_cross_entropy)
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,4 +93,4 @@ class LinearCrossEntropy(nn.Module):
     def forward(self, x_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor | None) -> Tensor:
         if targets_BS is None:
             return F.linear(x_BSD, weight_VD)
-        return _LinearCrossEntropy.apply(self.chunk, x_BSD.flatten(0, -2), weight_VD, targets_BS.flatten())
+        return self.linear_cross_entropy(x_BSD.flatten(0, -2), weight_VD, targets_BS.flatten(), self.chunk)

@@ -15,6 +15,7 @@ from trainspec_cli.engine.models.feed_forward import FeedForward
 from trainspec_cli.engine.models.language_model import LanguageModel
 from trainspec_cli.engine.models.latent_attention import LatentAttention
 from trainspec_cli.engine.models.moe import MixtureOfExperts
+from trainspec_cli.engine.models.norm import RMSNorm
 from trainspec_cli.engine.models.rope import rope_angles
 from trainspec_cli.spec.model import DecoderModel
 
@@ -25,11 +26,11 @@ class Block(nn.Module):
     def __init__(self, model: DecoderModel, layer: int):
         super().__init__()
         attention = Attention if model.mla is None else LatentAttention
-        self.attention_norm = nn.RMSNorm(model.hidden_size, eps=model.norm_eps)
+        self.attention_norm = RMSNorm(model.hidden_size, eps=model.norm_eps)
         self.attention = attention(model, model.window_of(layer))
         # Beside the attention and not in it: where heads are spread over ranks, it is added once to their sum.
         self.attention_bias = nn.Parameter(torch.empty(model.hidden_size)) if model.attention_bias == "all" else None
-        self.ffn_norm = nn.RMSNorm(model.hidden_size, eps=model.norm_eps)
+        self.ffn_norm = RMSNorm(model.hidden_size, eps=model.norm_eps)
         self.ffn = MixtureOfExperts(model) if model.is_expert_layer(layer) else dense_feed_forward(model)
 
     def forward(self, x_BSD: Tensor, *rotation: Tensor) -> Tensor:

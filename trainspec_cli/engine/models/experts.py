@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainspec_cli.engine.models.feed_forward import ACTIVATIONS, clamped_glu
+from trainspec_cli.engine.models.feed_forward import ACTIVATIONS, clamped_glu, swiglu
 from trainspec_cli.spec.model import DecoderModel
 
 
@@ -91,6 +91,9 @@ class Experts(nn.Module):
     `up` holds the gate's columns and then the linear half's; without a gate, the linear ones alone.
     """
 
+    grouped_matmul = staticmethod(grouped_matmul)
+    swiglu = staticmethod(swiglu)
+
     def __init__(self, model: DecoderModel):
         super().__init__()
         assert model.experts is not None
@@ -107,15 +110,17 @@ class Experts(nn.Module):
     def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
         expert_M = self._expert_of_row(len(x_MD), counts_E) if self.up_bias is not None else None
         x_MD = self._without_dropped(x_MD, counts_E)
-        inner_MF = self._activate(_add_bias(grouped_matmul(x_MD, self.up, counts_E), self.up_bias, expert_M))
-        y_MD = _add_bias(grouped_matmul(inner_MF, self.down, counts_E), self.down_bias, expert_M)
+        inner_MF = self._activate(_add_bias(self.grouped_matmul(x_MD, self.up, counts_E), self.up_bias, expert_M))
+        y_MD = _add_bias(self.grouped_matmul(inner_MF, self.down, counts_E), self.down_bias, expert_M)
         return self._without_dropped(y_MD, counts_E)
 
     def _activate(self, x_MF: Tensor) -> Tensor:
         if not self.gated:
             return self.activation(x_MF)
         gate, up = x_MF.chunk(2, dim=-1)
-        return self.activation(gate) * up if self.gate_limit is None else clamped_glu(gate, up, self.gate_limit)
+        if self.gate_limit is not None:
+            return clamped_glu(gate, up, self.gate_limit)
+        return self.swiglu(gate, up) if self.activation is F.silu else self.activation(gate) * up
 
     def _without_dropped(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
         """Zeros in rows that no expert takes, forward and backward: grouped kernels leave them as they find them."""

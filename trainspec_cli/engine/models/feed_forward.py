@@ -1,4 +1,4 @@
-"""Feed-forward layers: with a gate (SwiGLU, arXiv:2002.05202) or without."""
+"""Feed-forward layers: with a gate or without."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ def squared_relu(x: Tensor) -> Tensor:
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu2": squared_relu}
 
 
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up (arXiv:2002.05202)."""
+    return F.silu(gate) * up
+
+
 def clamped_glu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     """What gpt_oss has in SwiGLU's place: both halves bounded, and the linear one about 1."""
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -27,6 +32,8 @@ def clamped_glu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
 
 class FeedForward(nn.Module):
     """down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x)))."""
+
+    swiglu = staticmethod(swiglu)
 
     def __init__(self, hidden_size: int, ffn_size: int, *, gated: bool, activation: Activation):
         super().__init__()
@@ -38,4 +45,5 @@ class FeedForward(nn.Module):
     def forward(self, x_BSD: Tensor) -> Tensor:
         if self.gate is None:
             return self.down(self.activation(self.up(x_BSD)))
-        return self.down(self.activation(self.gate(x_BSD)) * self.up(x_BSD))
+        gate, up = self.gate(x_BSD), self.up(x_BSD)
+        return self.down(self.swiglu(gate, up) if self.activation is F.silu else self.activation(gate) * up)

@@ -12,6 +12,7 @@ from trainspec_cli.engine.models.decoder import dense_feed_forward
 from trainspec_cli.engine.models.language_model import LanguageModel
 from trainspec_cli.engine.models.mamba2 import Mamba2
 from trainspec_cli.engine.models.moe import MixtureOfExperts
+from trainspec_cli.engine.models.norm import RMSNorm
 from trainspec_cli.spec.model import HybridModel
 
 MIXERS: dict[str, tuple[str, Callable[[HybridModel], nn.Module]]] = {
@@ -29,7 +30,7 @@ class HybridBlock(nn.Module):
     def __init__(self, model: HybridModel, letter: str):
         super().__init__()
         self.kind, make = MIXERS[letter]
-        self.norm = nn.RMSNorm(model.hidden_size, eps=model.norm_eps)
+        self.norm = RMSNorm(model.hidden_size, eps=model.norm_eps)
         self.add_module(self.kind, make(model))
 
     def forward(self, x_BSD: Tensor) -> Tensor:

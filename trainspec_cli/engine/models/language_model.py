@@ -19,6 +19,7 @@ from trainspec_cli.engine.models.latent_attention import LatentAttention
 from trainspec_cli.engine.models.lora import init_down
 from trainspec_cli.engine.models.mamba2 import MAMBA_INIT, Mamba2
 from trainspec_cli.engine.models.moe import MixtureOfExperts
+from trainspec_cli.engine.models.norm import RMSNorm
 from trainspec_cli.engine.models.router import Router
 from trainspec_cli.spec.model import DecoderModel, HybridModel
 
@@ -48,6 +49,9 @@ class LanguageModel(nn.Module):
         "blocks.*.ffn.gate.lora_b": 0,
         "blocks.*.ffn.up.lora_b": 0,
         "blocks.*.ffn.down.lora_a": 1,
+        "blocks.*.ffn.shared.gate.lora_b": 0,
+        "blocks.*.ffn.shared.up.lora_b": 0,
+        "blocks.*.ffn.shared.down.lora_a": 1,
         "blocks.*.ffn.shared.gate.weight": 0,
         "blocks.*.ffn.shared.up.weight": 0,
         "blocks.*.ffn.shared.down.weight": 1,
@@ -71,7 +75,7 @@ class LanguageModel(nn.Module):
         embeds = first or (last and model.tied_embeddings)
         self.embed = nn.Embedding(model.vocab_size, model.hidden_size) if embeds else None
         self.blocks = nn.ModuleDict({str(layer): make_block(layer) for layer in layers})
-        self.norm = nn.RMSNorm(model.hidden_size, eps=model.norm_eps) if last else None
+        self.norm = RMSNorm(model.hidden_size, eps=model.norm_eps) if last else None
         self.head = None
         if last and not model.tied_embeddings:
             self.head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)

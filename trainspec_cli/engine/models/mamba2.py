@@ -27,9 +27,12 @@ DECAY_RANGE = (1.0, 16.0)
 """First values of -a, uniform."""
 
 
-def selective_scan(x_BSHP: Tensor, dt_BSH: Tensor, a_H: Tensor, b_BSGN: Tensor, c_BSGN: Tensor, block: int) -> Tensor:
+def selective_scan(
+    x_BSHP: Tensor, dt_BSH: Tensor, a_H: Tensor, b_BSGN: Tensor, c_BSGN: Tensor, block: int = SCAN_BLOCK
+) -> Tensor:
     """y (B, S, H, P), without the skip. `dt` and `a` (negative) in fp32 at least; heads share b and c by group."""
     seq_len, groups = x_BSHP.shape[1], b_BSGN.shape[2]
+    block = min(block, seq_len)
     x, dt, b, c = (_into_blocks(tensor, block) for tensor in (x_BSHP, dt_BSH, b_BSGN, c_BSGN))
     decay_log = (dt * a_H).unflatten(-1, (groups, -1)).permute(0, 1, 3, 4, 2).cumsum(-1)  # B C G R Q
     x = (x * dt[..., None].to(x.dtype)).unflatten(3, (groups, -1))  # B C Q G R P
@@ -94,6 +97,8 @@ class Mamba2(nn.Module):
     """The mixer of one layer. One matrix and one convolution for each of its parts, so that heads and groups can be
     spread; their numbers follow from the matrices."""
 
+    ssd_scan = staticmethod(selective_scan)
+
     def __init__(self, model: HybridModel):
         super().__init__()
         heads, inputs = model.mamba_heads, model.hidden_size
@@ -115,8 +120,7 @@ class Mamba2(nn.Module):
         b_BSGN = F.silu(self.conv_b(self.b(x_BSD))).unflatten(-1, (-1, self.state_size))
         c_BSGN = F.silu(self.conv_c(self.c(x_BSD))).unflatten(-1, (-1, self.state_size))
         dt_BSH = F.softplus(_widen(self.dt(x_BSD)) + _widen(self.dt_bias))
-        block = min(SCAN_BLOCK, x_BSD.shape[1])
-        y_BSHP = selective_scan(x_BSHP, dt_BSH, -_widen(self.a_log).exp(), b_BSGN, c_BSGN, block)
+        y_BSHP = self.ssd_scan(x_BSHP, dt_BSH, -_widen(self.a_log).exp(), b_BSGN, c_BSGN)
         y_BSHP = y_BSHP + x_BSHP * self.skip[:, None]
         return self.out(self._gated_norm(y_BSHP.flatten(2), self.z(x_BSD)))
 

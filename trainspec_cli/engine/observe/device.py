@@ -59,6 +59,11 @@ def _synchronised_now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def device_allocations(device: torch.device) -> int:
+    """How often this process has asked the device's driver for memory; of a CPU, where malloc tells nothing, 0."""
+    return int(torch.cuda.memory_stats(device)["num_device_alloc"]) if device.type == "cuda" else 0
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Allocator's peak on a GPU, resident peak of this process on a CPU."""
     if device.type == "cuda":

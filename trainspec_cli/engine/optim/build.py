@@ -1,16 +1,20 @@
-"""OptimSpec -> a fused torch optimizer."""
+"""OptimSpec -> a torch optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from trainspec_cli.engine.optim.adamw import fused
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.spec.optim import OptimSpec
 
 
-def build_optimizer(shares: Sequence[Share], optim: OptimSpec) -> torch.optim.Optimizer:
+def build_optimizer(
+    shares: Sequence[Share], optim: OptimSpec, adamw: Callable[..., Any] = fused
+) -> torch.optim.Optimizer:
     """Matrices decay, norms and biases do not."""
     matrices = [share.local for share in shares if share.parameter.dim() > 1]
     vectors = [share.local for share in shares if share.parameter.dim() <= 1]
@@ -21,7 +25,7 @@ def build_optimizer(shares: Sequence[Share], optim: OptimSpec) -> torch.optim.Op
     groups = [group for group in groups if group["params"]]
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, fused=True)
-    optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
+    optimizer = adamw(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
     _start_moments(optimizer)
     return optimizer
 

@@ -20,10 +20,15 @@ def squared_norm(shares: Sequence[Share]) -> Tensor:
 
     Each part counts once, however many ranks hold it.
     """
-    held = [(share.copies, share.gradient) for share in shares if share.gradient is not None]
-    norms = torch.stack(torch._foreach_norm([gradient for _, gradient in held]))
-    copies = torch.tensor([copies for copies, _ in held], device=norms.device)
-    return (norms.double().square() / copies).sum()
+    by_copies: dict[int, list[Tensor]] = {}
+    for share in shares:
+        if share.gradient is not None:
+            by_copies.setdefault(share.copies, []).append(share.gradient)
+    sums = [
+        torch.stack(torch._foreach_norm(gradients)).double().square().sum() / copies
+        for copies, gradients in by_copies.items()
+    ]
+    return torch.stack(sums).sum()
 
 
 def guarded_update(

@@ -67,7 +67,9 @@ def _shard(module: nn.Module, mesh: DeviceMesh, how: DataParallel, *, free: bool
     )
     assert isinstance(module, FSDPModule)
     _sum_gradients(module, mesh, how)
-    if mesh.size() > 1 and mesh.device_type == "cpu":
+    if mesh.size() == 1:
+        module.set_custom_reduce_scatter(_NothingToReduce())  # type: ignore[arg-type]
+    elif mesh.device_type == "cpu":
         _time_shard_collectives(module, how.time_collective)
 
 
@@ -100,6 +102,25 @@ class _TimedCollective:
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
         with self._time_collective():
             return self._collective(output_tensor, input_tensor, group=group, **options)
+
+
+class _NothingToReduce:
+    """Over one rank: FSDP2 copies gradients together and the result to where it stays. Here both are one buffer, and
+    the second copy, of a tensor onto itself, does nothing."""
+
+    def __init__(self) -> None:
+        self._input: Tensor | None = None
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP2 asks for the input, then for the output."""
+        if self._input is not None:
+            output, self._input = self._input, None
+            return output
+        self._input = torch.empty(*size, dtype=dtype, device=device)
+        return self._input
+
+    def __call__(self, *_arguments: Any, **_options: Any) -> Any:
+        raise AssertionError("one rank reduces nothing")
 
 
 def _time_shard_collectives(module: FSDPModule, time_collective: TimeCollective) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainspec_cli.errors import Interrupted, Stopped, WorkerError
+from trainspec_cli.errors import EXIT_DONE, Interrupted, Stopped, WorkerError
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
 
@@ -21,10 +21,12 @@ class Requeue:
     """Hosts that were lost."""
 
 
-def decide(run: RunDir, exit_code: int, *, warned: bool) -> Requeue | None:
-    """For what another start can mend: a time limit, a lost host, a hang; never for the run's own error."""
+def decide(run: RunDir, exit_code: int, *, warned: bool, preempted: bool) -> Requeue | None:
+    """For what another start mends: a time limit, a preemption, a lost host, a hang; never for the run's own error."""
+    if preempted and exit_code != EXIT_DONE:  # workers that had not begun yet die of the signal: that is no failure
+        return Requeue("it was preempted")
     if warned and exit_code in (Stopped.exit_code, Interrupted.exit_code):
-        return Requeue("it was warned of its time limit or of a preemption")
+        return Requeue("it was warned of its time limit")
     if exit_code != WorkerError.exit_code:
         return None
     words = [read_json(path) for path in sorted(run.errors_folder.glob("*.json"))]

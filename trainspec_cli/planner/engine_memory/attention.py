@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainspec_cli.planner.engine_memory.parts import linear
 from trainspec_cli.planner.engine_memory.shape import Shape
 from trainspec_cli.planner.engine_memory.tape import Tape, Value
 
@@ -16,9 +17,10 @@ SINK_DIMS = 8
 
 
 def attention(tape: Tape, x: Value, shape: Shape) -> Value:
-    model, tokens, tp = shape.decoder, shape.tokens, shape.layout.tp
+    model, tp = shape.decoder, shape.layout.tp
     query, key = model.num_heads * model.head_dim // tp, model.num_kv_heads * model.head_dim // tp
-    q, k, v = (tape.linear(x, tape.leaf(model.hidden_size * n), tokens * n) for n in (query, key, key))
+    sizes = {"q": query, "k": key, "v": key}
+    q, k, v = (linear(tape, x, shape, name, size, model.hidden_size) for name, size in sizes.items())
     if model.qk_norm:
         q, k = (tape.norm(y, tape.leaf(model.head_dim), y.elements / model.head_dim) for y in (q, k))
     if shape.rotates:
@@ -26,7 +28,7 @@ def attention(tape: Tape, x: Value, shape: Shape) -> Value:
     if model.attention_sinks:
         q, k = carry_sinks(tape, q, k, model.head_dim)
     mixed = core(tape, q, k, v, shape)
-    return tape.linear(mixed, tape.leaf(query * model.hidden_size), tokens * model.hidden_size)
+    return linear(tape, mixed, shape, "out", model.hidden_size, query)
 
 
 def rotate(tape: Tape, x: Value) -> Value:
@@ -49,8 +51,8 @@ def latent_attention(tape: Tape, x: Value, shape: Shape) -> Value:
     q = latent_queries(tape, x, shape)
     k, v = latent_keys_values(tape, x, shape)
     mixed = core(tape, q, k, v, shape)
-    hidden = shape.decoder.hidden_size
-    return tape.linear(mixed, tape.leaf(mixed.elements / shape.tokens * hidden), shape.tokens * hidden)
+    inputs = shape.decoder.num_heads // shape.layout.tp * shape.latent.v_head_dim
+    return linear(tape, mixed, shape, "out", shape.decoder.hidden_size, inputs)
 
 
 def latent_queries(tape: Tape, x: Value, shape: Shape) -> Value:
@@ -59,7 +61,7 @@ def latent_queries(tape: Tape, x: Value, shape: Shape) -> Value:
     source, rank = x, mla.q_lora_rank or model.hidden_size
     if mla.q_lora_rank:
         source = tape.norm(tape.linear(x, tape.leaf(model.hidden_size * rank), tokens * rank), tape.leaf(rank), tokens)
-    q = tape.linear(source, tape.leaf(rank * heads * size), tokens * heads * size)
+    q = linear(tape, source, shape, "q", heads * size, rank)
     plain, rotated = tape.split(q, *(tokens * heads * part for part in (mla.qk_nope_head_dim, mla.qk_rope_head_dim)))
     return tape.cat(plain, rotate(tape, rotated))
 

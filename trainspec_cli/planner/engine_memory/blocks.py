@@ -17,9 +17,9 @@ from trainspec_cli.spec.run import Recompute
 @lru_cache(maxsize=1024)
 def profile_block(shape: Shape, recompute: Recompute, split: bool) -> BlockProfile:
     """Of one layer, forward and backward. `split`: weights' gradients come later."""
-    tape = Tape(shape.width, fp8=shape.fp8)
+    tape = Tape(shape.width, fp8=shape.fp8, frozen=shape.lora.rank > 0)
     tape.put_off = [] if split else None
-    source = tape.leaf(shape.outside_tokens * shape.hidden)
+    source = tape.leaf(shape.outside_tokens * shape.hidden, frozen=False)
     return profile(tape, lambda: block(tape, source, shape), recompute)
 
 

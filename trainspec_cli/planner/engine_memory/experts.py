@@ -157,7 +157,7 @@ def products(tape: Tape, x: Value, shape: Shape) -> Value:
 
 def grouped(tape: Tape, x: Value, width: int, rows: float, experts: float) -> Value:
     weight = tape.leaf(experts * width * x.elements / rows)
-    return tape.apply((x, weight), rows * width, saved=(x,), costly=True)
+    return tape.apply((x, weight), rows * width, saved=(x if weight.node else weight,), costly=True)
 
 
 def add_bias(tape: Tape, y: Value, expert: Value, shape: Shape) -> Value:

@@ -14,6 +14,16 @@ def norm(tape: Tape, x: Value, shape: Shape) -> Value:
     return tape.norm(x, tape.leaf(shape.hidden), shape.outside_tokens)
 
 
+def linear(tape: Tape, x: Value, shape: Shape, name: str, outputs: int, inputs: int) -> Value:
+    """A rank's part of a matrix, with its adapter beside it, if it has one."""
+    tokens, rank = x.elements / inputs, shape.lora.rank
+    y = tape.linear(x, tape.leaf(outputs * inputs), tokens * outputs)
+    if not rank or name not in shape.lora.targets:
+        return y
+    narrow = tape.linear(x, tape.leaf(rank * inputs, frozen=False), tokens * rank)
+    return tape.add(y, tape.copy(tape.linear(narrow, tape.leaf(outputs * rank, frozen=False), tokens * outputs)))
+
+
 def region(tape: Tape, x: Value, shape: Shape, part: Part) -> Value:
     """Between two exchanges over tp. With several samples the exchange along the sequence needs copies."""
     tp, whole = shape.layout.tp, shape.tokens * shape.hidden
@@ -33,14 +43,14 @@ def feed_forward(tape: Tape, x: Value, shape: Shape) -> Value:
 
 def feed_forward_of(tape: Tape, x: Value, shape: Shape, width: int) -> Value:
     inner = width // shape.layout.tp
-    size, elements = shape.hidden * inner, shape.tokens * inner
-    down = tape.leaf(size)
     if not shape.decoder.gated_mlp:
-        return tape.linear(activate(tape, tape.linear(x, tape.leaf(size), elements), shape), down, x.elements)
-    gated = tape.mul(
-        activate(tape, tape.linear(x, tape.leaf(size), elements), shape), tape.linear(x, tape.leaf(size), elements)
-    )
-    return tape.linear(gated, down, shape.tokens * shape.hidden)
+        wide = activate(tape, linear(tape, x, shape, "up", inner, shape.hidden), shape)
+    else:
+        wide = tape.mul(
+            activate(tape, linear(tape, x, shape, "gate", inner, shape.hidden), shape),
+            linear(tape, x, shape, "up", inner, shape.hidden),
+        )
+    return linear(tape, wide, shape, "down", shape.hidden, inner)
 
 
 def activate(tape: Tape, x: Value, shape: Shape) -> Value:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trainspec_cli.spec.layout import Layout
+from trainspec_cli.spec.lora import LoraSpec
 from trainspec_cli.spec.model import ConvModel, ModelSpec
 from trainspec_cli.spec.plan import Plan
 from trainspec_cli.spec.run import Recompute
@@ -36,6 +37,7 @@ class EngineRun:
     recompute: Recompute
     optimizer: str
     matmul: str = "compute"
+    lora: LoraSpec = field(default_factory=LoraSpec)
 
 
 def run_of(plan: Plan) -> EngineRun:
@@ -51,6 +53,7 @@ def run_of(plan: Plan) -> EngineRun:
         plan.recompute,
         spec.optim.name,
         spec.precision.matmul,
+        spec.lora,
     )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from trainspec_cli.spec.layout import Layout
+from trainspec_cli.spec.lora import LoraSpec
 from trainspec_cli.spec.model import DecoderModel, ExpertSpec, HybridModel, LatentAttention
 
 TextModel = DecoderModel | HybridModel
@@ -48,6 +49,7 @@ class Shape:
     """Bytes of an element in the compute format."""
     fp8: bool = False
     """Linear layers multiply in it."""
+    lora: LoraSpec = field(default_factory=LoraSpec)
 
     @property
     def tokens(self) -> float:

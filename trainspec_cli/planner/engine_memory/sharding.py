@@ -93,9 +93,9 @@ class Sharding:
 
     def make_gradient(self, part: Sharded, *, put_off: bool = False) -> None:
         """Or what was put off of it. A second one is added to the first, into new memory."""
-        size = (part.unit.full - (part.unit.early if put_off else 0.0)) * self.width
+        size = (part.unit.trained.full - (part.unit.early if put_off else 0.0)) * self.width
         if part.gradient_bytes:
-            self.account.touch(part.unit.largest * self.width)
+            self.account.touch(part.unit.trained.largest * self.width)
         self.account.add("temporaries", size - part.gradient_bytes)
         part.gradient_bytes = size
 
@@ -103,7 +103,7 @@ class Sharding:
         """Where nothing is exchanged yet, gradients take the format of the exchange."""
         self.free(part)
         if not exchanges and part.gradient_bytes and self.reduce_width != self.width and not part.accumulated_bytes:
-            part.accumulated_bytes = part.unit.full * self.reduce_width
+            part.accumulated_bytes = part.unit.trained.full * self.reduce_width
             self.account.add("temporaries", part.accumulated_bytes)
         if part.accumulated_bytes:
             self.account.add("temporaries", -part.gradient_bytes)
@@ -112,17 +112,24 @@ class Sharding:
             self._reduce(part)
 
     def _reduce(self, part: Sharded) -> None:
-        """Copied into one buffer, summed over ranks; the own part stays."""
+        """Copied into one buffer, summed over ranks; the own part stays: over one rank, the buffer itself."""
         waiting = part.gradient_bytes + part.accumulated_bytes
         if not waiting:
             return
-        account, size = self.account, part.unit.gathered * self.reduce_width
-        account.touch(part.unit.largest * self.width if part.unit.reorders else 0.0)
+        account, size = self.account, part.unit.trained.gathered * self.reduce_width
+        if part.unit.shards == 1 and self.reduce_width == MASTER_WIDTH and not part.has_gradient:
+            account.add("temporaries", -self.reduced_bytes)
+            account.add("gradients", size)
+            account.add("temporaries", -waiting)
+            part.gradient_bytes = part.accumulated_bytes = self.reduced_bytes = 0.0
+            part.has_gradient = True
+            return
+        account.touch(part.unit.trained.largest * self.width if part.unit.reorders else 0.0)
         account.add("temporaries", -self.reduced_bytes)
         account.add("temporaries", size)
         account.add("temporaries", -waiting)
-        own = part.unit.own * MASTER_WIDTH
-        account.touch(part.unit.own * (self.reduce_width if self.reduce_width < MASTER_WIDTH else 0.0) + own)
+        own = part.unit.trained.own * MASTER_WIDTH
+        account.touch(part.unit.trained.own * (self.reduce_width if self.reduce_width < MASTER_WIDTH else 0.0) + own)
         account.add("gradients", 0.0 if part.has_gradient else own)
         part.gradient_bytes = part.accumulated_bytes = 0.0
         self.reduced_bytes, part.has_gradient = size, True

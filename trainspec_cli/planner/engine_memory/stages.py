@@ -45,7 +45,7 @@ def layer_memory(setup: Setup, recompute: str) -> LayerMemory:
     run = _run_of(setup, cast("Recompute", recompute))
     number = Counter(layers_of(setup.model))
     profiles = {layer: profile_block(shape_of(run, setup.model, layer), run.recompute, False) for layer in number}
-    gradient = WIDTHS[run.compute] * (general.params + general.expert_params)
+    gradient = WIDTHS[run.compute] * (general.params + general.expert_params) * min(1.0, setup.trainable)
     return replace(
         general,
         kept_bytes=sum(number[layer] * profiles[layer].kept for layer in number) / number.total(),
@@ -55,7 +55,7 @@ def layer_memory(setup: Setup, recompute: str) -> LayerMemory:
 
 def _is_counted(setup: Setup, recompute: str) -> bool:
     offload = "optimizer" if setup.offload_optimizer else "none"
-    if setup.software.fused_kernels or setup.trainable < 1 or setup.matmul not in (setup.compute, "fp8"):
+    if setup.software.fused_kernels or setup.matmul not in (setup.compute, "fp8"):
         return False
     return recompute in ("none", "selective", "full") and is_counted(setup.model, offload) and _is_built(setup)
 
@@ -81,6 +81,7 @@ def _run_of(setup: Setup, recompute: Recompute) -> EngineRun:
         recompute=recompute,
         matmul=setup.matmul,
         optimizer="adamw" if setup.software.moment_bytes else "sgd",
+        lora=setup.lora,
     )
 
 

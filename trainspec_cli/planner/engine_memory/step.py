@@ -12,7 +12,14 @@ from trainspec_cli.planner.engine_memory.run import WIDTHS, EnginePeak, EngineRu
 from trainspec_cli.planner.engine_memory.shape import Layer, Shape, TextModel, layers_of
 from trainspec_cli.planner.engine_memory.sharding import MASTER_WIDTH, Sharded, Sharding
 from trainspec_cli.planner.engine_memory.tape import Event, Stretch
-from trainspec_cli.planner.engine_memory.units import Unit, block_unit, experts_unit, outside_unit, whole_experts
+from trainspec_cli.planner.engine_memory.units import (
+    Unit,
+    block_unit,
+    experts_unit,
+    freeze,
+    outside_unit,
+    whole_experts,
+)
 from trainspec_cli.policy.pipeline import SPLIT_SCHEDULES, Action, actions, cut_layers, num_stages, stages_of_rank
 from trainspec_cli.spec.layout import Layout
 from trainspec_cli.spec.model import ConvModel, DecoderModel
@@ -51,7 +58,7 @@ def replayed_micro_batches(run: EngineRun) -> int:
 
 def shape_of(run: EngineRun, model: TextModel, layer: Layer) -> Shape:
     layout, width = _without_data(run.layout), WIDTHS[run.compute]
-    return Shape(model, layer, layout, run.samples, run.seq_len // run.layout.cp, width, run.matmul == "fp8")
+    return Shape(model, layer, layout, run.samples, run.seq_len // run.layout.cp, width, run.matmul == "fp8", run.lora)
 
 
 @dataclass
@@ -95,7 +102,7 @@ class _Replay:
         stages = num_stages(self.layout)
         held = cut_layers(self.model.num_layers, self.layout)[stage] if stages > 1 else range(self.model.num_layers)
         first, last = stage == 0, stage == stages - 1
-        outside = Sharded(outside_unit(self.model, self.layout, first, last))
+        outside = Sharded(freeze(outside_unit(self.model, self.layout, first, last), self.given.lora))
         frees = self.layout.zero_stage == 3
         sharding = Sharding(self.account, self.width, self.reduce_width, frees=frees)
         blocks = [self._block(self.layers[layer]) for layer in held]
@@ -104,9 +111,9 @@ class _Replay:
     def _block(self, layer: Layer) -> _Block:
         profile = profile_block(shape_of(self.given, self.model, layer), self.given.recompute, self.split)
         spread = self.layout.ep > 1 and "experts" in layer.mixers
-        experts = Sharded(experts_unit(self.model, self.layout)) if spread else None
-        whole = whole_experts(self.model, layer, self.layout)
-        return _Block(profile, Sharded(block_unit(self.model, layer, self.layout)), experts, whole)
+        experts = Sharded(freeze(experts_unit(self.model, self.layout), self.given.lora)) if spread else None
+        own = Sharded(block_unit(self.model, layer, self.layout, self.given.lora))
+        return _Block(profile, own, experts, freeze(whole_experts(self.model, layer, self.layout), self.given.lora))
 
     @property
     def message_bytes(self) -> float:
@@ -126,7 +133,7 @@ class _Replay:
         moments = 2 * MASTER_WIDTH if self.given.optimizer == "adamw" else 0.0
         tables = len(self.stages) * self.given.seq_len * self._angles_of_token_bytes()
         self.account.add("parameters", own * MASTER_WIDTH + tables)
-        self.account.add("optimizer", own * moments)
+        self.account.add("optimizer", sum(part.unit.trained.own for part in units) * moments)
         self.account.add("temporaries", 16.0 * self.shape.tokens * self.given.micro_batches)
         if self.layout.pp > 1:  # one that came early, and one that was sent
             self.account.add("temporaries", 2 * self.message_bytes)
@@ -135,7 +142,7 @@ class _Replay:
         """Where ranks of tp hold the same experts, each has a share of their gradients: all are copied, and then into
         one piece."""
         if self.layout.tp > 1 and self.layout.ep == 1:
-            shares = sum(block.whole_experts.own for stage in self.stages.values() for block in stage.blocks)
+            shares = sum(block.whole_experts.trained.own for stage in self.stages.values() for block in stage.blocks)
             self.account.touch(2 * shares * MASTER_WIDTH)
 
     # Actions
@@ -187,17 +194,20 @@ class _Replay:
     def _angles_bytes(self) -> float:
         return 2.0 * self.shape.seq_len * self._rotated_size() * self.width if self.shape.rotates else 0.0
 
+    @property
+    def _trains_head(self) -> bool:
+        return not self.given.lora.rank
+
     def _loss(self, stage: _Stage) -> None:
         """Kept: the gradients of the hidden states, and in fp32 of the head. A chunk's gradient lives into the next."""
         account, hidden, width = self.account, self.model.hidden_size, self.width
-        rows = self.model.vocab_size // self.layout.tp
-        tokens = self.shape.tokens
+        rows, tokens, trained = self.model.vocab_size // self.layout.tp, self.shape.tokens, self._trains_head
         chunk = min(tokens, max(64, CHUNK_BYTES // (4 * rows)))
         entered = (tokens + (self.shape.outside_tokens if self.layout.tp > 1 else 0.0)) * hidden * width
-        account.add("activations", tokens * hidden * width + rows * hidden * 4.0)
+        account.add("activations", tokens * hidden * width + trained * rows * hidden * 4.0)
         logits = chunk * rows
         narrow = width < 4.0
-        product = logits * (width if narrow else 4.0) + rows * hidden * width
+        product = logits * (width if narrow else 4.0) + trained * rows * hidden * width
         before = logits * width if tokens > chunk else 0.0
         account.touch(entered + max(before + logits * (17.0 + (width if narrow else 0.0)), product))
 
@@ -257,7 +267,8 @@ class _Replay:
 
     def _loss_backward(self, stage: _Stage) -> None:
         account, hidden, width = self.account, self.model.hidden_size, self.width
-        table, states = self.model.vocab_size // self.layout.tp * hidden, self.shape.tokens * hidden * width
+        table = self._trains_head * (self.model.vocab_size // self.layout.tp) * hidden
+        states = self.shape.tokens * hidden * width
         scaled = table * (4.0 + (width if width < 4.0 else 0.0))
         account.touch(states + scaled)
         account.add("activations", -table * 4.0)

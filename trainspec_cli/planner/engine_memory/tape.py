@@ -94,8 +94,9 @@ class Value:
 class Tape:
     """Records operations on values of `width` bytes an element."""
 
-    def __init__(self, width: float, *, fp8: bool = False):
-        self.width, self.meter, self.fp8 = width, Meter(), fp8
+    def __init__(self, width: float, *, fp8: bool = False, frozen: bool = False):
+        """`frozen`: parameters need no gradient, if not said."""
+        self.width, self.meter, self.fp8, self.frozen = width, Meter(), fp8, frozen
         self.is_saving = True
         """False: nothing is saved for a backward, as in a forward that will be done again."""
         self.kept: list[Storage] | None = None
@@ -116,8 +117,10 @@ class Tape:
         width = self.width if width is None else width
         return Value(Storage(self.meter, elements * width), elements, width)
 
-    def leaf(self, elements: float) -> Value:
+    def leaf(self, elements: float, *, frozen: bool | None = None) -> Value:
         """A parameter, or what comes in: its own memory is counted elsewhere."""
+        if self.frozen if frozen is None else frozen:
+            return Value(Storage(Meter(), 0.0), elements, self.width)
         node = Node(next(self._numbers), (), None)
         if self._inner_leaves is not None:
             self._inner_leaves.append(node)
@@ -202,6 +205,8 @@ class Tape:
     ) -> Value:
         """A new value from `inputs`, and in the backward a new gradient for each; `scratch` bytes are live besides
         while the forward and the backward run."""
+        if not any(value.node for value in inputs):
+            return self._result(elements, width, scratch[0], costly, stopped=self.saves >= self.saves_left)
         held = [value.storage for value in saved] if self.is_saving else []
         self.saves += len(saved) + saves_output
         stopped = self.saves > self.saves_left or (self.saves == self.saves_left and not saves_output)
@@ -239,13 +244,15 @@ class Tape:
             self.kept.append(Storage(self.meter, size))
 
     def _recorded(self, out: Value, inputs: Sequence[Value], backward: Backward) -> Value:
+        if not any(value.node for value in inputs):
+            return out
         node = Node(next(self._numbers), [value.node for value in inputs], backward)
         return Value(out.storage, out.elements, out.width, node)
 
     def linear(self, x: Value, weight: Value, elements: float) -> Value:
-        """Saves its input; the weight is FSDP2's."""
+        """Saves its input, for the gradient of the weight, which is FSDP2's; if that is frozen, the weight alone."""
         scratch = casts_to_fp8(x.elements, weight.elements, elements, self.width) if self.fp8 else (0.0, 0.0)
-        out = self.apply((x, weight), elements, saved=(x,), costly=True, scratch=scratch)
+        out = self.apply((x, weight), elements, saved=(x if weight.node else weight,), costly=True, scratch=scratch)
         if self.put_off is None or out.node is None:
             return out
         put_off, inner = self.put_off, x.elements
@@ -316,7 +323,8 @@ class Tape:
 
     def _view(self, x: Value, elements: float, backward: Backward, width: float | None = None) -> Value:
         width = x.width if width is None else width
-        return Value(x.storage, elements, width, Node(next(self._numbers), (x.node,), backward))
+        node = Node(next(self._numbers), (x.node,), backward) if x.node else None
+        return Value(x.storage, elements, width, node)
 
     def copy_in_backward(self, x: Value) -> Value:
         return self._recorded(x, (x,), lambda gradient: (self.new(gradient.elements, gradient.width),))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from trainspec_cli.planner.engine_memory.shape import Layer, TextModel
+from trainspec_cli.planner.workload.adapters import adapted_matrices
 from trainspec_cli.spec.layout import Layout
+from trainspec_cli.spec.lora import LoraSpec
 from trainspec_cli.spec.model import DecoderModel, HybridModel
 
 Matrix = tuple[int, int]
@@ -23,6 +25,13 @@ class Unit:
     """Rows are not the first dimension: what is exchanged is copied into their order."""
     early: float = 0.0
     """Elements whose gradients come with those of the inputs, where schedules put off those of linear layers."""
+    adapters: tuple[Matrix, ...] | None = None
+    """Those of `matrices` that alone are trained; None: all are."""
+
+    @cached_property
+    def trained(self) -> Unit:
+        """What has gradients and moments."""
+        return self if self.adapters is None else Unit(self.adapters, self.shards, self.reorders)
 
     @cached_property
     def own(self) -> float:
@@ -43,9 +52,19 @@ class Unit:
         return float(max((rows * row for rows, row in self.matrices), default=0))
 
 
-def block_unit(model: TextModel, layer: Layer, layout: Layout) -> Unit:
-    early = whole_experts(model, layer, layout).full
-    return Unit(tuple(block_matrices(model, layer, layout)), layout.dp_shard * layout.cp, early=early)
+def block_unit(model: TextModel, layer: Layer, layout: Layout, lora: LoraSpec) -> Unit:
+    early, shards = whole_experts(model, layer, layout).full, layout.dp_shard * layout.cp
+    matrices = tuple(block_matrices(model, layer, layout))
+    if not lora.rank or not isinstance(model, DecoderModel):
+        return Unit(matrices, shards, early=early)
+    sizes = adapted_matrices(model, "experts" in layer.mixers, lora, layout.tp)
+    adapters = tuple(half for rows, columns in sizes for half in ((lora.rank, columns), (rows, lora.rank)))
+    return Unit(matrices + adapters, shards, adapters=adapters)
+
+
+def freeze(unit: Unit, lora: LoraSpec) -> Unit:
+    """Where there are adapters, nothing else is trained."""
+    return replace(unit, adapters=()) if lora.rank else unit
 
 
 def block_matrices(model: TextModel, layer: Layer, layout: Layout) -> Iterator[Matrix]:

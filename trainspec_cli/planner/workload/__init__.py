@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from trainspec_cli.planner.workload import cnn, ssm, transformer
+from trainspec_cli.planner.workload.adapters import adapter_params, trained_share
+from trainspec_cli.spec.lora import LoraSpec
 from trainspec_cli.spec.model import ConvModel, HybridModel, ModelSpec
 
 
@@ -24,13 +26,21 @@ def count_active_params(model: ModelSpec) -> int:
     return transformer.count_active_params(model)
 
 
-def flops_per_token(model: ModelSpec, seq_len: int) -> float:
-    """Model FLOPs of forward and backward, a token (a sample, for images)."""
+WHOLE = LoraSpec()
+
+
+def flops_per_token(model: ModelSpec, seq_len: int, lora: LoraSpec = WHOLE) -> float:
+    """Model FLOPs of forward and backward, a token (a sample, for images). Weights that adapters freeze have no
+    gradients: 4 each instead of 6."""
     if isinstance(model, ConvModel):
         return cnn.flops_per_sample(model)
     if isinstance(model, HybridModel):
         return ssm.flops_per_token(model, seq_len)
-    return transformer.flops_per_token(model, seq_len)
+    whole = transformer.flops_per_token(model, seq_len)
+    if not lora.rank:
+        return whole
+    core = transformer.core_flops_per_token(model, seq_len)
+    return 4 / 6 * (whole - core) + 6 * adapter_params(model, lora) + core
 
 
 def attention_flops_per_token(model: ModelSpec, seq_len: int) -> float:
@@ -42,4 +52,4 @@ def attention_flops_per_token(model: ModelSpec, seq_len: int) -> float:
     return transformer.core_flops_per_token(model, seq_len)
 
 
-__all__ = ["attention_flops_per_token", "count_active_params", "count_params", "flops_per_token"]
+__all__ = ["attention_flops_per_token", "count_active_params", "count_params", "flops_per_token", "trained_share"]

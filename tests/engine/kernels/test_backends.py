@@ -1,0 +1,104 @@
+"""Every backend that this machine can run, forward and gradients, against fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine.kernels.shapes import CALLS, DEVICE, PARAMETERS
+
+from trainspec_cli.engine.kernel_loading import load_kernel
+from trainspec_cli.engine.kernel_trial import SUM_ERROR, call_error
+from trainspec_cli.engine.kernels.inputs import checked, make_inputs
+from trainspec_cli.engine.kernels.reference import REFERENCES
+from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
+from trainspec_cli.engine.optimizer_trial import update_error
+from trainspec_cli.spec.kernel_rules import explain
+from trainspec_cli.spec.kernels import KERNELS, TORCH
+from trainspec_cli.spec.optim import OptimSpec
+
+FP32_EPS = torch.finfo(torch.float32).eps
+ROUNDINGS = {"ssd_scan": 2}
+"""To the format, one after the other: the scan's states, and what they become."""
+EXPONENTS = {"ssd_scan": 256 * 0.1 * 16}
+"""As large they get (tokens of a block, step, decay), and exp() is wrong by so many of their roundings."""
+OPERATIONS = [(op, name) for op in CALLS for name in KERNELS[op]]
+
+
+def marked(op: str, name: str):
+    """The scan's loops take the compiler a minute."""
+    marks = [pytest.mark.slow] if (op, name) == ("ssd_scan", "compiled") else []
+    return pytest.param(op, name, marks=marks, id=f"{op}-{name}")
+
+
+def skip_where_it_cannot_run(op: str, name: str) -> None:
+    reason = explain(KERNELS[op][name], on_gpu=DEVICE.type == "cuda")
+    if reason:
+        pytest.skip(f"{op} {name}: {reason}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("op", "name"), [marked(*pair) for pair in OPERATIONS])
+def test_output_and_gradients_err_as_the_format_does(op: str, name: str, dtype: torch.dtype) -> None:
+    """Roundings to the format, and the error of sums, which all take in fp32, as the scan does its decays."""
+    skip_where_it_cannot_run(op, name)
+    kernel = load_kernel(op, name)
+    allowed = ROUNDINGS.get(op, 1) * torch.finfo(dtype).eps + SUM_ERROR + EXPONENTS.get(op, 0) * FP32_EPS
+    for call in CALLS[op]:
+        assert call_error(op, kernel, call, dtype, DEVICE, ChunkCrossEntropy()) <= allowed
+
+
+@pytest.mark.parametrize("name", KERNELS["adamw"])
+def test_updates_err_as_fp32_does(name: str) -> None:
+    skip_where_it_cannot_run("adamw", name)
+    optim = OptimSpec(lr=1e-2, weight_decay=0.1)
+    error = update_error(load_kernel("adamw", name), list(PARAMETERS), optim, DEVICE)
+    assert error <= torch.finfo(torch.float32).eps + SUM_ERROR
+
+
+@pytest.mark.parametrize("name", KERNELS["adamw"])
+def test_no_update_where_something_is_not_finite(name: str) -> None:
+    skip_where_it_cannot_run("adamw", name)
+    parameter = torch.nn.Parameter(torch.ones(8, 8, device=DEVICE), requires_grad=False)
+    optimizer = load_kernel("adamw", name)([{"params": [parameter], "weight_decay": 0.1}], 0.1, (0.9, 0.95), 1e-8)
+    moments = {"step": torch.zeros((), device=DEVICE)}
+    moments |= {moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[parameter] = moments
+    parameter.grad = torch.full_like(parameter, torch.inf)
+    optimizer.found_inf = torch.ones((), device=DEVICE)
+    optimizer.step()
+    assert torch.equal(parameter, torch.ones_like(parameter))
+    assert moments["step"] == 0
+
+
+def test_every_operation_of_the_table_is_tested() -> None:
+    assert {*CALLS, "adamw"} == set(KERNELS)
+    assert all(TORCH in backends for backends in KERNELS.values())
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_the_default_in_fp64_is_the_reference(op: str) -> None:
+    """Neither is written after the other; the loss is summed in fp32 by all."""
+    if op == "linear_cross_entropy":
+        pytest.skip("the default sums in fp32 whatever the format: held against the reference in fp32 above")
+    for call in CALLS[op]:
+        assert call_error(op, load_kernel(op, TORCH), call, torch.float64, torch.device("cpu")) < 1e-12
+
+
+def test_what_is_checked_is_one_sample_of_not_too_many_tokens() -> None:
+    heads = ((8, 4, 4096, 64), (8, 2, 4096, 64), (8, 2, 4096, 64))
+    one = ((1, 4, 1024, 64), (1, 2, 1024, 64), (1, 2, 1024, 64))
+    assert checked("attention", (*heads, None, 0.125)) == (*one, None, 0.125)
+    assert checked("attention", (*heads, (8, 1, 4096, 4096), 0.125)) == (*one, (1, 1, 1024, 1024), 0.125)
+    assert checked("rms_norm", ((8, 4096, 64), (64,), 1e-5)) == ((1, 1024, 64), (64,), 1e-5)
+    logits = ((32768, 64), (512, 64), (32768,), None)
+    assert checked("linear_cross_entropy", logits) == ((1024, 64), (512, 64), (1024,), None)
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_inputs_are_the_same_each_time_and_finite(op: str) -> None:
+    for call in CALLS[op]:
+        first, second = (make_inputs(op, call, torch.float32, torch.device("cpu")) for _ in range(2))
+        for one, other in zip(first.arguments, second.arguments, strict=True):
+            if isinstance(one, torch.Tensor):
+                assert torch.equal(one, other)
+        assert REFERENCES[op](*first.to(torch.float64).arguments).isfinite().all()

@@ -1,0 +1,24 @@
+"""A job of a partition that goes first takes the nodes: the run saves, is requeued, and goes on when they are free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lab.cluster import Cluster
+
+STEPS = 120
+
+
+@pytest.mark.slow
+def test_a_preempted_run_saves_is_requeued_and_loses_no_sample(slurm: Cluster, sbatch, watch, tmp_path: Path) -> None:
+    """Only at its end would it save by itself: what it goes on from was saved in the grace time."""
+    run = tmp_path / "runs/preempted"
+    job = sbatch("run.dir=runs/preempted", f"train.max_steps={STEPS}")
+    watch.wait_for_step(run, 15)
+    urgent = slurm.run("sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap", "sleep 1")
+    assert slurm.wait(urgent)["JobState"] == "COMPLETED"
+    ended = slurm.wait(job)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), watch.log(run)
+    assert watch.steps(run) == list(range(1, STEPS + 1)), "no step twice, none left out"
+    assert "requeued: it was preempted" in watch.log(run)

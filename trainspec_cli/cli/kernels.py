@@ -1,0 +1,38 @@
+"""`trainspec kernels`: which kernels are fastest here, at a recipe's own shapes."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from trainspec_cli.cli.options import AsJson, RecipeArguments
+
+app = typer.Typer(add_completion=False)
+
+Again = Annotated[bool, typer.Option("--again", help="Measure although it was done before.")]
+
+
+@app.command()
+def kernels(arguments: RecipeArguments, again: Again = False, as_json: AsJson = False) -> None:
+    """Measure every kernel that runs here, against fp64 and against torch's default, at the recipe's own shapes.
+
+    It is what kernels=auto goes by, and measured once.
+    """
+    from trainspec_cli.cli.load import detect_machine, load, plan_on
+    from trainspec_cli.cli.settle_kernels import measure
+    from trainspec_cli.cli.train import make_console
+    from trainspec_cli.launch.signals import interrupt, on_stop_signal
+    from trainspec_cli.report.kernels_text import render_table
+    from trainspec_cli.spec.canonical import to_plain
+
+    with on_stop_signal(interrupt):
+        loaded, console = load(arguments), make_console(as_json=as_json)
+        machine = detect_machine(loaded.spec)
+        assert machine is not None, "a recipe without problems says what device it wants"
+        table = measure(plan_on(loaded, machine), machine, console, again=again)
+    if as_json:
+        typer.echo(json.dumps(to_plain(table), indent=2))
+    else:
+        console.print(render_table(table))

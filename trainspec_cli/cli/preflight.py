@@ -1,0 +1,58 @@
+"""Before the workers start: the doctor's short form, on this host alone or on every host of a job."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from trainspec_cli.doctor.judge import refuse_unfit
+from trainspec_cli.doctor.preflight import Needs, preflight
+from trainspec_cli.launch.nodes.executor import Examination
+from trainspec_cli.planner.forecast import checkpoint_bytes
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.plan import Plan
+
+
+def examine_here(plan: Plan, folder: Path, console: Console) -> None:
+    """On a run's only host; says what to look at. Raises MachineError where the host is not fit."""
+    if plan.spec.run.preflight:
+        for check in preflight(folder, _needs(plan, written=len(RunDir(folder).checkpoint_steps()))):
+            _warn(console, check.name, check.found, check.advice)
+
+
+def examine_all(plan: Plan, run: RunDir, console: Console) -> Examination | None:
+    """On each of several hosts, which are measured and compared; None where the recipe wants none of it."""
+    if not plan.spec.run.preflight:
+        return None
+    command = (sys.executable, "-m", "trainspec_cli.doctor.host", str(run.root), plan.device, plan.compute)
+
+    def judge(reports: Sequence[dict[str, Any]]) -> None:
+        refuse_unfit(reports)
+        for report in reports:
+            for check in report["checks"]:
+                if check["status"] == "warn":
+                    _warn(console, f"{report['host']}: {check['name']}", check["found"], check["advice"])
+
+    return Examination(command, judge)
+
+
+def _needs(plan: Plan, written: int) -> Needs:
+    """`written`: checkpoints that lie in the run's folder."""
+    needed = plan.prediction.needed_bytes if plan.prediction else 0.0
+    on_gpus = plan.device == "cuda"
+    return Needs(
+        processes=plan.world_size,
+        memory_bytes=0.0 if on_gpus else needed * plan.devices_per_node,
+        gpu_memory_bytes=needed if on_gpus else 0.0,
+        uses_gpus=on_gpus,
+        checkpoint_bytes=checkpoint_bytes(plan.spec, plan.params),
+        checkpoints=max(1, plan.spec.checkpoint.keep_last + 1 - written),
+    )
+
+
+def _warn(console: Console, name: str, found: str, advice: str) -> None:
+    console.print(f"{name}: {found}; {advice}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,72 @@
+"""AdamW (arXiv:1711.05101) one parameter at a time, many at a time, or by torchao. As `optim.adamw.fused`.
+
+The state is the same in all: `step`, `exp_avg`, `exp_avg_sq` of each parameter, so that a run may go on with another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class GuardedAdamW(torch.optim.AdamW):
+    """Takes `grad_scale` and `found_inf` as torch's fused kernel does; the host waits to read whether to update."""
+
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        self.found_inf = self.grad_scale = None  # torch's own step refuses them
+        if found_inf is not None and found_inf.item():
+            return
+        if grad_scale is not None:
+            torch._foreach_div_([p.grad for group in self.param_groups for p in group["params"]], grad_scale)
+        self.update()
+
+    def update(self) -> None:
+        super().step()
+
+
+class TorchaoAdamW(GuardedAdamW):
+    """torchao's arithmetic (BSD-3), which it compiles for each shape of a parameter."""
+
+    def update(self) -> None:
+        with torch._dynamo.utils.disable_cache_limit():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self._update_one(parameter, group)
+
+    def _update_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        state["step"] += 1
+        rates = torch.tensor(group["lr"], dtype=torch.float32), *group["betas"], group["weight_decay"], group["eps"]
+        moments = state["step"], state["exp_avg"], state["exp_avg_sq"], None
+        _torchao_update()(parameter.detach(), parameter.grad, *moments, *rates, True, False)
+
+
+@cache
+def _torchao_update() -> Any:
+    from torchao.optim.adam import single_param_adam
+
+    return torch.compile(single_param_adam, fullgraph=True, dynamic=False)
+
+
+Groups = Sequence[dict[str, Any]]
+
+
+def foreach(groups: Groups, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
+    return GuardedAdamW(groups, lr=lr, betas=betas, eps=eps, foreach=True)
+
+
+def for_loop(groups: Groups, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
+    return GuardedAdamW(groups, lr=lr, betas=betas, eps=eps, foreach=False)
+
+
+def torchao(groups: Groups, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
+    return TorchaoAdamW(groups, lr=lr, betas=betas, eps=eps, foreach=False)

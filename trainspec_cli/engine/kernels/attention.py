@@ -1,0 +1,70 @@
+"""Attention by one kernel of torch's at a time: by default torch chooses among them by itself.
+
+Shapes: B samples, H heads, K key-value heads, S queries, T keys, E head size. As in `models.attention.attention`, all
+are causal where there is no mask.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+def _by(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """(B, H, S, E). Raises RuntimeError where the kernel does not take these inputs."""
+    with sdpa_kernel(kernel):
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+
+flash = partial(_by, SDPBackend.FLASH_ATTENTION)
+"""arXiv:2307.08691."""
+math = partial(_by, SDPBackend.MATH)
+"""Holds all scores (B, H, S, T)."""
+efficient = partial(_by, SDPBackend.EFFICIENT_ATTENTION)
+"""arXiv:2112.05682."""
+cudnn = partial(_by, SDPBackend.CUDNN_ATTENTION)
+
+
+def expanded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Keys and values copied for each head, so that no kernel has to know of groups."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Compiled for its mask (arXiv:2412.05496); blocks that no query meets are passed over."""
+    seen = _causal_blocks(q.shape[2], k.shape[2], q.device) if mask is None else _mask_blocks(mask, q, k)
+    return _flex_attention()(q, k, v, block_mask=seen, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+@cache
+def _flex_attention() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@cache
+def _causal_blocks(queries: int, keys: int, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(lambda _b, _h, row, column: row >= column, None, None, queries, keys, device=str(device))
+
+
+def _mask_blocks(mask: Tensor, q: Tensor, k: Tensor) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    batch, queries, keys = len(q), q.shape[2], k.shape[2]
+    seen = mask.expand(batch, 1, queries, keys)
+
+    def meets(sample: Tensor, _head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return seen[sample, 0, row, column]
+
+    return create_block_mask(meets, batch, None, queries, keys, device=str(q.device))

@@ -1,0 +1,178 @@
+"""Inputs of an operation at given shapes: random numbers like those of a run.
+
+Shapes: as in the kernels' own modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainspec_cli.engine.batch import IGNORED_TARGET
+
+Shape = tuple[int, ...]
+Call = tuple[Shape | float | None, ...]
+"""An operation's arguments: of tensors the shape, of numbers the value, of anything else None."""
+
+CHECKED_TOKENS = 1024
+"""Of one sample: what is held against fp64, where all scores and logits are whole."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    arguments: tuple[Any, ...]
+    leaves: tuple[int, ...]
+    """Those that gradients are wanted of."""
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """The same numbers in another format."""
+        return Inputs(tuple(_convert(argument, dtype) for argument in self.arguments), self.leaves)
+
+    def with_gradients(self) -> Inputs:
+        for index in self.leaves:
+            self.arguments[index].requires_grad_()
+        return self
+
+
+def _convert(argument: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(argument, Tensor):
+        return argument
+    return argument.detach().to(dtype) if argument.is_floating_point() else argument
+
+
+def make_inputs(op: str, call: Call, dtype: torch.dtype, device: torch.device, chunk: Any = None) -> Inputs:
+    """`chunk` is what the linear cross-entropy takes for one chunk's loss."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(shape: Any, std: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator, device=device) * std).to(dtype)
+
+    def uniform(shape: Any, low: float, high: float) -> Tensor:
+        return torch.rand(shape, generator=generator, device=device) * (high - low) + low
+
+    return MAKERS[op](call, normal, uniform, device, chunk)
+
+
+def describe_call(call: Call) -> str:
+    """`(8, 6, 512, 64) (8, 6, 512, 64) ...`"""
+    return " ".join(str(argument) for argument in call if isinstance(argument, tuple))
+
+
+# One function an operation
+
+
+def _attention(call: Call, normal: Any, _uniform: Any, device: torch.device, _chunk: Any) -> Inputs:
+    """Heads lie beside one another in memory, as projections leave them."""
+    q, k, v = (normal(_swap(shape)).transpose(1, 2) for shape in call[:3])
+    mask = None
+    if isinstance(call[3], tuple):
+        row, column = (torch.arange(size, device=device) for size in call[3][-2:])
+        mask = (column <= row[:, None] + call[3][-1] - call[3][-2]).expand(call[3])
+    return Inputs((q, k, v, mask, call[4]), (0, 1, 2))
+
+
+def _swap(shape: Any) -> Shape:
+    batch, heads, tokens, size = shape
+    return batch, tokens, heads, size
+
+
+def _rms_norm(call: Call, normal: Any, _uniform: Any, _device: torch.device, _chunk: Any) -> Inputs:
+    return Inputs((normal(call[0]), normal(call[1]), call[2]), (0, 1))
+
+
+def _swiglu(call: Call, normal: Any, _uniform: Any, _device: torch.device, _chunk: Any) -> Inputs:
+    return Inputs((normal(call[0]), normal(call[1])), (0, 1))
+
+
+def _rope(call: Call, normal: Any, uniform: Any, _device: torch.device, _chunk: Any) -> Inputs:
+    tokens, size = call[1]  # type: ignore[misc]
+    x = normal(call[0])
+    angles = uniform((tokens, size // 2), 0.0, 6.28).repeat(1, 2)
+    return Inputs((x, angles.cos().to(x.dtype), angles.sin().to(x.dtype)), (0,))
+
+
+def _linear_cross_entropy(call: Call, normal: Any, uniform: Any, _device: torch.device, chunk: Any) -> Inputs:
+    """One target in sixteen is ignored."""
+    vocabulary, size = call[1]  # type: ignore[misc]
+    targets = uniform(call[2], 0, vocabulary).long().clamp_max(vocabulary - 1)
+    targets[::16] = IGNORED_TARGET
+    return Inputs((normal(call[0]), normal(call[1], size**-0.5), targets, chunk), (0, 1))
+
+
+def _grouped_matmul(call: Call, normal: Any, _uniform: Any, device: torch.device, _chunk: Any) -> Inputs:
+    """Experts are evenly visited, but for what is left over."""
+    rows, experts = call[0][0], call[1][0]  # type: ignore[index]
+    counts = torch.full((experts,), rows // experts, dtype=torch.int64, device=device)
+    counts[: rows % experts] += 1
+    return Inputs((normal(call[0]), normal(call[1], call[1][1] ** -0.5), counts), (0, 1))  # type: ignore[index]
+
+
+def _ssd_scan(call: Call, normal: Any, uniform: Any, _device: torch.device, _chunk: Any) -> Inputs:
+    """Steps and decays as first values are (`models.mamba2`), in fp32 at least."""
+    x, b, c = (normal(call[index]) for index in (0, 3, 4))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    dt, a = uniform(call[1], 0.001, 0.1).to(wide), -uniform(call[2], 1.0, 16.0).to(wide)
+    return Inputs((x, dt, a, b, c), (0, 1, 2, 3, 4))
+
+
+MAKERS: dict[str, Callable[..., Inputs]] = {
+    "attention": _attention,
+    "rms_norm": _rms_norm,
+    "swiglu": _swiglu,
+    "rope": _rope,
+    "linear_cross_entropy": _linear_cross_entropy,
+    "grouped_matmul": _grouped_matmul,
+    "ssd_scan": _ssd_scan,
+}
+
+
+# What is checked against fp64
+
+
+def checked(op: str, call: Call) -> Call:
+    """One sample of at most `CHECKED_TOKENS`, everything else as it is."""
+    return CHECKED[op](call)
+
+
+def _clip(shape: Any, *dims: int) -> Any:
+    """At most `CHECKED_TOKENS` along `dims`."""
+    if not isinstance(shape, tuple):
+        return shape
+    return tuple(min(size, CHECKED_TOKENS) if dim in dims else size for dim, size in enumerate(shape))
+
+
+def _one(shape: Any) -> Any:
+    """Of (samples, ...) one sample."""
+    return (1, *shape[1:]) if isinstance(shape, tuple) and len(shape) > 2 else shape
+
+
+def _check_attention(call: Call) -> Call:
+    *heads, mask, scale = call
+    q, k, v = (_one(_clip(shape, 2)) for shape in heads)
+    return q, k, v, _one(_clip(mask, 2, 3) if isinstance(mask, tuple) and len(mask) > 2 else _clip(mask, 0, 1)), scale
+
+
+def _check_samples(call: Call) -> Call:
+    """(samples, tokens, ...)"""
+    return tuple(_one(_clip(shape, 1)) if isinstance(shape, tuple) and len(shape) > 2 else shape for shape in call)
+
+
+def _check_rows(call: Call) -> Call:
+    """(rows, ...): the inputs, their matrix, what belongs to each row."""
+    x, weight, others, *rest = call
+    return _clip(x, 0), weight, _clip(others, 0), *rest
+
+
+CHECKED: dict[str, Callable[[Call], Call]] = {
+    "attention": _check_attention,
+    "rms_norm": _check_samples,
+    "swiglu": _check_samples,
+    "rope": _check_samples,
+    "linear_cross_entropy": _check_rows,
+    "grouped_matmul": _check_rows,
+    "ssd_scan": _check_samples,
+}

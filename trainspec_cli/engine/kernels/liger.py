@@ -1,0 +1,47 @@
+"""Liger Kernel's fused operations (extra `kernels`, arXiv:2410.10989, BSD-2): Triton, CUDA alone.
+
+Shapes: B samples, S tokens a sample, H heads, E head size, T tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainspec_cli.engine.batch import IGNORED_TARGET
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float | None) -> Tensor:
+    """The gradient is not written over dy, which the residual stream needs too."""
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    return LigerRMSNormFunction.apply(x, weight_D, eps, 0.0, "llama", False)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    return LigerSiLUMulFunction.apply(gate, up)
+
+
+def rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
+    """Liger turns queries and keys in one kernel and in their own memory: a copy is turned, beside keys of one head
+    that nobody reads."""
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    seq_len = x_BSHE.shape[1]
+    x_BHSE = x_BSHE.clone().transpose(1, 2)
+    keys = torch.empty_like(x_BHSE[:, :1])
+    turned, _ = LigerRopeFunction.apply(x_BHSE, keys, cos_SE[:seq_len], sin_SE[:seq_len])
+    return turned.transpose(1, 2)
+
+
+def linear_cross_entropy(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, _chunk: object = None) -> Tensor:
+    """The summed loss, fp32; the head's gradient is summed in fp32."""
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    loss = liger_fused_linear_cross_entropy(
+        x_TD, weight_VD, targets_T, ignore_index=IGNORED_TARGET, reduction="sum", accum_dtype=torch.float32
+    )
+    return loss.float()

@@ -1,0 +1,21 @@
+"""Root-mean-square normalisation (arXiv:1910.07467).
+
+Shapes: D the normalised size.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float | None) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + eps), along the last dimension of x (..., D)."""
+    return F.rms_norm(x, weight_D.shape, weight_D, eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    rms_norm = staticmethod(rms_norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rms_norm(x, self.weight, self.eps)

@@ -1,0 +1,55 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) of a decoder: which matrices have one, and how many weights that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainspec_cli.planner.workload.transformer import count_params
+from trainspec_cli.spec.lora import LoraSpec
+from trainspec_cli.spec.model import DecoderModel, ModelSpec
+
+
+def adapted_matrices(
+    model: DecoderModel, is_expert_layer: bool, lora: LoraSpec, tp: int = 1
+) -> Iterator[tuple[int, int]]:
+    """(outputs, inputs) of a rank's part of each matrix of a layer that has an adapter; routed experts have none."""
+    if not lora.rank:
+        return
+    widths = _attention(model, tp) | _feed_forward(model, is_expert_layer, tp)
+    yield from (widths[target] for target in lora.targets if target in widths)
+
+
+def _attention(model: DecoderModel, tp: int) -> dict[str, tuple[int, int]]:
+    hidden, heads = model.hidden_size, model.num_heads // tp
+    if model.mla:
+        size = model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim
+        queries = heads * size, model.mla.q_lora_rank or hidden
+        return {"q": queries, "out": (hidden, heads * model.mla.v_head_dim)}
+    query, key = heads * model.head_dim, model.num_kv_heads * model.head_dim // tp
+    return {"q": (query, hidden), "k": (key, hidden), "v": (key, hidden), "out": (hidden, query)}
+
+
+def _feed_forward(model: DecoderModel, is_expert_layer: bool, tp: int) -> dict[str, tuple[int, int]]:
+    """The shared experts' where there are routed ones."""
+    width = model.ffn_size
+    if is_expert_layer:
+        assert model.experts is not None
+        width = model.experts.shared_experts * (model.experts.shared_expert_ffn_size or model.experts.expert_ffn_size)
+    if not width:
+        return {}
+    up, down = (width // tp, model.hidden_size), (model.hidden_size, width // tp)
+    return {"up": up, "down": down} | ({"gate": up} if model.gated_mlp else {})
+
+
+def adapter_params(model: ModelSpec, lora: LoraSpec) -> int:
+    if not lora.rank or not isinstance(model, DecoderModel):
+        return 0
+    layers = (model.is_expert_layer(layer) for layer in range(model.num_layers))
+    return lora.rank * sum(sum(sum(sizes) for sizes in adapted_matrices(model, experts, lora)) for experts in layers)
+
+
+def trained_share(model: ModelSpec, lora: LoraSpec) -> float:
+    """Part of the parameters that have gradients."""
+    if not lora.rank or not isinstance(model, DecoderModel):
+        return 1.0
+    return adapter_params(model, lora) / count_params(model)

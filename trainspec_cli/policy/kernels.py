@@ -1,0 +1,60 @@
+"""Which backend of an operation is chosen: right, and clearly faster than torch's default."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median, quantiles
+
+from trainspec_cli.spec.kernels import TORCH, KernelFigure, KernelTrial, KernelTrials
+
+MARGIN = 0.03
+"""By so much a backend must be faster: less is the measurement's own unrest."""
+
+
+def judge(ranks: Sequence[KernelTrials]) -> dict[str, dict[str, KernelFigure]]:
+    """The processes' trials -> by operation and backend what came of each. Processes need not use the same operations
+    (stages of a pipeline): those that do decide."""
+    ops = dict.fromkeys(op for rank in ranks for op in rank.trials)
+    return {op: judge_operation([rank.trials[op] for rank in ranks if op in rank.trials]) for op in ops}
+
+
+def judge_operation(ranks: Sequence[dict[str, KernelTrial]]) -> dict[str, KernelFigure]:
+    figures = {backend: _judge(backend, [rank[backend] for rank in ranks]) for backend in ranks[0]}
+    faster = {
+        backend: figure.ratio for backend, figure in figures.items() if figure.verdict == "chosen" and figure.ratio
+    }
+    best = min(faster, key=lambda backend: faster[backend], default=TORCH)
+    return {backend: _unless_beaten(figure, backend, best) for backend, figure in figures.items()}
+
+
+def _unless_beaten(figure: KernelFigure, backend: str, best: str) -> KernelFigure:
+    if figure.verdict != "chosen" or backend == best:
+        return figure
+    return KernelFigure(
+        "not faster", f"than {best}", figure.ratio, figure.quartiles, figure.error, figure.allowed_error
+    )
+
+
+def _judge(backend: str, trials: Sequence[KernelTrial]) -> KernelFigure:
+    for trial in trials:
+        if trial.untried:
+            return KernelFigure("not tried", trial.untried)
+        if trial.failure:
+            return KernelFigure("failed", trial.failure)
+    error = max(trial.error or 0.0 for trial in trials)
+    allowed = min(trial.allowed_error or 0.0 for trial in trials)
+    if not error <= allowed:  # also where it is no number
+        reason = f"it errs by {error:.2g} against fp64, and {allowed:.2g} is the format's own"
+        return KernelFigure("wrong", reason, error=_finite(error), allowed_error=allowed)
+    ratios = [ratio for trial in trials for ratio in trial.ratios]
+    ratio, spread = median(ratios), quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    quartiles = (spread[0], spread[2])
+    if backend == TORCH:
+        return KernelFigure("default", "", ratio, quartiles, error, allowed)
+    if ratio > 1 - MARGIN or quartiles[1] >= 1:
+        return KernelFigure("not faster", "than torch's default", ratio, quartiles, error, allowed)
+    return KernelFigure("chosen", "", ratio, quartiles, error, allowed)
+
+
+def _finite(error: float) -> float | None:
+    return error if error < float("inf") else None
