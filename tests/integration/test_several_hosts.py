@@ -159,6 +159,16 @@ def test_a_run_ends_well_without_a_host_that_died(start_hosts, kill_everything, 
 
 
 @pytest.mark.slow
+def test_two_groups_on_each_of_two_hosts(start_hosts, tmp_path):
+    """One dies and its neighbour on the same host lives on."""
+    run = RunDir(tmp_path / "run")
+    given = ("cluster.devices_per_node=2", "resilience.replica_groups=4", f"fault=kill(group=1,step=5); {SLOW}")
+    stop_after_join(run, start_hosts("launch", *ELASTIC, ENDLESS, *given))
+    check_nothing_was_lost(run)
+    assert changes(run) == [("left", 1), ("joined", 1)]
+
+
+@pytest.mark.slow
 def test_groups_of_two_hosts_that_share_a_model(start_hosts, tmp_path):
     """A worker on the last of four hosts dies, and its whole group with it."""
     run = RunDir(tmp_path / "run")
