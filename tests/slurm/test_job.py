@@ -37,6 +37,19 @@ def test_a_warned_job_is_requeued_and_loses_no_sample(slurm: Cluster, sbatch, wa
     assert "start 2 goes on" in watch.log(run)
 
 
+@pytest.mark.slow
+def test_a_warned_job_of_replica_groups_is_requeued_and_loses_no_sample(
+    slurm: Cluster, sbatch, watch, tmp_path: Path
+) -> None:
+    run = tmp_path / "runs/groups"
+    job = sbatch("run.dir=runs/groups", *LONG, "resilience=elastic", "resilience.replica_groups=2")
+    watch.wait_for_step(run, 15)
+    slurm.run("scancel", "--batch", "--signal=USR2", job)
+    ended = slurm.wait(job, timeout_s=240)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), watch.log(run)
+    assert watch.steps(run) == list(range(1, 121)), "no step twice, none left out"
+
+
 def test_a_failing_worker_ends_the_job_with_the_runs_code(
     slurm: Cluster, sbatch, watch, tmp_path: Path, read_result
 ) -> None:
