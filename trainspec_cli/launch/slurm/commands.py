@@ -10,6 +10,7 @@ from pathlib import Path
 from trainspec_cli.errors import MachineError, Problem
 
 TIMEOUT_S = 30.0
+NONE = "(null)"
 ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 
 
@@ -38,13 +39,10 @@ def pending() -> frozenset[str]:
     return frozenset(said.split())
 
 
-def is_preempted(job_id: str) -> bool:
-    """Whether a job that goes first has made Slurm tell this one to end; False where Slurm cannot be asked."""
-    try:
-        found = re.search(r"\bPreemptTime=(\S+)", _run(["scontrol", "show", "job", job_id], hint=""))
-    except MachineError:
-        return False
-    return found is not None and found[1] not in ("None", "Unknown")
+def show(job_id: str) -> dict[str, str]:
+    """What Slurm knows of a job: `Restarts`, `PreemptTime`, `ExcNodeList` and more. Raises MachineError."""
+    words = _run(["scontrol", "show", "job", job_id, "--oneliner"], hint="").split()
+    return dict(word.split("=", 1) for word in words if "=" in word)
 
 
 def requeue(job_id: str) -> None:
@@ -54,8 +52,8 @@ def requeue(job_id: str) -> None:
 
 def exclude(job_id: str, hosts: Sequence[str]) -> None:
     """The job, which waits to be started, stays away from `hosts` too. Raises MachineError."""
-    found = re.search(r"ExcNodeList=(\S+)", _run(["scontrol", "show", "job", job_id], hint=""))
-    before = [] if found is None or found[1] == "(null)" else [found[1]]
+    known = show(job_id).get("ExcNodeList", NONE)
+    before = [] if known == NONE else [known]
     _run(["scontrol", "update", f"job={job_id}", f"ExcNodeList={','.join([*before, *hosts])}"], hint="")
 
 
