@@ -37,7 +37,7 @@ from trainspec_cli.spec.model import DecoderModel
 from trainspec_cli.spec.optim import OptimSpec
 from trainspec_cli.spec.run import RunSpec, TrainSection
 
-STEPS, FORWARD_S = 16, 0.02
+STEPS, FORWARD_S = 16, 0.05
 SPEC = RunSpec(
     model=DecoderModel(2, 32, 2, 1, 16, 48, 50),
     data=DataSpec(seq_len=16, source="python_stdlib"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,8 @@ from trainspec_cli.spec import kernel_rules, kernels
 from trainspec_cli.spec.cluster import Machine
 from trainspec_cli.spec.kernel_rules import why_untried
 from trainspec_cli.spec.kernels import KERNELS, TORCH, KernelSpec
+from trainspec_cli.spec.layout import Layout
+from trainspec_cli.spec.plan import Plan
 from trainspec_cli.spec.rules import check, check_machine
 from trainspec_cli.spec.run import RunSpec
 from trainspec_cli.spec.structure import structure
@@ -93,18 +96,31 @@ def test_an_older_torch(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "it needs torch 2.13" in told
 
 
+def test_nothing_is_fused_under_the_eyes_of_selective_recomputation(make_spec: Make) -> None:
+    changes = {"kernels.rope": "compiled", "recompute": "selective"}
+    (told,) = problems(make_spec(changes))
+    assert "type kernels.rope=torch, recompute=full or compile=true" in told
+    assert problems(make_spec({**changes, "recompute": "full"})) == []
+    assert problems(make_spec({**changes, "kernels.rope": "halves"})) == []
+
+
+def planned(spec: RunSpec) -> Plan:
+    return Plan(spec, Layout(), "cpu", 1, 1, "fp32", 8, 1, "none", "none", 0, 0.0)
+
+
 @pytest.mark.parametrize(
-    ("op", "name", "changes", "words"),
+    ("op", "name", "changes", "values", "words"),
     [
-        ("attention", "math", {}, "more memory than the plan counts; kernels.attention=math uses it"),
-        ("rope", "liger", {}, "CUDA alone"),
-        ("rope", "compiled", {"compile": True}, "blocks are compiled as they are"),
-        ("linear_cross_entropy", "native", {"layout.tp": 2}, "layout.tp cuts the vocabulary"),
+        ("attention", "math", {}, {}, "more memory than the plan counts; kernels.attention=math uses it"),
+        ("rope", "liger", {}, {}, "CUDA alone"),
+        ("rope", "compiled", {"compile": True}, {}, "blocks are compiled as they are"),
+        ("rope", "compiled", {}, {"recompute": "selective"}, "recompute=selective follows single operations"),
+        ("linear_cross_entropy", "native", {}, {"layout": Layout(tp=2)}, "layout.tp cuts the vocabulary"),
     ],
 )
-def test_what_auto_does_not_consider(op: str, name: str, changes, words: str, make_spec: Make) -> None:
-    assert words in why_untried(make_spec(changes), op, name, on_gpu=False)
+def test_what_auto_does_not_consider(op: str, name: str, changes, values, words: str, make_spec: Make) -> None:
+    assert words in why_untried(replace(planned(make_spec(changes)), **values), op, name)
 
 
 def test_what_auto_considers(make_spec: Make) -> None:
-    assert why_untried(make_spec({}), "rope", "halves", on_gpu=False) == ""
+    assert why_untried(planned(make_spec({})), "rope", "halves") == ""

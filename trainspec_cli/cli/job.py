@@ -85,15 +85,15 @@ def _requeue(run: RunDir, job_id: str, again: Requeue, console: Console) -> None
         print(error, file=sys.stderr)
         return
     if again.avoid:
-        _avoid(job_id, again.avoid)
+        _avoid(job_id, again.avoid, read_plan(run).spec.cluster.slurm.exclude)
 
 
-def _avoid(job_id: str, hosts: Sequence[str]) -> None:
+def _avoid(job_id: str, hosts: Sequence[str], always: str | None) -> None:
     """Only a job that waits can be told to stay away from a host, so this is done in the grace time before the end."""
     deadline = time.monotonic() + AVOID_S
     while True:
         try:
-            return slurm.exclude(job_id, hosts)
+            return slurm.exclude(job_id, hosts, always)
         except MachineError as error:
             if time.monotonic() > deadline:
                 print(f"{error}; the job may be started on {', '.join(hosts)} again", file=sys.stderr)

@@ -59,8 +59,7 @@ def workloads_of(plan: Plan, calls: Calls, device: torch.device) -> dict[str, Wo
 
 
 def try_backends(plan: Plan, op: str, workload: Workload) -> dict[str, KernelTrial]:
-    on_gpu = workload.device.type == "cuda"
-    untried = {name: why_untried(plan.spec, op, name, on_gpu=on_gpu) for name in KERNELS[op] if name != TORCH}
+    untried = {name: why_untried(plan, op, name) for name in KERNELS[op] if name != TORCH}
     kernels = {name: _kernel(plan, op, name) for name in KERNELS[op] if not untried.get(name)}
     return try_kernels(kernels, workload) | {
         name: KernelTrial(untried=reason) for name, reason in untried.items() if reason

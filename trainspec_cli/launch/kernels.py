@@ -30,7 +30,7 @@ def table_path(plan: Plan, machine: Machine) -> Path:
     spec = to_plain(plan.spec)
     shapes: dict[str, Any] = {key: spec[key] for key in ("model", "lora", "compile", "precision", "optim")}
     plain = to_plain(plan)
-    shapes |= {key: plain[key] for key in ("layout", "micro_batch_size", "device", "offload")}
+    shapes |= {key: plain[key] for key in ("layout", "micro_batch_size", "device", "offload", "recompute")}
     shapes |= {"seq_len": plan.spec.data.seq_len, "documents": plan.spec.data.masks_documents}
     return figures_path("kernels", plan, machine, {"shapes": shapes, "libraries": library_versions()})
 

@@ -13,6 +13,7 @@ from trainspec_cli.spec.cluster import Machine
 from trainspec_cli.spec.kernels import IN_BLOCKS, KERNELS, TORCH, Backend
 from trainspec_cli.spec.layout_rules import size_of
 from trainspec_cli.spec.model import ConvModel, DecoderModel, HybridModel
+from trainspec_cli.spec.plan import Plan
 from trainspec_cli.spec.run import RunSpec
 
 
@@ -57,7 +58,18 @@ def whole_vocabulary(spec: RunSpec) -> Iterator[Problem]:
             yield Problem("unsupported", message, f"kernels.{op}", f"type kernels.{op}={TORCH}, or layout.tp=1")
 
 
-KERNEL_RULES = (known_backends, used_operations, whole_vocabulary)
+def seen_by_recompute(spec: RunSpec) -> Iterator[Problem]:
+    """Selective recomputation of eager blocks watches each operation, and under its eyes nothing is fused."""
+    if spec.recompute != "selective" or spec.compile:
+        return
+    for op, name in _named(spec):
+        if op in IN_BLOCKS and KERNELS[op][name].needs_compiler:
+            message = f"`kernels.{op}` is {name}, and recompute=selective follows single operations, which it fuses"
+            hint = f"type kernels.{op}={TORCH}, recompute=full or compile=true"
+            yield Problem("unsupported", message, f"kernels.{op}", hint)
+
+
+KERNEL_RULES = (known_backends, used_operations, whole_vocabulary, seen_by_recompute)
 
 
 def check_kernels(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
@@ -95,15 +107,17 @@ def explain(backend: Backend, *, on_gpu: bool) -> str:
     return words.get(lack, f"the package {lack} is not installed (pip install 'trainspec[{backend.extra}]')")
 
 
-def why_untried(spec: RunSpec, op: str, name: str, *, on_gpu: bool) -> str:
+def why_untried(plan: Plan, op: str, name: str) -> str:
     """Why `auto` does not consider a backend; "" where it does."""
-    backend = KERNELS[op][name]
-    if spec.compile and backend.fused and op in IN_BLOCKS:
+    backend, compiles = KERNELS[op][name], plan.spec.compile
+    if op in IN_BLOCKS and compiles and backend.fused:
         return "blocks are compiled as they are"
-    if backend.whole_vocabulary and size_of(spec.layout, "tp") > 1:
+    if op in IN_BLOCKS and not compiles and plan.recompute == "selective" and backend.needs_compiler:
+        return "recompute=selective follows single operations"
+    if backend.whole_vocabulary and plan.layout.tp > 1:
         return "layout.tp cuts the vocabulary"
     more = f"takes more memory than the plan counts; kernels.{op}={name} uses it" if backend.more_memory else ""
-    return explain(backend, on_gpu=on_gpu) or more
+    return explain(backend, on_gpu=plan.device == "cuda") or more
 
 
 def find_compiler() -> str | None:

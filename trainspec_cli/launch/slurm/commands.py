@@ -52,16 +52,37 @@ def requeue(job_id: str) -> None:
     _run(["scontrol", "requeue", job_id], hint="resume it yourself: sbatch job.sbatch in the run's folder")
 
 
-def exclude(job_id: str, hosts: Sequence[str]) -> None:
-    """The job, which waits to be started, stays away from `hosts` too. Raises MachineError."""
-    found = re.search(r"ExcNodeList=(\S+)", _run(["scontrol", "show", "job", job_id], hint=""))
-    before = [] if found is None or found[1] == "(null)" else [found[1]]
-    _run(["scontrol", "update", f"job={job_id}", f"ExcNodeList={','.join([*before, *hosts])}"], hint="")
+def exclude(job_id: str, hosts: Sequence[str], always: str | None = None) -> None:
+    """The job, which waits to be started, stays away from `hosts` too, and from those `always` (a node list).
+
+    Of earlier ones as many are still avoided as leave the partition nodes enough: a host that was lost long ago may
+    serve again, and a job that could never start would wait for ever. Raises MachineError.
+    """
+    job = _run(["scontrol", "show", "job", job_id], hint="")
+    partition = _run(["scontrol", "show", "partition", _field(job, "Partition")], hint="")
+    room = int(_field(partition, "TotalNodes")) - int(_field(job, "NumNodes"))
+    kept = _names(always)
+    lost = [*(name for name in _names(_field(job, "ExcNodeList")) if name not in {*hosts, *kept}), *hosts]
+    newest = lost[max(0, len(lost) - max(0, room - len(kept))) :]
+    _run(["scontrol", "update", f"job={job_id}", f"ExcNodeList={','.join([*kept, *newest])}"], hint="")
+
+
+def _field(said: str, key: str) -> str:
+    """`Key=value` of what scontrol shows; of a range (`2-4`) the lower end."""
+    found = re.search(rf"\b{key}=(\S+)", said)
+    value = found[1] if found else ""
+    return value.partition("-")[0] if key == "NumNodes" else value
+
+
+def _names(node_list: str | None) -> list[str]:
+    """`node[3-5]` -> node3, node4, node5"""
+    if not node_list or node_list == "(null)":
+        return []
+    return _run(["scontrol", "show", "hostnames", node_list], hint="").split()
 
 
 def first_host(node_list: str) -> str:
-    """`node[3-5]` -> node3"""
-    return _run(["scontrol", "show", "hostnames", node_list], hint="").split()[0]
+    return _names(node_list)[0]
 
 
 def address_of(host: str) -> str:
