@@ -161,7 +161,10 @@ def start(options: argparse.Namespace, root: Path) -> Launched:
     devices = f"cluster.devices_per_node={options.groups * options.size}"
     groups = f"resilience.replica_groups={options.groups}"
     layout = ("layout=fsdp",) if options.size > 1 else ()
-    launched = Launched(root / "run", *TINY, *ELASTIC, groups, devices, *layout, "batching.global_batch_size=16")
+    slow = [f"slow(group={g},step=0,seconds={options.step_s},steps=100000000)" for g in range(options.groups)]
+    faults = (f"fault={'; '.join(slow)}",) if options.step_s else ()
+    settings = (*TINY, *ELASTIC, groups, devices, *layout, *faults, "batching.global_batch_size=16")
+    launched = Launched(root / "run", *settings)
     launched.wait_for("step", 0.0)
     return launched
 
@@ -185,6 +188,9 @@ def main() -> None:
     parser.add_argument("--interval-s", type=float, default=20)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument(
+        "--step-s", type=float, default=0.2, help="each step of a group sleeps so long; 0 computes alone"
+    )
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="trainspec-elastic-") as folder:

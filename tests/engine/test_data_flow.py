@@ -18,6 +18,7 @@ from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build import Machinery, build_machinery
 from trainspec_cli.engine.data.loader import read_ahead
 from trainspec_cli.engine.data.staging import SLOTS, Staging
+from trainspec_cli.engine.optim.update import clear_gradients
 from trainspec_cli.engine.signals import StopRequest
 from trainspec_cli.engine.step import compute_gradients
 from trainspec_cli.engine.trainer import Trainer
@@ -36,7 +37,7 @@ from trainspec_cli.spec.model import DecoderModel
 from trainspec_cli.spec.optim import OptimSpec
 from trainspec_cli.spec.run import RunSpec, TrainSection
 
-STEPS, FORWARD_S = 16, 0.02
+STEPS, FORWARD_S = 16, 0.05
 SPEC = RunSpec(
     model=DecoderModel(2, 32, 2, 1, 16, 48, 50),
     data=DataSpec(seq_len=16, source="python_stdlib"),
@@ -141,6 +142,17 @@ def test_gradients_are_added_up_in_the_buffer_of_their_reduction(built: Machiner
     for block in part.block_modules():
         pieces = {share.to_local().untyped_storage().data_ptr() for share in gradients_of(block)}
         assert len(pieces) == 1
+
+
+def test_gradients_of_micro_batches_add_up_to_those_of_the_batch(built: Machinery) -> None:
+    whole = [tuple(torch.cat(tensors) for tensors in zip(*drawn(0), strict=True))]
+    found = []
+    for micro_batches in (drawn(0), whole):
+        compute_gradients(built, micro_batches, 32)
+        found.append([share.gradient.clone() for share in built.shares])
+        clear_gradients(built.shares)
+    for added, at_once in zip(*found, strict=True):
+        torch.testing.assert_close(added, at_once, rtol=1e-4, atol=1e-6)
 
 
 def gradients_of(block: Any) -> list[Any]:

@@ -172,7 +172,7 @@ class Cluster:
         self._daemons[f"node{node}"] = _daemon(self.folder / f"slurmd.node{node}.pid")
 
     def _all_idle(self) -> bool:
-        states = self.run("sinfo", "--noheader", "--Node", "--format=%T", check=False).split()
+        states = self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T", check=False).split()
         return states == ["idle"] * self.count
 
     def _call(self, *command: str) -> None:

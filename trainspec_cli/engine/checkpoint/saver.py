@@ -33,7 +33,8 @@ from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
 
 WRITER_NICENESS = 10
-"""Where cores are few, training goes first."""
+"""Beyond the process's own: where cores are few, training goes first."""
+MOST_NICENESS = 19
 
 
 @dataclass(frozen=True)
@@ -206,4 +207,6 @@ def _mark(device: torch.device) -> torch.cuda.Event | None:
 def _step_back() -> None:
     """Linux gives each thread a niceness of its own."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICENESS)
+        thread = threading.get_native_id()
+        niceness = os.getpriority(os.PRIO_PROCESS, thread) + WRITER_NICENESS
+        os.setpriority(os.PRIO_PROCESS, thread, min(MOST_NICENESS, niceness))

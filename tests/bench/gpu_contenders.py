@@ -1,0 +1,172 @@
+"""Who trains in gpu.py: each gives the seconds of a step, the mean over those after the first ones."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gpu_workloads import Workload
+
+from trainspec_cli.spec.model import DecoderModel
+
+WARMUP_STEPS = 5
+CLIP_NORM, LEARNING_RATE = 1.0, 3e-4
+
+
+@dataclass(frozen=True)
+class Contender:
+    run: Callable[..., float]
+    needs: str
+    """A package."""
+    setting: str = ""
+    dense_only: bool = False
+    """Llama 3's own sizes."""
+
+    def serves(self, workload: Workload) -> bool:
+        return not self.dense_only or (workload.is_dense and workload.model.hidden_size in (2048, 4096))
+
+
+def is_installed(name: str) -> bool:
+    return importlib.util.find_spec(CONTENDERS[name].needs) is not None
+
+
+def run_contender(name: str, workload: Workload, tokens: str, steps: int, device: str) -> float:
+    contender = CONTENDERS[name]
+    return contender.run(workload, tokens, steps, device, contender.setting)
+
+
+def read_batches(tokens: str, workload: Workload, steps: int) -> Any:
+    """(steps, samples, tokens of a sample) of int64."""
+    import torch
+
+    count = steps * workload.batch_size * workload.seq_len
+    ids = np.fromfile(tokens, np.uint16, count).astype(np.int64)
+    return torch.from_numpy(ids).view(steps, workload.batch_size, workload.seq_len)
+
+
+# This engine, in a run started as a user would
+
+
+def run_trainspec(workload: Workload, tokens: str, steps: int, device: str, setting: str) -> float:
+    from trainspec_cli.rundir.events import read_events
+    from trainspec_cli.rundir.paths import RunDir
+
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = RunDir(Path(folder, "run"))
+        command = [sys.executable, "-m", "trainspec_cli", "launch", "recipe=tiny", f"model={workload.base}", "--force"]
+        command += [f"model.{key}={str(value).lower()}" for key, value in workload.changes.items()]
+        command += ["data=nanogpt", f"data.path={tokens}", f"data.seq_len={workload.seq_len}"]
+        command += [f"batching.global_batch_size={workload.batch_size}"]
+        command += [f"batching.micro_batch_size={workload.batch_size}", f"train.max_steps={steps}"]
+        command += [
+            "run.preflight=false",
+            "cluster=auto",
+            f"cluster.device={device}",
+            "cluster.devices_per_node=1",
+            "precision=bf16",
+        ]
+        command += [
+            f"compile={str(setting == 'compiled').lower()}",
+            "sample.max_new_tokens=0",
+            f"run.dir={run_dir.root}",
+        ]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        events = [event for event in read_events(run_dir.events(0)) if event["type"] == "step"]
+        took = [event["step_time_s"] for event in events if event["step"] > WARMUP_STEPS]
+        return sum(took) / len(took)
+
+
+# A plain loop over a model of transformers
+
+
+def hugging_face_model(workload: Workload) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, settings = hugging_face_config(workload)
+    config = AutoConfig.for_model(kind, **settings)
+    attention = {"attn_implementation": "sdpa"} if kind != "mamba2" else {}
+    return AutoModelForCausalLM.from_config(config, **attention)
+
+
+def hugging_face_config(workload: Workload) -> tuple[str, dict[str, Any]]:
+    """-> (model type, its settings)."""
+    model = workload.model
+    if isinstance(model, DecoderModel):
+        from trainspec_cli.huggingface.config import write_config
+
+        config = write_config(model, workload.seq_len, "float32") | {"use_cache": False}
+        return config.pop("model_type"), {key: value for key, value in config.items() if key != "architectures"}
+    return "mamba2", {
+        "num_hidden_layers": model.mamba_layers,
+        "hidden_size": model.hidden_size,
+        "vocab_size": model.vocab_size,
+        "num_heads": model.mamba_heads,
+        "head_dim": model.mamba_head_dim,
+        "state_size": model.mamba_state_size,
+        "n_groups": model.mamba_groups,
+        "expand": model.mamba_expand,
+        "tie_word_embeddings": model.tied_embeddings,
+        "use_cache": False,
+        "pad_token_id": 0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+
+
+def run_hugging_face(workload: Workload, tokens: str, steps: int, device: str, setting: str) -> float:
+    """`bf16`: parameters and moments in bf16 too, which costs precision; else autocast over fp32, as this engine."""
+    import torch
+
+    with torch.device(device):
+        model = hugging_face_model(workload)
+    model.train()
+    if setting == "bf16":
+        model.to(torch.bfloat16)
+    forward = model if setting == "eager" else torch.compile(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    batches = read_batches(tokens, workload, steps)
+    batches = batches.pin_memory() if device == "cuda" else batches
+    for step, batch in enumerate(batches):
+        if step == WARMUP_STEPS:
+            started = now(device)
+        ids = batch.to(device, non_blocking=True)
+        with torch.autocast(device, torch.bfloat16, enabled=setting != "bf16"):
+            loss = forward(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    return (now(device) - started) / (steps - WARMUP_STEPS)
+
+
+def now(device: str) -> float:
+    """When the device has done what it was given."""
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def run_titan(workload: Workload, tokens: str, steps: int, device: str, setting: str) -> float:
+    from gpu_titan import train
+
+    return train(workload, read_batches(tokens, workload, steps), WARMUP_STEPS)
+
+
+CONTENDERS = {
+    "trainspec": Contender(run_trainspec, "trainspec_cli", "compiled"),
+    "trainspec-eager": Contender(run_trainspec, "trainspec_cli", "eager"),
+    "hf": Contender(run_hugging_face, "transformers", "compiled"),
+    "hf-bf16": Contender(run_hugging_face, "transformers", "bf16"),
+    "hf-eager": Contender(run_hugging_face, "transformers", "eager"),
+    "torchtitan": Contender(run_titan, "torchtitan", dense_only=True),
+}
