@@ -4,36 +4,15 @@ import json
 import signal
 import subprocess
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
+from lab.groups import changes, check_nothing_was_lost, losses, own_events, story
 
-from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 
 ENDLESS = "train.max_steps=1000000"
 ELASTIC = ("recipe=tiny", "resilience=elastic", "optim.schedule.kind=constant", "resilience.exchange_timeout_s=5")
-
-
-def story(run: RunDir, kind: str) -> list[dict]:
-    return [event for event in read_events(run.events(0)) if event["type"] == kind]
-
-
-def own_events(run: RunDir, kind: str) -> list[dict]:
-    """Of the first process of every group."""
-    files = sorted(run.events_folder.glob("group*/rank00000.jsonl"))
-    return [event for file in files for event in read_events(file) if event["type"] == kind]
-
-
-def losses(run: RunDir) -> dict[int, float]:
-    return {event["step"]: event["loss"] for event in story(run, "step")}
-
-
-def count_samples(run: RunDir) -> Counter[int]:
-    """How often each position was taken in a step that counted."""
-    portions = {(event["step"], *event["took"]) for event in own_events(run, "step")}
-    return Counter(position for _, start, samples in portions for position in range(start, start + samples))
 
 
 def wait_for(process: subprocess.Popen[str], condition, timeout_s: float = 240) -> None:
@@ -42,10 +21,6 @@ def wait_for(process: subprocess.Popen[str], condition, timeout_s: float = 240) 
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
-
-
-def changes(run: RunDir) -> list[tuple[str, int | None]]:
-    return [(event["change"], event["group"]) for event in story(run, "recovery")]
 
 
 def run_until_healed(start_trainspec, root: Path, fault: str, group: int, *arguments: str) -> RunDir:
@@ -61,16 +36,6 @@ def run_until_healed(start_trainspec, root: Path, fault: str, group: int, *argum
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 6, output
     return run
-
-
-def check_nothing_was_lost(run: RunDir) -> None:
-    """Every sample of the steps that counted was taken once, and the groups end with the same weights."""
-    steps = story(run, "step")
-    assert [event["step"] for event in steps] == list(range(1, len(steps) + 1))
-    taken = count_samples(run)
-    assert sorted(taken) == list(range(sum(event["samples"] for event in steps)))
-    assert set(taken.values()) == {1}
-    assert len({event["weights_sha256"] for event in own_events(run, "end")}) == 1
 
 
 def test_a_group_is_killed_and_heals_and_the_losses_are_those_of_an_unharmed_run(start_trainspec, trainspec, tmp_path):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections.abc import Iterable
 
 import psutil
 import pytest
+from lab.groups import changes, check_nothing_was_lost, losses, own_events, story
 
 from trainspec_cli.launch.place import free_port
 from trainspec_cli.rundir.events import read_events
@@ -16,16 +18,25 @@ from trainspec_cli.rundir.paths import RunDir
 SMALL = ("recipe=tiny", "cluster.devices_per_node=1", "data.seq_len=16", "batching.global_batch_size=4")
 
 
+ELASTIC = (
+    *("recipe=tiny", "resilience=elastic", "optim.schedule.kind=constant", "resilience.exchange_timeout_s=5"),
+    *("resilience.replica_groups=2", "resilience.sdc_check=1", "run.preflight=false"),
+)
+ENDLESS = "train.max_steps=1000000"
+SLOW = "slow(group=0,step=6,seconds=0.2,steps=10000)"
+"""So that few steps are made while the other group is away."""
+
+
 @pytest.fixture
 def start_hosts(start_trainspec, tmp_path):
-    """Starts the same command on two hosts; -> their processes, the first first."""
+    """Starts the same command on two hosts, or on those of `nodes`; -> their processes, the first first."""
+    endpoint = f"127.0.0.1:{free_port()}"
 
-    def start(*arguments: str):
-        endpoint = f"127.0.0.1:{free_port()}"
+    def start(*arguments: str, nnodes: int = 2, nodes: Iterable[int] = ()):
         run = f"run.dir={tmp_path / 'run'}"
-        common = (*arguments, "--nnodes", "2", "--rdzv-endpoint", endpoint)
+        common = (*arguments, "--nnodes", str(nnodes), "--rdzv-endpoint", endpoint)
         given = (*common, run) if arguments[0] == "launch" else common
-        return [start_trainspec(*given, "--node-rank", str(node)) for node in (0, 1)]
+        return [start_trainspec(*given, "--node-rank", str(node)) for node in nodes or range(nnodes)]
 
     return start
 
@@ -73,6 +84,87 @@ def test_a_host_that_dies_ends_the_run_within_its_deadline_and_is_named(start_ho
     assert "node 1 (host " in said
     assert "has not been heard of for 5 s" in said
     assert json.loads(run.result_json.read_text())["status"] == "failed"
+
+
+def wait_for_change(run: RunDir, change: tuple[str, int], process) -> int:
+    """-> the step that it came with."""
+    deadline = time.monotonic() + 120
+    while change not in changes(run):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"{change} was not seen"
+        time.sleep(0.05)
+    return int(story(run, "recovery")[-1]["step"])
+
+
+def stop_after_join(run: RunDir, hosts) -> None:
+    """Some steps after group 1 has come back."""
+    joined = wait_for_change(run, ("joined", 1), hosts[0])
+    wait_for_step(run, joined + 5, hosts[0])
+    hosts[0].send_signal(signal.SIGINT)
+    said = [host.communicate(timeout=120)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [6] * len(hosts), said
+
+
+def test_a_group_on_another_host_is_killed_and_heals(start_hosts, trainspec, tmp_path, record_property):
+    """The losses are those of an unharmed run, on one host, bit for bit."""
+    run = RunDir(tmp_path / "run")
+    hosts = start_hosts(
+        "launch", *ELASTIC, ENDLESS, "cluster.devices_per_node=1", f"fault=kill(group=1,step=5); {SLOW}"
+    )
+    stop_after_join(run, hosts)
+    check_nothing_was_lost(run)
+    left, joined = json.loads(run.result_json.read_text())["recoveries"]
+    record_property("stall_s", [left["stall_s"], joined["stall_s"]])
+    assert (left["kind"], left["step"], left["lost_steps"]) == ("left", 6, 1)
+    assert (joined["kind"], joined["lost_steps"]) == ("joined", 0)
+    alone = [event for event in story(run, "step") if left["step"] <= event["step"] < joined["step"]]
+    assert alone and all(event["groups"] == [0] for event in alone)
+    ended = trainspec("launch", *ELASTIC, f"train.max_steps={max(losses(run))}", "run.dir=unharmed")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    unharmed = RunDir(tmp_path / "unharmed")
+    assert losses(run) == losses(unharmed)
+    assert len({event["weights_sha256"] for event in own_events(run, "end") + own_events(unharmed, "end")}) == 1
+
+
+@pytest.mark.slow
+def test_a_host_that_dies_is_gone_without_and_healed_when_it_is_started_again(
+    start_hosts, kill_everything, tmp_path, record_property
+):
+    run = RunDir(tmp_path / "run")
+    given = ("launch", *ELASTIC, ENDLESS, "cluster.devices_per_node=1", f"fault={SLOW}")
+    first, second = start_hosts(*given)
+    wait_for_step(run, 8, first)
+    kill_everything(second)
+    left = wait_for_change(run, ("left", 1), first)
+    record_property("stall_s", story(run, "recovery")[-1]["stall_s"])
+    wait_for_step(run, left + 3, first)
+    (second,) = start_hosts(*given, nodes=(1,))
+    stop_after_join(run, [first, second])
+    check_nothing_was_lost(run, may_lack_notes=True)
+
+
+@pytest.mark.slow
+def test_a_run_ends_well_without_a_host_that_died(start_hosts, kill_everything, tmp_path):
+    run = RunDir(tmp_path / "run")
+    first, second = start_hosts("launch", *ELASTIC, "train.max_steps=60", "cluster.devices_per_node=1", f"fault={SLOW}")
+    wait_for_step(run, 8, first)
+    kill_everything(second)
+    said = first.communicate(timeout=120)[0]
+    assert first.returncode == 0, said
+    assert "node 1 (host " in said
+    assert "it starts again when its hosts are back" in said
+    assert changes(run) == [("left", 1)]
+    assert steps_of(run) == list(range(1, 61))
+    check_nothing_was_lost(run, may_lack_notes=True)
+
+
+@pytest.mark.slow
+def test_groups_of_two_hosts_that_share_a_model(start_hosts, tmp_path):
+    """A worker on the last of four hosts dies, and its whole group with it."""
+    run = RunDir(tmp_path / "run")
+    given = ("cluster.devices_per_node=1", "layout=fsdp", f"fault=kill(group=1,rank=1,step=5); {SLOW}")
+    stop_after_join(run, start_hosts("launch", *ELASTIC, ENDLESS, *given, nnodes=4))
+    check_nothing_was_lost(run)
 
 
 def test_one_host_of_several_is_not_started_by_itself(trainspec):

@@ -8,11 +8,18 @@ from pathlib import Path
 import psutil
 import pytest
 from lab.cluster import Cluster
+from lab.groups import changes, check_nothing_was_lost, story
 
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
 
 STEPS = 240
+ELASTIC_STEPS = 400
+ELASTIC = (
+    *("resilience=elastic", "resilience.replica_groups=2", "resilience.exchange_timeout_s=5", "run.node_timeout_s=3"),
+    *(f"train.max_steps={ELASTIC_STEPS}", "fault=slow(group=0,step=0,seconds=0.1,steps=10000)"),
+)
+"""Slow enough that Slurm learns of a lost node while the run lasts."""
 LONG = (f"train.max_steps={STEPS}", "checkpoint.interval_steps=10")
 
 
@@ -58,3 +65,40 @@ def test_a_run_whose_cable_is_cut_goes_on_elsewhere_and_the_old_worker_is_fenced
     steps = watch.steps(run)
     assert sorted(set(steps)) == list(range(1, STEPS + 1))
     assert read_json(RunDir(run).result_json)["status"] == "done"
+
+
+@pytest.mark.slow
+def test_replica_groups_go_on_without_a_node_that_is_powered_off(
+    slurm: Cluster, sbatch, watch, tmp_path: Path, record_property
+) -> None:
+    """Slurm takes the node from the job, and lets the job live."""
+    run = RunDir(tmp_path / "runs/elastic")
+    job = sbatch("run.dir=runs/elastic", *ELASTIC)
+    watch.wait_for_step(run.root, 15)
+    slurm.power_off(2)
+    ended = slurm.wait(job, timeout_s=120)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "0"), watch.log(run.root)
+    assert changes(run) == [("left", 1)]
+    record_property("stall_s", story(run, "recovery")[0]["stall_s"])
+    assert watch.steps(run.root) == list(range(1, ELASTIC_STEPS + 1))
+    check_nothing_was_lost(run, may_lack_notes=True)
+
+
+@pytest.mark.slow
+def test_a_group_whose_cable_is_cut_comes_back_by_itself(
+    slurm: Cluster, sbatch, watch, tmp_path: Path, record_property
+) -> None:
+    """Its agent ends what it runs, and asks for its seat again when there is a way."""
+    run = RunDir(tmp_path / "runs/apart")
+    assert slurm.hosts is not None
+    job = sbatch("run.dir=runs/apart", *ELASTIC)
+    watch.wait_for_step(run.root, 15)
+    slurm.hosts.cut(2)
+    slurm.wait_until(lambda: changes(run) == [("left", 1)], "the cut to be felt")
+    record_property("stall_s", story(run, "recovery")[0]["stall_s"])
+    slurm.hosts.heal(2)
+    ended = slurm.wait(job, timeout_s=120)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "0"), watch.log(run.root)
+    assert changes(run) == [("left", 1), ("joined", 1)]
+    assert watch.steps(run.root) == list(range(1, ELASTIC_STEPS + 1))
+    check_nothing_was_lost(run, may_lack_notes=True)

@@ -44,3 +44,16 @@ def test_hybrids_are_trained(make_spec):
     spec, problems = structure(plain)
     assert problems == []
     assert check_engine(spec) == []
+
+
+@pytest.mark.parametrize(("nodes", "groups"), [(1, 3), (4, 2), (2, 4), (3, 3)])
+def test_groups_take_whole_hosts_or_share_one(make_spec, nodes, groups):
+    sizes = {"cluster.num_nodes": nodes, "cluster.devices_per_node": 12, "resilience.replica_groups": groups}
+    assert check_engine(make_spec({"resilience.mode": "elastic"} | sizes)) == []
+
+
+def test_a_host_with_parts_of_two_groups_is_refused(make_spec):
+    sizes = {"cluster.num_nodes": 3, "cluster.devices_per_node": 2, "resilience.replica_groups": 2}
+    (problem,) = check_engine(make_spec({"resilience.mode": "elastic"} | sizes))
+    assert "3 hosts do not divide over 2 replica groups" in problem.message
+    assert problem.hint == "type resilience.replica_groups=3 or 6"

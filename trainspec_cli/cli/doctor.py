@@ -61,7 +61,7 @@ def _examine(arguments: list[str]) -> tuple[list[dict[str, Any]], dict[str, Any]
     if nodes > 1:
         return _examine_job(loaded)
     with tempfile.TemporaryDirectory(prefix="trainspec-doctor-") as folder:
-        return examine_here(plan_for(loaded, machine), machine, Path(folder))
+        return examine_here(plan_for(loaded, machine).as_one_group, machine, Path(folder))
 
 
 def _any_batch(arguments: list[str], nodes: int) -> list[str]:
@@ -80,7 +80,7 @@ def _examine_job(loaded: Loaded) -> tuple[list[dict[str, Any]], dict[str, Any] |
 
     machine = detect_machine(loaded.spec)
     assert machine is not None
-    plan = plan_for(loaded, machine)
+    plan = plan_for(loaded, machine).as_one_group
     head = os.environ.get("SLURMD_NODENAME") or slurm.first_host(os.environ["SLURM_JOB_NODELIST"])
     reach = Reach(slurm.address_of(head), (*srun_command(plan), *agent_command()))
     SHARED.mkdir(exist_ok=True)

@@ -15,7 +15,7 @@ from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, Stopped, Work
 from trainspec_cli.launch.executor import Executor
 from trainspec_cli.launch.groups import supervise_groups
 from trainspec_cli.launch.job import Job
-from trainspec_cli.launch.local import LocalExecutor, own_run
+from trainspec_cli.launch.local import LocalExecutor
 from trainspec_cli.launch.outcome import Explanation, Outcome, conclude
 from trainspec_cli.launch.restarts import supervise_with_restarts
 from trainspec_cli.launch.signals import StopRequests
@@ -55,12 +55,11 @@ def train(
     Raises WorkerError where it failed, or was begun anew by another start while it ran.
     """
     with LiveView(job.run, plan, console) as view:
+        executor = executor or LocalExecutor()
         if plan.replica_groups > 1:
-            ending = supervise_groups(own_run(job), plan, view.watch, view.say)
+            ending = supervise_groups(job, plan, executor, view.watch, view.say, requests)
         else:
-            job, ending = supervise_with_restarts(
-                job, executor or LocalExecutor(), plan.spec.resilience, view.watch, view.say, requests
-            )
+            job, ending = supervise_with_restarts(job, executor, plan.spec.resilience, view.watch, view.say, requests)
     if ending.left_behind:
         console.print(f"processes {', '.join(map(str, ending.left_behind))} hang in the kernel and could not be ended")
     Fence(job.run, ending.generation).check()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Literal, Protocol
 
+from trainspec_cli.launch.failure import WorkerFailure
 from trainspec_cli.launch.job import Job
+from trainspec_cli.spec.plan import Plan
 
 
 class Running(Protocol):
@@ -28,5 +31,65 @@ class Running(Protocol):
         """
 
 
+class RunningGroup(Protocol):
+    """The processes of one start of a replica group."""
+
+    @property
+    def job(self) -> Job:
+        """With the ranks and the logs of this start."""
+
+    def failure(self) -> WorkerFailure | None:
+        """A worker that has failed, torchrun itself, or a host that is lost."""
+
+    def is_done(self) -> bool:
+        """Whether all of it ended well."""
+
+    def end(self) -> None:
+        """End at once whatever is left."""
+
+    def is_gone(self) -> bool:
+        """Whether nothing is left that was told to end."""
+
+
+Presence = Literal["there", "awaited", "away"]
+"""Of a replica group's hosts: all are there; some may still come; or one is not waited for (it may come all the
+same)."""
+
+
+class GroupExecutor(Protocol):
+    """Where replica groups run, one start after another."""
+
+    @property
+    def generation(self) -> int:
+        """Of this start, among all of the run's."""
+
+    @property
+    def address(self) -> str:
+        """This host's, as all groups reach it."""
+
+    def poll(self) -> Sequence[str]:
+        """To be called about ten times a second; -> what people should know of the hosts.
+
+        Raises TrainspecError where the run cannot begin or go on.
+        """
+
+    def presence(self, group: int) -> Presence: ...
+
+    def start(self, group: int, number: int, lighthouse: str) -> RunningGroup:
+        """The group's start of this number, from 1. `lighthouse`: host:port."""
+
+    def ask_to_stop(self) -> None:
+        """Ask all workers to write a checkpoint and end."""
+
+    def note_losses(self) -> None:
+        """Write down the hosts that are lost: the run ends because of them."""
+
+    def end(self) -> tuple[int, ...]:
+        """As `Running.end`, for all groups."""
+
+
 class Executor(Protocol):
     def submit(self, job: Job) -> Running: ...
+
+    def submit_groups(self, job: Job, plan: Plan) -> GroupExecutor:
+        """Nothing of the groups runs until they are started."""

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import subprocess
 import time
 from collections.abc import Callable
 
-from trainspec_cli.launch import guard, processes
-from trainspec_cli.launch.failure import Explanation, WorkerFailure, explain
+from trainspec_cli.launch.executor import Executor, GroupExecutor
+from trainspec_cli.launch.failure import Explanation, WorkerFailure, explain, find_failures
 from trainspec_cli.launch.group import ReplicaGroup, State
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.lighthouse import Lighthouse
-from trainspec_cli.launch.local import start_guard
 from trainspec_cli.launch.processes import POLL_S
 from trainspec_cli.launch.signals import StopRequests, on_stop_signal
 from trainspec_cli.launch.supervise import SUPERVISOR, Ending
 from trainspec_cli.policy.recovery import enough_groups, may_restart, pause_s
 from trainspec_cli.rundir.events import EventTail, EventWriter
 from trainspec_cli.rundir.files import write_json
-from trainspec_cli.rundir.generations import GENERATION
 from trainspec_cli.spec.fault import parse_faults
 from trainspec_cli.spec.plan import Plan
 
@@ -31,72 +27,85 @@ ANSWER_S = 2.0
 """A group whose exchange failed says so within this time."""
 
 
-def supervise_groups(job: Job, plan: Plan, watch: Watch, say: Callable[[str], None]) -> Ending:
+def supervise_groups(
+    job: Job,
+    plan: Plan,
+    executor: Executor,
+    watch: Watch,
+    say: Callable[[str], None],
+    requests: StopRequests | None = None,
+) -> Ending:
     """As `supervise`, for a plan of several replica groups. `say` hears of every failure and what follows."""
-    requests, marks = StopRequests(), EventWriter(job.run.supervisor_events, SUPERVISOR)
+    requests, marks = requests or StopRequests(), EventWriter(job.run.supervisor_events, SUPERVISOR)
     with on_stop_signal(requests.add):
         marks.write("launch")
-        guarding = start_guard(job)
-        run = _Run(job, plan, requests, say)
+        groups = executor.submit_groups(job, plan)
         try:
+            run = _Run(job, plan, groups, requests, say)
             while run.anything_left() and not run.killed:
                 watch(run.stop_requested)
                 run.act()
                 time.sleep(POLL_S)
         finally:
-            left = processes.kill(job.launch_id)
-            with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
-                guarding.communicate(guard.DONE, timeout=processes.KILL_TIMEOUT_S)
+            left_behind = groups.end()
             marks.write("ended", exit_code=0)
             marks.close()
         watch(run.stop_requested)
-    left_behind, generation = tuple(process.pid for process in left), job.environment.get(GENERATION)
-    return Ending(0, run.stop_requested, run.killed, left_behind, run.given_up, int(generation) if generation else None)
+    return Ending(0, run.stop_requested, run.killed, left_behind, run.given_up, groups.generation)
 
 
 class _Run:
-    def __init__(self, job: Job, plan: Plan, requests: StopRequests, say: Callable[[str], None]):
+    def __init__(
+        self, job: Job, plan: Plan, executor: GroupExecutor, requests: StopRequests, say: Callable[[str], None]
+    ):
         self._job, self._resilience, self._requests, self._say = job, plan.spec.resilience, requests, say
         job.logs.mkdir(parents=True, exist_ok=True)
-        self._lighthouse = Lighthouse(job, self._resilience)
-        self._groups = [
-            ReplicaGroup(number, plan.group_size, job, self._lighthouse.address, _devices(plan, number))
-            for number in range(plan.replica_groups)
-        ]
+        self._executor = executor
+        self._lighthouse = Lighthouse(job, self._resilience, executor.address)
+        self._groups = [ReplicaGroup(number, job.run) for number in range(plan.replica_groups)]
         self._faults = [fault for fault in parse_faults(plan.spec.fault) if fault.kind == "lighthouse"]
         self._faults.sort(key=lambda fault: fault.step)
         self._story = EventTail(job.run.events(0))
         self._deadline = math.inf
-        self._expect()
-        self.stop_requested = self.killed = False
+        self._expected = 0
+        self._last_failure = "their hosts did not come"
+        self.stop_requested = self.killed = self._stopping = False
         self.given_up = ""
         self._has_stepped = False
+        self._count_groups()
 
     def anything_left(self) -> bool:
-        return any(group.state in ("running", "waiting") for group in self._groups)
+        return any(group.state in ("running", "ending", "waiting") for group in self._groups)
 
     def act(self) -> None:
         now_s = time.monotonic()
+        for news in self._executor.poll():
+            self._say(news)
         if self._requests.count and not self.stop_requested:
             self.stop_requested = True
             self._stop()
         for group in self._groups:
             self._look_after(group, now_s)
+        self._count_groups()
         self._keep_lighthouse()
         if self._requests.count > 1 or now_s > self._deadline:
             self.killed = True
 
     def _look_after(self, group: ReplicaGroup, now_s: float) -> None:
-        if group.state == "waiting" and now_s >= group.start_at:
-            group.start()
-        if group.state != "running":
-            return
+        if group.state == "waiting" and now_s >= group.start_at and self._executor.presence(group.number) == "there":
+            group.start(self._executor, self._lighthouse.address)
+        if group.state == "running":
+            self._check(group, now_s)
+        if group.state == "ending" and group.running.is_gone():
+            self._recover(group, now_s)
+
+    def _check(self, group: ReplicaGroup, now_s: float) -> None:
         group.look(now_s)
         self._has_stepped = self._has_stepped or group.stepped_at > 0
-        lost = group.lost_worker()
-        if lost is not None or self._is_stuck(group, now_s):
-            self._recover(group, lost, now_s)
-        elif group.exit_code() == 0:
+        failure = group.running.failure()
+        if failure is not None or self._is_stuck(group, now_s):
+            group.end(failure)
+        elif group.running.is_done():
             group.state = "done"
             self._set_states("waiting", "gone")
 
@@ -112,12 +121,12 @@ class _Run:
         asked_at = max(other.retried_at for other in others)
         return group.stepped_at > 0 and (went_on or (asked_at > allowed_until and now_s - asked_at > ANSWER_S))
 
-    def _recover(self, group: ReplicaGroup, lost: WorkerFailure | None, now_s: float) -> None:
+    def _recover(self, group: ReplicaGroup, now_s: float) -> None:
         """Start it again, or go on without it, or end the run."""
-        failures = group.end() or ([lost] if lost else [])
+        failures = _failures(group)
         explanation = explain(failures) if failures else Explanation("it lives, and the others had to go on without it")
+        self._last_failure, group.state = explanation.headline, "gone"
         group.failures_in_a_row += 1
-        group.state = "gone"
         if self._is_final(failures):
             self._say(f"group {group.number}: {explanation.headline}")
             self._stop()
@@ -128,44 +137,55 @@ class _Run:
         if may_restart(self._resilience, group.starts_s[1:], now_s):
             pause = pause_s(group.failures_in_a_row)
             group.state, group.start_at = "waiting", now_s + pause
-            self._say(f"group {group.number}: {explanation.headline}; it starts again{_after(pause)}")
+            follows = self._what_follows(group, pause)
         else:
-            self._expect()
-            self._say(f"group {group.number}: {explanation.headline}; it stays away, it failed too often")
-            self._check_enough(explanation)
+            follows = "it stays away, it failed too often"
+        self._say(f"group {group.number}: {explanation.headline}; {follows}")
+
+    def _what_follows(self, group: ReplicaGroup, pause: float) -> str:
+        if self._executor.presence(group.number) != "there":
+            return "it starts again when its hosts are back"
+        return f"it starts again after {pause:.0f} s" if pause else "it starts again"
 
     def _is_final(self, failures: list[WorkerFailure]) -> bool:
         """An error that was foreseen would come again, and so would one before the run's first step."""
         causes = [failure for failure in failures if not failure.consequence]
         return any(failure.foreseen or (failure.own_words and not self._has_stepped) for failure in causes)
 
-    def _check_enough(self, explanation: Explanation) -> None:
-        left = [group for group in self._groups if group.state in ("running", "waiting")]
-        if enough_groups(self._resilience, len(left)):
+    def _count_groups(self) -> None:
+        """A run that has not stepped yet waits for those that may come; with too few of them a run ends."""
+        if self._ending():
             return
-        self.given_up = (
-            f"{len(left)} of {len(self._groups)} replica groups are left, and resilience.min_groups is "
-            f"{self._resilience.min_groups}; the last failure: {explanation.headline}"
-        )
-        self._stop()
+        left = sum(self._may_come(group) for group in self._groups)
+        if left != self._expected:
+            self._expected = left
+            write_json(self._job.run.groups_json, {"expected": left})
+        if not enough_groups(self._resilience, left):
+            self.given_up = (
+                f"{left} of {len(self._groups)} replica groups are left, and resilience.min_groups is "
+                f"{self._resilience.min_groups}; the last failure: {self._last_failure}"
+            )
+            self._executor.note_losses()
+            self._stop()
+
+    def _may_come(self, group: ReplicaGroup) -> bool:
+        awaited = group.state == "waiting" and self._executor.presence(group.number) != "away"
+        return awaited or group.state in ("running", "ending")
 
     def _ending(self) -> bool:
-        return self.stop_requested or bool(self.given_up) or any(group.state == "done" for group in self._groups)
+        return self._stopping or any(group.state == "done" for group in self._groups)
 
     def _stop(self) -> None:
         """Ask the workers to write a checkpoint and end; groups that wait stay away."""
+        self._stopping = True
         self._set_states("waiting", "gone")
-        processes.ask_to_stop(self._job.launch_id)
+        self._executor.ask_to_stop()
         self._deadline = min(self._deadline, time.monotonic() + self._job.stop_grace_s)
 
     def _set_states(self, before: State, after: State) -> None:
         for group in self._groups:
             if group.state == before:
                 group.state = after
-
-    def _expect(self) -> None:
-        """How many groups a run that has not stepped yet waits for."""
-        write_json(self._job.run.groups_json, {"expected": sum(group.state != "gone" for group in self._groups)})
 
     def _keep_lighthouse(self) -> None:
         """And put it out where the recipe asks for that."""
@@ -177,13 +197,9 @@ class _Run:
             self._say("the lighthouse ended; it starts again")
 
 
-def _after(pause: float) -> str:
-    return f" after {pause:.0f} s" if pause else ""
-
-
-def _devices(plan: Plan, group: int) -> str | None:
-    """The GPUs of a group, by number."""
-    if plan.device != "cuda":
-        return None
-    first = group * plan.group_size
-    return ",".join(str(number) for number in range(first, first + plan.group_size))
+def _failures(group: ReplicaGroup) -> list[WorkerFailure]:
+    """Why its last start failed, told by the workers where they could; a host that is lost is where it began."""
+    told, now = find_failures(group.running.job), group.running.failure()
+    if now is not None and now.whole_node:
+        return [now, *told]
+    return told or ([group.failure] if group.failure else [])

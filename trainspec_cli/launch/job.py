@@ -77,6 +77,7 @@ def build_node_job(
     environment = node_environment(plan, machine, launch_id, place)
     return Job(
         root=root,
+        worker=(*worker, str(root)),
         command=node_command(place, plan.devices_per_node, logs, (*worker, str(root))),
         environment={**environment, GENERATION: str(generation)},
         world_size=plan.world_size,

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 
-from trainspec_cli.launch.command import LOOPBACK
 from trainspec_cli.launch.job import Job
-from trainspec_cli.launch.local import start
+from trainspec_cli.launch.place import free_port
+from trainspec_cli.launch.spawn import start
 from trainspec_cli.spec.resilience import ResilienceSpec
 
 MODULE = "trainspec_cli.engine.elastic.lighthouse"
 
 
 class Lighthouse:
-    def __init__(self, job: Job, resilience: ResilienceSpec):
-        self.address = f"{LOOPBACK}:{_free_port()}"
+    def __init__(self, job: Job, resilience: ResilienceSpec, host: str):
+        """`host`: this one's address, as the groups reach it; it listens there alone."""
+        self.address = f"{host}:{free_port()}"
         milliseconds = [str(round(1000 * s)) for s in (resilience.heartbeat_timeout_s, resilience.exchange_timeout_s)]
         self._job = job
         self._command = [sys.executable, "-m", MODULE, self.address, *milliseconds]
@@ -34,9 +34,3 @@ class Lighthouse:
 
     def _start(self) -> subprocess.Popen[bytes]:
         return start(self._command, self._job)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
-import sys
-from collections.abc import Sequence
 from dataclasses import replace
 
 from trainspec_cli.launch import guard, processes
-from trainspec_cli.launch.environment import LAUNCH_ID
+from trainspec_cli.launch.command import LOOPBACK, torchrun_command
+from trainspec_cli.launch.environment import group_environment
+from trainspec_cli.launch.executor import Presence
 from trainspec_cli.launch.job import Job
+from trainspec_cli.launch.part import Part, devices_of, ranks_of, start_folder
+from trainspec_cli.launch.spawn import start, start_guard
 from trainspec_cli.rundir import generations
+from trainspec_cli.spec.plan import Plan
 
 
 class LocalExecutor:
@@ -21,6 +23,9 @@ class LocalExecutor:
         job = own_run(job)
         job.logs.mkdir(parents=True, exist_ok=True)
         return LocalProcesses(job)
+
+    def submit_groups(self, job: Job, plan: Plan) -> LocalGroups:
+        return LocalGroups(own_run(job), plan)
 
 
 class LocalProcesses:
@@ -43,13 +48,61 @@ class LocalProcesses:
         processes.ask_to_stop(self._job.launch_id)
 
     def end(self) -> tuple[int, ...]:
-        """Kill what is left, then send the guard home."""
-        left = processes.kill(self._job.launch_id)
+        left = end_launch(self._job, self._guard)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._torchrun.wait(processes.KILL_TIMEOUT_S)
-        with contextlib.suppress(BrokenPipeError):
-            self._guard.communicate(guard.DONE)
-        return tuple(process.pid for process in left)
+        return left
+
+
+class LocalGroups:
+    """Replica groups of this host, each with a torchrun of its own."""
+
+    address = LOOPBACK
+
+    def __init__(self, job: Job, plan: Plan):
+        self._job, self._plan = job, plan
+        self._guard = start_guard(job)
+
+    @property
+    def generation(self) -> int:
+        return int(self._job.environment[generations.GENERATION])
+
+    def poll(self) -> tuple[str, ...]:
+        return ()
+
+    def presence(self, group: int) -> Presence:
+        return "there"
+
+    def start(self, group: int, number: int, lighthouse: str) -> Part:
+        """A fresh rendezvous: torchrun takes a free port of its own."""
+        logs, size = self._job.logs / start_folder(group, number), self._plan.group_size
+        own = group_environment(group, number, lighthouse, LOOPBACK) | devices_of(self._plan, group)
+        job = replace(
+            self._job,
+            command=torchrun_command(size, logs, self._job.worker),
+            environment={**self._job.environment, **own},
+            world_size=size,
+            logs=logs,
+            ranks=ranks_of(self._plan, group),
+        )
+        return Part(job, group)
+
+    def ask_to_stop(self) -> None:
+        processes.ask_to_stop(self._job.launch_id)
+
+    def note_losses(self) -> None:
+        """This host cannot be lost by itself."""
+
+    def end(self) -> tuple[int, ...]:
+        return end_launch(self._job, self._guard)
+
+
+def end_launch(job: Job, guarding: subprocess.Popen[bytes]) -> tuple[int, ...]:
+    """Kill what is left on this host, then send the guard home; -> the ids of what could not be killed."""
+    left = processes.kill(job.launch_id)
+    with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
+        guarding.communicate(guard.DONE, timeout=processes.KILL_TIMEOUT_S)
+    return tuple(process.pid for process in left)
 
 
 def own_run(job: Job) -> Job:
@@ -57,30 +110,3 @@ def own_run(job: Job) -> Job:
     if generations.GENERATION in job.environment:
         return job
     return replace(job, environment={**job.environment, generations.GENERATION: str(generations.begin(job.run))})
-
-
-def start(command: Sequence[str], job: Job) -> subprocess.Popen[bytes]:
-    """In a session of its own, with the job's environment; what it says goes to the job's torchrun log."""
-    job.logs.mkdir(parents=True, exist_ok=True)
-    with job.torchrun_log.open("ab") as log:
-        return subprocess.Popen(
-            command,
-            env={**os.environ, **job.environment},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def start_guard(job: Job) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, **job.environment}
-    del environment[LAUNCH_ID]  # it must not count itself among those it ends
-    return subprocess.Popen(
-        [sys.executable, "-m", guard.__name__, job.launch_id, str(job.stop_grace_s)],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )

@@ -70,8 +70,9 @@ def unread_exit_code(process: psutil.Process) -> int | None:
 
 
 def stop(launch_id: str, grace_s: float) -> None:
-    """Ask, wait, kill."""
-    ask_to_stop(launch_id)
+    """Ask, wait, kill; with no time to wait for, kill."""
+    if grace_s:
+        ask_to_stop(launch_id)
     deadline = time.monotonic() + grace_s
     while members(launch_id) and time.monotonic() < deadline:
         time.sleep(POLL_S)

@@ -11,7 +11,7 @@ from trainspec_cli.planner.auto import best_candidate, is_searched
 from trainspec_cli.planner.catalogue import find_accelerator
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.cluster import ClusterSpec, Machine
-from trainspec_cli.spec.elastic_rules import wanted_groups
+from trainspec_cli.spec.elastic_rules import wanted_groups, whole_hosts
 from trainspec_cli.spec.layout import Layout, LayoutSpec, PipelineSchedule
 from trainspec_cli.spec.plan import Plan
 from trainspec_cli.spec.run import Recompute, RunSpec
@@ -61,6 +61,8 @@ def _choose(
     )
     if best is not None:
         groups = best.layout.dp_replicate if spec.resilience.replica_groups == AUTO and groups > 1 else groups
+        if problems := list(whole_hosts(spec.cluster.num_nodes, groups)):
+            raise RecipeError(problems)
         layout = replace(best.layout, dp_replicate=best.layout.dp_replicate // groups)
         return layout, groups, best.micro_batch_size, best.grad_accum_steps, best.recompute  # type: ignore[return-value]
     processes = _divide(spec.cluster.num_nodes * devices_per_node, groups, "resilience.replica_groups", "groups")

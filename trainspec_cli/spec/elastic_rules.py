@@ -60,6 +60,17 @@ def group_processes(spec: RunSpec) -> Iterator[Problem]:
     yield Problem("not_divisible", message, "resilience.replica_groups", hint)
 
 
+def whole_hosts(num_nodes: int, number: int) -> Iterator[Problem]:
+    """A host that is lost must not take parts of several groups along."""
+    if number == 1 or num_nodes % number == 0 or number % num_nodes == 0:
+        return
+    path = "resilience.replica_groups"
+    message = f"{num_nodes} hosts do not divide over {number} replica groups, nor the groups over the hosts"
+    fitting = [n for n in range(2, 2 * num_nodes + 1) if num_nodes % n == 0 or n % num_nodes == 0]
+    near = sorted(fitting, key=lambda n: abs(n - number))[:3]
+    yield Problem("not_divisible", message, path, f"type {path}={' or '.join(map(str, sorted(near)))}")
+
+
 def faults(spec: RunSpec) -> Iterator[Problem]:
     try:
         parsed = parse_faults(spec.fault)

@@ -11,6 +11,7 @@ from typing import Any
 from trainspec_cli.errors import Problem
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.conv_rules import CONV_RULES
+from trainspec_cli.spec.elastic_rules import wanted_groups, whole_hosts
 from trainspec_cli.spec.layout_rules import LAYOUT_RULES
 from trainspec_cli.spec.model import ConvModel
 from trainspec_cli.spec.precision_rules import float8
@@ -44,7 +45,7 @@ def _is_auto(value: Any) -> bool:
 
 def check_engine(spec: RunSpec) -> list[Problem]:
     """What this version's engine cannot run."""
-    return apply([*BUILT, elastic_model, one_host, *(partial(trained_value, path) for path in TRAINED)], spec)
+    return apply([*BUILT, elastic_model, group_hosts, *(partial(trained_value, path) for path in TRAINED)], spec)
 
 
 def check_built(spec: RunSpec) -> list[Problem]:
@@ -58,10 +59,8 @@ def trained_model(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("unsupported", message, "model.prediction_layers", "type model.prediction_layers=0")
 
 
-def one_host(spec: RunSpec) -> Iterator[Problem]:
-    if spec.resilience.mode == "elastic" and spec.cluster.num_nodes > 1:
-        message = f"`cluster.num_nodes` is {spec.cluster.num_nodes}; replica groups run on one host in this version"
-        yield Problem("unsupported", message, "resilience.mode", "type resilience=restart, or cluster.num_nodes=1")
+def group_hosts(spec: RunSpec) -> Iterator[Problem]:
+    yield from whole_hosts(spec.cluster.num_nodes, wanted_groups(spec))
 
 
 def elastic_model(spec: RunSpec) -> Iterator[Problem]:

@@ -52,6 +52,11 @@ class Plan:
         """Processes of one replica group."""
         return self.world_size // self.replica_groups
 
+    def nodes_of_group(self, group: int) -> range:
+        """Hosts of a replica group: some whole ones, or one that several groups share."""
+        first = group * self.num_nodes // self.replica_groups
+        return range(first, first + max(1, self.num_nodes // self.replica_groups))
+
     @property
     def as_one_group(self) -> Plan:
         """The same work by one group, whose replicas the groups then are."""

@@ -21,7 +21,10 @@ class ResilienceSpec:
     """
     replica_groups: AutoInt = AUTO
     """elastic: groups of processes that each hold the whole model, in a layout of their own; auto is
-    `layout.dp_replicate` where that is given, else 2 (the planner tries several)."""
+    `layout.dp_replicate` where that is given, else 2 (the planner tries several).
+
+    On several hosts each takes whole ones, or several share one. The first host, where the supervisor and the groups'
+    meeting point are, must not be lost."""
     min_groups: int = 1
     """elastic: with fewer groups than this the run waits for them; where none can come back, it ends."""
     max_restarts_per_hour: int = 6

@@ -108,3 +108,30 @@ def test_a_report_is_kept(hub: Hub, call) -> None:
     poll_until(hub, lambda: hub.members[0].report is not None, agent)
     assert hub.members[0].report is not None
     assert hub.members[0].report["host"] == "a b"
+
+
+def test_a_lost_host_takes_its_seat_again_where_it_is_welcome() -> None:
+    hub = Hub(1, "secret", timeout_s=TIMEOUT_S, join_timeout_s=5.0, welcomes_back=True)
+    agents = [_call(hub)]
+    poll_until(hub, lambda: hub.members[0].wire, *agents)
+    agents[0].close()
+    poll_until(hub, lambda: hub.members[0].loss)
+    lost = hub.members[0]
+    agents.append(_call(hub))
+    poll_until(hub, lambda: hub.members[0] is not lost, agents[1])
+    assert (hub.members[0].gone, lost.gone) == (False, True)
+    hub.close()
+    agents[1].close()
+
+
+def _call(hub: Hub) -> Wire:
+    wire = Wire(socket.create_connection(("127.0.0.1", hub.port)))
+    wire.say("hello secret 0 host")
+    return wire
+
+
+def test_what_concerns_replica_groups_is_kept_for_them(hub: Hub, call) -> None:
+    agent = call("hello secret 0 host")
+    agent.say("done 0 1")
+    poll_until(hub, lambda: hub.members[0].told, agent)
+    assert hub.members[0].told == [["done", "0", "1"]]

@@ -19,10 +19,12 @@ def options(text: str) -> list[str]:
 
 @pytest.fixture
 def render(make_plan, tmp_path: Path):
-    def make(slurm: SlurmSpec = SlurmSpec(), roots: int = 1, device: str = "cpu") -> str:  # noqa: B008
+    def make(slurm: SlurmSpec = SlurmSpec(), roots: int = 1, device: str = "cpu", groups: int = 1) -> str:  # noqa: B008
         plan: Plan = make_plan()
         cluster = replace(plan.spec.cluster, slurm=slurm)
-        plan = replace(plan, spec=replace(plan.spec, cluster=cluster), num_nodes=4, device=device)
+        plan = replace(
+            plan, spec=replace(plan.spec, cluster=cluster), num_nodes=4, device=device, replica_groups=groups
+        )
         folders = [tmp_path / f"run {i}" for i in range(roots)]
         return render_script(plan, folders, "tiny", ["sbatch", "recipe=tiny"], tmp_path)
 
@@ -92,3 +94,10 @@ def test_a_sweep_is_an_array(render, tmp_path: Path) -> None:
     asked = options(render(SlurmSpec(array_parallel=2), roots=5))
     assert "--array=0-4%2" in asked
     assert f"--output={tmp_path}/slurm/%A_%a.log" in asked
+
+
+def test_replica_groups_outlive_a_node(render) -> None:
+    text = render(groups=2)
+    assert "--no-kill" in options(text)
+    assert "--no-kill" in next(line for line in text.splitlines() if line.strip().startswith("srun"))
+    assert "--no-kill" not in render()

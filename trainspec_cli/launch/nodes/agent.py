@@ -1,7 +1,8 @@
 """`python -m trainspec_cli.launch.nodes.agent [--node I] RUN GENERATION`: one host's part of a job.
 
 Runs torchrun here and does what the hub says. When the hub is silent for too long this host is cut off: what runs here
-is ended, since the job goes on elsewhere. Under Slurm the host's number is the task's.
+is ended, since the job goes on elsewhere; of a run of replica groups it comes back when it can. Under Slurm the host's
+number is the task's.
 """
 
 from __future__ import annotations
@@ -13,15 +14,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainspec_cli.errors import MachineError, Problem, TrainspecError
+from trainspec_cli.launch.executor import Running
 from trainspec_cli.launch.job import Job, build_node_job
 from trainspec_cli.launch.local import LocalExecutor
 from trainspec_cli.launch.machine import detect
+from trainspec_cli.launch.nodes.parts import Parts
 from trainspec_cli.launch.nodes.wire import Wire
-from trainspec_cli.launch.place import Place
+from trainspec_cli.launch.place import Place, own_address
 from trainspec_cli.launch.processes import POLL_S
 from trainspec_cli.launch.signals import PatientRequests, on_stop_signal
 from trainspec_cli.rundir import generations
@@ -35,6 +41,8 @@ APPEAR_TIMEOUT_S = 60.0
 """A network file system may show a new file this late on another host."""
 CONNECT_TIMEOUT_S = 10.0
 EXAMINE_TIMEOUT_S = 180.0
+RETURN_INTERVAL_S, RETURN_TIMEOUT_S = 1.0, 300.0
+"""How often, and for how long, an agent that was cut off tries to come back."""
 CUT_OFF, UNFIT = 3, 4
 """Exit codes of an agent: it no longer heard the hub, or the host lacks something."""
 
@@ -49,23 +57,47 @@ def main() -> None:
 
 
 def run_agent(run: RunDir, generation: int, node: int) -> int:
-    """-> 0 when all is done here, torchrun's exit code being told to the hub; else `CUT_OFF` or `UNFIT`.
+    """-> 0 when all is done here, how it ended being told to the hub; else `CUT_OFF` or `UNFIT`.
 
     Raises MachineError where the hub cannot be reached.
     """
     start = await_start(run, generation)
     plan = from_plain(Plan, read_json(run.plan_json))
     requests = PatientRequests()
+    serve = partial(_serve, run, plan, start, node, generation, requests)
+
+    def goes_on() -> bool:
+        return not requests.count and not run.result_json.is_file() and generations.newest(run) == generation
+
     with on_stop_signal(requests.add):
-        hub = connect(start, node)
+        return _keep_serving(serve, goes_on) if plan.replica_groups > 1 else serve()
+
+
+def _keep_serving(serve: Callable[[], int], goes_on: Callable[[], bool]) -> int:
+    """An agent of replica groups that was cut off comes back when there is a way again."""
+    code, deadline = serve(), time.monotonic() + RETURN_TIMEOUT_S
+    while code == CUT_OFF and goes_on() and time.monotonic() < deadline:
+        time.sleep(RETURN_INTERVAL_S)
         try:
-            code = Agent(hub, run, plan, start, node, generation, requests).work()
+            code, deadline = serve(), time.monotonic() + RETURN_TIMEOUT_S
         except MachineError as error:
-            hub.say(f"failed {' '.join(str(error).split())}")
-            hub.say("ended 1")
-            code = UNFIT
-    hub.close()
+            if isinstance(error.__cause__, ConnectionRefusedError):
+                break  # the first host is there, and its hub is not
     return code
+
+
+def _serve(
+    run: RunDir, plan: Plan, start: dict[str, Any], node: int, generation: int, requests: PatientRequests
+) -> int:
+    hub = connect(start, node)
+    try:
+        return Agent(hub, run, plan, start, node, generation, requests).work()
+    except MachineError as error:
+        hub.say(f"failed {' '.join(str(error).split())}")
+        hub.say("ended 1")
+        return UNFIT
+    finally:
+        hub.close()
 
 
 def await_start(run: RunDir, generation: int) -> dict[str, Any]:
@@ -107,13 +139,16 @@ class Agent:
         self._hub, self._run, self._plan, self._start, self._node = hub, run, plan, start, node
         self._generation, self._requests = generation, requests
         self._heard: set[str] = set()
+        self._orders: deque[list[str]] = deque()
 
     def work(self) -> int:
         """Examine the host, run the workers, tell how it ended. Raises MachineError for what this host lacks."""
         self._check_host()
-        if self._start["examine"] and not self._examine():
-            return CUT_OFF
-        running = LocalExecutor().submit(self._build_job())
+        if self._start["examine"]:
+            self._examine()
+        if not self._may_begin():
+            return CUT_OFF if self._is_cut_off else 0
+        running = self._start_running()
         asked = False
         try:
             while running.anything_left() and "end" not in self._heard and self._listen():
@@ -133,6 +168,12 @@ class Agent:
         if problems := check_machine(self._plan.spec, machine):
             raise MachineError(problems)
 
+    def _start_running(self) -> Running | Parts:
+        job, plan = self._build_job(), self._plan
+        if plan.replica_groups == 1:
+            return LocalExecutor().submit(job)
+        return Parts(self._hub, self._orders, plan, job, self._node, own_address(self._start["head"]))
+
     def _build_job(self) -> Job:
         start = self._start
         place = Place(self._node, start["num_nodes"], start["head"], start["rendezvous_port"])
@@ -147,8 +188,8 @@ class Agent:
             worker=start["worker"],
         )
 
-    def _examine(self) -> bool:
-        """Tell the hub what this host can do, and wait until it lets the workers start; False where it does not."""
+    def _examine(self) -> None:
+        """Tell the hub what this host can do."""
         with tempfile.TemporaryFile() as output:
             examining = subprocess.Popen(self._start["examine"], stdin=subprocess.DEVNULL, stdout=output)
             deadline = time.monotonic() + EXAMINE_TIMEOUT_S
@@ -163,13 +204,18 @@ class Agent:
             message = f"the examination of {socket.gethostname()} ended without a report within {EXAMINE_TIMEOUT_S:g} s"
             raise MachineError(Problem("examination_failed", message, hint=f"look at {self._start['logs']}"))
         self._hub.say(f"report {lines[-1]}")
+
+    def _may_begin(self) -> bool:
+        """Wait until the hub lets the workers start; False where it does not."""
         while not self._heard & {"go", "end"} and self._listen():
             pass
         return "go" in self._heard
 
     def _listen(self) -> bool:
         """Hear the hub and be heard, for an instant; False where it is gone."""
-        self._heard.update(word for word, *_ in self._hub.hear())
+        said = self._hub.hear()
+        self._heard.update(word for word, *_ in said)
+        self._orders.extend(said)
         self._hub.beat()
         time.sleep(POLL_S)
         return not self._is_cut_off

@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 import math
-import os
 import secrets
-import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainspec_cli.launch.command import ENGINE
 from trainspec_cli.launch.environment import FAILURE_GRACE_S, LAUNCH_ID, python_path
 from trainspec_cli.launch.job import Job, next_log_folder
-from trainspec_cli.launch.nodes.hub import Hub, Member
-from trainspec_cli.launch.place import free_port
-from trainspec_cli.launch.processes import POLL_S
+from trainspec_cli.launch.nodes.agents import DRAIN_S, Agents, Examination
+from trainspec_cli.launch.nodes.groups import NodesGroups
+from trainspec_cli.launch.nodes.hub import Hub
+from trainspec_cli.launch.place import free_port, own_address
 from trainspec_cli.rundir import generations
-from trainspec_cli.rundir.files import write_json
-from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.plan import Plan
 
 JOIN_TIMEOUT_S = 300.0
 """Hosts may start this much later than the first (a slow prologue, an image to fetch)."""
-END_TIMEOUT_S = 12.0
-"""An agent that was told to end and has not after this long is given up: its host's own agent ends it when it no
-longer hears the hub."""
-DRAIN_S = 5.0
-"""srun may take this long to end when all hosts have."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +36,14 @@ class Reach:
     """A command that runs an agent on every host (srun), or on this one alone; it gets RUN and GENERATION appended."""
     rendezvous_port: int | None = None
     """None: a free one."""
+    return_timeout_s: float = 0.0
+    """A lost host's agent may be started again: where the others are too few without it, they wait this long."""
 
 
 def reach_from_here(endpoint: str) -> Reach:
     """Where there is no Slurm: this host is the first, and every other starts its own agent. `endpoint`: HOST:PORT."""
     host, _, port = endpoint.rpartition(":")
-    return Reach(host, agent_command(node=0), int(port))
+    return Reach(host, agent_command(node=0), int(port), return_timeout_s=JOIN_TIMEOUT_S)
 
 
 def build_nodes_job(plan: Plan, root: Path, reach: Reach) -> Job:
@@ -67,16 +59,6 @@ def build_nodes_job(plan: Plan, root: Path, reach: Reach) -> Job:
     )
 
 
-@dataclass(frozen=True)
-class Examination:
-    """What every host goes through before its workers start."""
-
-    command: tuple[str, ...]
-    """Run on each host; prints its report as JSON in its last line."""
-    judge: Callable[[Sequence[dict[str, Any]]], None]
-    """Takes the reports of all hosts, by number. Raises MachineError where one is not fit."""
-
-
 class NodesExecutor:
     def __init__(
         self, plan: Plan, reach: Reach, worker: Sequence[str] = ENGINE, examination: Examination | None = None
@@ -84,10 +66,19 @@ class NodesExecutor:
         self._plan, self._reach, self._worker, self._examination = plan, reach, worker, examination
 
     def submit(self, job: Job) -> Nodes:
+        return Nodes(self._call_agents(job))
+
+    def submit_groups(self, job: Job, plan: Plan) -> NodesGroups:
+        address = own_address(self._reach.head)
+        agents = self._call_agents(job, welcomes_back=True)
+        return NodesGroups(agents, job, plan, address, self._reach.return_timeout_s)
+
+    def _call_agents(self, job: Job, *, welcomes_back: bool = False) -> Agents:
         """Own the run, say where the hub is, start the agents."""
         job.logs.mkdir(parents=True, exist_ok=True)
         generation = generations.begin(job.run)
-        hub = Hub(self._plan.num_nodes, job.launch_id, self._plan.spec.run.node_timeout_s, JOIN_TIMEOUT_S)
+        timeout_s = self._plan.spec.run.node_timeout_s
+        hub = Hub(self._plan.num_nodes, job.launch_id, timeout_s, JOIN_TIMEOUT_S, welcomes_back=welcomes_back)
         generations.describe(
             job.run,
             generation,
@@ -103,91 +94,45 @@ class NodesExecutor:
                 "host": socket.gethostname(),
             },
         )
-        return Nodes(job, hub, _start(job, generation), self._examination, generation)
-
-
-def _start(job: Job, generation: int) -> subprocess.Popen[bytes]:
-    """In a session of its own: a terminal's Ctrl-C reaches the supervisor alone."""
-    environment = {**os.environ, **job.environment}
-    del environment[LAUNCH_ID]  # agents are not among those they end
-    with job.torchrun_log.open("wb") as log:
-        return subprocess.Popen(
-            (*job.command, str(job.root), str(generation)),
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        return Agents(job, hub, self._examination, generation)
 
 
 class Nodes:
-    def __init__(
-        self,
-        job: Job,
-        hub: Hub,
-        starter: subprocess.Popen[bytes],
-        examination: Examination | None,
-        generation: int,
-    ):
-        self._job, self._hub, self._starter = job, hub, starter
-        self._examination, self.generation = examination, generation
-        self._fence = Fence(job.run, generation)
+    """One torchrun over all hosts: it cannot do without any of them."""
+
+    def __init__(self, agents: Agents):
+        self._agents, self._hub = agents, agents.hub
         self._gone_at: float | None = None
         self._end_at: float | None = None
+
+    @property
+    def generation(self) -> int:
+        return self._agents.generation
 
     def exit_code(self) -> int | None:
         """What the agents tell of torchrun; the starter's own where it ended before they came."""
         code = self._hub.exit_code
-        if code is None and self._starter.poll() and not any(member.wire for member in self._hub.members):
-            return self._starter.returncode
-        return code
+        return self._agents.failed_to_start if code is None else code
 
     def anything_left(self) -> bool:
         """Also hears the agents: it is asked about ten times a second.
 
         Raises MachineError for an unfit host, WorkerError where the run was begun anew elsewhere.
         """
-        self._fence.check_now_and_then()
-        self._hub.poll()
-        self._judge()
-        self._note_losses()
+        self._agents.poll()
+        self._agents.note_losses()
+        self._end_others()
         if not self._hub.all_gone:
-            return self._starter.poll() is None or any(member.wire and not member.gone for member in self._hub.members)
+            return self._agents.starting or any(member.wire and not member.gone for member in self._hub.members)
         self._gone_at = self._gone_at or time.monotonic()
-        return self._starter.poll() is None and time.monotonic() < self._gone_at + DRAIN_S
+        return self._agents.starting and time.monotonic() < self._gone_at + DRAIN_S
 
     def ask_to_stop(self) -> None:
         self._hub.tell("stop")
 
     def end(self) -> tuple[int, ...]:
-        """Have every agent end what it runs, then end the starter; what a lost host runs is fenced off."""
-        self._hub.tell("end")
-        deadline = time.monotonic() + END_TIMEOUT_S
-        while time.monotonic() < deadline and any(member.wire and not member.gone for member in self._hub.members):
-            self._hub.poll()
-            time.sleep(POLL_S)
-        self._hub.close()
-        # At SIGTERM srun has Slurm end the step by its number, and the step of a newer start has the same one.
-        _end_process(self._starter, (signal.SIGKILL,) if self._fence.is_closed() else (signal.SIGTERM, signal.SIGKILL))
+        self._agents.end()
         return ()
-
-    def _judge(self) -> None:
-        """Once every host has been examined."""
-        reports = [member.report for member in self._hub.members if member.report is not None]
-        if self._examination and len(reports) == len(self._hub.members):
-            write_json(self._job.root / "preflight.json", reports)
-            self._examination.judge(reports)
-            self._examination = None
-            self._hub.tell("go")
-
-    def _note_losses(self) -> None:
-        """A job that lost a host cannot go on: the others are ended at once, without waiting for their timeouts."""
-        for member in self._hub.members:
-            words = member.loss or member.complaint
-            if words and not self._fence.is_closed() and not self._job.run.node_error(member.node).exists():
-                write_json(self._job.run.node_error(member.node), _last_words(member, words))
-        self._end_others()
 
     def _end_others(self) -> None:
         """Once a host is lost nobody can go on; where one ended with a failure the others may say their last words."""
@@ -197,28 +142,6 @@ class Nodes:
         if self._end_at is not None and time.monotonic() >= self._end_at:
             self._end_at = math.inf
             self._hub.tell("end")
-
-
-def _last_words(member: Member, words: str) -> dict[str, object]:
-    return {
-        "node": member.node,
-        "host": member.host,
-        "time": time.time(),
-        "lost": bool(member.loss),
-        "message": words,
-    }
-
-
-def _end_process(process: subprocess.Popen[bytes], numbers: Sequence[signal.Signals]) -> None:
-    """One signal after the other, for what does not follow the first."""
-    for number in numbers:
-        if process.poll() is not None:
-            return
-        os.killpg(process.pid, number)
-        try:
-            process.wait(DRAIN_S)
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def agent_command(node: int | None = None) -> tuple[str, ...]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainspec_cli.launch.nodes.wire import Wire
@@ -27,10 +28,20 @@ class Member:
     """Why it did not start."""
     report: dict[str, Any] | None = None
     """What the examination of the host found."""
+    admitted: bool = False
+    """Whether workers may start there."""
+    lost_at: float = -math.inf
+    """When one that had come was lost (monotonic)."""
+    told: list[list[str]] = field(default_factory=list)
+    """What it said of its replica groups, as words; for whoever runs these to take."""
 
     @property
     def gone(self) -> bool:
         return self.exit_code is not None or bool(self.loss)
+
+    def say(self, line: str) -> None:
+        if self.wire:
+            self.wire.say(line)
 
     @property
     def name(self) -> str:
@@ -38,8 +49,11 @@ class Member:
 
 
 class Hub:
-    def __init__(self, num_nodes: int, token: str, timeout_s: float, join_timeout_s: float):
-        self._token, self._timeout_s = token, timeout_s
+    def __init__(
+        self, num_nodes: int, token: str, timeout_s: float, join_timeout_s: float, *, welcomes_back: bool = False
+    ):
+        """`welcomes_back`: a host that was lost may take its seat again."""
+        self._token, self._timeout_s, self._welcomes_back = token, timeout_s, welcomes_back
         self._join_deadline = time.monotonic() + join_timeout_s
         self._join_timeout_s = join_timeout_s
         self.members = [Member(node) for node in range(num_nodes)]
@@ -70,8 +84,7 @@ class Hub:
 
     def tell(self, word: str) -> None:
         for member in self.members:
-            if member.wire:
-                member.wire.say(word)
+            member.say(word)
 
     def close(self) -> None:
         self._server.close()
@@ -81,7 +94,7 @@ class Hub:
     def _welcome(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while True:
-                self._strangers.append(Wire(self._server.accept()[0]))
+                self._strangers.append(Wire(*self._server.accept()))
         for wire in list(self._strangers):
             said = wire.hear()
             if said and (member := self._seat(wire, said[0])):
@@ -95,12 +108,14 @@ class Hub:
         """Only who knows the token, and only where nobody sits yet; others are sent away."""
         known = len(words) == 4 and words[:2] == ["hello", self._token] and words[2].isdigit()
         node = int(words[2]) if known else len(self.members)
-        if node >= len(self.members) or self.members[node].wire:
+        if node >= len(self.members) or not self._is_free(self.members[node]):
             wire.close()
             return None
-        member = self.members[node]
-        member.host, member.wire = words[3], wire
-        return member
+        self.members[node] = Member(node, words[3], wire)
+        return self.members[node]
+
+    def _is_free(self, seat: Member) -> bool:
+        return seat.wire is None or (self._welcomes_back and seat.gone)
 
     def _attend(self, member: Member) -> None:
         if member.wire is None:
@@ -115,6 +130,9 @@ class Hub:
             member.loss = "closed its connection without a word: its processes were killed, or the host went down"
         elif member.wire.silent_s > self._timeout_s:
             member.loss = f"has not been heard of for {self._timeout_s:g} s: the host is off, hangs, or its link is cut"
+        if member.loss:
+            member.lost_at = time.monotonic()
+            member.wire.close()
 
     def _take_down(self, member: Member, said: list[list[str]]) -> None:
         for words in said:
@@ -124,3 +142,5 @@ class Hub:
                 member.report = {**json.loads(" ".join(words[1:])), "heard_at": time.time()}
             elif words[0] == "failed":
                 member.complaint = " ".join(words[1:])
+            else:
+                member.told.append(words)

@@ -3,6 +3,11 @@
     agent -> hub   hello TOKEN NODE HOST | report JSON | ended EXIT_CODE | failed MESSAGE | beat
     hub -> agent   go | stop | end | beat
 
+Of replica groups, whose starts are numbered from 1:
+
+    hub -> agent   begin GROUP START HEAD PORT LIGHTHOUSE | drop GROUP START
+    agent -> hub   lost GROUP START RANK MESSAGE | done GROUP START | dropped GROUP START
+
 Nobody blocks: both look at their sockets while they do their own work, and a peer that is silent for too long is lost,
 whether its process hangs, its host is off or its cable is cut (TCP by itself would wait for a quarter of an hour).
 """
@@ -17,8 +22,10 @@ PIECE_BYTES = 65536
 
 
 class Wire:
-    def __init__(self, connection: socket.socket):
+    def __init__(self, connection: socket.socket, address: tuple[str, int] = ("", 0)):
+        """`address`: the peer's, where it is known."""
         connection.setblocking(False)
+        self.peer = address[0]
         self._connection, self._unread, self._unsent = connection, b"", b""
         self._heard_at = self._beat_at = time.monotonic()
         self.closed = False

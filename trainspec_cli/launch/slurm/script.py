@@ -76,6 +76,7 @@ def _options(plan: Plan, roots: Sequence[Path], recipe: str) -> Iterator[str]:
     yield from (f"--{name}={value}" for name, value in given.items() if value is not None)
     if slurm.exclusive:
         yield "--exclusive"
+    yield from _outliving(plan)
     yield f"--signal=B:USR2@{slurm.warn_s}"
     yield "--requeue" if slurm.max_requeues else "--no-requeue"
     yield from slurm.sbatch_lines
@@ -103,6 +104,13 @@ def srun_command(plan: Plan) -> list[str]:
     return [
         *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
         *([f"--cpus-per-task={slurm.cpus_per_task}"] if slurm.cpus_per_task else []),
+        *_outliving(plan),
         *("--cpu-bind=none", "--kill-on-bad-exit=0", "--unbuffered", "--mpi=none"),
         *(f"--{name}={value}" for name, value in container.items() if value is not None),
     ]
+
+
+def _outliving(plan: Plan) -> Iterator[str]:
+    """Replica groups go on without a node that fails, where Slurm lets the job and its step live."""
+    if plan.replica_groups > 1:
+        yield "--no-kill"

@@ -1,0 +1,77 @@
+"""An agent's part of a replica group, on real torchrun."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.launch import processes
+from trainspec_cli.launch.job import build_node_job
+from trainspec_cli.launch.nodes.parts import Parts
+from trainspec_cli.launch.nodes.wire import Wire
+from trainspec_cli.launch.place import Place, free_port
+
+HERE = "127.0.0.1"
+LAUNCH = "token-1"
+
+
+class Ends:
+    """Both ends of a wire, and the orders that are put into one."""
+
+    def __init__(self, plan, machine, root: Path):
+        agent, hub = socket.socketpair()
+        self.orders: deque[list[str]] = deque()
+        self._hub, self._heard = Wire(hub), []
+        logs = root / "logs" / "node00001"
+        standin = (str(Path(__file__).parents[1] / "standin_worker.py"), "endless")
+        job = build_node_job(plan, root, machine, Place(1, 2, HERE, 1), 1, LAUNCH, logs, standin)
+        self.parts = Parts(Wire(agent), self.orders, plan, job, node=1, address=HERE)
+
+    def order(self, line: str) -> None:
+        self.orders.append(line.split())
+
+    def heard(self, kind: str) -> list[str]:
+        """The first word of its kind; empty until it has come."""
+        self.parts.anything_left()
+        self._heard += self._hub.hear()
+        return next((words for words in self._heard if words[0] == kind), [])
+
+
+@pytest.fixture
+def ends(make_plan, machine, tmp_path: Path) -> Iterator[Ends]:
+    plan = replace(make_plan(), num_nodes=2, devices_per_node=1, replica_groups=2)
+    made = Ends(plan, machine, tmp_path / "run")
+    yield made
+    made.parts.end()
+    assert processes.members(LAUNCH) == []
+
+
+def test_a_part_is_begun_lost_dropped_and_begun_again(ends: Ends, eventually) -> None:
+    for start in ("1", "2"):
+        ends.order(f"begin 1 {start} {HERE} {free_port()} {HERE}:9")
+        ends.parts.anything_left()
+        eventually(lambda: len(processes.workers(LAUNCH)) == 1)
+        (worker,) = processes.workers(LAUNCH)
+        environment = worker.environ()
+        names = ("RANK", "WORLD_SIZE", "TRAINSPEC_GROUP", "TRAINSPEC_START", "TRAINSPEC_LIGHTHOUSE", "TRAINSPEC_HOST")
+        assert [environment[name] for name in names] == ["0", "1", "1", start, f"{HERE}:9", HERE]
+        worker.kill()
+        eventually(lambda start=start: ends.heard("lost")[:4] == ["lost", "1", start, "1"])
+        assert "SIGKILL" in " ".join(ends.heard("lost"))
+        ends.order(f"drop 1 {start}")
+        eventually(lambda start=start: ends.heard("dropped") == ["dropped", "1", start])
+        assert processes.members(LAUNCH) == []
+        ends._heard.clear()
+
+
+def test_what_ends_well_is_told(ends: Ends, eventually) -> None:
+    ends.order(f"begin 1 1 {HERE} {free_port()} {HERE}:9")
+    ends.parts.anything_left()
+    eventually(lambda: (ends.parts._job.run.events(0)).is_file())
+    ends.parts.ask_to_stop()
+    eventually(lambda: ends.heard("done") == ["done", "1", "1"])
