@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -79,16 +80,25 @@ class Launched:
 
 
 def check(run: RunDir) -> str:
-    """Every sample once, one story without gaps, equal weights."""
+    """Every sample once, one story without gaps, equal weights. Who was killed between a step and its note of that may
+    have left its part of it unnoted."""
     files = sorted(run.events_folder.glob("group*/rank00000.jsonl"))
     own = [event for file in files for event in read_events(file)]
     portions = {(e["step"], *e["took"]) for e in own if e["type"] == "step"}
     taken = Counter(p for _, start, samples in portions for p in range(start, start + samples))
-    story = [e["step"] for e in read_events(run.events(0)) if e["type"] == "step"]
+    story = [e for e in read_events(run.events(0)) if e["type"] == "step"]
+    begins = dict(zip((e["step"] for e in story), accumulate((e["samples"] for e in story), initial=0), strict=False))
+    before_a_loss = {e["step"] - 1 for e in read_events(run.events(0)) if e.get("change") == "left"}
+    samples = {e["step"]: range(begins[e["step"]], begins[e["step"]] + e["samples"]) for e in story}
+    unnoted = {step for step, positions in samples.items() if not taken.keys() >= set(positions)}
     digests = {e["weights_sha256"] for e in own if e["type"] == "end"}
-    whole = story == list(range(1, len(story) + 1))
-    once = set(taken.values()) == {1} and len(taken) == max(taken) + 1
-    return f"{len(story)} steps without a gap: {whole}; {len(taken)} samples once each: {once}; digests: {len(digests)}"
+    whole = [e["step"] for e in story] == list(range(1, len(story) + 1))
+    return (
+        f"{len(story)} steps without a gap: {whole}; {len(taken)} samples noted, none twice: "
+        f"{set(taken.values()) == {1}}; "
+        f"{len(unnoted)} steps not noted whole, each the last before a loss: {unnoted <= before_a_loss}; "
+        f"digests: {len(digests)}"
+    )
 
 
 def series(options: argparse.Namespace, root: Path) -> None:

@@ -22,7 +22,7 @@ def test_the_fastest_that_is_right() -> None:
         "faster": "chosen",
         "none": "not faster",
     }
-    assert figures["fast"].reason == "than faster"
+    assert figures["fast"].reason == "faster"
     assert figures["faster"].ratio == 0.51
 
 

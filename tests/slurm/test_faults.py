@@ -68,20 +68,6 @@ def test_a_run_whose_cable_is_cut_goes_on_elsewhere_and_the_old_worker_is_fenced
 
 
 @pytest.mark.slow
-def test_a_short_cut_costs_time_and_nothing_else(slurm: Cluster, sbatch, watch, tmp_path: Path) -> None:
-    run = tmp_path / "runs/flap"
-    assert slurm.hosts is not None
-    job = sbatch("run.dir=runs/flap", *LONG, "run.node_timeout_s=30")
-    watch.wait_for_step(run, 15)
-    slurm.hosts.cut(2)
-    time.sleep(3)
-    slurm.hosts.heal(2)
-    ended = slurm.wait(job, timeout_s=240)
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "0"), watch.log(run)
-    assert watch.steps(run) == list(range(1, STEPS + 1))
-
-
-@pytest.mark.slow
 def test_replica_groups_go_on_without_a_node_that_is_powered_off(
     slurm: Cluster, sbatch, watch, tmp_path: Path, record_property
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from lab.cluster import Cluster
 
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
+
+STEPS = 40
 
 
 @pytest.fixture
@@ -22,25 +25,34 @@ def losses_of(run: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.slow
-def test_a_run_over_a_narrow_link_that_loses_packets_has_the_same_losses(
-    slurm: Cluster, sbatch, watch, tmp_path: Path, read_result
+def test_bad_links_cost_time_and_nothing_else(
+    slurm: Cluster, sbatch, watch, tmp_path: Path, read_result, record_property
 ) -> None:
-    assert slurm.hosts is not None
+    """Narrow, with packets lost, and cut for three seconds: TCP sends again, and the run waits."""
+    hosts = slurm.hosts
+    assert hosts is not None
 
-    def train(run: str) -> None:
-        ended = slurm.wait(sbatch(f"run.dir=runs/{run}"), timeout_s=240)
-        assert (ended["JobState"], ended["NodeList"]) == ("COMPLETED", "node[1-2]"), watch.log(tmp_path / "runs" / run)
+    def finish(run: str, job: str) -> None:
+        ended = slurm.wait(job, timeout_s=240)
+        stood = (ended["JobState"], ended["NodeList"], ended["Restarts"])
+        assert stood == ("COMPLETED", "node[1-2]", "0"), watch.log(tmp_path / "runs" / run)
+        record_property(f"{run}_s", read_result(f"runs/{run}")["time_s"])
 
-    train("whole")
-    slurm.hosts.limit_rate(2, "50mbit")
+    finish("whole", sbatch("run.dir=runs/whole", f"train.max_steps={STEPS}"))
+    hosts.limit_rate(2, "50mbit")
     for number in (1, 2):
-        slurm.hosts.lose(number, percent=3)
-    train("lossy")
-    assert all(slurm.hosts.lost_packets(number) > 100 for number in (1, 2))
-    whole, lossy = (losses_of(tmp_path / "runs" / run) for run in ("whole", "lossy"))
-    assert len(whole) == 20
-    assert lossy == whole
-    assert read_result("runs/lossy")["weights_sha256"] == read_result("runs/whole")["weights_sha256"]
+        hosts.lose(number, percent=3)
+    job = sbatch("run.dir=runs/bad", f"train.max_steps={STEPS}", "run.node_timeout_s=30")
+    watch.wait_for_step(tmp_path / "runs/bad", 5)
+    hosts.cut(2)
+    time.sleep(3)
+    hosts.heal(2)
+    finish("bad", job)
+    assert all(hosts.lost_packets(number) > 100 for number in (1, 2))
+    whole, bad = (losses_of(tmp_path / "runs" / run) for run in ("whole", "bad"))
+    assert [step for step, _ in whole] == list(range(1, STEPS + 1))
+    assert bad == whole
+    assert read_result("runs/bad")["weights_sha256"] == read_result("runs/whole")["weights_sha256"]
 
 
 @pytest.mark.slow

@@ -111,7 +111,7 @@ def planned(spec: RunSpec) -> Plan:
 @pytest.mark.parametrize(
     ("op", "name", "changes", "values", "words"),
     [
-        ("attention", "math", {}, {}, "more memory than the plan counts; kernels.attention=math uses it"),
+        ("attention", "math", {}, {}, "it takes more memory than the plan counts"),
         ("rope", "liger", {}, {}, "CUDA alone"),
         ("rope", "compiled", {"compile": True}, {}, "blocks are compiled as they are"),
         ("rope", "compiled", {}, {"recompute": "selective"}, "recompute=selective follows single operations"),

@@ -25,7 +25,7 @@ from trainspec_cli.launch.nodes.executor import Reach
 from trainspec_cli.launch.signals import PatientRequests
 from trainspec_cli.launch.slurm import commands as slurm
 from trainspec_cli.launch.slurm.queue import note_job, own_job
-from trainspec_cli.launch.slurm.requeue import Requeue, decide
+from trainspec_cli.launch.slurm.requeue import decide, is_over, is_preempted
 from trainspec_cli.rundir.generations import FENCED
 from trainspec_cli.rundir.paths import RunDir
 
@@ -35,11 +35,11 @@ AVOID_S = 5.0
 
 def main() -> None:
     run, start = RunDir(sys.argv[1]), tuple(sys.argv[2:])
-    job_id, warning = os.environ["SLURM_JOB_ID"], TimeWarning()
+    job_id, warning = own_job(), TimeWarning()
     console = Console(width=120, highlight=False)
     try:
         with storage(str(run.root)):
-            note_job(run, own_job())
+            note_job(run, job_id)
         host = os.environ.get("SLURMD_NODENAME") or slurm.first_host(os.environ["SLURM_JOB_NODELIST"])
         reach = Reach(slurm.address_of(host), start)
         code = drive(run, reach, console, requests=PatientRequests())
@@ -48,11 +48,11 @@ def main() -> None:
         if error.problems[0].code == FENCED:
             sys.exit(error.exit_code)
         code = error.exit_code
-    # A preemption may come as the warning's signal, or as the SIGTERM that a scancel would be too.
-    preempted = code != EXIT_DONE and slurm.is_preempted(job_id)
-    again = decide(run, code, warned=warning.came, preempted=preempted)
-    if again:
-        _requeue(run, job_id, again, console)
+    if code != EXIT_DONE:
+        try:
+            _end_badly(run, job_id, code, warned=warning.came, console=console)
+        except MachineError as error:
+            print(f"not requeued: {error}", file=sys.stderr)
     sys.exit(code)
 
 
@@ -68,9 +68,13 @@ class TimeWarning:
         signal.raise_signal(signal.SIGTERM)
 
 
-def _requeue(run: RunDir, job_id: str, again: Requeue, console: Console) -> None:
-    """Unless the job has been requeued often enough."""
+def _end_badly(run: RunDir, job_id: str, code: int, *, warned: bool, console: Console) -> None:
+    """Back to the queue, if that is of use, unless the job has been requeued often enough. Raises MachineError."""
     done, most = int(os.environ.get("SLURM_RESTART_COUNT", "0")), read_plan(run).spec.cluster.slurm.max_requeues
+    job = slurm.show(job_id)
+    again = decide(run, code, warned=warned, preempted=is_preempted(job))
+    if again is None or is_over(job, done):
+        return
     if done >= most:
         console.print(
             f"not requeued: {again.reason}, and the job was requeued {done} times (cluster.slurm.max_requeues)"
@@ -79,11 +83,7 @@ def _requeue(run: RunDir, job_id: str, again: Requeue, console: Console) -> None
     console.print(f"requeued: {again.reason}; start {done + 2} goes on from the newest checkpoint")
     sys.stdout.flush()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        slurm.requeue(job_id)
-    except MachineError as error:
-        print(error, file=sys.stderr)
-        return
+    slurm.requeue(job_id)
     if again.avoid:
         _avoid(job_id, again.avoid, read_plan(run).spec.cluster.slurm.exclude)
 

@@ -116,7 +116,7 @@ def _launch(loaded: Loaded, plan: Plan, machine: Machine, *, force: bool, as_jso
     console, wanted = make_console(as_json=as_json), plan.spec.run.dir
     check_free(wanted)
     plan = predict(plan, machine, console, force=force)
-    examine_here(plan, RUNS if wanted == AUTO else Path(wanted), console)
+    examine_here(plan, RUNS if wanted == AUTO else Path(wanted), console, force=force)
     plan, kernels = settle_kernels(plan, machine, console)
     data_folder = prepare_data(loaded, console)
     with storage(wanted):

@@ -17,10 +17,14 @@ from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.plan import Plan
 
 
-def examine_here(plan: Plan, folder: Path, console: Console) -> None:
-    """On a run's only host; says what to look at. Raises MachineError where the host is not fit."""
+def examine_here(plan: Plan, folder: Path, console: Console, *, force: bool = False) -> None:
+    """On a run's only host; says what to look at. Raises MachineError where the host is not fit.
+
+    `force`: the run is to start whatever memory it is predicted to take.
+    """
     if plan.spec.run.preflight:
-        for check in preflight(folder, _needs(plan, written=len(RunDir(folder).checkpoint_steps()))):
+        needs = _needs(plan, written=len(RunDir(folder).checkpoint_steps()), force=force)
+        for check in preflight(folder, needs):
             _warn(console, check.name, check.found, check.advice)
 
 
@@ -40,9 +44,9 @@ def examine_all(plan: Plan, run: RunDir, console: Console) -> Examination | None
     return Examination(command, judge)
 
 
-def _needs(plan: Plan, written: int) -> Needs:
+def _needs(plan: Plan, written: int, *, force: bool) -> Needs:
     """`written`: checkpoints that lie in the run's folder."""
-    needed = plan.prediction.needed_bytes if plan.prediction else 0.0
+    needed = plan.prediction.needed_bytes if plan.prediction and not force else 0.0
     on_gpus = plan.device == "cuda"
     return Needs(
         processes=plan.world_size,

@@ -73,7 +73,7 @@ def resume(
         machine = detect_machine(loaded.spec)
         assert machine is not None, "a run that was started says what device it wants"
         plan = predict(_keep_kernels(plan_on(loaded, machine), old, machine), machine, console, force=force)
-        examine_here(plan, run_dir.root, console)
+        examine_here(plan, run_dir.root, console, force=force)
         plan, kernels = settle_kernels(plan, machine, console)
         with storage(str(run_dir.root)):
             job = build_job(plan, run_dir.root, machine)

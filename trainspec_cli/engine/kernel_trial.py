@@ -17,6 +17,7 @@ from trainspec_cli.engine.kernels.inputs import Call, Inputs, checked, make_inpu
 from trainspec_cli.engine.kernels.reference import REFERENCES
 from trainspec_cli.spec.kernels import TORCH, KernelTrial
 
+clock = time.perf_counter
 Kernel = Callable[..., Any]
 Work = Callable[[], Any]
 MIN_ROUNDS, MAX_ROUNDS, BUDGET_S = 7, 25, 1.0
@@ -135,12 +136,12 @@ def time_in_turns(
     """Ratios to torch's default of each round, by backend; `works` are pairs of a call and its number in the run."""
     repeats = [max(1, round(TURN_S / _seconds(work, 2, device))) for work, _ in works[TORCH]]
     seconds: dict[str, list[float]] = {name: [] for name in works}
-    names, started = list(works), time.perf_counter()
+    names, started = list(works), clock()
     for number in range(MAX_ROUNDS):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             pairs = zip(works[name], repeats, strict=True)
             seconds[name].append(sum(_seconds(work, often, device) * count for (work, count), often in pairs))
-        if number + 1 >= MIN_ROUNDS and time.perf_counter() - started > BUDGET_S * len(names):
+        if number + 1 >= MIN_ROUNDS and clock() - started > BUDGET_S * len(names):
             break
     default = seconds[TORCH]
     return {
@@ -151,11 +152,11 @@ def time_in_turns(
 def _seconds(work: Work, repeats: int, device: torch.device) -> float:
     """Of one call."""
     _wait(device)
-    started = time.perf_counter()
+    started = clock()
     for _ in range(repeats):
         work()
     _wait(device)
-    return (time.perf_counter() - started) / repeats
+    return (clock() - started) / repeats
 
 
 def _wait(device: torch.device) -> None:

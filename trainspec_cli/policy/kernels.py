@@ -30,9 +30,7 @@ def judge_operation(ranks: Sequence[dict[str, KernelTrial]]) -> dict[str, Kernel
 def _unless_beaten(figure: KernelFigure, backend: str, best: str) -> KernelFigure:
     if figure.verdict != "chosen" or backend == best:
         return figure
-    return KernelFigure(
-        "not faster", f"than {best}", figure.ratio, figure.quartiles, figure.error, figure.allowed_error
-    )
+    return KernelFigure("not faster", best, figure.ratio, figure.quartiles, figure.error, figure.allowed_error)
 
 
 def _judge(backend: str, trials: Sequence[KernelTrial]) -> KernelFigure:
@@ -52,7 +50,7 @@ def _judge(backend: str, trials: Sequence[KernelTrial]) -> KernelFigure:
     if backend == TORCH:
         return KernelFigure("default", "", ratio, quartiles, error, allowed)
     if ratio > 1 - MARGIN or quartiles[1] >= 1:
-        return KernelFigure("not faster", "than torch's default", ratio, quartiles, error, allowed)
+        return KernelFigure("not faster", TORCH, ratio, quartiles, error, allowed)
     return KernelFigure("chosen", "", ratio, quartiles, error, allowed)
 
 

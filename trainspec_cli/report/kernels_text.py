@@ -6,39 +6,57 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainspec_cli.spec.kernels import KernelFigure, KernelSpec, KernelTable
+from trainspec_cli.spec.kernels import TORCH, KernelFigure, KernelSpec, KernelTable
 
-STYLES = {"chosen": "green", "wrong": "red", "failed": "red", "not tried": "dim"}
+STYLES = {"chosen": "green", "wrong": "red", "failed": "red"}
 
 
 def render_table(table: KernelTable) -> RenderableType:
-    """Each backend's time over torch's default, its error, and what became of it."""
+    """Each backend's time over torch's default, its error, and what became of it; below, what was not tried and why."""
+    about = f"{table.device}, {table.compute}, torch {table.torch}; time: forward and backward, over the default's"
+    untried = [Text(f"not tried, as {reason}:\n  {names}", style="dim") for reason, names in _untried(table).items()]
+    return Group(Text(about), Text(), _tried(table), *(part for line in untried for part in (Text(), line)))
+
+
+def _tried(table: KernelTable) -> Table:
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    grid.add_column("operation")
-    grid.add_column("backend")
-    for name in ("time", "quartiles", "error", "allowed"):
-        grid.add_column(name, justify="right")
+    grid.add_column("operation", no_wrap=True)
+    grid.add_column("backend", no_wrap=True)
+    for figure in ("time", "quartiles", "error"):
+        grid.add_column(figure, justify="right", no_wrap=True)
     grid.add_column("")
     for op, figures in table.figures.items():
-        for number, (backend, figure) in enumerate(figures.items()):
-            style = STYLES.get(figure.verdict, "")
-            grid.add_row("" if number else op, Text(backend, style=style), *_numbers(figure), _verdict(figure, style))
-    about = (
-        f"{table.device}, {table.compute}, torch {table.torch}; times are of forward and backward, over the default's"
-    )
-    return Group(Text(about), "", grid)
+        tried = {backend: figure for backend, figure in figures.items() if figure.verdict != "not tried"}
+        for number, (backend, found) in enumerate(tried.items()):
+            style = STYLES.get(found.verdict, "")
+            name, verdict = Text(backend, style=style), Text(_describe_verdict(found), style=style)
+            grid.add_row("" if number else op, name, *_numbers(found), verdict)
+    return grid
 
 
 def _numbers(figure: KernelFigure) -> tuple[str, ...]:
     ratio = f"{figure.ratio:.3f}" if figure.ratio is not None else ""
     quartiles = " - ".join(f"{quartile:.2f}" for quartile in figure.quartiles)
-    error, allowed = (f"{value:.1e}" if value is not None else "" for value in (figure.error, figure.allowed_error))
-    return ratio, quartiles, error, allowed
+    return ratio, quartiles, f"{figure.error:.1e}" if figure.error is not None else ""
 
 
-def _verdict(figure: KernelFigure, style: str) -> Text:
-    words = {"not faster": f"not faster {figure.reason}", "default": ""}
-    return Text(words.get(figure.verdict, ": ".join(filter(None, (figure.verdict, figure.reason)))), style=style)
+def _describe_verdict(figure: KernelFigure) -> str:
+    if figure.verdict == "not faster":
+        return "" if figure.reason == TORCH else f"{figure.reason} is faster"
+    return ": ".join(filter(None, ("" if figure.verdict == "default" else figure.verdict, figure.reason)))
+
+
+def _untried(table: KernelTable) -> dict[str, str]:
+    """Reason -> `attention cudnn, flex; rope liger`."""
+    by_reason: dict[str, dict[str, list[str]]] = {}
+    for op, figures in table.figures.items():
+        for backend, figure in figures.items():
+            if figure.verdict == "not tried":
+                by_reason.setdefault(figure.reason, {}).setdefault(op, []).append(backend)
+    return {
+        reason: "; ".join(f"{op} {', '.join(backends)}" for op, backends in ops.items())
+        for reason, ops in by_reason.items()
+    }
 
 
 def describe_choice(kernels: KernelSpec, table: KernelTable | None) -> str:

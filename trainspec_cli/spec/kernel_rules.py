@@ -116,7 +116,7 @@ def why_untried(plan: Plan, op: str, name: str) -> str:
         return "recompute=selective follows single operations"
     if backend.whole_vocabulary and plan.layout.tp > 1:
         return "layout.tp cuts the vocabulary"
-    more = f"takes more memory than the plan counts; kernels.{op}={name} uses it" if backend.more_memory else ""
+    more = "it takes more memory than the plan counts, and is used where it is named" if backend.more_memory else ""
     return explain(backend, on_gpu=plan.device == "cuda") or more
 
 

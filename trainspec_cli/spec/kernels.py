@@ -175,6 +175,7 @@ class KernelFigure:
 
     verdict: Verdict
     reason: str = ""
+    """Of what is not faster: which backend it is measured by."""
     ratio: float | None = None
     """Its time over the default's, the median over rounds."""
     quartiles: tuple[float, ...] = ()

@@ -6,22 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from trainspec_cli.errors import MachineError
 from trainspec_cli.launch.slurm import commands as slurm
 
+SAID = "JobId=7 JobName=a b   Requeue=1 Restarts=2 ExcNodeList=(null) PreemptTime=None Comment=x=y"
 
-@pytest.mark.parametrize(
-    ("said", "preempted"),
-    [
-        ("   PreemptEligibleTime=2026-01-01T00:00:00 PreemptTime=2026-01-01T00:01:00", True),
-        ("   PreemptEligibleTime=2026-01-01T00:00:00 PreemptTime=None", False),
-        ("   SecsPreSuspend=0", False),
-    ],
-)
-def test_slurm_tells_a_preemption_from_a_scancel(tmp_path: Path, monkeypatch, said: str, preempted: bool) -> None:
-    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho '{said}'\n")
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho \"$@\" >> {tmp_path}/calls\necho '{SAID}'\n")
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert slurm.is_preempted("7") is preempted
+    return tmp_path / "calls"
 
 
 SCONTROL = """#!/bin/sh
@@ -57,6 +53,12 @@ def test_a_job_avoids_lost_hosts_as_long_as_enough_are_left(
     assert log.read_text().split() == ["update", "job=7", f"ExcNodeList={left}"]
 
 
-def test_without_slurm_nobody_was_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_slurm_knows_of_a_job_is_read(calls: Path) -> None:
+    known = slurm.show("7")
+    assert (known["Restarts"], known["PreemptTime"], known["Comment"]) == ("2", "None", "x=y")
+
+
+def test_a_host_without_slurm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/no/slurm/here")
-    assert not slurm.is_preempted("7")
+    with pytest.raises(MachineError, match="there is no scontrol on this host"):
+        slurm.show("7")

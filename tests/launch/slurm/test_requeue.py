@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.launch.slurm.requeue import decide
+from trainspec_cli.launch.slurm.requeue import decide, is_over, is_preempted
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 
@@ -42,9 +42,30 @@ def test_a_run_that_is_done_or_wrong_does_not(run: RunDir, exit_code: int) -> No
 def test_a_lost_host_is_avoided(run: RunDir) -> None:
     write_json(run.node_error(1), {"node": 1, "host": "node7", "lost": True, "message": "gone"})
     write_json(run.error(0), {"rank": 0, "message": "connection reset"})
+    write_json(run.plan_json, {"num_nodes": 2})
     again = decide(run, 5, warned=False, preempted=False)
     assert again is not None
     assert (again.reason, list(again.avoid)) == ("node 1 (node7) was lost", ["node7"])
+
+
+def test_hosts_that_are_lost_all_at_once_are_not_avoided(run: RunDir) -> None:
+    """Their step was ended: the job could wait for ever for hosts that are none of its own."""
+    write_json(run.plan_json, {"num_nodes": 2})
+    for node in (0, 1):
+        write_json(run.node_error(node), {"node": node, "host": f"node{node}", "lost": True, "message": "gone"})
+    again = decide(run, 5, warned=False, preempted=False)
+    assert again is not None
+    assert list(again.avoid) == []
+
+
+def test_a_start_that_slurm_has_followed_by_another_has_no_say() -> None:
+    assert is_over({"Restarts": "1"}, restarts=0)
+    assert not is_over({"Restarts": "1"}, restarts=1)
+
+
+@pytest.mark.parametrize(("time", "preempted"), [("2026-01-01T00:01:00", True), ("None", False)])
+def test_slurm_tells_a_preemption_from_a_scancel(time: str, preempted: bool) -> None:
+    assert is_preempted({"PreemptTime": time}) is preempted
 
 
 def test_a_hang_is_tried_again_and_an_error_of_the_run_is_not(run: RunDir) -> None:

@@ -78,7 +78,8 @@ class Agents:
             self.hub.poll()
             time.sleep(POLL_S)
         self.hub.close()
-        _end_process(self._starter)
+        # At SIGTERM srun has Slurm end the step by its number, and the step of a newer start has the same one.
+        _end_process(self._starter, (signal.SIGKILL,) if self._fence.is_closed() else (signal.SIGTERM, signal.SIGKILL))
 
     def _admit(self) -> list[str]:
         """Let workers start, once every host that is awaited has been examined; later, on one that came back."""
@@ -132,13 +133,13 @@ def _last_words(member: Member, words: str) -> dict[str, object]:
     }
 
 
-def _end_process(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM (srun then kills its tasks at once), and SIGKILL to what does not follow it."""
-    for number, wait_s in ((signal.SIGTERM, DRAIN_S), (signal.SIGKILL, DRAIN_S)):
+def _end_process(process: subprocess.Popen[bytes], numbers: Sequence[signal.Signals]) -> None:
+    """One signal after the other, for what does not follow the first."""
+    for number in numbers:
         if process.poll() is not None:
             return
         os.killpg(process.pid, number)
         try:
-            process.wait(wait_s)
+            process.wait(DRAIN_S)
         except subprocess.TimeoutExpired:
             continue

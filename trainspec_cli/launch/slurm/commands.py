@@ -10,6 +10,7 @@ from pathlib import Path
 from trainspec_cli.errors import MachineError, Problem
 
 TIMEOUT_S = 30.0
+NONE = "(null)"
 ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 
 
@@ -38,13 +39,11 @@ def pending() -> frozenset[str]:
     return frozenset(said.split())
 
 
-def is_preempted(job_id: str) -> bool:
-    """Whether a job that goes first has made Slurm tell this one to end; False where Slurm cannot be asked."""
-    try:
-        found = re.search(r"\bPreemptTime=(\S+)", _run(["scontrol", "show", "job", job_id], hint=""))
-    except MachineError:
-        return False
-    return found is not None and found[1] not in ("None", "Unknown")
+def show(name: str, kind: str = "job") -> dict[str, str]:
+    """What Slurm knows of a job (`Restarts`, `PreemptTime`, `ExcNodeList` and more) or a partition. Raises
+    MachineError."""
+    words = _run(["scontrol", "show", kind, name, "--oneliner"], hint="").split()
+    return dict(word.split("=", 1) for word in words if "=" in word)
 
 
 def requeue(job_id: str) -> None:
@@ -58,25 +57,18 @@ def exclude(job_id: str, hosts: Sequence[str], always: str | None = None) -> Non
     Of earlier ones as many are still avoided as leave the partition nodes enough: a host that was lost long ago may
     serve again, and a job that could never start would wait for ever. Raises MachineError.
     """
-    job = _run(["scontrol", "show", "job", job_id], hint="")
-    partition = _run(["scontrol", "show", "partition", _field(job, "Partition")], hint="")
-    room = int(_field(partition, "TotalNodes")) - int(_field(job, "NumNodes"))
+    job = show(job_id)
+    nodes_wanted = int(job["NumNodes"].partition("-")[0])  # of a range the lower end
+    room = int(show(job["Partition"], "partition")["TotalNodes"]) - nodes_wanted
     kept = _names(always)
-    lost = [*(name for name in _names(_field(job, "ExcNodeList")) if name not in {*hosts, *kept}), *hosts]
+    lost = [*(name for name in _names(job.get("ExcNodeList")) if name not in {*hosts, *kept}), *hosts]
     newest = lost[max(0, len(lost) - max(0, room - len(kept))) :]
     _run(["scontrol", "update", f"job={job_id}", f"ExcNodeList={','.join([*kept, *newest])}"], hint="")
 
 
-def _field(said: str, key: str) -> str:
-    """`Key=value` of what scontrol shows; of a range (`2-4`) the lower end."""
-    found = re.search(rf"\b{key}=(\S+)", said)
-    value = found[1] if found else ""
-    return value.partition("-")[0] if key == "NumNodes" else value
-
-
 def _names(node_list: str | None) -> list[str]:
     """`node[3-5]` -> node3, node4, node5"""
-    if not node_list or node_list == "(null)":
+    if not node_list or node_list == NONE:
         return []
     return _run(["scontrol", "show", "hostnames", node_list], hint="").split()
 

@@ -15,7 +15,8 @@ def note_job(run: RunDir, job_id: str) -> None:
 
 
 def own_job() -> str:
-    """Inside a job: its number, as `note_job` wants it."""
+    """Inside a job: its number, as `note_job` wants it; what is done to a task's plain number may be done to the whole
+    array."""
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}" if task else os.environ["SLURM_JOB_ID"]
 

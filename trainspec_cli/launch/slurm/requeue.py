@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainspec_cli.errors import EXIT_DONE, Interrupted, Stopped, WorkerError
@@ -21,6 +21,18 @@ class Requeue:
     """Hosts that were lost."""
 
 
+def is_over(job: Mapping[str, str], restarts: int) -> bool:
+    """Whether Slurm has begun the job anew (its host was cut off, and comes back): the start that had `restarts` before
+    it then has no say in it. `job`: what Slurm knows of it."""
+    return int(job.get("Restarts", restarts)) > restarts
+
+
+def is_preempted(job: Mapping[str, str]) -> bool:
+    """Whether it was told to end because of a job that goes first: by its warning's signal, or by the SIGTERM that a
+    scancel would be too."""
+    return job.get("PreemptTime", "None") not in ("None", "Unknown")
+
+
 def decide(run: RunDir, exit_code: int, *, warned: bool, preempted: bool) -> Requeue | None:
     """For what another start mends: a time limit, a preemption, a lost host, a hang; never for the run's own error."""
     if preempted and exit_code != EXIT_DONE:  # workers that had not begun yet die of the signal: that is no failure
@@ -33,7 +45,9 @@ def decide(run: RunDir, exit_code: int, *, warned: bool, preempted: bool) -> Req
     lost = [word for word in words if word.get("lost")]
     if lost:
         names = ", ".join(f"node {word['node']} ({word['host'] or 'never came'})" for word in lost)
-        return Requeue(f"{names} was lost", [word["host"] for word in lost if word["host"]])
+        all_at_once = len(lost) == read_json(run.plan_json)["num_nodes"]  # that is not the hosts' doing
+        avoid = [] if all_at_once else [word["host"] for word in lost if word["host"]]
+        return Requeue(f"{names} was lost", avoid)
     if any(word.get("code") == HUNG for word in words):
         return Requeue("a step hung")
     return None
