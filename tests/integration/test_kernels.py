@@ -33,6 +33,7 @@ def remember(environment, monkeypatch):
     path.unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 def test_the_choice_stands_in_the_run_folder_and_a_resumed_run_keeps_it(trainspec, tmp_path, read_result, remember):
     remember(rope="halves", rms_norm="frugal")
     ended = trainspec("launch", *RECIPE, "run.dir=whole")

@@ -105,6 +105,7 @@ def stop_after_join(run: RunDir, hosts) -> None:
     assert [host.returncode for host in hosts] == [6] * len(hosts), said
 
 
+@pytest.mark.slow
 def test_a_group_on_another_host_is_killed_and_heals(start_hosts, trainspec, tmp_path, record_property):
     """The losses are those of an unharmed run, on one host, bit for bit."""
     run = RunDir(tmp_path / "run")
