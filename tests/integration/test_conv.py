@@ -23,6 +23,7 @@ def losses(trainspec, tmp_path):
     return train
 
 
+@pytest.mark.slow
 def test_batch_norm_over_two_processes_trains_as_one(losses, read_result):
     alone = losses("alone", "tiny_resnet", 1)
     assert alone[-1] < alone[0]

@@ -26,6 +26,7 @@ def losses(trainspec, tmp_path):
     return train
 
 
+@pytest.mark.slow
 def test_every_layout_trains_the_same_model(losses, read_result):
     alone = losses("alone", 1)
     assert len(alone) == STEPS

@@ -9,6 +9,7 @@ from trainspec_cli.rundir.paths import RunDir
 RECIPE = ("recipe=tiny", "train.max_steps=30", "checkpoint.memory_interval_steps=3")
 
 
+@pytest.mark.slow
 def test_kill_9_and_resume_from_memory(
     wait_for_step, kill_everything, start_trainspec, trainspec, tmp_path, read_result
 ):
