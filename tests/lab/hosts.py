@@ -107,7 +107,7 @@ class Hosts:
         """A part of what comes in is dropped at random, packet by packet: none is a bundle of many."""
         for link in self.numbers:
             run("ip", "-n", _name(link), "link", "set", "eth0", "gso_max_segs", 1)
-        table = "table inet trainspec { chain in { type filter hook input priority 0; policy accept; } }"
+        table = "table inet trainspec { chain in { type filter hook input priority 0; policy accept; }; }"
         inside = ("ip", "netns", "exec", _name(number), "nft")
         subprocess.run([*inside, "-f", "-"], input=table, text=True, check=True)
         share = ("numgen", "random", "mod", 10000, "<", int(percent * 100), "counter", "drop")
