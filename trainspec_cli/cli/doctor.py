@@ -15,6 +15,7 @@ from trainspec_cli.errors import MachineError
 
 if TYPE_CHECKING:
     from trainspec_cli.cli.load import Loaded
+    from trainspec_cli.spec.cluster import Machine
 
 app = typer.Typer(add_completion=False)
 
@@ -59,7 +60,7 @@ def _examine(arguments: list[str]) -> tuple[list[dict[str, Any]], dict[str, Any]
     machine = detect_machine(loaded.spec)
     assert machine is not None, "a recipe without problems says what device it wants"
     if nodes > 1:
-        return _examine_job(loaded)
+        return _examine_job(loaded, machine)
     with tempfile.TemporaryDirectory(prefix="trainspec-doctor-") as folder:
         return examine_here(plan_for(loaded, machine).as_one_group, machine, Path(folder))
 
@@ -70,19 +71,16 @@ def _any_batch(arguments: list[str], nodes: int) -> list[str]:
     return [] if any(argument.startswith(f"{key}=") for argument in arguments) else [f"{key}={5040 * nodes}"]
 
 
-def _examine_job(loaded: Loaded) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+def _examine_job(loaded: Loaded, machine: Machine) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """From the job's first host, by srun; below ./runs, which the hosts share."""
-    from trainspec_cli.cli.load import detect_machine, plan_for
+    from trainspec_cli.cli.load import plan_for
     from trainspec_cli.doctor.examine import examine_hosts
     from trainspec_cli.launch.nodes.executor import Reach, agent_command
     from trainspec_cli.launch.slurm import commands as slurm
     from trainspec_cli.launch.slurm.script import srun_command
 
-    machine = detect_machine(loaded.spec)
-    assert machine is not None
     plan = plan_for(loaded, machine).as_one_group
-    head = os.environ.get("SLURMD_NODENAME") or slurm.first_host(os.environ["SLURM_JOB_NODELIST"])
-    reach = Reach(slurm.address_of(head), (*srun_command(plan), *agent_command()))
+    reach = Reach(slurm.own_address(), (*srun_command(plan), *agent_command()))
     SHARED.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=SHARED) as folder:
         Path(folder).chmod(0o755)

@@ -40,8 +40,7 @@ def main() -> None:
     try:
         with storage(str(run.root)):
             note_job(run, job_id)
-        host = os.environ.get("SLURMD_NODENAME") or slurm.first_host(os.environ["SLURM_JOB_NODELIST"])
-        reach = Reach(slurm.address_of(host), start)
+        reach = Reach(slurm.own_address(), start)
         code = drive(run, reach, console, requests=PatientRequests())
     except TrainspecError as error:
         print(render_problems(error.problems, Style.of(sys.stderr), "error"), file=sys.stderr)
@@ -70,12 +69,12 @@ class TimeWarning:
 
 def _end_badly(run: RunDir, job_id: str, code: int, *, warned: bool, console: Console) -> None:
     """Back to the queue, if that is of use, unless the job has been requeued often enough. Raises MachineError."""
-    done, most = int(os.environ.get("SLURM_RESTART_COUNT", "0")), read_plan(run).spec.cluster.slurm.max_requeues
+    options, done = read_plan(run).spec.cluster.slurm, int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     job = slurm.show(job_id)
     again = decide(run, code, warned=warned, preempted=is_preempted(job))
     if again is None or is_over(job, done):
         return
-    if done >= most:
+    if done >= options.max_requeues:
         console.print(
             f"not requeued: {again.reason}, and the job was requeued {done} times (cluster.slurm.max_requeues)"
         )
@@ -85,7 +84,7 @@ def _end_badly(run: RunDir, job_id: str, code: int, *, warned: bool, console: Co
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     slurm.requeue(job_id)
     if again.avoid:
-        _avoid(job_id, again.avoid, read_plan(run).spec.cluster.slurm.exclude)
+        _avoid(job_id, again.avoid, options.exclude)
 
 
 def _avoid(job_id: str, hosts: Sequence[str], always: str | None) -> None:

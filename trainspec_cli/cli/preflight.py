@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from trainspec_cli.doctor.examine import host_command
 from trainspec_cli.doctor.judge import refuse_unfit
 from trainspec_cli.doctor.preflight import Needs, preflight
 from trainspec_cli.launch.nodes.executor import Examination
@@ -32,7 +32,6 @@ def examine_all(plan: Plan, run: RunDir, console: Console) -> Examination | None
     """On each of several hosts, which are measured and compared; None where the recipe wants none of it."""
     if not plan.spec.run.preflight:
         return None
-    command = (sys.executable, "-m", "trainspec_cli.doctor.host", str(run.root), plan.device, plan.compute)
 
     def judge(reports: Sequence[dict[str, Any]]) -> None:
         refuse_unfit(reports)
@@ -41,7 +40,7 @@ def examine_all(plan: Plan, run: RunDir, console: Console) -> Examination | None
                 if check["status"] == "warn":
                     _warn(console, f"{report['host']}: {check['name']}", check["found"], check["advice"])
 
-    return Examination(command, judge)
+    return Examination(host_command(plan, run.root), judge)
 
 
 def _needs(plan: Plan, written: int, *, force: bool) -> Needs:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainspec_cli.doctor.host import examine_host
+from trainspec_cli.doctor import host
 from trainspec_cli.errors import Interrupted, MachineError, Problem
 from trainspec_cli.launch.executor import Executor
 from trainspec_cli.launch.job import Job, build_job
@@ -25,7 +25,7 @@ LINKS = ("-m", "trainspec_cli.engine.links")
 
 def examine_here(plan: Plan, machine: Machine, root: Path) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """-> (one report, its processes' links; None for a single process)"""
-    reports = [examine_host(root, plan.device, plan.compute)]
+    reports = [host.examine_host(root, plan.device, plan.compute)]
     if plan.world_size == 1:
         return reports, None
     job = build_job(plan, root, machine, worker=(*LINKS, plan.device))
@@ -36,9 +36,14 @@ def examine_hosts(plan: Plan, reach: Reach, root: Path) -> tuple[list[dict[str, 
     """-> (a report of each host, links). `root` is on a file system that they share. Raises MachineError."""
     reports: list[dict[str, Any]] = []
     write_json(RunDir(root).plan_json, to_plain(plan))
-    command = (sys.executable, "-m", "trainspec_cli.doctor.host", str(root), plan.device, plan.compute)
-    executor = NodesExecutor(plan, reach, (*LINKS, plan.device), Examination(command, _keep(reports)))
+    examination = Examination(host_command(plan, root), _keep(reports))
+    executor = NodesExecutor(plan, reach, (*LINKS, plan.device), examination)
     return reports, _measure_links(build_nodes_job(plan, root, reach), executor)
+
+
+def host_command(plan: Plan, root: Path) -> tuple[str, ...]:
+    """Examines one host; `root` is where the run is kept."""
+    return (sys.executable, "-m", host.__name__, str(root), plan.device, plan.compute)
 
 
 def _keep(reports: list[dict[str, Any]]) -> Callable[[Sequence[dict[str, Any]]], None]:

@@ -10,10 +10,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trainspec_cli.errors import RecipeError
 from trainspec_cli.launch.job import build_job
 from trainspec_cli.launch.machine import cpu_model
-from trainspec_cli.launch.probing import figures_path, run_probe
+from trainspec_cli.launch.probing import figures_path, read_figures, run_probe
 from trainspec_cli.policy.kernels import judge
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.spec.canonical import from_plain, to_plain
@@ -47,13 +46,7 @@ def library_versions() -> dict[str, str]:
 
 
 def read_table(path: Path) -> KernelTable | None:
-    """None where there is none, or where another version of trainspec has written it."""
-    if not path.is_file():
-        return None
-    try:
-        return from_plain(KernelTable, read_json(path))
-    except (RecipeError, ValueError):
-        return None
+    return read_figures(KernelTable, path)
 
 
 def measure_kernels(plan: Plan, machine: Machine, on_start: Callable[[], None], *, again: bool = False) -> KernelTable:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trainspec_cli import __version__
 from trainspec_cli.corpus.cache import cache_dir
@@ -25,6 +25,7 @@ from trainspec_cli.spec.plan import Plan
 from trainspec_cli.spec.probe import MachineProbe
 
 PROBE = ("-m", "trainspec_cli.engine.probe")
+Figures = TypeVar("Figures")
 
 
 def probe_path(plan: Plan, machine: Machine) -> Path:
@@ -48,11 +49,15 @@ def figures_path(kind: str, plan: Plan, machine: Machine, others: dict[str, Any]
 
 
 def read_probe(path: Path) -> MachineProbe | None:
-    """None where there is none, or where another version of trainspec has written it."""
+    return read_figures(MachineProbe, path)
+
+
+def read_figures(kind: type[Figures], path: Path) -> Figures | None:
+    """None where there are none, or where another version of trainspec has written them."""
     if not path.is_file():
         return None
     try:
-        return from_plain(MachineProbe, read_json(path))
+        return from_plain(kind, read_json(path))
     except (RecipeError, ValueError):
         return None
 

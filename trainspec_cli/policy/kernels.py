@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median, quantiles
 
 from trainspec_cli.spec.kernels import TORCH, KernelFigure, KernelTrial, KernelTrials
@@ -30,7 +31,7 @@ def judge_operation(ranks: Sequence[dict[str, KernelTrial]]) -> dict[str, Kernel
 def _unless_beaten(figure: KernelFigure, backend: str, best: str) -> KernelFigure:
     if figure.verdict != "chosen" or backend == best:
         return figure
-    return KernelFigure("not faster", best, figure.ratio, figure.quartiles, figure.error, figure.allowed_error)
+    return replace(figure, verdict="not faster", reason=best)
 
 
 def _judge(backend: str, trials: Sequence[KernelTrial]) -> KernelFigure:

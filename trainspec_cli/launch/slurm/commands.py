@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Sequence
@@ -73,8 +74,10 @@ def _names(node_list: str | None) -> list[str]:
     return _run(["scontrol", "show", "hostnames", node_list], hint="").split()
 
 
-def first_host(node_list: str) -> str:
-    return _names(node_list)[0]
+def own_address() -> str:
+    """Of the host that this process of a job runs on, as Slurm itself reaches it: the job's first."""
+    host = os.environ.get("SLURMD_NODENAME") or _names(os.environ["SLURM_JOB_NODELIST"])[0]
+    return address_of(host)
 
 
 def address_of(host: str) -> str:
