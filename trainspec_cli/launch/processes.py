@@ -19,6 +19,8 @@ from trainspec_cli.launch.environment import GROUP, LAUNCH_ID
 POLL_S = 0.1
 KILL_TIMEOUT_S = 10.0
 """A killed process that is still there after this hangs in the kernel (a device, a network disk)."""
+EXEC_TIMEOUT_S = 0.5
+YOUNG_S = 10.0
 
 
 def members(launch_id: str) -> list[psutil.Process]:
@@ -80,11 +82,19 @@ def stop(launch_id: str, grace_s: float) -> None:
 
 
 def _environ(process: psutil.Process) -> dict[str, str]:
-    """Empty for processes that have ended or belong to others."""
+    """Empty for processes that have ended or belong to others; one that is just being started is waited for."""
+    deadline = time.monotonic() + EXEC_TIMEOUT_S
     try:
-        return process.environ()
+        while not (environ := process.environ()) and _may_be_in_exec(process) and time.monotonic() < deadline:
+            time.sleep(0.001)
     except (psutil.Error, OSError):
         return {}
+    return environ
+
+
+def _may_be_in_exec(process: psutil.Process) -> bool:
+    """In the midst of execve a process has its program already, and no environment yet; kernel threads have neither."""
+    return time.time() - process.create_time() < YOUNG_S and bool(process.exe())
 
 
 def _parent_id(process: psutil.Process) -> int | None:

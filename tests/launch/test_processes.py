@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import psutil
+import pytest
+
+from trainspec_cli.launch import processes
+from trainspec_cli.launch.environment import GROUP, LAUNCH_ID
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Start a process with these variables; all are killed in the end."""
+    with ExitStack() as ends:
+
+        def started(**variables: str) -> subprocess.Popen[bytes]:
+            process = subprocess.Popen(["sleep", "60"], env={**os.environ, **variables})
+            ends.callback(process.wait)
+            ends.callback(process.kill)
+            return process
+
+        yield started
+
+
+@pytest.fixture
+def crowded_core() -> Iterator[None]:
+    """This process and what it starts share one core with two that never wait."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    yield
+    for process in busy:
+        process.kill()
+        process.wait()
+    os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone can be asked for one core")
+@pytest.mark.usefixtures("crowded_core")
+def test_a_process_is_found_from_its_first_instant(
+    start: Callable[..., subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux lets go of the parent when the child has its new program, before its environment can be read."""
+    for _ in range(20):
+        pid = start(**{LAUNCH_ID: "starting"}).pid
+        # a host of few processes, where looking at them takes no time
+        monkeypatch.setattr(psutil, "process_iter", lambda pid=pid: [psutil.Process(pid)])
+        assert [process.pid for process in processes.members("starting")] == [pid]
+
+
+def test_workers_are_told_from_what_they_start_and_groups_from_each_other(
+    start: Callable[..., subprocess.Popen[bytes]],
+) -> None:
+    agent = start(**{LAUNCH_ID: "told", GROUP: "0"})
+    worker = start(**{LAUNCH_ID: "told", GROUP: "1", "RANK": "0"})
+    other = start(**{LAUNCH_ID: "another", GROUP: "1", "RANK": "0"})
+    assert {p.pid for p in processes.members("told")} == {agent.pid, worker.pid}
+    assert [p.pid for p in processes.workers("told")] == [worker.pid]
+    assert [p.pid for p in processes.members_of_group("told", 0)] == [agent.pid]
+    assert processes.kill("told") == []
+    assert agent.wait() == worker.wait() == -9
+    assert other.poll() is None
