@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +31,29 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def trainspec(tmp_path: Path, environment: dict[str, str]) -> Trainspec:
     """Runs `trainspec ARGUMENTS` in an empty folder and waits for it."""
 
-    def run(*arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "trainspec_cli", *arguments],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-        )
+    return partial(_run, tmp_path, environment)
 
-    return run
+
+@pytest.fixture(scope="module")
+def trainspec_of_module(
+    tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
+) -> tuple[Trainspec, Path]:
+    """As `trainspec`, for what a module's tests share; and the folder it runs in."""
+    place = tmp_path_factory.mktemp("shared")
+    return partial(_run, place, environment), place
+
+
+def _run(
+    place: Path, environment: dict[str, str], *arguments: str, timeout_s: float = 300
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "trainspec_cli", *arguments],
+        cwd=place,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
 
 
 @pytest.fixture

@@ -36,6 +36,7 @@ def test_batch_norm_over_two_processes_trains_as_one(losses, read_result):
         assert result["heldout_loss"] == pytest.approx(judged["alone"]["heldout_loss"], rel=1e-3), "running statistics"
 
 
+@pytest.mark.slow
 def test_a_unet_over_two_processes_trains_as_one(losses, read_result):
     alone = losses("alone", "tiny_unet3d", 1, "batching.micro_batch_size=2")
     assert alone[-1] < alone[0]
@@ -44,6 +45,7 @@ def test_a_unet_over_two_processes_trains_as_one(losses, read_result):
     assert read_result("zero3")["heldout_dice"] == pytest.approx(read_result("alone")["heldout_dice"], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_in_the_same_bits(losses, read_result):
     """The running statistics are part of the checkpoint."""
     constant = "optim.schedule.kind=constant"

@@ -52,5 +52,6 @@ def test_compiled_blocks_train_the_same_model(losses):
     assert losses("compiled", 2, "compile=true") == pytest.approx(losses("eager", 2), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_bf16_follows_fp32(losses):
     assert losses("bf16", 2, precision="bf16") == pytest.approx(losses("fp32", 2), rel=0.01)

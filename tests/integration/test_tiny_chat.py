@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 
 
+@pytest.mark.slow
 def test_it_learns_to_reply_and_adapters_go_on_from_it(trainspec, read_result, tmp_path):
     launch = ("launch", "recipe=tiny_chat", "cluster.devices_per_node=1")
     ended = trainspec(*launch, "run.dir=whole")

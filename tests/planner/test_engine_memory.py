@@ -59,9 +59,10 @@ DENSE_RUNS = (
     Run("llama_tiny", {}, samples=8, seq_len=256),
     Run("llama_tiny", {"dp_replicate": 2}, samples=8, seq_len=256, compute="fp32"),
     Run("llama_6m", fsdp(2), samples=4, seq_len=2048, compute="fp32", micro_batches=3),
-    Run("llama_6m", {"pp": 2, "pipeline_schedule": "gpipe"}, samples=2, seq_len=2048, micro_batches=6),
+    Run("llama_6m", {"pp": 2, "pipeline_schedule": "zbv"}, micro_batches=6, samples=2, seq_len=1024),
     Run("qwen3_0_6b", {}, samples=4, seq_len=2048, recompute="selective"),
     Run("qwen3_0_6b", fsdp(8, zero_stage=2), samples=2, micro_batches=4),
+    Run("qwen3_0_6b", fsdp(2, tp=2, cp=2), samples=2, recompute="full", seq_len=8192),
     Run("qwen3_0_6b", {"pp": 2, "dp_shard": 2}, samples=2, micro_batches=8),
     Run("qwen3_0_6b", {"pp": 4, "pipeline_schedule": "zero_bubble"}, samples=1, micro_batches=8),
     Run("qwen3_1_7b", fsdp(4, cp=4), seq_len=32768),
@@ -120,12 +121,12 @@ WINDOW_RUNS = (
     ),
 )
 STATE_RUNS = (
+    Run("mamba2_130m", fsdp(4), samples=4, seq_len=2048),
     Run("mamba2_370m", fsdp(2), samples=4, compute="fp32", seq_len=2048),
     Run("mamba2_1b", fsdp(8), samples=2, recompute="selective"),
     Run("mamba2_3b", {"dp_replicate": 2, "dp_shard": 4}, recompute="full", seq_len=16384, micro_batches=2),
     Run("nemotron_h_8b", fsdp(8, tp=4), seq_len=8192, recompute="full"),
     Run("nemotron_h_8b", {"pp": 2, "dp_shard": 2}, micro_batches=4),
-    Run("hybrid_tiny", {}, samples=8, seq_len=256),
 )
 CONV_RUNS = (
     Run("resnet50", fsdp(8), samples=64),
@@ -137,6 +138,7 @@ LORA, FEW = LoraSpec(rank=16), LoraSpec(rank=8, targets=("q", "v"))
 ADAPTER_RUNS = (
     Run("llama_tiny", {}, samples=8, seq_len=256, lora=FEW, micro_batches=2),
     Run("qwen3_0_6b", fsdp(2), samples=4, seq_len=2048, lora=FEW, micro_batches=2),
+    Run("qwen3_1_7b", fsdp(2), samples=2, seq_len=2048, lora=LORA),
     Run("llama3_8b", {}, samples=2, seq_len=2048, lora=LORA),
     Run("llama3_8b", fsdp(8), samples=2, recompute="full", lora=LORA, micro_batches=2),
     Run("llama3_8b", fsdp(4, tp=2), recompute="selective", lora=LORA),
@@ -154,13 +156,11 @@ FAMILIES = {
 }
 DEFAULT_RUNS = (
     Run("llama3_8b", fsdp(8), seq_len=8192, recompute="selective"),
-    Run("qwen3_0_6b", fsdp(2, tp=2, cp=2), samples=2, recompute="full", seq_len=8192),
-    Run("llama_6m", {"pp": 2, "pipeline_schedule": "zbv"}, micro_batches=6, samples=2, seq_len=1024),
+    Run("llama_6m", {"pp": 2, "pipeline_schedule": "gpipe"}, samples=2, seq_len=2048, micro_batches=6),
     Run("moe_tiny", fsdp(4, ep=2), samples=8, seq_len=512, recompute="selective"),
-    Run("mamba2_130m", fsdp(4), samples=4, seq_len=2048),
+    Run("hybrid_tiny", {}, samples=8, seq_len=256),
     Run("resnet_tiny", {"dp_replicate": 2}, samples=64),
     Run("llama_6m", {}, samples=4, seq_len=512, lora=LORA),
-    Run("qwen3_1_7b", fsdp(2), samples=2, seq_len=2048, lora=LORA),
     Run("moe_tiny", fsdp(4, ep=2), samples=8, seq_len=512, lora=FEW),
 )
 

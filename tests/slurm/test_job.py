@@ -25,6 +25,7 @@ def test_a_run_on_two_nodes_ends_with_its_own_exit_code(
     assert [start["world_size"] for start in starts] == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_warned_job_is_requeued_and_loses_no_sample(slurm: Cluster, sbatch, watch, tmp_path: Path) -> None:
     """The signal is the one that Slurm sends ahead of a time limit."""
     run = tmp_path / "runs/warned"
