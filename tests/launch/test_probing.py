@@ -1,7 +1,9 @@
-"""Which probes are kept: those that tell of the machine and not of its neighbours."""
+"""How long probes are kept: those that tell of the machine for good, those that tell of its neighbours for a while."""
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,21 @@ class Ended:
     stop_requested, exit_code = False, 0
 
 
-@pytest.mark.parametrize(("displaced", "probes"), [(BUSY / 2, 1), (2 * BUSY, 2)])
-def test_a_disturbed_probe_is_used_and_not_kept(
-    displaced: float, probes: int, made_up_probe: MachineProbe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("displaced", "age_s", "probes"),
+    [
+        (BUSY / 2, 2 * probing.DISTURBED_HOLDS_S, 1),
+        (2 * BUSY, probing.DISTURBED_HOLDS_S / 2, 1),
+        (2 * BUSY, 2 * probing.DISTURBED_HOLDS_S, 2),
+    ],
+)
+def test_a_disturbed_probe_is_used_for_a_while(
+    displaced: float,
+    age_s: float,
+    probes: int,
+    made_up_probe: MachineProbe,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path))
     told, plan = replace(made_up_probe, displaced=displaced), made_up_probe.large.plan
@@ -36,4 +50,6 @@ def test_a_disturbed_probe_is_used_and_not_kept(
     monkeypatch.setattr(probing, "supervise", leave_figures)
     for _ in range(2):
         assert probing.probe_machine(plan, MACHINE, lambda: started.append(1)) == told
+        then = time.time() - age_s
+        os.utime(probing.probe_path(plan, MACHINE), (then, then))
     assert len(started) == probes

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 
 from trainspec_cli.errors import MachineError, PlanError, Problem
-from trainspec_cli.launch.probing import probe_machine, probe_path, read_probe
+from trainspec_cli.launch.probing import DISTURBED_HOLDS_S, probe_machine, probe_path, read_probe
 from trainspec_cli.planner.device import device_limit_bytes, is_known, predict_device
 from trainspec_cli.planner.fitting import Predict, suggest
 from trainspec_cli.planner.local import is_predictable, predict_local
@@ -73,7 +73,8 @@ def _probe(plan: Plan, machine: Machine, console: Console) -> MachineProbe | Non
         return None
     if probe.is_disturbed:
         taken = f"other programs kept the probe from running for {probe.displaced:.0%} of its time"
-        _say(console, f"{taken}: the prediction is for such a load, and the next launch probes again")
+        later = f"a launch {DISTURBED_HOLDS_S / 60:.0f} minutes after it probes again"
+        _say(console, f"{taken}: the prediction is for such a load, and {later}")
     return probe
 
 

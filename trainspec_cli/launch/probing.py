@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
@@ -25,6 +26,8 @@ from trainspec_cli.spec.plan import Plan
 from trainspec_cli.spec.probe import MachineProbe
 
 PROBE = ("-m", "trainspec_cli.engine.probe")
+DISTURBED_HOLDS_S = 900.0
+"""A probe that other programs disturbed tells what a run gets beside them; they may be gone later."""
 Figures = TypeVar("Figures")
 
 
@@ -65,13 +68,13 @@ def read_figures(kind: type[Figures], path: Path) -> Figures | None:
 def probe_machine(plan: Plan, machine: Machine, on_start: Callable[[], None]) -> MachineProbe:
     """From the cache, else measured now; `on_start` is told before that takes its seconds.
 
-    A probe that other programs have disturbed holds for a run that begins now, and is not kept.
+    A probe that other programs have disturbed holds for `DISTURBED_HOLDS_S`.
 
     Raises MachineError where it fails, Interrupted where a stop was asked for.
     """
     path = probe_path(plan, machine)
     cached = read_probe(path)
-    if cached is not None:
+    if cached is not None and (not cached.is_disturbed or time.time() - path.stat().st_mtime < DISTURBED_HOLDS_S):
         return cached
     on_start()
     with tempfile.TemporaryDirectory(prefix="trainspec-probe-") as folder:
@@ -79,8 +82,7 @@ def probe_machine(plan: Plan, machine: Machine, on_start: Callable[[], None]) ->
         figures = job.root / "probe.json"
         run_probe(job, [figures], hint="launch with --force to train without a prediction")
         probe = from_plain(MachineProbe, read_json(figures))
-        if not probe.is_disturbed:
-            write_json(path, read_json(figures))
+        write_json(path, read_json(figures))
     return probe
 
 
