@@ -19,7 +19,7 @@ from trainspec_cli.launch.environment import GROUP, LAUNCH_ID
 POLL_S = 0.1
 KILL_TIMEOUT_S = 10.0
 """A killed process that is still there after this hangs in the kernel (a device, a network disk)."""
-EXEC_TIMEOUT_S = 0.5
+EXEC_TIMEOUT_S = 1.0
 YOUNG_S = 10.0
 
 

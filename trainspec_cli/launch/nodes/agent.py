@@ -157,6 +157,7 @@ class Agent:
                     running.ask_to_stop()
         finally:
             running.end()
+        self._take_in()
         if self._is_cut_off:
             return CUT_OFF
         code = running.exit_code()
@@ -213,12 +214,16 @@ class Agent:
 
     def _listen(self) -> bool:
         """Hear the hub and be heard, for an instant; False where it is gone."""
+        time.sleep(POLL_S)
+        self._take_in()
+        self._hub.beat()
+        return not self._is_cut_off
+
+    def _take_in(self) -> None:
+        """What has come; only then can it be said that nothing did."""
         said = self._hub.hear()
         self._heard.update(word for word, *_ in said)
         self._orders.extend(said)
-        self._hub.beat()
-        time.sleep(POLL_S)
-        return not self._is_cut_off
 
     @property
     def _is_cut_off(self) -> bool:
