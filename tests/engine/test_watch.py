@@ -50,13 +50,13 @@ class Listening:
 @pytest.mark.usefixtures("one_process")
 def test_steps_in_time_and_what_lies_between_them_are_no_hang(tmp_path):
     journal = Listening()
-    watch = StepWatch(RunDir(tmp_path), journal, floor_s=0.6)
+    watch = StepWatch(RunDir(tmp_path), journal, floor_s=3.0)
     watch.start()
     for step in range(1, 8):
         time.sleep(0.02)
         watch.beat(step)
     with watch.between_steps():
-        time.sleep(1.5)
+        time.sleep(3.5)
     watch.beat(8)
     time.sleep(0.3)
     watch.close()

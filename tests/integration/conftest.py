@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -95,13 +96,23 @@ def _wait_for_step(run_dir: RunDir, step: int, process: subprocess.Popen[str], t
 
 def _workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     family = psutil.Process(process.pid).children(recursive=True)
-    return [p for p in family if "trainspec_cli.engine" in p.cmdline() and "torch.distributed.run" not in p.cmdline()]
+    return [process for process in family if _is_worker(process)]
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    try:
+        command = process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
+    return "trainspec_cli.engine" in command and "torch.distributed.run" not in command
 
 
 def _kill_everything(process: subprocess.Popen[str]) -> None:
-    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    own = psutil.Process(process.pid)
+    family = [own, *own.children(recursive=True)]
     for member in family:
-        member.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
     psutil.wait_procs(family, timeout=30)
     process.wait()
 

@@ -12,7 +12,11 @@ from lab.groups import changes, check_nothing_was_lost, losses, own_events, stor
 from trainspec_cli.rundir.paths import RunDir
 
 ENDLESS = "train.max_steps=1000000"
-ELASTIC = ("recipe=tiny", "resilience=elastic", "optim.schedule.kind=constant", "resilience.exchange_timeout_s=5")
+ELASTIC = (
+    *("recipe=tiny", "resilience=elastic", "optim.schedule.kind=constant", "resilience.exchange_timeout_s=5"),
+    "resilience.heartbeat_timeout_s=3",
+)
+"""A group that this machine holds up for two seconds is not taken for dead."""
 
 
 def wait_for(process: subprocess.Popen[str], condition, timeout_s: float = 240) -> None:

@@ -11,6 +11,8 @@ from trainspec_cli.rundir.paths import RunDir
 
 RECIPE = ("recipe=tiny", "train.max_steps=30", "checkpoint.interval_steps=10", "checkpoint.keep_last=3")
 CHECKPOINT_KB = 1800
+SLOW = "fault=slow(step=10,seconds=0.1,steps=20)"
+"""So that a checkpoint is whole, or has failed, long before the next one."""
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ def small_disk(tmp_path):
 
 
 def test_what_does_not_fit_is_told_and_the_last_one_is_an_error(trainspec, small_disk, read_result):
-    ended = trainspec("launch", *RECIPE, "run.dir=disk")
+    ended = trainspec("launch", *RECIPE, "run.dir=disk", SLOW)
     said = " ".join((ended.stdout + ended.stderr).split())
     assert ended.returncode == 4, said
     run_dir = RunDir(small_disk)
@@ -48,7 +50,8 @@ def test_what_does_not_fit_is_told_and_the_last_one_is_an_error(trainspec, small
 
 
 def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_nothing_else(trainspec, tmp_path):
-    ended = trainspec("launch", *RECIPE, "run.dir=run", "fault=disk_full(step=15,steps=10)")
+    at_once = ("checkpoint.mode=sync", "fault=disk_full(step=15,steps=10)")
+    ended = trainspec("launch", *RECIPE, *at_once, "run.dir=run")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "the checkpoint of step 20 could not be written: rank 0: File too large" in " ".join(ended.stdout.split())
     assert RunDir(tmp_path / "run").checkpoint_steps() == [10, 30]

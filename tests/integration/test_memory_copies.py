@@ -6,14 +6,16 @@ from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.memory import memory_folder
 from trainspec_cli.rundir.paths import RunDir
 
-RECIPE = ("recipe=tiny", "train.max_steps=30", "checkpoint.memory_interval_steps=3")
+STEPS = "train.max_steps=200"
+"""So many that a test which is held up for seconds still finds its run going."""
+RECIPE = ("recipe=tiny", STEPS, "checkpoint.memory_interval_steps=3")
 
 
 @pytest.mark.slow
 def test_kill_9_and_resume_from_memory(
     wait_for_step, kill_everything, start_trainspec, trainspec, tmp_path, read_result
 ):
-    ended = trainspec("launch", "recipe=tiny", "train.max_steps=30", "run.dir=alone")
+    ended = trainspec("launch", "recipe=tiny", STEPS, "run.dir=alone")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     process = start_trainspec("launch", *RECIPE, "run.dir=killed")
     run_dir = RunDir(tmp_path / "killed")

@@ -20,7 +20,7 @@ SMALL = ("recipe=tiny", "cluster.devices_per_node=1", "data.seq_len=16", "batchi
 
 ELASTIC = (
     *("recipe=tiny", "resilience=elastic", "optim.schedule.kind=constant", "resilience.exchange_timeout_s=5"),
-    *("resilience.sdc_check=1", "run.preflight=false"),
+    *("resilience.heartbeat_timeout_s=3", "resilience.sdc_check=1", "run.preflight=false"),
 )
 ENDLESS = "train.max_steps=1000000"
 SLOW = "slow(group=0,step=6,seconds=0.2,steps=10000)"
@@ -57,7 +57,7 @@ def wait_for_step(run: RunDir, step: int, process) -> None:
 def test_two_hosts_train_stop_and_resume(start_hosts, tmp_path):
     """Ctrl-C on the first host saves and ends both; given again, both go on at the next sample."""
     run = RunDir(tmp_path / "run")
-    hosts = start_hosts("launch", *SMALL, "train.max_steps=60", "run.preflight=false")
+    hosts = start_hosts("launch", *SMALL, "train.max_steps=200", "run.preflight=false")
     wait_for_step(run, 5, hosts[0])
     hosts[0].send_signal(signal.SIGINT)
     said = [host.communicate(timeout=240)[0] for host in hosts]
@@ -65,7 +65,7 @@ def test_two_hosts_train_stop_and_resume(start_hosts, tmp_path):
     hosts = start_hosts("resume", str(run.root))
     said = [host.communicate(timeout=240)[0] for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], said
-    assert steps_of(run) == list(range(1, 61)), "no step twice, none left out"
+    assert steps_of(run) == list(range(1, 201)), "no step twice, none left out"
 
 
 @pytest.mark.slow

@@ -85,12 +85,12 @@ class Cluster:
     def state(self, job: str) -> str:
         return self.show(job)["JobState"]
 
-    def wait(self, job: str, timeout_s: float = 120) -> dict[str, str]:
+    def wait(self, job: str, timeout_s: float = 300) -> dict[str, str]:
         """Until the job has ended for good; -> what Slurm says of it."""
         self.wait_until(lambda: self.state(job) in ENDED, f"job {job} to end", timeout_s)
         return self.show(job)
 
-    def wait_until(self, holds: Callable[[], object], what: str, timeout_s: float = 60) -> None:
+    def wait_until(self, holds: Callable[[], object], what: str, timeout_s: float = 120) -> None:
         deadline = time.monotonic() + timeout_s
         while not holds():
             assert time.monotonic() < deadline, f"waited in vain for {what}\n{self.run('squeue')}\n{self.run('sinfo')}"
@@ -101,8 +101,8 @@ class Cluster:
     def power_off(self, node: int) -> None:
         """Everything on the node is gone at once: its daemon, the steps, and all that they started."""
         daemon = self._daemons.pop(f"node{node}")
-        steps = [process for process in psutil.process_iter() if self._is_step_of(process, node)]
-        victims = [child for process in steps for child in process.children(recursive=True)]
+        steps = self._steps_of(node)
+        victims = [child for process in steps for child in _below(process)]
         for process in [daemon, *steps, *victims, *self._strays(node)]:
             _kill(process)
 
@@ -110,8 +110,11 @@ class Cluster:
         self._start_node(node)
 
     def processes_of(self, node: int) -> list[psutil.Process]:
-        steps = [process for process in psutil.process_iter() if self._is_step_of(process, node)]
-        return [child for process in steps for child in process.children(recursive=True)]
+        return [child for process in self._steps_of(node) for child in _below(process)]
+
+    def worker_on(self, node: int) -> psutil.Process:
+        """The one with a rank of its own, of a job of one process a node."""
+        return next(process for process in self.processes_of(node) if "RANK" in self.environment_of(process))
 
     def daemon_of(self, node: int) -> psutil.Process:
         return self._daemons[f"node{node}"]
@@ -133,7 +136,7 @@ class Cluster:
         for node in range(1, self.count + 1):
             if f"node{node}" not in self._daemons:
                 self.power_on(node)
-        self.wait_until(self._all_idle, "idle nodes")
+        self.wait_until(self._all_idle, "idle nodes", 240)
 
     def stop(self) -> list[str]:
         """-> what still ran when no job was left and the daemons had ended; it is killed."""
@@ -178,9 +181,10 @@ class Cluster:
     def _call(self, *command: str) -> None:
         subprocess.run(command, env=self.environment, check=True, timeout=60, cwd=self.folder)
 
-    def _is_step_of(self, process: psutil.Process, node: int) -> bool:
+    def _steps_of(self, node: int) -> list[psutil.Process]:
         """A step daemon keeps its node's log open."""
-        return process.name() == "slurmstepd" and self._holds_log(process, f"slurmd.node{node}.log")
+        log = f"slurmd.node{node}.log"
+        return [p for p in psutil.process_iter(["name"]) if p.info["name"] == "slurmstepd" and self._holds_log(p, log)]
 
     def _left(self) -> list[psutil.Process]:
         """All that the daemons have started knows the cluster by its environment."""
@@ -295,6 +299,13 @@ def _daemon(pid_file: Path) -> psutil.Process:
         assert time.monotonic() < deadline, f"{pid_file} did not appear"
         time.sleep(0.05)
     return psutil.Process(int(pid_file.read_text()))
+
+
+def _below(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return list(process.children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _terminate(process: psutil.Process, wait_s: float = 10) -> None:

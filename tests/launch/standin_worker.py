@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 MODE, ROOT = sys.argv[1], Path(sys.argv[2])
@@ -25,7 +26,7 @@ RANK = int(os.environ["RANK"])
 if MODE == "import_error":
     import no_such_module_anywhere  # noqa: F401
 
-from trainspec_cli.rundir.events import EventWriter  # noqa: E402
+from trainspec_cli.rundir.events import EventWriter, read_events  # noqa: E402
 from trainspec_cli.rundir.files import write_json  # noqa: E402
 from trainspec_cli.rundir.paths import RunDir  # noqa: E402
 
@@ -59,9 +60,17 @@ def ask_to_stop(*_: object) -> None:
 
 def fail(events: EventWriter, step: int) -> None:
     if RANK == 1:
+        wait_until(
+            lambda: step in [event.get("step") for event in read_events(RUN.events(0)) if event["type"] == "step"]
+        )
         raise ValueError(f"the loss is not finite at step {step}")
-    time.sleep(0.3)
+    wait_until(RUN.error(1).exists)
     raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        time.sleep(0.01)
 
 
 def finish(step: int) -> None:

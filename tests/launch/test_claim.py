@@ -33,17 +33,17 @@ def test_a_launch_that_fails_lets_go(tmp_path: Path) -> None:
 
 
 def test_a_killed_launch_lets_go_once_its_workers_are_gone(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
+    run, launch_id = RunDir(tmp_path), f"killed-{os.getpid()}"
     program = f"""
 import os, signal
 from trainspec_cli.launch.claim import claim
 from trainspec_cli.rundir.paths import RunDir
-with claim(RunDir({str(tmp_path)!r}), "killed-launch"):
+with claim(RunDir({str(tmp_path)!r}), {launch_id!r}):
     os.kill(os.getpid(), signal.SIGKILL)
 """
     subprocess.run([sys.executable, "-c", program], check=False)
     assert run.pid_json.exists()
-    worker = subprocess.Popen(["sleep", "60"], env={**os.environ, LAUNCH_ID: "killed-launch"})
+    worker = subprocess.Popen(["sleep", "60"], env={**os.environ, LAUNCH_ID: launch_id})
     try:
         assert is_running(run)
         with pytest.raises(RecipeError, match="still running"), claim(run, "next"):

@@ -12,6 +12,8 @@ import pytest
 from trainspec_cli.launch import processes
 from trainspec_cli.launch.environment import GROUP, LAUNCH_ID
 
+STARTING, TOLD, OTHER = (f"{name}-{os.getpid()}" for name in ("starting", "told", "other"))
+
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
@@ -47,21 +49,21 @@ def test_a_process_is_found_from_its_first_instant(
 ) -> None:
     """Linux lets go of the parent when the child has its new program, before its environment can be read."""
     for _ in range(20):
-        pid = start(**{LAUNCH_ID: "starting"}).pid
+        pid = start(**{LAUNCH_ID: STARTING}).pid
         # a host of few processes, where looking at them takes no time
         monkeypatch.setattr(psutil, "process_iter", lambda pid=pid: [psutil.Process(pid)])
-        assert [process.pid for process in processes.members("starting")] == [pid]
+        assert [process.pid for process in processes.members(STARTING)] == [pid]
 
 
 def test_workers_are_told_from_what_they_start_and_groups_from_each_other(
     start: Callable[..., subprocess.Popen[bytes]],
 ) -> None:
-    agent = start(**{LAUNCH_ID: "told", GROUP: "0"})
-    worker = start(**{LAUNCH_ID: "told", GROUP: "1", "RANK": "0"})
-    other = start(**{LAUNCH_ID: "another", GROUP: "1", "RANK": "0"})
-    assert {p.pid for p in processes.members("told")} == {agent.pid, worker.pid}
-    assert [p.pid for p in processes.workers("told")] == [worker.pid]
-    assert [p.pid for p in processes.members_of_group("told", 0)] == [agent.pid]
-    assert processes.kill("told") == []
+    agent = start(**{LAUNCH_ID: TOLD, GROUP: "0"})
+    worker = start(**{LAUNCH_ID: TOLD, GROUP: "1", "RANK": "0"})
+    other = start(**{LAUNCH_ID: OTHER, GROUP: "1", "RANK": "0"})
+    assert {p.pid for p in processes.members(TOLD)} == {agent.pid, worker.pid}
+    assert [p.pid for p in processes.workers(TOLD)] == [worker.pid]
+    assert [p.pid for p in processes.members_of_group(TOLD, 0)] == [agent.pid]
+    assert processes.kill(TOLD) == []
     assert agent.wait() == worker.wait() == -9
     assert other.poll() is None

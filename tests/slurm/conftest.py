@@ -43,7 +43,7 @@ def two_nodes() -> Iterator[Cluster]:
     if why := lab_cluster.lacking():
         pytest.skip(why)
     with open_folder() as folder:
-        cluster = Cluster(folder, nodes=2)
+        cluster = Cluster(folder, nodes=2, slurmd_timeout_s=120)  # none is lost, and one is made slow
         yield cluster
         assert cluster.stop() == [], "nothing is left of the jobs"
 
@@ -164,7 +164,7 @@ def doctor(slurm: Cluster, environment: dict[str, str], tmp_path: Path) -> Calla
         command = f"{sys.executable} -m trainspec_cli doctor cluster.device=cpu cluster.devices_per_node=1 --json"
         asked = (f"--nodes={nodes}", "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=100M", "--output=doctor.json")
         job = slurm.run("sbatch", "--parsable", *asked, "--wrap", command, cwd=tmp_path, env=environment)
-        ended = slurm.wait(job, timeout_s=240)
+        ended = slurm.wait(job, timeout_s=480)
         said = (tmp_path / "doctor.json").read_text()
         assert "{" in said, said
         return ended["ExitCode"], json.loads(said[said.index("{") :])

@@ -33,7 +33,7 @@ def test_bad_links_cost_time_and_nothing_else(
     assert hosts is not None
 
     def finish(run: str, job: str) -> None:
-        ended = slurm.wait(job, timeout_s=240)
+        ended = slurm.wait(job)
         stood = (ended["JobState"], ended["NodeList"], ended["Restarts"])
         assert stood == ("COMPLETED", "node[1-2]", "0"), watch.log(tmp_path / "runs" / run)
         record_property(f"{run}_s", read_result(f"runs/{run}")["time_s"])

@@ -14,7 +14,8 @@ STEPS = 120
 def test_a_preempted_run_saves_is_requeued_and_loses_no_sample(slurm: Cluster, sbatch, watch, tmp_path: Path) -> None:
     """Only at its end would it save by itself: what it goes on from was saved in the grace time."""
     run = tmp_path / "runs/preempted"
-    job = sbatch("run.dir=runs/preempted", f"train.max_steps={STEPS}")
+    slow = "fault=slow(step=15,seconds=0.3,steps=20)"
+    job = sbatch("run.dir=runs/preempted", f"train.max_steps={STEPS}", slow)
     watch.wait_for_step(run, 15)
     urgent = slurm.run("sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap", "sleep 1")
     assert slurm.wait(urgent)["JobState"] == "COMPLETED"

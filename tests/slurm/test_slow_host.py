@@ -1,4 +1,4 @@
-"""One of three hosts gets a twentieth of its processor: the doctor names it, and the preflight refuses it."""
+"""One of three hosts gets a seventh of a core: the doctor names it, and the preflight refuses it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def slow_node(slurm: Cluster) -> Iterator[str]:
     """node2: what its daemon starts is slow."""
     if why := lab_cluster.lacking() or lacking():
         pytest.skip(why)
-    quota = Quota(percent=10)
+    quota = Quota(percent=15)
     quota.hold(slurm.daemon_of(2))
     yield "node2"
     quota.remove()
@@ -27,7 +27,7 @@ def slow_node(slurm: Cluster) -> Iterator[str]:
 def test_a_slow_host_is_refused_before_the_workers_start(
     slurm: Cluster, sbatch, watch, slow_node: str, tmp_path: Path
 ) -> None:
-    ended = slurm.wait(sbatch("run.dir=runs/slow", "run.preflight=true"), timeout_s=240)
+    ended = slurm.wait(sbatch("run.dir=runs/slow", "run.preflight=true"), timeout_s=480)
     said = watch.log(tmp_path / "runs/slow")
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "4:0"), said
     assert f"{slow_node} is slowest at matrix products" in said

@@ -40,9 +40,9 @@ def poll_until(hub: Hub, holds: Callable[[], object], *wires: Wire) -> None:
     deadline = time.monotonic() + 20
     while not holds():
         assert time.monotonic() < deadline, "waited in vain"
-        hub.poll()
         for wire in wires:
             wire.beat()
+        hub.poll()
         time.sleep(0.01)
 
 

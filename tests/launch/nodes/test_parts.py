@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections import deque
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from trainspec_cli.launch.nodes.wire import Wire
 from trainspec_cli.launch.place import Place, free_port
 
 HERE = "127.0.0.1"
-LAUNCH = "token-1"
+LAUNCH = f"token-{os.getpid()}-1"
 
 
 class Ends:
