@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import subprocess
 import sys
@@ -13,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from gpu_workloads import Workload
 
+from trainspec_cli.rundir.events import read_events
+from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.model import DecoderModel
 
 WARMUP_STEPS = 5
@@ -27,11 +31,7 @@ class Contender:
     needs: str
     """A package."""
     setting: str = ""
-    dense_only: bool = False
-    """Llama 3's own sizes."""
-
-    def serves(self, workload: Workload) -> bool:
-        return not self.dense_only or (workload.is_dense and workload.model.hidden_size in (2048, 4096))
+    serves: Callable[[Workload], bool] = lambda _workload: True
 
 
 def is_installed(name: str) -> bool:
@@ -56,16 +56,13 @@ def read_batches(tokens: str, workload: Workload, steps: int) -> Any:
 
 
 def run_trainspec(workload: Workload, tokens: str, steps: int, device: str, setting: str) -> float:
-    from trainspec_cli.rundir.events import read_events
-    from trainspec_cli.rundir.paths import RunDir
-
     with tempfile.TemporaryDirectory() as folder:
         run_dir = RunDir(Path(folder, "run"))
         command = [sys.executable, "-m", "trainspec_cli", "launch", "recipe=tiny", f"model={workload.base}", "--force"]
         command += [f"model.{key}={str(value).lower()}" for key, value in workload.changes.items()]
         command += ["data=nanogpt", f"data.path={tokens}", f"data.seq_len={workload.seq_len}"]
         command += [f"batching.global_batch_size={workload.batch_size}"]
-        command += [f"batching.micro_batch_size={workload.batch_size}", f"train.max_steps={steps}"]
+        command += [f"batching.micro_batch_size={workload.batch_size}", f"train.max_steps={steps + 2}"]
         command += [
             "run.preflight=false",
             "cluster=auto",
@@ -78,10 +75,28 @@ def run_trainspec(workload: Workload, tokens: str, steps: int, device: str, sett
             "sample.max_new_tokens=0",
             f"run.dir={run_dir.root}",
         ]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        events = [event for event in read_events(run_dir.events(0)) if event["type"] == "step"]
-        took = [event["step_time_s"] for event in events if event["step"] > WARMUP_STEPS]
-        return sum(took) / len(took)
+        steps_s = follow(command, run_dir, steps)
+        return sum(steps_s[WARMUP_STEPS:]) / len(steps_s[WARMUP_STEPS:])
+
+
+def follow(command: list[str], run_dir: RunDir, steps: int) -> list[float]:
+    """The seconds of each step. Then the run is killed: what it would write at its end is tens of gigabytes."""
+    launch = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        while True:
+            ended = launch.poll() is not None
+            events = [event for event in read_events(run_dir.events(0)) if event["type"] == "step"]
+            if len(events) >= steps:
+                return [event["step_time_s"] for event in events[:steps]]
+            if ended:
+                raise RuntimeError(f"Error: {(launch.communicate()[1].strip().splitlines() or ['no word'])[-1]}")
+            time.sleep(0.1)
+    finally:
+        own = psutil.Process(launch.pid)
+        for process in [own, *own.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        launch.wait()
 
 
 # A plain loop over a model of transformers
@@ -156,6 +171,22 @@ def now(device: str) -> float:
     return time.perf_counter()
 
 
+def has_fast_scan(workload: Workload) -> bool:
+    """transformers' own Mamba-2 holds all of a chunk's states unless these packages are there."""
+    decoder = isinstance(workload.model, DecoderModel)
+    return decoder or all(importlib.util.find_spec(name) for name in ("mamba_ssm", "causal_conv1d"))
+
+
+def has_fast_autocast(workload: Workload) -> bool:
+    """Under autocast transformers multiplies experts in the format of their weights: fp32."""
+    return has_fast_scan(workload) and getattr(workload.model, "experts", None) is None
+
+
+def has_titan_size(workload: Workload) -> bool:
+    """Llama 3's own."""
+    return workload.is_dense and workload.model.hidden_size in (2048, 4096)
+
+
 def run_titan(workload: Workload, tokens: str, steps: int, device: str, setting: str) -> float:
     from gpu_titan import train
 
@@ -165,8 +196,8 @@ def run_titan(workload: Workload, tokens: str, steps: int, device: str, setting:
 CONTENDERS = {
     "trainspec": Contender(run_trainspec, "trainspec_cli", "compiled"),
     "trainspec-eager": Contender(run_trainspec, "trainspec_cli", "eager"),
-    "hf": Contender(run_hugging_face, "transformers", "compiled"),
-    "hf-bf16": Contender(run_hugging_face, "transformers", "bf16"),
-    "hf-eager": Contender(run_hugging_face, "transformers", "eager"),
-    "torchtitan": Contender(run_titan, "torchtitan", dense_only=True),
+    "hf": Contender(run_hugging_face, "transformers", "compiled", has_fast_autocast),
+    "hf-bf16": Contender(run_hugging_face, "transformers", "bf16", has_fast_scan),
+    "hf-eager": Contender(run_hugging_face, "transformers", "eager", has_fast_autocast),
+    "torchtitan": Contender(run_titan, "torchtitan", serves=has_titan_size),
 }
