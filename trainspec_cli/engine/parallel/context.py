@@ -109,11 +109,12 @@ class _Ring(torch.autograd.Function):
         log_total = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
         travelling = torch.stack((k, v))
         for turn in range(peers.size):
+            last = turn == peers.size - 1
+            coming = None if last else _Passage(travelling, peers)
             block = _block(peers.rank, (peers.rank - turn) % peers.size, q.shape[2])
             part, part_log = _attend(q, travelling[0], travelling[1], block, scale)
             _merge(out[:, :, block.queries], log_total[:, :, block.queries], part, part_log)
-            if turn < peers.size - 1:
-                travelling = _pass_on(travelling, peers)
+            travelling = coming.arrive() if coming else travelling
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, log_total)
         ctx.peers, ctx.scale = peers, scale
@@ -127,30 +128,36 @@ class _Ring(torch.autograd.Function):
         travelling = torch.stack((k, v))
         gradients = torch.zeros(travelling.shape, dtype=torch.float32, device=q.device)
         for turn in range(peers.size):
+            last = turn == peers.size - 1
+            coming = None if last else _Passage(travelling, peers)
             block = _block(peers.rank, (peers.rank - turn) % peers.size, q.shape[2])
             dq_part, dk, dv = _attend_backward(dout, q, travelling[0], travelling[1], out, log_total, block, ctx.scale)
             dq[:, :, block.queries] += dq_part
             gradients[0][:, :, block.keys] += dk
             gradients[1][:, :, block.keys] += dv
-            if turn < peers.size - 1:
-                travelling = _pass_on(travelling, peers)
-            gradients = _pass_on(gradients, peers)
+            travelling = coming.arrive() if coming else travelling
+            gradients = _Passage(gradients, peers).arrive()
         return dq.to(q.dtype), gradients[0].to(k.dtype), gradients[1].to(v.dtype), None, None
 
 
-def _pass_on(x: Tensor, peers: Peers) -> Tensor:
-    """To the next rank of the ring, and from the one before."""
-    received = torch.empty_like(x)
-    ranks = dist.get_process_group_ranks(peers.group)
-    after, before = ranks[(peers.rank + 1) % peers.size], ranks[(peers.rank - 1) % peers.size]
-    moves = [
-        dist.P2POp(dist.isend, x, after, group=peers.group),
-        dist.P2POp(dist.irecv, received, before, group=peers.group),
-    ]
-    with peers.time():
-        for work in dist.batch_isend_irecv(moves):
-            work.wait()
-    return received
+class _Passage:
+    """To the next rank of the ring, and from the one before, while something else is computed."""
+
+    def __init__(self, x: Tensor, peers: Peers):
+        self._peers, self._sent, self._received = peers, x, torch.empty_like(x)
+        ranks = dist.get_process_group_ranks(peers.group)
+        after, before = ranks[(peers.rank + 1) % peers.size], ranks[(peers.rank - 1) % peers.size]
+        moves = [
+            dist.P2POp(dist.isend, self._sent, after, group=peers.group),
+            dist.P2POp(dist.irecv, self._received, before, group=peers.group),
+        ]
+        self._works = dist.batch_isend_irecv(moves)
+
+    def arrive(self) -> Tensor:
+        with self._peers.time():
+            for work in self._works:
+                work.wait()
+        return self._received
 
 
 def _merge(out: Tensor, log_total: Tensor, part: Tensor, part_log: Tensor) -> None:
