@@ -7,6 +7,7 @@ import json
 import pytest
 
 from trainspec_cli.__main__ import main
+from trainspec_cli.spec.cluster import Machine
 
 
 @pytest.fixture
@@ -56,3 +57,13 @@ def test_legal_layouts_need_no_runs_and_certificates_are_verified(run, tmp_path)
     code, _, err = run("--verify", str(file))
     assert code == 2
     assert "was altered" in err
+
+
+@pytest.mark.parametrize(("gpus", "processes", "certified"), [(1, (), 0), (2, (), 2), (2, ("--processes", "4"), 0)])
+def test_where_gpus_are_too_few_the_cpu_is_certified_and_that_is_said(run, monkeypatch, gpus, processes, certified):
+    here = Machine("host", cpu_cores=8, memory_bytes=2**34, bf16=True, gpu_names=("NVIDIA H200",) * gpus)
+    monkeypatch.setattr("trainspec_cli.cli.certify._machine", lambda: here)
+    code, out, err = run("--only", "LEGAL-1", "--json", *processes)
+    assert code == 0
+    assert len(json.loads(out)["machine"]["gpu_names"]) == certified
+    assert ("the CPU is certified" in err) == (certified == 0)

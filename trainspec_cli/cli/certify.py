@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +25,10 @@ Only = Annotated[
     list[str] | None,
     typer.Option(help="A clause (NUM-1), a family (dense) or a case; * stands for anything. May be given again."),
 ]
-Processes = Annotated[int | None, typer.Option(help="At most so many; as many as there are GPUs, else 4.", min=1)]
+Processes = Annotated[
+    int | None,
+    typer.Option(help="At most so many; as many as there are GPUs, else 4. More than there are run on the CPU.", min=2),
+]
 Verify = Annotated[Path | None, typer.Option(help="Check the digest of this certificate, and print it.")]
 Output = Annotated[Path | None, typer.Option(help="Write the certificate to this file.")]
 Listed = Annotated[bool, typer.Option("--list", help="Name the cases, and run none.")]
@@ -52,11 +56,17 @@ def certify(
     if output is not None:
         _check_writable(output)
     machine = _machine()
-    wanted = _checks(only or [], processes or len(machine.gpu_names) or DEFAULT_PROCESSES)
+    processes = processes or (len(machine.gpu_names) if len(machine.gpu_names) > 1 else DEFAULT_PROCESSES)
+    wanted = _checks(only or [], processes)
     if listed:
         print("\n".join(f"{check.clause}  {check.run.name}" for check in wanted))
         return 0
-    body = _certify(wanted, only or [], processes or len(machine.gpu_names) or DEFAULT_PROCESSES, machine, console)
+    if 0 < len(machine.gpu_names) < processes:
+        console.print(
+            f"{processes} processes want a GPU each, this host has {len(machine.gpu_names)}: the CPU is certified"
+        )
+        machine = replace(machine, gpu_names=())
+    body = _certify(wanted, only or [], processes, machine, console)
     if output is not None:
         output.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
     return _tell(body, console, as_json=as_json)

@@ -30,6 +30,8 @@ def main() -> None:
     folder, rank, here = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     plan = from_plain(Plan, read_json(folder / "plan.json"))
     device = torch.device("cpu") if plan.device == "cpu" else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches on the current one, whatever its arguments lie on
     calls = calls_of(plan, stand_in(rank, here, plan.world_size))
     write_json(folder / f"kernels.rank{rank}.json", to_plain(try_all(plan, calls, device)))
 

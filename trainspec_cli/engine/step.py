@@ -33,6 +33,12 @@ class StepOutcome:
     writing: Tensor
     """How many ranks were writing a checkpoint."""
 
+    def on_host(self) -> StepOutcome:
+        """Copies, which are there when the device reaches what is asked of it next."""
+        scalars = (self.loss, self.grad_norm, self.skipped, self.stop, self.writing)
+        together = torch.stack([scalar.to(self.loss.device, torch.float64) for scalar in scalars])
+        return StepOutcome(*together.to("cpu", non_blocking=True).unbind())
+
 
 def train_step(
     built: Machinery,

@@ -155,6 +155,8 @@ class Trainer:
 
     def _count(self, outcome: StepOutcome, lr: float, samples: int, **about: Any) -> DoneStep:
         """The update is made; the checkpoint that may be due belongs to its step."""
+        if self.clock.on_gpu:
+            outcome = outcome.on_host()
         self.step += 1
         self.samples += samples
         with self.clock.part("checkpoint"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 
@@ -70,9 +71,10 @@ def ranks_of(plan: Plan, group: int) -> range:
 
 
 def devices_of(plan: Plan, group: int) -> dict[str, str]:
-    """The variable that shows a group its GPUs alone, where several share a host."""
+    """The variable that shows a group its GPUs alone, of those shown to this process, where several share a host."""
     per_host = plan.replica_groups // plan.num_nodes
     if plan.device != "cuda" or per_host < 2:
         return {}
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(per_host * plan.group_size)))
     first = group % per_host * plan.group_size
-    return {"CUDA_VISIBLE_DEVICES": ",".join(str(number) for number in range(first, first + plan.group_size))}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(shown.split(",")[first : first + plan.group_size])}

@@ -84,12 +84,12 @@ def test_the_default_in_fp64_is_the_reference(op: str) -> None:
         assert call_error(op, load_kernel(op, TORCH), call, torch.float64, torch.device("cpu")) < 1e-12
 
 
-def test_what_is_checked_is_one_sample_of_not_too_many_tokens() -> None:
+def test_what_is_checked_is_two_samples_of_not_too_many_tokens() -> None:
     heads = ((8, 4, 4096, 64), (8, 2, 4096, 64), (8, 2, 4096, 64))
-    one = ((1, 4, 1024, 64), (1, 2, 1024, 64), (1, 2, 1024, 64))
-    assert checked("attention", (*heads, None, 0.125)) == (*one, None, 0.125)
-    assert checked("attention", (*heads, (8, 1, 4096, 4096), 0.125)) == (*one, (1, 1, 1024, 1024), 0.125)
-    assert checked("rms_norm", ((8, 4096, 64), (64,), 1e-5)) == ((1, 1024, 64), (64,), 1e-5)
+    two = ((2, 4, 1024, 64), (2, 2, 1024, 64), (2, 2, 1024, 64))
+    assert checked("attention", (*heads, None, 0.125)) == (*two, None, 0.125)
+    assert checked("attention", (*heads, (8, 1, 4096, 4096), 0.125)) == (*two, (2, 1, 1024, 1024), 0.125)
+    assert checked("rms_norm", ((8, 4096, 64), (64,), 1e-5)) == ((2, 1024, 64), (64,), 1e-5)
     logits = ((32768, 64), (512, 64), (32768,), None)
     assert checked("linear_cross_entropy", logits) == ((1024, 64), (512, 64), (1024,), None)
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainspec_cli.engine.checkpoint.files import file_name
-from trainspec_cli.engine.checkpoint.image import Image, view_bytes
+from trainspec_cli.engine.checkpoint.image import Image, pin, view_bytes
 from trainspec_cli.engine.checkpoint.manifest import (
     About,
     FileDigest,
@@ -195,8 +195,7 @@ def _segment(path: Path, size: int, device: torch.device) -> Tensor:
     finally:
         os.close(descriptor)
     buffer = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-    if device.type == "cuda":
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)))
+    pin(buffer, device)
     return buffer
 
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainspec_cli.engine.checkpoint import files
-from trainspec_cli.engine.checkpoint.image import Image, plan_image, view_bytes
+from trainspec_cli.engine.checkpoint.image import Image, pin, plan_image, view_bytes
 from trainspec_cli.engine.checkpoint.manifest import About, WrittenPart
 from trainspec_cli.engine.checkpoint.memory import MemoryCopies, Place
 from trainspec_cli.engine.checkpoint.ownership import choose_owners
@@ -60,8 +60,8 @@ class Copy:
     started: float
     blocked_s: float
     buffer: Tensor
-    copied: torch.cuda.Event | None
-    """The device reaches it when the copy is done."""
+    marks: tuple[torch.cuda.Event, torch.cuda.Event] | None
+    """The device reaches them when the copy begins and when it is done."""
     slot: int
     to_disk: bool
 
@@ -74,7 +74,7 @@ class Saver:
         self._run_dir, self._held, self._device, self._keep_last = run_dir, held, device, keep_last
         self._memory_place, self._slot = memory, 0
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint", initializer=_step_back)
+        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_enter_thread, initargs=(device,))
         self._pending: Future[Saved] | None = None
         self._token = ""
 
@@ -107,10 +107,11 @@ class Saver:
         started = time.perf_counter()
         slot, self._slot = self._slot, 1 - self._slot
         buffer = self._memory.open(slot) if self._memory else self._buffer
+        begun = _mark(self._device)
         self._image.fill(buffer, self._own_parts())
         copied = _mark(self._device)
         blocked_s = time.perf_counter() - started
-        copy = Copy(about, started, blocked_s, buffer, copied, slot, to_disk)
+        copy = Copy(about, started, blocked_s, buffer, (begun, copied) if begun and copied else None, slot, to_disk)
         self._pending = self._thread.submit(self._write_copy, copy)
 
     @property
@@ -135,8 +136,10 @@ class Saver:
         self._thread.shutdown()
 
     def _write_copy(self, copy: Copy) -> Saved:
-        if copy.copied:
-            copy.copied.synchronize()
+        if copy.marks:
+            begun, copied = copy.marks
+            copied.synchronize()
+            copy = replace(copy, blocked_s=max(copy.blocked_s, begun.elapsed_time(copied) / 1e3))
         if self._memory:
             self._memory.share(copy.slot, copy.about)
         if copy.to_disk:
@@ -189,23 +192,26 @@ class Saver:
 
     @cached_property
     def _buffer(self) -> Tensor:
-        """Room for the copy; on a GPU's host it is pinned, so that the copy runs beside the kernels."""
-        buffer = torch.zeros(self._image.bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        """Room for the copy; on a GPU's host it is pinned, so that the host goes on while the device copies."""
+        buffer = torch.zeros(self._image.bytes, dtype=torch.uint8)
+        pin(buffer, self._device)
         self._image.put_header(buffer)
         return buffer
 
 
 def _mark(device: torch.device) -> torch.cuda.Event | None:
-    """On the compute stream, behind the copies: updates come after them there, so training need not wait."""
+    """On the compute stream, where updates come after the copies: the host need not wait, the kernels do."""
     if device.type != "cuda":
         return None
-    event = torch.cuda.Event()
+    event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
-def _step_back() -> None:
-    """Linux gives each thread a niceness of its own."""
+def _enter_thread(device: torch.device) -> None:
+    """On the device of its copies, and behind training: Linux gives each thread a niceness of its own."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if sys.platform == "linux":
         thread = threading.get_native_id()
         niceness = os.getpriority(os.PRIO_PROCESS, thread) + WRITER_NICENESS

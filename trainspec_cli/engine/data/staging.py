@@ -100,6 +100,8 @@ class Staging:
     def stage(self, micro_batches: Sequence[MicroBatch]) -> Slot:
         """Put a batch together and start its copy; waits where every slot is in use."""
         slot = self._free.get()
+        if self._copies:
+            torch.cuda.set_device(self._device)  # a thread begins on the first one, and would take memory there
         with torch.cuda.stream(self._copies):
             slot.fill(micro_batches)
         return slot

@@ -60,12 +60,17 @@ def _torchao_update() -> Any:
 Groups = Sequence[dict[str, Any]]
 
 
+def _on_gpu(groups: Groups) -> bool:
+    """Then the number of updates is read there, and the host does not wait for it."""
+    return any(parameter.is_cuda for group in groups for parameter in group["params"])
+
+
 def foreach(groups: Groups, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
-    return GuardedAdamW(groups, lr=lr, betas=betas, eps=eps, foreach=True)
+    return GuardedAdamW(groups, lr=lr, betas=betas, eps=eps, foreach=True, capturable=_on_gpu(groups))
 
 
 def for_loop(groups: Groups, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
-    return GuardedAdamW(groups, lr=lr, betas=betas, eps=eps, foreach=False)
+    return GuardedAdamW(groups, lr=lr, betas=betas, eps=eps, foreach=False, capturable=_on_gpu(groups))
 
 
 def torchao(groups: Groups, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:

@@ -18,9 +18,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 def _by(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """(B, H, S, E). Raises RuntimeError where the kernel does not take these inputs."""
     with sdpa_kernel(kernel):
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        return _fused(q, k, v, mask, scale)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
 flash = partial(_by, SDPBackend.FLASH_ATTENTION)
@@ -35,11 +39,16 @@ cudnn = partial(_by, SDPBackend.CUDNN_ATTENTION)
 def expanded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """Keys and values copied for each head, so that no kernel has to know of groups."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+    return _fused(q, k, v, mask, scale)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Compiled for its mask (arXiv:2412.05496); blocks that no query meets are passed over."""
+    """Compiled for its mask (arXiv:2412.05496); blocks that no query meets are passed over.
+
+    What is judged is not compiled, and uncompiled it would hold all scores: there it is torch's own choice.
+    """
+    if not torch.is_grad_enabled():
+        return _fused(q, k, v, mask, scale)
     seen = _causal_blocks(q.shape[2], k.shape[2], q.device) if mask is None else _mask_blocks(mask, q, k)
     return _flex_attention()(q, k, v, block_mask=seen, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 

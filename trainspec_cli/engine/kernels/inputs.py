@@ -134,7 +134,7 @@ MAKERS: dict[str, Callable[..., Inputs]] = {
 
 
 def checked(op: str, call: Call) -> Call:
-    """One sample of at most `CHECKED_TOKENS`, everything else as it is."""
+    """Two samples of at most `CHECKED_TOKENS`, everything else as it is."""
     return CHECKED[op](call)
 
 
@@ -145,20 +145,20 @@ def _clip(shape: Any, *dims: int) -> Any:
     return tuple(min(size, CHECKED_TOKENS) if dim in dims else size for dim, size in enumerate(shape))
 
 
-def _one(shape: Any) -> Any:
-    """Of (samples, ...) one sample."""
-    return (1, *shape[1:]) if isinstance(shape, tuple) and len(shape) > 2 else shape
+def _two(shape: Any) -> Any:
+    """Of (samples, ...) two samples: a kernel may take one's numbers for another's."""
+    return (min(2, shape[0]), *shape[1:]) if isinstance(shape, tuple) and len(shape) > 2 else shape
 
 
 def _check_attention(call: Call) -> Call:
     *heads, mask, scale = call
-    q, k, v = (_one(_clip(shape, 2)) for shape in heads)
-    return q, k, v, _one(_clip(mask, 2, 3) if isinstance(mask, tuple) and len(mask) > 2 else _clip(mask, 0, 1)), scale
+    q, k, v = (_two(_clip(shape, 2)) for shape in heads)
+    return q, k, v, _two(_clip(mask, 2, 3) if isinstance(mask, tuple) and len(mask) > 2 else _clip(mask, 0, 1)), scale
 
 
 def _check_samples(call: Call) -> Call:
     """(samples, tokens, ...)"""
-    return tuple(_one(_clip(shape, 1)) if isinstance(shape, tuple) and len(shape) > 2 else shape for shape in call)
+    return tuple(_two(_clip(shape, 1)) if isinstance(shape, tuple) and len(shape) > 2 else shape for shape in call)
 
 
 def _check_rows(call: Call) -> Call:

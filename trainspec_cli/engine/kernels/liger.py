@@ -27,13 +27,13 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
     """Liger turns queries and keys in one kernel and in their own memory: a copy is turned, beside keys of one head
-    that nobody reads."""
+    that nobody reads. Its tables are of one sample, which all share."""
     from liger_kernel.ops.rope import LigerRopeFunction
 
     seq_len = x_BSHE.shape[1]
     x_BHSE = x_BSHE.clone().transpose(1, 2)
     keys = torch.empty_like(x_BHSE[:, :1])
-    turned, _ = LigerRopeFunction.apply(x_BHSE, keys, cos_SE[:seq_len], sin_SE[:seq_len])
+    turned, *_ = LigerRopeFunction.apply(x_BHSE, keys, cos_SE[None, :seq_len], sin_SE[None, :seq_len])
     return turned.transpose(1, 2)
 
 

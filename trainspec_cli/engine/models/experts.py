@@ -71,14 +71,14 @@ def take(x_TD: Tensor, rows_M: Tensor, copies_M: Tensor) -> Tensor:
 
 def grouped_matmul(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
     """(M, F): each expert's rows times its matrix; rows beyond the counts are left undefined."""
-    if x_MD.device.type == "cpu":
-        return _grouped_on_cpu(x_MD, weight_EDF, counts_E)
+    if x_MD.device.type == "cpu" or x_MD.dtype != torch.bfloat16:
+        return _grouped_eagerly(x_MD, weight_EDF, counts_E)
     return F.grouped_mm(x_MD, weight_EDF, offs=counts_E.cumsum(0).to(torch.int32))
 
 
 @torch.compiler.disable
-def _grouped_on_cpu(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
-    """What the compiler knows of the grouped kernel holds for GPUs alone."""
+def _grouped_eagerly(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
+    """What the compiler knows of the grouped kernel holds for bf16 on GPUs alone."""
     if x_MD.dtype == torch.float64:  # the grouped kernels take 32 bits at most
         parts = x_MD.split([*counts_E.tolist(), len(x_MD) - int(counts_E.sum())])
         return torch.cat([part @ weight for part, weight in zip(parts, [*weight_EDF, weight_EDF[0]], strict=True)])

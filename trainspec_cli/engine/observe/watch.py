@@ -161,9 +161,8 @@ def last_collectives() -> list[dict[str, Any]]:
     """The newest of each process group, as the flight recorder has it; none where it is off."""
     if not os.environ.get("TORCH_FR_BUFFER_SIZE"):
         return []
-    held = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, False))  # type: ignore[attr-defined]
     newest: dict[str, dict[str, Any]] = {}
-    for entry in held.get("entries", []):
+    for entry in _recorded():
         if not entry["is_p2p"]:
             name = entry["profiling_name"]
             newest["/".join(entry["process_group"])] = {
@@ -175,6 +174,13 @@ def last_collectives() -> list[dict[str, Any]]:
                 "created": entry["time_created_ns"],
             }
     return list(newest.values())
+
+
+def _recorded() -> list[dict[str, Any]]:
+    """gloo's collectives and NCCL's, which torch records apart."""
+    c10d = torch._C._distributed_c10d  # type: ignore[attr-defined]
+    dumps = [getattr(c10d, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")]
+    return [entry for dump in dumps if dump for entry in json.loads(dump(True, False)).get("entries", [])]
 
 
 def _sizes(sizes: list[list[int]]) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,11 +84,19 @@ def _sum_gradients(module: FSDPModule, mesh: DeviceMesh, how: DataParallel) -> N
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     if how.replicas.size > 1:
-        module.set_all_reduce_hook(lambda gradient: _discard(how.replicas.sum_(gradient)))
+        module.set_all_reduce_hook(partial(_sum_over_replicas, how.replicas))
 
 
-def _discard(_gradient: Tensor) -> None:
-    """The sum was made in place."""
+def _sum_over_replicas(replicas: Peers, gradient: Tensor) -> None:
+    """In place."""
+    replicas.sum_(gradient)
+    _keep_for_this_stream(gradient)
+
+
+def _keep_for_this_stream(buffer: Tensor) -> None:
+    """On a GPU what follows on this stream (casts, offloading) still reads it when FSDP2 lets it go."""
+    if buffer.is_cuda:
+        buffer.record_stream(torch.cuda.current_stream(buffer.device))
 
 
 class _TimedCollective:
@@ -115,6 +124,7 @@ class _NothingToReduce:
         """FSDP2 asks for the input, then for the output."""
         if self._input is not None:
             output, self._input = self._input, None
+            _keep_for_this_stream(output)
             return output
         self._input = torch.empty(*size, dtype=dtype, device=device)
         return self._input

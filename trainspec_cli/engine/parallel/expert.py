@@ -47,14 +47,14 @@ class SpreadDispatch(nn.Module):
     def __init__(self, num_experts: int, peers: Peers, sort: Sort):
         super().__init__()
         self.num_experts, self.peers, self.sort = num_experts, peers, sort
-        self.read_splits: Callable[[Tensor, int], list[int]] = read_splits
+        self.read_splits: Callable[[Tensor, Tensor, int], Splits] = read_splits
 
     @torch.compiler.disable
     def forward(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, experts: nn.Module) -> Tensor:
         copies = self.sort(x_TD, indices_TK, self.num_experts)
         counts_nL = copies.counts_E.view(self.peers.size, -1)
         came_nL = self._swap_counts(counts_nL)
-        sent, came = self.read_splits(counts_nL, len(copies.x_MD)), self.read_splits(came_nL, len(copies.x_MD))
+        sent, came = self.read_splits(counts_nL, came_nL, len(copies.x_MD))
         taken = sum(sent)  # dropped copies stand last and stay here
         x_ND = self._rows(copies.x_MD[:taken], sent, came)
         order_N = _by_expert(came_nL, len(x_ND))
@@ -81,14 +81,20 @@ class SpreadDispatch(nn.Module):
         return received
 
 
-def read_splits(counts_nL: Tensor, _copies: int) -> list[int]:
-    """Copies of each rank; the host waits for them."""
-    return counts_nL.sum(1).tolist()
+Splits = tuple[list[int], list[int]]
+"""Copies that go to each rank, and that come from each."""
 
 
-def even_splits(counts_nL: Tensor, copies: int) -> list[int]:
+def read_splits(counts_nL: Tensor, came_nL: Tensor, _copies: int) -> Splits:
+    """The host waits for them, once."""
+    sent, came = torch.stack((counts_nL.sum(1), came_nL.sum(1))).tolist()
+    return sent, came
+
+
+def even_splits(counts_nL: Tensor, _came_nL: Tensor, copies: int) -> Splits:
     """As if all ranks were visited alike."""
-    return [copies // len(counts_nL)] * len(counts_nL)
+    even = [copies // len(counts_nL)] * len(counts_nL)
+    return even, even
 
 
 def _by_expert(came_nL: Tensor, rows: int) -> Tensor:

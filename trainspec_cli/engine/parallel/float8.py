@@ -17,7 +17,7 @@ def apply_float8(blocks: Sequence[nn.Module], *, emulate: bool) -> None:
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
-    config = Float8LinearConfig(emulate=emulate)
+    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=not emulate)  # kernels take multiples of 16
     for block in blocks:
         linears = [(name, module) for name, module in block.named_modules() if isinstance(module, nn.Linear)]
         for name, linear in linears:
