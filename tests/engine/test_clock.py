@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trainspec_cli.engine.observe import clock as clock_module
+from trainspec_cli.engine import marks
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.rundir.events import PARTS
 
@@ -22,7 +22,7 @@ class Time:
 @pytest.fixture
 def time(monkeypatch):
     time = Time()
-    monkeypatch.setattr(clock_module, "time", time)
+    monkeypatch.setattr(marks, "time", time)
     return time
 
 

@@ -135,8 +135,17 @@ class FakeRun:
     def start(self, step: int = 0, rank: int = 0) -> None:
         self.write("start", rank, step=step, **BEGIN)
 
-    def step(self, step: int, rank: int = 0, seconds: float = 1.0, loss: float = 2.0, skipped: bool = False) -> None:
-        parts = {name: seconds / len(PARTS) for name in PARTS}
+    def step(
+        self,
+        step: int,
+        rank: int = 0,
+        seconds: float = 1.0,
+        loss: float = 2.0,
+        skipped: bool = False,
+        **parts_s: float,
+    ) -> None:
+        """`parts_s`: those that last otherwise than the others."""
+        parts = {name: seconds / len(PARTS) for name in PARTS} | parts_s
         self.write(
             "step",
             rank,

@@ -62,6 +62,17 @@ def test_steps_that_differ_are_told_of(fake_run: Any) -> None:
     assert "steps took 1.0 s to 3.0 s (eight in ten): something else was at work on this machine" in shown
 
 
+def test_long_waits_for_data_are_told_of(fake_run: Any) -> None:
+    fake_run.about()
+    fake_run.start()
+    for step in range(1, 11):
+        fake_run.step(step, data_wait=0.04)
+    assert "of their time for data" not in text_of(render_report(collect(fake_run.dir.root)))
+    for step in range(11, 21):
+        fake_run.step(step, data_wait=0.2)
+    assert "of their time for data" in text_of(render_report(collect(fake_run.dir.root)))
+
+
 def test_long_lists_show_their_end(fake_run: Any) -> None:
     trained(fake_run)
     for step in range(20):

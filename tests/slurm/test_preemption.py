@@ -17,7 +17,8 @@ def test_a_preempted_run_saves_is_requeued_and_loses_no_sample(slurm: Cluster, s
     slow = "fault=slow(step=15,seconds=0.3,steps=20)"
     job = sbatch("run.dir=runs/preempted", f"train.max_steps={STEPS}", slow)
     watch.wait_for_step(run, 15)
-    urgent = slurm.run("sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap", "sleep 1")
+    asked = ("--partition=urgent", "--nodes=2", "--exclusive", "--wrap", "sleep 1")
+    urgent = slurm.run("sbatch", "--parsable", *asked, cwd=tmp_path)
     assert slurm.wait(urgent)["JobState"] == "COMPLETED"
     ended = slurm.wait(job)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), watch.log(run)

@@ -1,4 +1,4 @@
-"""One of three hosts gets a seventh of a core: the doctor names it, and the preflight refuses it."""
+"""One of two hosts gets a seventh of a core: the doctor names it, and the preflight refuses it."""
 
 from __future__ import annotations
 

@@ -56,15 +56,14 @@ def certify(
     if output is not None:
         _check_writable(output)
     machine = _machine()
-    processes = processes or (len(machine.gpu_names) if len(machine.gpu_names) > 1 else DEFAULT_PROCESSES)
+    gpus = len(machine.gpu_names)
+    processes = processes or (gpus if gpus > 1 else DEFAULT_PROCESSES)
     wanted = _checks(only or [], processes)
     if listed:
         print("\n".join(f"{check.clause}  {check.run.name}" for check in wanted))
         return 0
-    if 0 < len(machine.gpu_names) < processes:
-        console.print(
-            f"{processes} processes want a GPU each, this host has {len(machine.gpu_names)}: the CPU is certified"
-        )
+    if 0 < gpus < processes:
+        console.print(f"{processes} processes want a GPU each, this host has {gpus}: the CPU is certified")
         machine = replace(machine, gpu_names=())
     body = _certify(wanted, only or [], processes, machine, console)
     if output is not None:

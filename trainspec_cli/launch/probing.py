@@ -81,8 +81,9 @@ def probe_machine(plan: Plan, machine: Machine, on_start: Callable[[], None]) ->
         job = build_job(plan, Path(folder), machine, worker=(*PROBE, plan.compute))
         figures = job.root / "probe.json"
         run_probe(job, [figures], hint="launch with --force to train without a prediction")
-        probe = from_plain(MachineProbe, read_json(figures))
-        write_json(path, read_json(figures))
+        told = read_json(figures)
+    probe = from_plain(MachineProbe, told)
+    write_json(path, told)
     return probe
 
 

@@ -20,6 +20,7 @@ POLL_S = 0.1
 KILL_TIMEOUT_S = 10.0
 """A killed process that is still there after this hangs in the kernel (a device, a network disk)."""
 EXEC_TIMEOUT_S = 1.0
+"""So long a process that is being started is waited for, and is no older than:"""
 YOUNG_S = 10.0
 
 

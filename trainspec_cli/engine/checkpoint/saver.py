@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -28,6 +28,7 @@ from trainspec_cli.engine.checkpoint.manifest import About, WrittenPart
 from trainspec_cli.engine.checkpoint.memory import MemoryCopies, Place
 from trainspec_cli.engine.checkpoint.ownership import choose_owners
 from trainspec_cli.engine.checkpoint.parts import Held, Part, rng_parts
+from trainspec_cli.engine.marks import Mark, elapsed_s, mark
 from trainspec_cli.errors import MachineError
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
@@ -60,8 +61,9 @@ class Copy:
     started: float
     blocked_s: float
     buffer: Tensor
-    marks: tuple[torch.cuda.Event, torch.cuda.Event] | None
-    """The device reaches them when the copy begins and when it is done."""
+    begun: Mark
+    copied: Mark
+    """Updates come after the copies on the compute stream: the host need not wait for them, the kernels do."""
     slot: int
     to_disk: bool
 
@@ -107,11 +109,11 @@ class Saver:
         started = time.perf_counter()
         slot, self._slot = self._slot, 1 - self._slot
         buffer = self._memory.open(slot) if self._memory else self._buffer
-        begun = _mark(self._device)
+        begun = mark(on_gpu=self._device.type == "cuda")
         self._image.fill(buffer, self._own_parts())
-        copied = _mark(self._device)
+        copied = mark(on_gpu=self._device.type == "cuda")
         blocked_s = time.perf_counter() - started
-        copy = Copy(about, started, blocked_s, buffer, (begun, copied) if begun and copied else None, slot, to_disk)
+        copy = Copy(about, started, blocked_s, buffer, begun, copied, slot, to_disk)
         self._pending = self._thread.submit(self._write_copy, copy)
 
     @property
@@ -136,16 +138,15 @@ class Saver:
         self._thread.shutdown()
 
     def _write_copy(self, copy: Copy) -> Saved:
-        if copy.marks:
-            begun, copied = copy.marks
-            copied.synchronize()
-            copy = replace(copy, blocked_s=max(copy.blocked_s, begun.elapsed_time(copied) / 1e3))
+        if isinstance(copy.copied, torch.cuda.Event):
+            copy.copied.synchronize()
+        blocked_s = max(copy.blocked_s, elapsed_s(copy.begun, copy.copied))
         if self._memory:
             self._memory.share(copy.slot, copy.about)
         if copy.to_disk:
-            return self._write(copy.about, copy.started, copy.blocked_s, [view_bytes(copy.buffer)])
+            return self._write(copy.about, copy.started, blocked_s, [view_bytes(copy.buffer)])
         taken_s = time.perf_counter() - copy.started
-        return Saved(copy.about, self._image.bytes, copy.blocked_s, taken_s, in_memory=True)
+        return Saved(copy.about, self._image.bytes, blocked_s, taken_s, in_memory=True)
 
     def _write(self, about: About, started: float, blocked_s: float, stream: Iterable[memoryview]) -> Saved:
         """This rank's part; rank 0 waits for all and publishes. Raises WorkerError where a newer start owns the run."""
@@ -197,15 +198,6 @@ class Saver:
         pin(buffer, self._device)
         self._image.put_header(buffer)
         return buffer
-
-
-def _mark(device: torch.device) -> torch.cuda.Event | None:
-    """On the compute stream, where updates come after the copies: the host need not wait, the kernels do."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def _enter_thread(device: torch.device) -> None:

@@ -8,15 +8,13 @@ so exposed communication stays inside forward and backward.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from trainspec_cli.engine.marks import Mark, elapsed_s, mark
 from trainspec_cli.rundir.events import PARTS
-
-Mark = float | torch.cuda.Event
 
 
 class StepClock:
@@ -24,17 +22,10 @@ class StepClock:
         self.on_gpu = device.type == "cuda"
         self._running = ["other"]
         self._marks: list[tuple[str, Mark]] = []
-        self._last = self._now()
-
-    def _now(self) -> Mark:
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self._last = mark(on_gpu=self.on_gpu)
 
     def _close_segment(self) -> None:
-        now = self._now()
+        now = mark(on_gpu=self.on_gpu)
         self._marks.append((self._running[-1], self._last))
         self._last = now
 
@@ -61,7 +52,7 @@ class StepClock:
     def restart(self) -> None:
         """Forget the time since the last `cut` (an evaluation, say, that belongs to no step)."""
         self._marks.clear()
-        self._last = self._now()
+        self._last = mark(on_gpu=self.on_gpu)
 
     def cut(self) -> Segments:
         """End the step here; the next begins."""
@@ -84,11 +75,5 @@ class Segments:
         parts = dict.fromkeys(PARTS, 0.0)
         ends = [start for _, start in self._marks[1:]] + [self._end]
         for (name, start), end in zip(self._marks, ends, strict=True):
-            parts[name] += _elapsed_s(start, end)
+            parts[name] += elapsed_s(start, end)
         return parts
-
-
-def _elapsed_s(start: Mark, end: Mark) -> float:
-    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        return start.elapsed_time(end) / 1e3
-    return float(end) - float(start)  # type: ignore[arg-type]

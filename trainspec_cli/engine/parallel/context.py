@@ -109,8 +109,7 @@ class _Ring(torch.autograd.Function):
         log_total = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
         travelling = torch.stack((k, v))
         for turn in range(peers.size):
-            last = turn == peers.size - 1
-            coming = None if last else _Passage(travelling, peers)
+            coming = _Passage(travelling, peers) if turn < peers.size - 1 else None
             block = _block(peers.rank, (peers.rank - turn) % peers.size, q.shape[2])
             part, part_log = _attend(q, travelling[0], travelling[1], block, scale)
             _merge(out[:, :, block.queries], log_total[:, :, block.queries], part, part_log)
@@ -128,8 +127,7 @@ class _Ring(torch.autograd.Function):
         travelling = torch.stack((k, v))
         gradients = torch.zeros(travelling.shape, dtype=torch.float32, device=q.device)
         for turn in range(peers.size):
-            last = turn == peers.size - 1
-            coming = None if last else _Passage(travelling, peers)
+            coming = _Passage(travelling, peers) if turn < peers.size - 1 else None
             block = _block(peers.rank, (peers.rank - turn) % peers.size, q.shape[2])
             dq_part, dk, dv = _attend_backward(dout, q, travelling[0], travelling[1], out, log_total, block, ctx.scale)
             dq[:, :, block.queries] += dq_part
