@@ -18,6 +18,7 @@ from trainspec_cli.engine.checkpoint.memory import Place
 from trainspec_cli.engine.checkpoint.parts import Held, Part
 from trainspec_cli.engine.checkpoint.saver import Saver
 from trainspec_cli.engine.checkpoint.store import load_newest
+from trainspec_cli.engine.joining import leave_processes
 from trainspec_cli.rundir.paths import RunDir
 
 RANK, WORLD, FOLDER, ACT = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
@@ -44,6 +45,7 @@ def main() -> None:
     print(
         restored and restored.manifest.step, hashlib.sha256(held.rows.numpy().tobytes()).hexdigest(), held.count.item()
     )
+    leave_processes()
 
 
 def keep(held: Rows, saver: Saver) -> None:

@@ -33,10 +33,10 @@ def main() -> None:
 
 def work(run_dir: RunDir, stop: StopRequest) -> None:
     """Torch is imported here, when a request to stop is already heard."""
-    import torch.distributed as dist
 
-    from trainspec_cli.engine.build import build_machinery, join_processes
+    from trainspec_cli.engine.build import build_machinery
     from trainspec_cli.engine.initial import load_initial
+    from trainspec_cli.engine.joining import join_processes, leave_processes
     from trainspec_cli.engine.sources import open_source
 
     plan = from_plain(Plan, read_json(run_dir.plan_json))
@@ -48,7 +48,7 @@ def work(run_dir: RunDir, stop: StopRequest) -> None:
     source = open_source(plan, run["data_dir"], machinery)
     make = trainer_of(plan)
     make(plan, run_dir, source, run["digest"], machinery, stop).run()
-    dist.destroy_process_group()
+    leave_processes()
 
 
 def trainer_of(plan: Plan) -> type[Trainer]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainspec_cli.engine.balance import routers_of, sum_over_sequence
@@ -38,8 +35,6 @@ from trainspec_cli.spec.model import ConvModel
 from trainspec_cli.spec.plan import Plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
@@ -74,16 +69,6 @@ class Machinery:
     @property
     def held(self) -> Held:
         return Held(self.shares, self.parts, self.optimizer)
-
-
-def join_processes(device_type: str) -> torch.device:
-    """Meet the other ranks (torchrun's environment says where); -> this rank's device."""
-    device = torch.device(device_type)
-    if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group(BACKENDS[device_type], timeout=COLLECTIVE_TIMEOUT)
-    return device
 
 
 def build_machinery(plan: Plan, device: torch.device, mesh: Mesh | None = None) -> Machinery:

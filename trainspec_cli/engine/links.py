@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainspec_cli.engine.build import join_processes
+from trainspec_cli.engine.joining import join_processes, leave_processes
 from trainspec_cli.rundir.files import write_json
 
 SIZES_BYTES = {"cpu": (4 * 2**10, 2**18, 2**22), "cuda": (2**13, 2**20, 2**25, 2**28)}
@@ -34,7 +34,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         write_json(root / "links.json", told)
     dist.barrier()
-    dist.destroy_process_group()
+    leave_processes()
 
 
 def all_reduces(device: torch.device) -> list[dict[str, float]]:

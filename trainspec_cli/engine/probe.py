@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from trainspec_cli.engine import probe_curves as curves
-from trainspec_cli.engine.build import DTYPES, join_processes
+from trainspec_cli.engine.build import DTYPES
+from trainspec_cli.engine.joining import join_processes, leave_processes
 from trainspec_cli.engine.probe_steps import SmallRun, empty_plan, large_plan, resident_bytes, small_plan
 from trainspec_cli.engine.trainer import Trainer  # noqa: F401 - a worker's memory holds what it imports
 from trainspec_cli.rundir.events import PARTS
@@ -37,7 +38,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         write_json(folder / "probe.json", to_plain(probe))
     dist.barrier()
-    dist.destroy_process_group()
+    leave_processes()
 
 
 def measure(compute: str) -> MachineProbe:

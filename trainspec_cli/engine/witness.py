@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 
 from trainspec_cli.engine.batch import MicroBatch, held_part
-from trainspec_cli.engine.build import Machinery, build_machinery, join_processes
+from trainspec_cli.engine.build import Machinery, build_machinery
 from trainspec_cli.engine.checkpoint.manifest import About
 from trainspec_cli.engine.checkpoint.saver import Saver
 from trainspec_cli.engine.checkpoint.store import load_newest
 from trainspec_cli.engine.digest import weights_sha256
+from trainspec_cli.engine.joining import join_processes, leave_processes
 from trainspec_cli.engine.mesh import Mesh, build_mesh
 from trainspec_cli.engine.optim.update import clear_gradients
 from trainspec_cli.engine.shares import unique_shares
@@ -41,7 +42,7 @@ def main() -> None:
     device = join_processes(from_plain(Plan, read_json(folder.parent / names[0] / "plan.json")).device)
     for name in names:
         testify(folder.parent / name, device)
-    dist.destroy_process_group()
+    leave_processes()
 
 
 def testify(folder: Path, device: torch.device) -> None:

@@ -1,0 +1,15 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+WORKER = Path(__file__).parent / "leaving_worker.py"
+
+
+def test_a_worker_leaves_without_taking_the_interpreter_down(tmp_path):
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    worker = subprocess.run(
+        [sys.executable, WORKER, tmp_path], env=os.environ | place, capture_output=True, text=True, timeout=120
+    )
+    assert (worker.returncode, worker.stdout) == (0, "said")
+    assert (tmp_path / "handled").exists()
