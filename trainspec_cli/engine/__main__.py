@@ -33,7 +33,6 @@ def main() -> None:
 
 def work(run_dir: RunDir, stop: StopRequest) -> None:
     """Torch is imported here, when a request to stop is already heard."""
-
     from trainspec_cli.engine.build import build_machinery
     from trainspec_cli.engine.initial import load_initial
     from trainspec_cli.engine.joining import join_processes, leave_processes

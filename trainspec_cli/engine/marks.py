@@ -18,6 +18,12 @@ def mark(*, on_gpu: bool) -> Mark:
     return event
 
 
+def wait_for(moment: Mark) -> None:
+    """Until the device has reached it."""
+    if isinstance(moment, torch.cuda.Event):
+        moment.synchronize()
+
+
 def elapsed_s(start: Mark, end: Mark) -> float:
     """On a GPU the device must have reached both."""
     if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):

@@ -20,8 +20,9 @@ POLL_S = 0.1
 KILL_TIMEOUT_S = 10.0
 """A killed process that is still there after this hangs in the kernel (a device, a network disk)."""
 EXEC_TIMEOUT_S = 1.0
-"""So long a process that is being started is waited for, and is no older than:"""
+"""So long a process in the midst of its exec is waited for."""
 YOUNG_S = 10.0
+"""One that is older is not in the midst of it."""
 
 
 def members(launch_id: str) -> list[psutil.Process]:

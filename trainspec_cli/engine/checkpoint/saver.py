@@ -28,7 +28,7 @@ from trainspec_cli.engine.checkpoint.manifest import About, WrittenPart
 from trainspec_cli.engine.checkpoint.memory import MemoryCopies, Place
 from trainspec_cli.engine.checkpoint.ownership import choose_owners
 from trainspec_cli.engine.checkpoint.parts import Held, Part, rng_parts
-from trainspec_cli.engine.marks import Mark, elapsed_s, mark
+from trainspec_cli.engine.marks import Mark, elapsed_s, mark, wait_for
 from trainspec_cli.errors import MachineError
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
@@ -138,8 +138,7 @@ class Saver:
         self._thread.shutdown()
 
     def _write_copy(self, copy: Copy) -> Saved:
-        if isinstance(copy.copied, torch.cuda.Event):
-            copy.copied.synchronize()
+        wait_for(copy.copied)
         blocked_s = max(copy.blocked_s, elapsed_s(copy.begun, copy.copied))
         if self._memory:
             self._memory.share(copy.slot, copy.about)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from trainspec_cli.engine.marks import Mark, elapsed_s, mark
+from trainspec_cli.engine.marks import Mark, elapsed_s, mark, wait_for
 from trainspec_cli.rundir.events import PARTS
 
 
@@ -57,7 +57,7 @@ class StepClock:
     def cut(self) -> Segments:
         """End the step here; the next begins."""
         self._close_segment()
-        segments = Segments(self._marks, self._last, self.on_gpu)
+        segments = Segments(self._marks, self._last)
         self._marks = []
         return segments
 
@@ -65,13 +65,12 @@ class StepClock:
 class Segments:
     """One step's marks."""
 
-    def __init__(self, marks: list[tuple[str, Mark]], end: Mark, on_gpu: bool):
-        self._marks, self._end, self._on_gpu = marks, end, on_gpu
+    def __init__(self, marks: list[tuple[str, Mark]], end: Mark):
+        self._marks, self._end = marks, end
 
     def parts_s(self) -> dict[str, float]:
         """Seconds by part; waits for the device to reach the step's end."""
-        if isinstance(self._end, torch.cuda.Event):
-            self._end.synchronize()
+        wait_for(self._end)
         parts = dict.fromkeys(PARTS, 0.0)
         ends = [start for _, start in self._marks[1:]] + [self._end]
         for (name, start), end in zip(self._marks, ends, strict=True):
