@@ -22,8 +22,9 @@ DOORS = {
     "corpus": {"spec", "huggingface"},
     "huggingface": {"spec"},
     "planner": {"spec", "policy"},
-    "launch": {"spec", "policy", "rundir", "corpus", "huggingface"},
-    "engine": {"spec", "policy", "rundir", "corpus", "huggingface"},
+    "wire": set(),
+    "launch": {"spec", "policy", "rundir", "corpus", "huggingface", "wire"},
+    "engine": {"spec", "policy", "rundir", "corpus", "huggingface", "wire"},
     "report": {"spec", "rundir"},
     "certify": {"spec", "planner", "rundir", "launch"},
     "doctor": {"spec", "rundir", "launch"},
@@ -43,7 +44,7 @@ DOORS = {
 """Room -> the rooms it may import. `errors`, `units` and the package's version are free to all."""
 
 FREE = {"errors", "units", "__version__"}
-TORCH = {"torch", "torchft", "torchao", "triton", "liger_kernel", "fla"}
+TORCH = {"torch", "torchao", "triton", "liger_kernel", "fla"}
 ASSEMBLERS = {"trainer", "build", "step", "state", "evaluate", "result", "__main__"}
 """Modules of the engine that join its folders; the folders do not import one another."""
 

@@ -51,7 +51,7 @@ def work(run_dir: RunDir, stop: StopRequest) -> None:
 
 
 def trainer_of(plan: Plan) -> type[Trainer]:
-    """torchft is imported where there are replica groups, and not elsewhere."""
+    """Replica groups are imported where there are some, and not elsewhere."""
     if plan.replica_groups > 1:
         from trainspec_cli.engine.elastic_trainer import ElasticTrainer
 

@@ -27,8 +27,6 @@ from trainspec_cli.policy.schedule import learning_rate
 from trainspec_cli.policy.spread import lr_factor, take_portion
 from trainspec_cli.rundir.files import read_json
 
-LIGHTHOUSE, HOST = "TRAINSPEC_LIGHTHOUSE", "TRAINSPEC_HOST"
-"""Environment variables: where the lighthouse listens, and on which interface the groups talk."""
 WAIT_S = 0.1
 USUAL_STEPS = 20
 """A stall is what a step took beyond the median of so many before it."""
@@ -36,9 +34,7 @@ USUAL_STEPS = 20
 
 def own_place() -> Place:
     """As the launcher says."""
-    return Place(
-        int(os.environ[GROUP]), dist.get_rank(), dist.get_world_size(), os.environ[HOST], os.environ[LIGHTHOUSE]
-    )
+    return Place(int(os.environ[GROUP]), dist.get_rank(), dist.get_world_size())
 
 
 class ElasticTrainer(Trainer):

@@ -13,16 +13,35 @@ import torch.distributed as dist
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+STORE_FILE = "TRAINSPEC_STORE_FILE"
+"""The environment variable that names the file in which the processes of one node meet."""
+_stores: list[dist.Store] = []
+"""Process groups hold the C++ half of a store alone."""
 
 
 def join_processes(device_type: str) -> torch.device:
-    """Meet the other ranks (torchrun's environment says where); -> this rank's device."""
+    """Meet the other ranks of this start, and return this rank's device."""
     device = torch.device(device_type)
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group(BACKENDS[device_type], timeout=COLLECTIVE_TIMEOUT)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    _stores.append(_open_store(world_size))
+    dist.init_process_group(
+        BACKENDS[device_type], store=_stores[-1], rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+    )
     return device
+
+
+def _open_store(world_size: int) -> dist.Store:
+    """Return a file that the user alone may read, or several nodes' rendezvous server (`engine/torchrun.py`)."""
+    if STORE_FILE in os.environ:
+        return dist.FileStore(os.environ[STORE_FILE], world_size)
+    from trainspec_cli.engine.rendezvous import RendezvousStore
+
+    store = RendezvousStore(COLLECTIVE_TIMEOUT)
+    _stores.append(store)
+    return dist.PrefixStore(f"workers/{os.environ['TORCHELASTIC_RUN_ID']}", store)
 
 
 def leave_processes() -> NoReturn:

@@ -17,43 +17,33 @@ LOOPBACK = "127.0.0.1"
 def torchrun_command(processes: int, logs: Path, worker: Sequence[str]) -> tuple[str, ...]:
     """Start `worker` (`-m module` or a script, and its arguments) `processes` times on this host.
 
-    The rendezvous binds to port 0, so that torchrun itself takes a free one and no other process can snatch it
-    in between. Output goes to files: LOGS/workers_*/attempt_0/<local rank>/{stdout,stderr}.log.
+    They meet in a file: no port is opened. Output goes to LOGS/workers_*/attempt_0/<local rank>/{stdout,stderr}.log.
     """
+    return (*_TORCHRUN, "--nnodes", "1", *_options("workers", processes, LOOPBACK, logs), *worker)
+
+
+def node_command(place: Place, name: str, processes: int, logs: Path, worker: Sequence[str]) -> tuple[str, ...]:
+    """Return one host's part of a job of several. Ranks follow the hosts' numbers.
+
+    `name` tells this start from others that meet at the same rendezvous server. torchrun is told this host's address:
+    left to itself it asks for the name's, which may be a loopback.
+    """
+    nodes = ("--nnodes", str(place.num_nodes), "--rdzv-conf", f"node={place.node}")
+    return (*_TORCHRUN, *nodes, *_options(name, processes, own_address(place.head), logs), *worker)
+
+
+_TORCHRUN = (sys.executable, "-m", "trainspec_cli.engine.torchrun")
+
+
+def _options(name: str, processes: int, address: str, logs: Path) -> tuple[str, ...]:
     return (
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", "1"),
         *("--nproc-per-node", str(processes)),
         *("--max-restarts", "0"),
-        *("--rdzv-backend", "c10d"),
-        *("--rdzv-endpoint", f"{LOOPBACK}:0"),
-        *("--rdzv-id", "workers"),
-        *("--local-addr", LOOPBACK),
+        *("--rdzv-backend", "trainspec"),
+        *("--rdzv-id", name),
+        *("--local-addr", address),
         *("--log-dir", str(logs)),
         *("--redirects", "3"),
-        *worker,
-    )
-
-
-def node_command(place: Place, processes: int, logs: Path, worker: Sequence[str]) -> tuple[str, ...]:
-    """One host's part of a job of several. Ranks follow the hosts' numbers; the first host's torchrun holds the store.
-
-    torchrun is told this host's address: left to itself it asks for the name's, which may be a loopback.
-    """
-    return (
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", str(place.num_nodes)),
-        *("--node-rank", str(place.node)),
-        *("--nproc-per-node", str(processes)),
-        *("--max-restarts", "0"),
-        *("--rdzv-backend", "static"),
-        *("--master-addr", place.head),
-        *("--master-port", str(place.rendezvous_port)),
-        *("--rdzv-id", "workers"),
-        *("--local-addr", own_address(place.head)),
-        *("--log-dir", str(logs)),
-        *("--redirects", "3"),
-        *worker,
     )
 
 

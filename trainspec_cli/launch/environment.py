@@ -15,8 +15,6 @@ from trainspec_cli.spec.plan import Plan
 LAUNCH_ID = "TRAINSPEC_LAUNCH_ID"
 GROUP, START = "TRAINSPEC_GROUP", "TRAINSPEC_START"
 """A replica group's number, and that of its start, from 1."""
-LIGHTHOUSE, HOST = "TRAINSPEC_LIGHTHOUSE", "TRAINSPEC_HOST"
-"""Where the groups' lighthouse listens, and the interface on which they talk."""
 FAILURE_GRACE_S = 10
 """How long workers may take to end once one of them has failed."""
 
@@ -34,7 +32,7 @@ def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, s
         "TORCH_FR_BUFFER_SIZE": "200",
         # torch 2.11 does not know it and waits 30 s.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(FAILURE_GRACE_S),
-        # One host talks to itself: no host name to resolve, no port open to the network.
+        # One host talks to itself: no host name to resolve, and gloo's data sockets listen on the loopback alone.
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         **(_KEEP_FREED_MEMORY if plan.device == "cpu" else _growing_segments()),
         **python_path(),
@@ -50,9 +48,9 @@ def node_environment(plan: Plan, machine: Machine, launch_id: str, place: Place)
     return alone | found
 
 
-def group_environment(group: int, start: int, lighthouse: str, host: str) -> dict[str, str]:
-    """What a replica group's processes get on top. `host`: the address at which the other groups reach this host."""
-    return {GROUP: str(group), START: str(start), LIGHTHOUSE: lighthouse, HOST: host}
+def group_environment(group: int, start: int) -> dict[str, str]:
+    """Return what a replica group's processes get on top."""
+    return {GROUP: str(group), START: str(start)}
 
 
 _KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}

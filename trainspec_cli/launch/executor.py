@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 
 from trainspec_cli.launch.failure import WorkerFailure
 from trainspec_cli.launch.job import Job
+from trainspec_cli.launch.rendezvous import Rendezvous
 from trainspec_cli.spec.plan import Plan
 
 
@@ -64,8 +65,8 @@ class GroupExecutor(Protocol):
         """Of this start, among all of the run's."""
 
     @property
-    def address(self) -> str:
-        """This host's, as all groups reach it."""
+    def rendezvous(self) -> Rendezvous:
+        """Where the groups meet."""
 
     def poll(self) -> Sequence[str]:
         """To be called about ten times a second; -> what people should know of the hosts.
@@ -75,8 +76,8 @@ class GroupExecutor(Protocol):
 
     def presence(self, group: int) -> Presence: ...
 
-    def start(self, group: int, number: int, lighthouse: str) -> RunningGroup:
-        """The group's start of this number, from 1. `lighthouse`: host:port."""
+    def start(self, group: int, number: int) -> RunningGroup:
+        """The group's start of this number, from 1."""
 
     def ask_to_stop(self) -> None:
         """Ask all workers to write a checkpoint and end."""

@@ -36,8 +36,8 @@ class ReplicaGroup:
         assert self._running is not None, "it was started"
         return self._running
 
-    def start(self, executor: GroupExecutor, lighthouse: str) -> None:
-        self._running = executor.start(self.number, len(self.starts_s) + 1, lighthouse)
+    def start(self, executor: GroupExecutor) -> None:
+        self._running = executor.start(self.number, len(self.starts_s) + 1)
         self.stepped_at, self.retried_at = 0.0, 0.0
         self._events.read()  # those of the start before
         self.starts_s.append(time.monotonic())

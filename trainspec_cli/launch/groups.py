@@ -10,7 +10,6 @@ from trainspec_cli.launch.executor import Executor, GroupExecutor
 from trainspec_cli.launch.failure import Explanation, WorkerFailure, explain, find_failures
 from trainspec_cli.launch.group import ReplicaGroup, State
 from trainspec_cli.launch.job import Job
-from trainspec_cli.launch.lighthouse import Lighthouse
 from trainspec_cli.launch.processes import POLL_S
 from trainspec_cli.launch.signals import StopRequests, on_stop_signal
 from trainspec_cli.launch.supervise import SUPERVISOR, Ending
@@ -61,7 +60,6 @@ class _Run:
         self._job, self._resilience, self._requests, self._say = job, plan.spec.resilience, requests, say
         job.logs.mkdir(parents=True, exist_ok=True)
         self._executor = executor
-        self._lighthouse = Lighthouse(job, self._resilience, executor.address)
         self._groups = [ReplicaGroup(number, job.run) for number in range(plan.replica_groups)]
         self._faults = [fault for fault in parse_faults(plan.spec.fault) if fault.kind == "lighthouse"]
         self._faults.sort(key=lambda fault: fault.step)
@@ -87,13 +85,13 @@ class _Run:
         for group in self._groups:
             self._look_after(group, now_s)
         self._count_groups()
-        self._keep_lighthouse()
+        self._keep_rendezvous()
         if self._requests.count > 1 or now_s > self._deadline:
             self.killed = True
 
     def _look_after(self, group: ReplicaGroup, now_s: float) -> None:
         if group.state == "waiting" and now_s >= group.start_at and self._executor.presence(group.number) == "there":
-            group.start(self._executor, self._lighthouse.address)
+            group.start(self._executor)
         if group.state == "running":
             self._check(group, now_s)
         if group.state == "ending" and group.running.is_gone():
@@ -112,7 +110,7 @@ class _Run:
     def _is_stuck(self, group: ReplicaGroup, now_s: float) -> bool:
         """The others have waited for it as long as they may, and it has said nothing all the while.
 
-        They may not be able to go on without it: the lighthouse wants more than half of those that live.
+        They may not be able to go on without it: a quorum is more than half of those that live.
         """
         others = [other for other in self._groups if other is not group]
         patience_s = STUCK * self._resilience.exchange_timeout_s
@@ -187,14 +185,14 @@ class _Run:
             if group.state == before:
                 group.state = after
 
-    def _keep_lighthouse(self) -> None:
-        """And put it out where the recipe asks for that."""
+    def _keep_rendezvous(self) -> None:
+        """Start the rendezvous server again where it has ended, and end it where the recipe asks for that."""
         step = max((event["step"] for event in self._story.read() if event["type"] == "step"), default=0)
         while self._faults and step >= self._faults[0].step:
             self._faults.pop(0)
-            self._lighthouse.kill()
-        if self._lighthouse.keep_alive():
-            self._say("the lighthouse ended; it starts again")
+            self._executor.rendezvous.kill()
+        if self._executor.rendezvous.keep_alive():
+            self._say("the rendezvous server ended; it starts again")
 
 
 def _failures(group: ReplicaGroup) -> list[WorkerFailure]:

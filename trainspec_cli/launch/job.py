@@ -68,17 +68,21 @@ def build_node_job(
     root: Path,
     machine: Machine,
     place: Place,
+    rendezvous: Mapping[str, str],
     generation: int,
     launch_id: str,
     logs: Path,
     worker: Sequence[str],
 ) -> Job:
-    """One host's part of a job of several. Raises MachineError where the first host's name is not known here."""
-    environment = node_environment(plan, machine, launch_id, place)
+    """Return one host's part of a job of several. `rendezvous`: the variables that say where its processes meet.
+
+    Raises MachineError where the first host's name is not known here.
+    """
+    environment = {**node_environment(plan, machine, launch_id, place), **rendezvous}
     return Job(
         root=root,
         worker=(*worker, str(root)),
-        command=node_command(place, plan.devices_per_node, logs, (*worker, str(root))),
+        command=node_command(place, "workers", plan.devices_per_node, logs, (*worker, str(root))),
         environment={**environment, GENERATION: str(generation)},
         world_size=plan.world_size,
         stop_grace_s=plan.spec.run.stop_grace_s,

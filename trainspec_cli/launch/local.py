@@ -12,8 +12,10 @@ from trainspec_cli.launch.environment import group_environment
 from trainspec_cli.launch.executor import Presence
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.part import Part, devices_of, ranks_of, start_folder
+from trainspec_cli.launch.rendezvous import Rendezvous
 from trainspec_cli.launch.spawn import start, start_guard
 from trainspec_cli.rundir import generations
+from trainspec_cli.rundir.secret import create_secret
 from trainspec_cli.spec.plan import Plan
 
 
@@ -57,11 +59,12 @@ class LocalProcesses:
 class LocalGroups:
     """Replica groups of this host, each with a torchrun of its own."""
 
-    address = LOOPBACK
-
     def __init__(self, job: Job, plan: Plan):
         self._job, self._plan = job, plan
         self._guard = start_guard(job)
+        secret_file = job.run.secret(self.generation)
+        create_secret(secret_file)
+        self.rendezvous = Rendezvous(job, plan.spec.resilience, secret_file, LOOPBACK)
 
     @property
     def generation(self) -> int:
@@ -73,10 +76,9 @@ class LocalGroups:
     def presence(self, group: int) -> Presence:
         return "there"
 
-    def start(self, group: int, number: int, lighthouse: str) -> Part:
-        """A fresh rendezvous: torchrun takes a free port of its own."""
+    def start(self, group: int, number: int) -> Part:
         logs, size = self._job.logs / start_folder(group, number), self._plan.group_size
-        own = group_environment(group, number, lighthouse, LOOPBACK) | devices_of(self._plan, group)
+        own = group_environment(group, number) | self.rendezvous.environment | devices_of(self._plan, group)
         job = replace(
             self._job,
             command=torchrun_command(size, logs, self._job.worker),
@@ -94,7 +96,9 @@ class LocalGroups:
         """This host cannot be lost by itself."""
 
     def end(self) -> tuple[int, ...]:
-        return end_launch(self._job, self._guard)
+        left = end_launch(self._job, self._guard)
+        self.rendezvous.close()
+        return left
 
 
 def end_launch(job: Job, guarding: subprocess.Popen[bytes]) -> tuple[int, ...]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
+import ipaddress
+import resource
 import socket
 from dataclasses import dataclass
 
@@ -11,27 +11,56 @@ import psutil
 
 from trainspec_cli.errors import MachineError, Problem
 
-LISTENING_PORTS = (15_000, 32_000)
-"""Below those that Linux (32768) and macOS (49152) give to outgoing connections."""
+BACKLOG = 1024
+SPARE_DESCRIPTORS = 512
 
 
 @dataclass(frozen=True)
 class Place:
     node: int
-    """0 is the host that torchrun's store stands on."""
+    """0 is the host of the supervisor and the rendezvous server."""
     num_nodes: int
     head: str
     """The first host's name or address."""
-    rendezvous_port: int
 
 
-def free_port() -> int:
-    """One that nobody listens on now, and that the kernel gives to no connection meanwhile: those are higher."""
-    while True:
-        port = random.randrange(*LISTENING_PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
+def listen(host: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens at this node's address `host` alone. Raises MachineError."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        message = f"{socket.gethostname()} cannot listen at {host or 'any address'}:{port}: {error.strerror or error}"
+        hint = "give another port, that nobody listens on"
+        raise MachineError(Problem("cannot_listen", message, hint=hint, environment=True)) from error
+
+
+def allow_connections(connections: int) -> None:
+    """Raise the limit of open files for so many more than a process usually has, as far as the system lets it."""
+    wanted = connections + SPARE_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+
+
+def listening_address(head: str) -> str:
+    """Return the address at which the first host, this one, listens for the others: that of the job's interface.
+
+    Where its own name means a loopback here (as in many an /etc/hosts) and another address elsewhere, it has to be
+    every interface: "".
+    """
+    address = own_address(head)
+    named = head != "localhost" and not _is_address(head)
+    return "" if named and ipaddress.ip_address(address).is_loopback else address
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def own_address(head: str) -> str:

@@ -12,8 +12,9 @@ from trainspec_cli.launch.environment import LAUNCH_ID
 from trainspec_cli.launch.job import Job
 
 
-def start(command: Sequence[str], job: Job) -> subprocess.Popen[bytes]:
-    """In a session of its own, with the job's environment; what it says goes to the job's torchrun log."""
+def start(command: Sequence[str], job: Job, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
+    """In a session of its own, with the job's environment; what it says goes to the job's torchrun log. `pass_fds`:
+    descriptors that it inherits."""
     job.logs.mkdir(parents=True, exist_ok=True)
     with job.torchrun_log.open("ab") as log:
         return subprocess.Popen(
@@ -23,6 +24,7 @@ def start(command: Sequence[str], job: Job) -> subprocess.Popen[bytes]:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=pass_fds,
         )
 
 

@@ -8,7 +8,7 @@ RUN/
   checkpoints/step_00000020/                     logs/        the workers' output
   result.json     how it ended                   groups.json  the replica groups that a start waits for
   faults/         the injected faults that have struck  huggingface/  config and tokenizer of the folder it began with
-  generations/    one file a start: the newest owns the run
+  generations/    one file a start: the newest owns the run; the secret of its processes
   job.sbatch      what Slurm was given           errors/node00001.json  what became of a lost host
   slurm.json      the job it was last given to
   kernels.json    the kernels that were measured for `kernels=auto`, and which were chosen
@@ -97,6 +97,10 @@ class RunDir:
 
     def generation(self, number: int) -> Path:
         return self.generations / f"{number:08d}.json"
+
+    def secret(self, generation: int) -> Path:
+        """What the processes of one start prove to one another that they know."""
+        return self.generations / f"{generation:08d}.secret"
 
     @property
     def job_sbatch(self) -> Path:

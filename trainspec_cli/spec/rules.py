@@ -57,7 +57,7 @@ def check_machine(spec: RunSpec, machine: Machine) -> list[Problem]:
     """What this host lacks, where the recipe is right."""
     here: list[Rule] = [lambda spec: gpus(spec, machine), lambda spec: fp8_units(spec, machine)]
     here.append(lambda spec: check_kernels(spec, machine))
-    return apply([*here, packages, torchft, compiler, shared_memory], spec)
+    return apply([*here, packages, compiler, shared_memory], spec)
 
 
 def apply(rules: Iterable[Rule], spec: RunSpec) -> list[Problem]:
@@ -298,12 +298,6 @@ def packages(spec: RunSpec) -> Iterator[Problem]:
     if spec.precision.matmul == "fp8" and importlib.util.find_spec("torchao") is None:
         message = "`precision.matmul` is fp8, and the package torchao is not installed"
         yield _lacking("missing_package", "precision.matmul", message, "type pip install 'trainspec[float8]'")
-
-
-def torchft(spec: RunSpec) -> Iterator[Problem]:
-    if spec.resilience.mode == "elastic" and importlib.util.find_spec("torchft") is None:
-        message = "`resilience.mode` is elastic, and the package torchft is not installed"
-        yield _lacking("missing_package", "resilience.mode", message, "type pip install 'trainspec[elastic]'")
 
 
 def compiler(spec: RunSpec) -> Iterator[Problem]:

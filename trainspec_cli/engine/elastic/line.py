@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainspec_cli.engine.rendezvous import RendezvousStore
+
 HEAL_TAG = 0
 
 
@@ -19,14 +21,13 @@ class Line:
     Dropping the object closes its connections, which each peer that waits on them notices at once.
     """
 
-    def __init__(self, store_address: str, rank: int, size: int, timeout_s: float):
-        """`store_address` is host:port/prefix of a store that all members reach, the prefix their own."""
+    def __init__(self, name: str, rank: int, size: int, timeout_s: float):
+        """All members meet under `name`, which no other line of the run has had. Raises OSError where the rendezvous
+        server is not reached."""
         timeout = timedelta(seconds=timeout_s)
-        server, _, prefix = store_address.partition("/")
-        host, _, port = server.rpartition(":")
-        store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
         self.rank, self.size = rank, size
-        self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), rank, size, timeout)
+        self._store = RendezvousStore(timeout)  # the group holds its C++ half alone
+        self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), rank, size, timeout)
 
     def sum_(self, tensor: Tensor) -> None:
         """In place."""

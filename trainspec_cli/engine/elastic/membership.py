@@ -1,35 +1,26 @@
 """Which replica groups take part in a step: agreed on before it, voted on after it.
 
-The quorum, the heartbeats and the vote are torchft's (its coordination servers: one lighthouse for the job, one manager
-for each group). The exchange between the groups is ours: on the first error the line is dropped at once, healing copies
-plain tensors in place (nothing is unpickled), and every server listens on the job's own interface alone.
+Rank 0 of a group asks the job's rendezvous server for the quorum and tells the others. On the first error of an exchange
+between the groups the line is dropped at once; healing copies plain tensors in place, and nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchft.coordination import ManagerClient, ManagerServer
 
 from trainspec_cli.engine.elastic.line import Line
-
-HEARTBEAT_INTERVAL = timedelta(milliseconds=100)
-CONNECT_TIMEOUT = timedelta(seconds=30)
-QUORUM_TIMEOUT = timedelta(hours=1)
-"""A quorum waits for groups that live but are busy (writing, evaluating); how long, the lighthouse decides."""
-VOTE_TIMEOUT = timedelta(minutes=10)
-QUORUM_RETRIES = 60
-"""A lighthouse that was killed is back within a few of them."""
+from trainspec_cli.engine.elastic.quorum import Quorum, QuorumClient
+from trainspec_cli.engine.exchange import broadcast_json
+from trainspec_cli.engine.rendezvous import connect
+from trainspec_cli.policy.quorum import plan_healing
 
 
 @dataclass(frozen=True)
@@ -40,10 +31,6 @@ class Place:
     rank: int
     """Within the group."""
     group_size: int
-    host: str
-    """The interface of the job."""
-    lighthouse: str
-    """host:port"""
 
 
 @dataclass(frozen=True)
@@ -72,33 +59,33 @@ class Membership:
         """`state`: all that a healing group copies, always in the same order."""
         self.place, self._state, self._timeout_s = place, state, exchange_timeout_s
         self._line: Line | None = None
-        self._line_id: tuple[object, ...] = ()
+        self._line_name = ""
         self._error: Exception | None = None
         self._failures = 0
         self.failed_anywhere = False
         """Whether any rank of this group had met an error when they last settled."""
-        self._server = _start_server(place) if place.rank == 0 else None
-        self._client = ManagerClient(_shared_address(self._server), connect_timeout=CONNECT_TIMEOUT)
+        # From here on the others wait for this group: all that takes time must be done before.
+        self._client = QuorumClient(f"{place.group:05d}:{uuid.uuid4()}", connect) if place.rank == 0 else None
+        self._name = _tell_group(self._client.name if self._client else None)
 
     def agree(self, step: int) -> Seat:
         """Wait for the groups that are there, and connect to them; heal from one that has come further than `step`."""
         self._error = None
-        quorum = self._client._quorum(
-            group_rank=self.place.rank,
-            step=step,
-            checkpoint_metadata="",
-            shrink_only=False,
-            timeout=QUORUM_TIMEOUT,
-            commit_failures=self._failures,
-            init_sync=False,
-        )
-        self._connect(quorum)
-        if quorum.recover_dst_replica_ranks:
-            self._give_state(quorum.recover_dst_replica_ranks)
-        if quorum.heal:
-            self._take_state(quorum.recover_src_replica_rank)
-        groups = tuple(int(name.partition(":")[0]) for name in quorum.replica_ids)
-        return Seat(groups, quorum.replica_rank, quorum.max_step, bool(quorum.heal), frozenset(quorum.replica_ids))
+        quorum = self._join(step)
+        place = quorum.names.index(self._name)
+        self._connect(quorum, place)
+        healing = plan_healing(quorum.steps, place, self.place.rank)
+        if healing.gives_to:
+            self._give_state(healing.gives_to)
+        if healing.takes_from is not None:
+            self._take_state(healing.takes_from)
+        groups = tuple(int(name.partition(":")[0]) for name in quorum.names)
+        return Seat(groups, place, max(quorum.steps), healing.takes_from is not None, frozenset(quorum.names))
+
+    def _join(self, step: int) -> Quorum:
+        quorum = self._client.join(step, self._failures) if self._client else None
+        number, names, steps = _tell_group([quorum.number, quorum.names, quorum.steps] if quorum else None)
+        return Quorum(number, tuple(names), tuple(steps))
 
     def sum_(self, tensor: Tensor) -> None:
         """Over all groups, in place; after an error nothing, until the next `agree`."""
@@ -126,27 +113,29 @@ class Membership:
 
     def vote(self, step: int) -> bool:
         """Whether the step counts: no rank of this group has met an error since `agree`."""
-        committed = self._client.should_commit(self.place.rank, step, not self.failed, timeout=VOTE_TIMEOUT)
+        failed = torch.tensor([float(self.failed)])
+        if self.place.group_size > 1:
+            dist.all_reduce(failed, dist.ReduceOp.MAX)
+        committed = not failed.any()
         self._failures = 0 if committed else self._failures + 1
         return committed
 
     def leave(self) -> None:
         self._line = None
-        if self._server is not None:
-            self._server.shutdown()
+        if self._client:
+            self._client.close()
 
-    def _connect(self, quorum: Any) -> None:
-        """The line's name holds all that a lighthouse which starts again may count anew."""
-        line_id = (quorum.quorum_id, tuple(quorum.replica_ids))
-        if self._line is not None and line_id == self._line_id:
+    def _connect(self, quorum: Quorum, place: int) -> None:
+        """The line's name holds all that a server which starts again may count anew."""
+        members = hashlib.sha256("\n".join(quorum.names).encode()).hexdigest()[:12]
+        name = f"line/{quorum.number}-{max(quorum.steps)}-{members}/{self.place.rank}"
+        same = f"{quorum.number}-{members}"
+        if self._line is not None and same == self._line_name:
             return
-        self._line, self._line_id = None, line_id
-        members = hashlib.sha256("\n".join(quorum.replica_ids).encode()).hexdigest()[:12]
-        name = f"line/{quorum.quorum_id}-{quorum.max_step}-{members}/{self.place.rank}"
-        address = f"{quorum.store_address}/{name}"
+        self._line, self._line_name = None, same
         try:
-            self._line = Line(address, quorum.replica_rank, quorum.replica_world_size, self._timeout_s)
-        except (RuntimeError, dist.DistError) as error:
+            self._line = Line(name, place, len(quorum.names), self._timeout_s)
+        except (RuntimeError, OSError, dist.DistError) as error:
             self._drop(error)
 
     def _give_state(self, ranks: Sequence[int]) -> None:
@@ -172,23 +161,6 @@ class Membership:
         self._error, self._line = error, None
 
 
-def _start_server(place: Place) -> ManagerServer:
-    """Heartbeats begin here: all that takes time must be done before."""
-    return ManagerServer(
-        replica_id=f"{place.group:05d}:{uuid.uuid4()}",
-        lighthouse_addr=f"http://{place.lighthouse}",
-        hostname=place.host,
-        bind=f"{place.host}:0",
-        store_addr=f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
-        world_size=place.group_size,
-        heartbeat_interval=HEARTBEAT_INTERVAL,
-        connect_timeout=CONNECT_TIMEOUT,
-        quorum_retries=QUORUM_RETRIES,
-    )
-
-
-def _shared_address(server: ManagerServer | None) -> str:
-    """Of the group's server, told by rank 0."""
-    address = [server.address() if server else ""]
-    dist.broadcast_object_list(address, src=0)
-    return str(address[0])
+def _tell_group(value: Any) -> Any:
+    """Return rank 0's value on every rank of the group."""
+    return broadcast_json(value)

@@ -26,20 +26,20 @@ from trainspec_cli.launch.job import Job, build_node_job
 from trainspec_cli.launch.local import LocalExecutor
 from trainspec_cli.launch.machine import detect
 from trainspec_cli.launch.nodes.parts import Parts
-from trainspec_cli.launch.nodes.wire import Wire
-from trainspec_cli.launch.place import Place, own_address
+from trainspec_cli.launch.nodes.wire import Wire, call_hub
+from trainspec_cli.launch.place import Place
 from trainspec_cli.launch.processes import POLL_S
 from trainspec_cli.launch.signals import PatientRequests, on_stop_signal
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.secret import read_secret
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.plan import Plan
 from trainspec_cli.spec.rules import check_machine
 
 APPEAR_TIMEOUT_S = 60.0
 """A network file system may show a new file this late on another host."""
-CONNECT_TIMEOUT_S = 10.0
 EXAMINE_TIMEOUT_S = 180.0
 RETURN_INTERVAL_S, RETURN_TIMEOUT_S = 1.0, 300.0
 """How often, and for how long, an agent that was cut off tries to come back."""
@@ -89,7 +89,7 @@ def _keep_serving(serve: Callable[[], int], goes_on: Callable[[], bool]) -> int:
 def _serve(
     run: RunDir, plan: Plan, start: dict[str, Any], node: int, generation: int, requests: PatientRequests
 ) -> int:
-    hub = connect(start, node)
+    hub = connect(start, read_secret(run.secret(generation)), node)
     try:
         return Agent(hub, run, plan, start, node, generation, requests).work()
     except MachineError as error:
@@ -112,16 +112,16 @@ def await_start(run: RunDir, generation: int) -> dict[str, Any]:
     return start
 
 
-def connect(start: dict[str, Any], node: int) -> Wire:
+def connect(start: dict[str, Any], secret: bytes, node: int) -> Wire:
     """Raises MachineError."""
     address = (start["head"], start["hub_port"])
     try:
-        wire = Wire(socket.create_connection(address, CONNECT_TIMEOUT_S))
+        wire = call_hub(address, secret)
     except OSError as error:
         message = f"{socket.gethostname()} cannot reach the first host at {address[0]}:{address[1]}: {error}"
         hint = "open the way between the job's hosts (a firewall), or look at the cable"
         raise MachineError(Problem("hub_unreachable", message, hint=hint, environment=True)) from error
-    wire.say(f"hello {start['token']} {node} {os.environ.get('SLURMD_NODENAME') or socket.gethostname()}")
+    wire.say(f"hello {node} {os.environ.get('SLURMD_NODENAME') or socket.gethostname()}")
     return wire
 
 
@@ -173,18 +173,19 @@ class Agent:
         job, plan = self._build_job(), self._plan
         if plan.replica_groups == 1:
             return LocalExecutor().submit(job)
-        return Parts(self._hub, self._orders, plan, job, self._node, own_address(self._start["head"]))
+        return Parts(self._hub, self._orders, plan, job, self._node, self._start["head"])
 
     def _build_job(self) -> Job:
         start = self._start
-        place = Place(self._node, start["num_nodes"], start["head"], start["rendezvous_port"])
+        place = Place(self._node, start["num_nodes"], start["head"])
         return build_node_job(
             self._plan,
             self._run.root,
             detect(look_for_gpus=self._plan.device != "cpu"),
             place,
+            start["rendezvous"],
             self._generation,
-            launch_id=f"{start['token']}-{self._node}",
+            launch_id=f"{start['launch_id']}-{self._node}",
             logs=Path(start["logs"]) / f"node{self._node:05d}",
             worker=start["worker"],
         )

@@ -15,6 +15,7 @@ from trainspec_cli.launch.environment import LAUNCH_ID
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.nodes.hub import Hub, Member
 from trainspec_cli.launch.processes import POLL_S
+from trainspec_cli.launch.rendezvous import Rendezvous
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.generations import Fence
 
@@ -36,9 +37,11 @@ class Examination:
 
 
 class Agents:
-    def __init__(self, job: Job, hub: Hub, examination: Examination | None, generation: int):
+    def __init__(
+        self, job: Job, hub: Hub, rendezvous: Rendezvous, examination: Examination | None, generation: int
+    ):
         """Starts them."""
-        self.hub, self.generation = hub, generation
+        self.hub, self.rendezvous, self.generation = hub, rendezvous, generation
         self._job, self._examination = job, examination
         self._fence = Fence(job.run, generation)
         self._starter = _start(job, generation)
@@ -78,6 +81,7 @@ class Agents:
             self.hub.poll()
             time.sleep(POLL_S)
         self.hub.close()
+        self.rendezvous.close()
         # At SIGTERM srun has Slurm end the step by its number, and the step of a newer start has the same one.
         _end_process(self._starter, (signal.SIGKILL,) if self._fence.is_closed() else (signal.SIGTERM, signal.SIGKILL))
 

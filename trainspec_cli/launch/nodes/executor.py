@@ -17,9 +17,11 @@ from trainspec_cli.launch.job import Job, next_log_folder
 from trainspec_cli.launch.nodes.agents import DRAIN_S, Agents, Examination
 from trainspec_cli.launch.nodes.groups import NodesGroups
 from trainspec_cli.launch.nodes.hub import Hub
-from trainspec_cli.launch.place import free_port, own_address
+from trainspec_cli.launch.place import allow_connections, listen, listening_address
+from trainspec_cli.launch.rendezvous import Rendezvous
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.secret import create_secret
 from trainspec_cli.spec.plan import Plan
 
 JOIN_TIMEOUT_S = 300.0
@@ -69,32 +71,44 @@ class NodesExecutor:
         return Nodes(self._call_agents(job))
 
     def submit_groups(self, job: Job, plan: Plan) -> NodesGroups:
-        address = own_address(self._reach.head)
         agents = self._call_agents(job, welcomes_back=True)
-        return NodesGroups(agents, job, plan, address, self._reach.return_timeout_s)
+        return NodesGroups(agents, job, plan, self._reach.return_timeout_s)
 
     def _call_agents(self, job: Job, *, welcomes_back: bool = False) -> Agents:
         """Own the run, say where the hub is, start the agents."""
         job.logs.mkdir(parents=True, exist_ok=True)
         generation = generations.begin(job.run)
-        timeout_s = self._plan.spec.run.node_timeout_s
-        hub = Hub(self._plan.num_nodes, job.launch_id, timeout_s, JOIN_TIMEOUT_S, welcomes_back=welcomes_back)
+        allow_connections(self._plan.num_nodes)
+        secret_file = job.run.secret(generation)
+        secret = create_secret(secret_file)
+        head, spec = self._reach.head, self._plan.spec
+        address = listening_address(head)
+        hub = Hub(
+            self._plan.num_nodes,
+            secret,
+            listen(address),
+            spec.run.node_timeout_s,
+            JOIN_TIMEOUT_S,
+            welcomes_back=welcomes_back,
+        )
+        port = self._reach.rendezvous_port or 0
+        rendezvous = Rendezvous(job, spec.resilience, secret_file, address, port, name=head)
         generations.describe(
             job.run,
             generation,
             {
-                "head": self._reach.head,
+                "head": head,
                 "hub_port": hub.port,
-                "rendezvous_port": self._reach.rendezvous_port or free_port(),
+                "rendezvous": rendezvous.environment,
                 "num_nodes": self._plan.num_nodes,
-                "token": job.launch_id,
+                "launch_id": job.launch_id,
                 "logs": str(job.logs),
                 "worker": list(self._worker),
                 "examine": list(self._examination.command) if self._examination else [],
                 "host": socket.gethostname(),
             },
         )
-        return Agents(job, hub, self._examination, generation)
+        return Agents(job, hub, rendezvous, self._examination, generation)
 
 
 class Nodes:

@@ -14,15 +14,13 @@ from trainspec_cli.launch.local import end_launch
 from trainspec_cli.launch.nodes.agents import Agents
 from trainspec_cli.launch.nodes.hub import Member
 from trainspec_cli.launch.part import ranks_of, start_folder
-from trainspec_cli.launch.place import free_port
+from trainspec_cli.launch.rendezvous import Rendezvous
 from trainspec_cli.launch.spawn import start_guard
 from trainspec_cli.spec.plan import Plan
 
 
 class NodesGroups:
-    def __init__(self, agents: Agents, job: Job, plan: Plan, address: str, return_timeout_s: float):
-        """`address`: this host's, as the others reach it."""
-        self.address = address
+    def __init__(self, agents: Agents, job: Job, plan: Plan, return_timeout_s: float):
         self._agents, self._members = agents, agents.hub.members
         self._job, self._plan, self._return_timeout_s = job, plan, return_timeout_s
         self._starts: dict[int, NodesStart] = {}
@@ -32,11 +30,16 @@ class NodesGroups:
     def generation(self) -> int:
         return self._agents.generation
 
+    @property
+    def rendezvous(self) -> Rendezvous:
+        return self._agents.rendezvous
+
     def poll(self) -> Sequence[str]:
         news = self._agents.poll()
         for member in self._members:
             for words in member.told:
-                self._starts[int(words[1])].hear(member, words)
+                if start := self._starts.get(int(words[1])):
+                    start.hear(member, words)
             member.told.clear()
         if not self._starts:
             self._refuse_unfit()
@@ -48,12 +51,11 @@ class NodesGroups:
             return "there"
         return "awaited" if all(self._may_come(member) for member in members) else "away"
 
-    def start(self, group: int, number: int, lighthouse: str) -> NodesStart:
-        """A fresh rendezvous on the group's first host, at a port that is free here and most likely there too."""
+    def start(self, group: int, number: int) -> NodesStart:
         logs, ranks = self._job.logs / start_folder(group, number), ranks_of(self._plan, group)
         job = replace(self._job, world_size=self._plan.group_size, logs=logs, ranks=ranks)
         started = self._starts[group] = NodesStart(job, group, number, self._members_of(group))
-        started.begin(free_port(), lighthouse)
+        started.begin()
         return started
 
     def ask_to_stop(self) -> None:
@@ -93,10 +95,8 @@ class NodesStart:
         self._done: set[int] = set()
         self._dropped: set[int] = set()
 
-    def begin(self, port: int, lighthouse: str) -> None:
-        head = self._members[0].wire
-        assert head is not None, "it is there"
-        self._tell(f"begin {self._name} {head.peer} {port} {lighthouse}")
+    def begin(self) -> None:
+        self._tell(f"begin {self._name}")
 
     def hear(self, member: Member, words: Sequence[str]) -> None:
         """What is said of an earlier start is passed over."""

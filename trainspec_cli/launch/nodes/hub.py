@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import socket
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainspec_cli.launch.nodes.wire import Wire
+from trainspec_cli.launch.nodes.wire import Knock, Wire
+
+SPARE_KNOCKS = 64
+"""So many connections more than there are nodes may be in their handshake at once; one more ends the oldest."""
+MAX_ACCEPTED = 1024
+"""In one look: a flood of connections does not keep the hub from its members."""
 
 
 @dataclass
@@ -50,15 +55,24 @@ class Member:
 
 class Hub:
     def __init__(
-        self, num_nodes: int, token: str, timeout_s: float, join_timeout_s: float, *, welcomes_back: bool = False
+        self,
+        num_nodes: int,
+        secret: bytes,
+        listener: socket.socket,
+        timeout_s: float,
+        join_timeout_s: float,
+        *,
+        welcomes_back: bool = False,
     ):
-        """`welcomes_back`: a host that was lost may take its seat again."""
-        self._token, self._timeout_s, self._welcomes_back = token, timeout_s, welcomes_back
+        """Agents prove that they know `secret`. `welcomes_back`: a host that was lost may take its seat again."""
+        self._secret, self._timeout_s, self._welcomes_back = secret, timeout_s, welcomes_back
         self._join_deadline = time.monotonic() + join_timeout_s
         self._join_timeout_s = join_timeout_s
         self.members = [Member(node) for node in range(num_nodes)]
-        self._strangers: list[Wire] = []
-        self._server = socket.create_server(("", 0), backlog=num_nodes + 8)
+        self._knocks: deque[Knock] = deque()
+        self._max_knocks = num_nodes + SPARE_KNOCKS
+        self._newcomers: deque[Wire] = deque()
+        self._server = listener
         self._server.setblocking(False)
 
     @property
@@ -88,31 +102,57 @@ class Hub:
 
     def close(self) -> None:
         self._server.close()
-        for wire in [*self._strangers, *(member.wire for member in self.members if member.wire)]:
+        for knock in self._knocks:
+            knock.close()
+        for wire in [*self._newcomers, *(member.wire for member in self.members if member.wire)]:
             wire.close()
 
     def _welcome(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                self._strangers.append(Wire(*self._server.accept()))
-        for wire in list(self._strangers):
+        self._accept()
+        for knock in list(self._knocks):
+            try:
+                wire = knock.advance()
+            except OSError:
+                knock.close()
+                self._knocks.remove(knock)
+                continue
+            if wire:
+                self._knocks.remove(knock)
+                self._newcomers.append(wire)
+        for wire in list(self._newcomers):
             said = wire.hear()
-            if said and (member := self._seat(wire, said[0])):
-                self._take_down(member, said[1:])
-            if wire.closed or wire.silent_s > self._timeout_s:
+            if said:
+                self._seat(wire, said)
+            elif wire.silent_s > self._timeout_s:
                 wire.close()
-            if wire.closed or any(member.wire is wire for member in self.members):
-                self._strangers.remove(wire)
+            if said or wire.closed:
+                self._newcomers.remove(wire)
 
-    def _seat(self, wire: Wire, words: list[str]) -> Member | None:
-        """Only who knows the token, and only where nobody sits yet; others are sent away."""
-        known = len(words) == 4 and words[:2] == ["hello", self._token] and words[2].isdigit()
-        node = int(words[2]) if known else len(self.members)
-        if node >= len(self.members) or not self._is_free(self.members[node]):
+    def _accept(self) -> None:
+        """Take in who has connected. Where that leaves no descriptors, or too many knock, the oldest are sent away."""
+        for _ in range(MAX_ACCEPTED):
+            try:
+                connection, _ = self._server.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # no descriptors are left, or the other end has gone already
+                if not self._knocks:
+                    return
+                self._knocks.popleft().close()
+                continue
+            if len(self._knocks) >= self._max_knocks:
+                self._knocks.popleft().close()
+            self._knocks.append(Knock(connection, self._secret))
+
+    def _seat(self, wire: Wire, said: list[list[str]]) -> None:
+        """Give the agent its place where nobody has it yet; others are sent away."""
+        words = said[0]
+        known = len(words) == 3 and words[0] == "hello" and _is_number(words[1], len(self.members))
+        if not known or not self._is_free(self.members[int(words[1])]):
             wire.close()
-            return None
-        self.members[node] = Member(node, words[3], wire)
-        return self.members[node]
+            return
+        member = self.members[int(words[1])] = Member(int(words[1]), words[2], wire)
+        self._take_down(member, said[1:])
 
     def _is_free(self, seat: Member) -> bool:
         return seat.wire is None or (self._welcomes_back and seat.gone)
@@ -124,23 +164,42 @@ class Hub:
             return
         self._take_down(member, member.wire.hear())
         member.wire.beat()
-        if member.gone:
+        if member.exit_code is not None:
             return
-        if member.wire.closed:
-            member.loss = "closed its connection without a word: its processes were killed, or the host went down"
-        elif member.wire.silent_s > self._timeout_s:
-            member.loss = f"has not been heard of for {self._timeout_s:g} s: the host is off, hangs, or its link is cut"
+        member.loss = member.loss or self._loss_of_wire(member.wire)
         if member.loss:
             member.lost_at = time.monotonic()
             member.wire.close()
 
+    def _loss_of_wire(self, wire: Wire) -> str:
+        if wire.closed:
+            return "closed its connection without a word: its processes were killed, or the host went down"
+        if wire.silent_s > self._timeout_s:
+            return f"has not been heard of for {self._timeout_s:g} s: the host is off, hangs, or its link is cut"
+        return ""
+
     def _take_down(self, member: Member, said: list[list[str]]) -> None:
+        """An agent that says what is not in the protocol (`wire.py`) is lost."""
         for words in said:
-            if words[0] == "ended":
-                member.exit_code = int(words[1])
-            elif words[0] == "report":
-                member.report = {**json.loads(" ".join(words[1:])), "heard_at": time.time()}
-            elif words[0] == "failed":
-                member.complaint = " ".join(words[1:])
-            else:
-                member.told.append(words)
+            try:
+                self._take_down_line(member, words)
+            except (ValueError, IndexError, TypeError):
+                member.loss = f"said what the hub does not understand: {' '.join(words)[:80]!r}"
+                return
+
+    def _take_down_line(self, member: Member, words: list[str]) -> None:
+        if words[0] == "ended":
+            member.exit_code = int(words[1])
+        elif words[0] == "report":
+            member.report = {**json.loads(" ".join(words[1:])), "heard_at": time.time()}
+        elif words[0] == "failed":
+            member.complaint = " ".join(words[1:])
+        elif words[0] in ("lost", "done", "dropped") and all(_is_number(word) for word in words[1:3]):
+            int(words[3 if words[0] == "lost" else 2])
+            member.told.append(words)
+        else:
+            raise ValueError("unknown")
+
+
+def _is_number(word: str, below: int | None = None) -> bool:
+    return word.isascii() and word.isdigit() and len(word) < 10 and (below is None or int(word) < below)

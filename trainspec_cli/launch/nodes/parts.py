@@ -21,13 +21,13 @@ from trainspec_cli.spec.plan import Plan
 class Parts:
     """It waits for orders until the hub says `end`, whatever became of what it ran."""
 
-    def __init__(self, hub: Wire, orders: deque[list[str]], plan: Plan, job: Job, node: int, address: str):
+    def __init__(self, hub: Wire, orders: deque[list[str]], plan: Plan, job: Job, node: int, head: str):
         """`orders`: what the hub has said, as words; taken from here. `job`: this host's, as of a run of one group.
-        `address`: this host's, as the others reach it.
+        `head`: the first host's name or address.
 
         Where the agent dies its workers are killed without being asked to stop: they would ask all groups to.
         """
-        self._hub, self._orders, self._plan, self._node, self._address = hub, orders, plan, node, address
+        self._hub, self._orders, self._plan, self._node, self._head = hub, orders, plan, node, head
         self._job = replace(job, stop_grace_s=0.0)
         self._parts: dict[str, Part] = {}
         """By group and number of the start, as the wire has them."""
@@ -56,22 +56,21 @@ class Parts:
     def _obey(self, words: Sequence[str]) -> None:
         name = " ".join(words[1:3])
         if words[0] == "begin":
-            group, number, head, port, lighthouse = words[1:]
-            self._parts[name] = self._start(int(group), int(number), head, int(port), lighthouse)
+            group, number = words[1:]
+            self._parts[name] = self._start(int(group), int(number))
         elif words[0] == "drop":
             if part := self._parts.pop(name, None):
                 part.end()
             self._hub.say(f"dropped {name}")
 
-    def _start(self, group: int, number: int, head: str, port: int, lighthouse: str) -> Part:
-        """`head`: of the group's first host, `port` for the rendezvous there."""
-        nodes = self._plan.nodes_of_group(group)
-        place, size = Place(self._node - nodes.start, len(nodes), head, port), self._plan.group_size // len(nodes)
-        logs = self._job.logs.parent / start_folder(group, number) / self._job.logs.name
-        own = group_environment(group, number, lighthouse, self._address) | devices_of(self._plan, group)
+    def _start(self, group: int, number: int) -> Part:
+        nodes, name = self._plan.nodes_of_group(group), start_folder(group, number)
+        place, size = Place(self._node - nodes.start, len(nodes), self._head), self._plan.group_size // len(nodes)
+        logs = self._job.logs.parent / name / self._job.logs.name
+        own = group_environment(group, number) | devices_of(self._plan, group)
         job = replace(
             self._job,
-            command=node_command(place, size, logs, self._job.worker),
+            command=node_command(place, name, size, logs, self._job.worker),
             environment={**self._job.environment, **own},
             logs=logs,
             ranks=ranks_of(self._plan, group)[place.node * size : (place.node + 1) * size],

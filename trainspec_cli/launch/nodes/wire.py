@@ -1,11 +1,11 @@
-"""What agents and the hub say to one another: lines of words over TCP.
+"""What agents and the hub say to one another: lines of words over TCP, after both have proved that they know the secret.
 
-    agent -> hub   hello TOKEN NODE HOST | report JSON | ended EXIT_CODE | failed MESSAGE | beat
+    agent -> hub   hello NODE HOST | report JSON | ended EXIT_CODE | failed MESSAGE | beat
     hub -> agent   go | stop | end | beat
 
 Of replica groups, whose starts are numbered from 1:
 
-    hub -> agent   begin GROUP START HEAD PORT LIGHTHOUSE | drop GROUP START
+    hub -> agent   begin GROUP START | drop GROUP START
     agent -> hub   lost GROUP START RANK MESSAGE | done GROUP START | dropped GROUP START
 
 Nobody blocks: both look at their sockets while they do their own work, and a peer that is silent for too long is lost,
@@ -17,15 +17,66 @@ from __future__ import annotations
 import socket
 import time
 
+from trainspec_cli.wire.handshake import ANSWER_BYTES, TIMEOUT_S, Challenge, HandshakeError, connect
+
+PURPOSE = "hub"
 BEAT_INTERVAL_S = 1.0
 PIECE_BYTES = 65536
+RETRY_S = 0.2
+LINE_BYTES = 2**22
+"""A peer that says a longer line, or leaves as much unread, is cut off."""
+
+
+def call_hub(address: tuple[str, int], secret: bytes) -> Wire:
+    """Raises OSError where the hub is not reached, or does not know the secret."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            return Wire(connect(address, secret, PURPOSE))
+        except ConnectionResetError:  # too many knock at once
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(RETRY_S)
+
+
+class Knock:
+    """A connection to the hub that has proved nothing yet."""
+
+    def __init__(self, connection: socket.socket, secret: bytes):
+        connection.setblocking(False)
+        self._connection, self._challenge = connection, Challenge(secret, PURPOSE)
+        self._answer, self._deadline = b"", time.monotonic() + TIMEOUT_S
+        self._nonce_sent = False
+
+    def advance(self) -> Wire | None:
+        """Return the wire once the other end has proved itself; None until then.
+
+        Raises OSError where it never will: a wrong proof, a closed connection, too long a silence.
+        """
+        if time.monotonic() > self._deadline:
+            raise HandshakeError("the connection has proved nothing in time")
+        if not self._nonce_sent:
+            self._connection.send(self._challenge.nonce)  # an empty buffer takes 32 bytes
+            self._nonce_sent = True
+        try:
+            piece = self._connection.recv(ANSWER_BYTES - len(self._answer))
+        except BlockingIOError:
+            return None
+        if not piece:
+            raise HandshakeError("the connection was closed")
+        self._answer += piece
+        if len(self._answer) < ANSWER_BYTES:
+            return None
+        self._connection.send(self._challenge.accept(self._answer))
+        return Wire(self._connection)
+
+    def close(self) -> None:
+        self._connection.close()
 
 
 class Wire:
-    def __init__(self, connection: socket.socket, address: tuple[str, int] = ("", 0)):
-        """`address`: the peer's, where it is known."""
+    def __init__(self, connection: socket.socket):
         connection.setblocking(False)
-        self.peer = address[0]
         self._connection, self._unread, self._unsent = connection, b"", b""
         self._heard_at = self._beat_at = time.monotonic()
         self.closed = False
@@ -37,6 +88,8 @@ class Wire:
     def say(self, line: str) -> None:
         self._unsent += line.encode() + b"\n"
         self._flush()
+        if len(self._unsent) > LINE_BYTES:
+            self.close()
 
     def beat(self) -> None:
         """To be called often; says something once in `BEAT_INTERVAL_S`."""
@@ -45,8 +98,8 @@ class Wire:
             self.say("beat")
 
     def hear(self) -> list[list[str]]:
-        """The lines that have come, as words; beats are kept out."""
-        while not self.closed:
+        """Return the lines that have come, as words, without beats; at most `LINE_BYTES` at once."""
+        while not self.closed and len(self._unread) <= LINE_BYTES:
             try:
                 piece = self._connection.recv(PIECE_BYTES)
             except BlockingIOError:
@@ -58,6 +111,8 @@ class Wire:
                 self._heard_at = time.monotonic()
                 self._unread += piece
         *lines, self._unread = self._unread.split(b"\n")
+        if len(self._unread) > LINE_BYTES:
+            self.close()
         said = [line.decode(errors="replace").split() for line in lines]
         return [words for words in said if words and words != ["beat"]]
 

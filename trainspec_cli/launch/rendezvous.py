@@ -1,0 +1,62 @@
+"""The rendezvous server of a job, as its supervisor holds it: started, and started again on its own port when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
+from trainspec_cli.launch import rendezvous_server
+from trainspec_cli.launch.job import Job
+from trainspec_cli.launch.place import listen
+from trainspec_cli.launch.spawn import start
+from trainspec_cli.rundir.secret import SECRET_FILE
+from trainspec_cli.spec.resilience import ResilienceSpec
+
+RENDEZVOUS = "TRAINSPEC_RENDEZVOUS"
+"""The environment variable that tells a process where the server listens (host:port)."""
+
+
+class Rendezvous:
+    """The listening socket stays with the supervisor, so no other process can take the port between two servers."""
+
+    def __init__(
+        self, job: Job, resilience: ResilienceSpec, secret_file: Path, host: str, port: int = 0, *, name: str = ""
+    ):
+        """`host`: this node's address on the job's interface, which others reach by `name` (the address itself, if
+        empty); `port` 0: any free one. Raises MachineError."""
+        self._job, self._secret_file = job, secret_file
+        self._rules = [str(seconds) for seconds in (resilience.heartbeat_timeout_s, resilience.exchange_timeout_s)]
+        self._listener = listen(host, port)
+        self.address = f"{name or host}:{self._listener.getsockname()[1]}"
+        self._process = self._start()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Where the job's processes find it, and the secret that it asks for."""
+        return {RENDEZVOUS: self.address, SECRET_FILE: str(self._secret_file)}
+
+    def keep_alive(self) -> bool:
+        """Start it again where it has ended; return whether it had."""
+        if self._process.poll() is None:
+            return False
+        self._process = self._start()
+        return True
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> None:
+        """End the server and give the port back; the secret has served."""
+        self._process.kill()
+        self._process.wait()
+        self._listener.close()
+        with contextlib.suppress(FileNotFoundError):
+            self._secret_file.unlink()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        descriptor = self._listener.fileno()
+        module = rendezvous_server.__name__
+        command = [sys.executable, "-m", module, str(descriptor), str(self._secret_file), *self._rules]
+        return start(command, self._job, pass_fds=(descriptor,))

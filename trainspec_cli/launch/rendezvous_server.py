@@ -1,0 +1,168 @@
+"""`python -m trainspec_cli.launch.rendezvous_server DESCRIPTOR SECRET_FILE SILENCE_S PATIENCE_S`: where processes meet.
+
+Serves, on a listening socket that it inherits, a store of keys and values (torch.distributed's) and the replica groups'
+quorum. Nothing of a connection is believed before its handshake; connections that have not made it are few and
+short-lived, and what is wrong with a connection ends that connection alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trainspec_cli.launch.key_value import KeyValueStore
+from trainspec_cli.launch.place import allow_connections
+from trainspec_cli.policy.quorum import Candidate, QuorumRules, choose_members
+from trainspec_cli.rundir.secret import read_secret
+from trainspec_cli.wire.client import LINE_BYTES, RENDEZVOUS_PURPOSE
+from trainspec_cli.wire.handshake import ANSWER_BYTES, TIMEOUT_S, Challenge
+
+MAX_UNPROVEN = 1024
+"""Connections that may be in their handshake at once; one more ends the oldest."""
+TICK_S = 0.05
+"""Time between looks at which groups have gone silent."""
+MAX_CONNECTIONS = 100_000
+"""Of all processes of a job; the system's limit may be lower."""
+TOLD_REFUSALS = 20
+"""So many refused connections go down in the log."""
+
+BAD_REQUEST = (ValueError, KeyError, TypeError, ArithmeticError, RecursionError)
+Write = Callable[[dict[str, Any]], None]
+
+
+class Quorums:
+    """The replica groups that are connected, and the quorums that they form, one after another."""
+
+    def __init__(self, rules: QuorumRules):
+        self._rules = rules
+        self._candidates: dict[str, Candidate] = {}
+        self._requests: dict[str, dict[str, Any]] = {}
+        self._writers: dict[str, Write] = {}
+        self._previous: list[str] = []
+        self._epoch, self._number = time.time_ns(), 0
+
+    def hear(self, name: str, write: Write, request: dict[str, Any]) -> None:
+        """`request` asks for a place in the next step (`step`, `failures`), or is a sign of life without them."""
+        now_s = time.monotonic()
+        self._writers[name] = write
+        self._candidates[name] = replace(self._candidates.get(name, Candidate(now_s)), heard_at_s=now_s)
+        if request["op"] == "join":
+            step, failures = int(request["step"]), int(request["failures"])
+            self._requests[name] = {"step": step, "failures": failures}
+            self._candidates[name] = Candidate(now_s, asked_at_s=now_s)
+            self.form()
+
+    def leave(self, name: str, write: Write) -> None:
+        """Forget the group when this connection is still its own."""
+        if self._writers.get(name) is write:
+            del self._writers[name], self._candidates[name]
+            self._requests.pop(name, None)
+            self.form()
+
+    def form(self) -> None:
+        """Answer those that ask, if a quorum can be formed now."""
+        now_s = time.monotonic()
+        members = choose_members(self._candidates, self._previous, now_s, self._rules)
+        if not members:
+            return
+        requests = [self._requests.pop(name) for name in members]
+        if members != self._previous or any(request["failures"] for request in requests):
+            self._number += 1
+        self._previous = members
+        answer = {
+            "quorum": f"{self._epoch}-{self._number}",
+            "names": members,
+            "steps": [request["step"] for request in requests],
+        }
+        for name in members:
+            self._candidates[name] = replace(self._candidates[name], asked_at_s=math.inf)
+            self._writers[name](answer)
+
+
+class RendezvousServer:
+    def __init__(self, secret: bytes, rules: QuorumRules):
+        self._secret = secret
+        self.store, self.quorums = KeyValueStore(), Quorums(rules)
+        self._unproven: dict[asyncio.Task[Any], None] = {}
+        self._refusals = 0
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Until SIGTERM or SIGINT, or the end of the supervisor that started this process."""
+        supervisor, stopped = os.getppid(), asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+        server = await asyncio.start_server(self._serve_connection, sock=listener, limit=LINE_BYTES)
+        while not stopped.is_set() and os.getppid() == supervisor:
+            self.quorums.form()
+            await asyncio.sleep(TICK_S)
+        server.close()
+
+    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """What goes wrong here concerns this connection alone: it is noted and closed."""
+        try:
+            await self._shake_hands(reader, writer)
+            await self._answer_requests(reader, writer)
+        except (*BAD_REQUEST, OSError, EOFError, asyncio.CancelledError) as error:
+            self._note_refusal(writer, error)
+        finally:
+            writer.transport.abort()
+
+    async def _shake_hands(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "a connection is served by a task"
+        if len(self._unproven) >= MAX_UNPROVEN:
+            oldest = next(iter(self._unproven))
+            del self._unproven[oldest]
+            oldest.cancel()
+        self._unproven[task] = None
+        try:
+            challenge = Challenge(self._secret, RENDEZVOUS_PURPOSE)
+            writer.write(challenge.nonce)
+            async with asyncio.timeout(TIMEOUT_S):
+                writer.write(challenge.accept(await reader.readexactly(ANSWER_BYTES)))
+        finally:
+            self._unproven.pop(task, None)
+
+    async def _answer_requests(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        def write(answer: dict[str, Any]) -> None:
+            writer.write(json.dumps(answer).encode() + b"\n")
+
+        name = ""
+        try:
+            while line := await reader.readline():
+                request = json.loads(line)
+                if request["op"] in ("join", "beat"):
+                    name = str(request["name"])
+                    self.quorums.hear(name, write, request)
+                else:
+                    write(await self.store.answer(request))
+                await writer.drain()
+        finally:
+            self.quorums.leave(name, write)
+
+    def _note_refusal(self, writer: asyncio.StreamWriter, error: BaseException) -> None:
+        self._refusals += 1
+        if self._refusals <= TOLD_REFUSALS:
+            peer = writer.get_extra_info("peername")
+            print(f"rendezvous: the connection from {peer} ended: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def main() -> None:
+    descriptor, secret_file, silence_s, patience_s = sys.argv[1:]
+    allow_connections(MAX_CONNECTIONS)
+    server = RendezvousServer(read_secret(Path(secret_file)), QuorumRules(float(silence_s), float(patience_s)))
+    asyncio.run(server.serve(socket.socket(fileno=int(descriptor))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Which replica groups make the next step together, and who heals from whom: decisions on plain numbers.
+
+The rules are those of torchft's lighthouse (github.com/pytorch/torchft, `quorum_compute`), restated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A replica group that is connected."""
+
+    heard_at_s: float
+    asked_at_s: float = math.inf
+    """When it asked to take part in the next step; infinite while it computes."""
+
+    @property
+    def asks(self) -> bool:
+        return self.asked_at_s < math.inf
+
+
+@dataclass(frozen=True)
+class QuorumRules:
+    silence_s: float
+    """A group that was not heard of for this long counts as dead."""
+    patience_s: float
+    """Those that ask wait this long for one that lives and does not ask."""
+
+
+def choose_members(
+    candidates: Mapping[str, Candidate], previous: Collection[str], now_s: float, rules: QuorumRules
+) -> list[str]:
+    """Return the names of the groups that make the next step, in order; empty while they have to wait.
+
+    More than half of those that live must ask, so that no two quorums exist at once. They go at once when all that
+    live ask, or all of the previous quorum; else when the first of them has waited long enough.
+    """
+    living = {name: each for name, each in candidates.items() if now_s - each.heard_at_s <= rules.silence_s}
+    asking = {name: each for name, each in living.items() if each.asks}
+    if not asking or 2 * len(asking) <= len(living):
+        return []
+    complete = len(asking) == len(living) or (previous and all(name in asking for name in previous))
+    waited_s = now_s - min(each.asked_at_s for each in asking.values())
+    return sorted(asking) if complete or waited_s >= rules.patience_s else []
+
+
+@dataclass(frozen=True)
+class Healing:
+    """What one rank of a group does before the step, the other ends being the ranks of its number elsewhere."""
+
+    gives_to: tuple[int, ...]
+    """Places in the quorum that copy the state from it."""
+    takes_from: int | None
+    """The place that it copies the state from; None: its own is the newest."""
+
+
+def plan_healing(steps: Sequence[int], place: int, rank: int) -> Healing:
+    """`steps`: updates that each group of the quorum has made; `place`: the own one; `rank`: within the group.
+
+    Groups that are behind copy from those in front, in turn; each rank begins with another one, which spreads the load.
+    """
+    front = [other for other, step in enumerate(steps) if step == max(steps)]
+    behind = [other for other, step in enumerate(steps) if step < max(steps)]
+    sources = {other: front[(number + rank) % len(front)] for number, other in enumerate(behind)}
+    return Healing(tuple(other for other, source in sources.items() if source == place), sources.get(place))

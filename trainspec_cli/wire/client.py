@@ -1,0 +1,65 @@
+"""A client of the rendezvous server: an authenticated connection that carries one JSON object a line, both ways."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from typing import Any
+
+from trainspec_cli.wire.handshake import HandshakeError, connect
+
+RENDEZVOUS_PURPOSE = "rendezvous"
+LINE_BYTES = 2**24
+"""The longest line that either end takes."""
+RETRY_S = 0.05
+
+
+class JsonClient:
+    """Not safe for several threads at once, but for `send` beside a `receive`. Raises OSError where the connection is
+    lost or the server does not know the secret."""
+
+    def __init__(self, address: str, secret: bytes, timeout_s: float):
+        """`address`: host:port. A server that does not listen yet is tried again for `timeout_s`."""
+        self._connection = _connect(address, secret, time.monotonic() + timeout_s)
+        self._unread = b""
+
+    def ask(self, timeout_s: float | None, **request: Any) -> dict[str, Any]:
+        """Send a request and wait for its answer; TimeoutError where none comes in time (None waits for ever)."""
+        self.send(**request)
+        return self.receive(timeout_s)
+
+    def send(self, **request: Any) -> None:
+        self._connection.sendall(json.dumps(request).encode() + b"\n")
+
+    def receive(self, timeout_s: float | None) -> dict[str, Any]:
+        self._connection.settimeout(timeout_s)
+        while b"\n" not in self._unread:
+            piece = self._connection.recv(2**16)
+            if not piece:
+                raise ConnectionResetError("the rendezvous server closed the connection")
+            self._unread += piece
+            if len(self._unread) > LINE_BYTES:
+                raise ConnectionError("the rendezvous server sent a line without an end")
+        line, _, self._unread = self._unread.partition(b"\n")
+        return dict(json.loads(line))
+
+    def close(self) -> None:
+        """Also wakes a thread that waits in `receive`."""
+        with contextlib.suppress(OSError):  # the other end may have closed it
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+
+def _connect(address: str, secret: bytes, deadline: float) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    while True:
+        try:
+            return connect((host, int(port)), secret, RENDEZVOUS_PURPOSE)
+        except HandshakeError:
+            raise
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(RETRY_S)

@@ -1,0 +1,80 @@
+"""Two ends of a connection prove to each other that they know the job's secret, before either believes a byte.
+
+    server -> client   a fresh nonce of 32 bytes
+    client -> server   its own nonce of 32 bytes, and HMAC-SHA256(secret, "client" + purpose + both nonces)
+    server -> client   HMAC-SHA256(secret, "server" + purpose + both nonces)
+
+The lengths are fixed, so an end that has proved nothing can make the other keep 64 bytes at most. Fresh nonces make a
+recorded handshake worthless, and the purpose keeps one server's proofs from another. The handshake authenticates; what
+follows is neither encrypted nor signed (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+from dataclasses import dataclass, field
+
+NONCE_BYTES = 32
+PROOF_BYTES = hashlib.sha256().digest_size
+ANSWER_BYTES = NONCE_BYTES + PROOF_BYTES
+TIMEOUT_S = 10.0
+"""A connection that has not proved itself after this long is closed."""
+
+
+class HandshakeError(ConnectionError):
+    """The other end does not know the secret."""
+
+
+@dataclass(frozen=True)
+class Challenge:
+    """The server's half of one handshake."""
+
+    secret: bytes
+    purpose: str
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
+
+    def accept(self, answer: bytes) -> bytes:
+        """Return the server's own proof for the client's answer. Raises HandshakeError for a wrong one."""
+        theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+        if not hmac.compare_digest(proof, _prove(self.secret, "client", self.purpose, self.nonce, theirs)):
+            raise HandshakeError("the client does not know the job's secret")
+        return _prove(self.secret, "server", self.purpose, self.nonce, theirs)
+
+
+def connect(address: tuple[str, int], secret: bytes, purpose: str) -> socket.socket:
+    """Return a connection on which both ends have proved themselves; errors are those of `prove_to`."""
+    connection = socket.create_connection(address, TIMEOUT_S)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        prove_to(connection, secret, purpose)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def prove_to(connection: socket.socket, secret: bytes, purpose: str) -> None:
+    """Do the client's half on a blocking connection that has a timeout. Raises HandshakeError, and OSError where the
+    connection is lost: a server ends connections in their handshake when too many come at once."""
+    theirs, own = _receive(connection, NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
+    connection.sendall(own + _prove(secret, "client", purpose, theirs, own))
+    if not hmac.compare_digest(_receive(connection, PROOF_BYTES), _prove(secret, "server", purpose, theirs, own)):
+        raise HandshakeError("the server does not know the job's secret")
+
+
+def _prove(secret: bytes, side: str, purpose: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    said = b"\0".join((side.encode(), purpose.encode(), server_nonce + client_nonce))
+    return hmac.digest(secret, said, "sha256")
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    received = b""
+    while len(received) < size:
+        piece = connection.recv(size - len(received))
+        if not piece:
+            raise ConnectionResetError("the other end closed the connection during the handshake")
+        received += piece
+    return received
