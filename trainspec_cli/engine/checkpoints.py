@@ -12,7 +12,8 @@ from trainspec_cli.engine.cadence import Cadence
 from trainspec_cli.engine.checkpoint.manifest import About
 from trainspec_cli.engine.checkpoint.memory import Place, clear
 from trainspec_cli.engine.checkpoint.saver import Saved, Saver
-from trainspec_cli.engine.checkpoint.store import Restored, load_newest, raise_together
+from trainspec_cli.engine.checkpoint.store import Restored, load_newest
+from trainspec_cli.engine.joint_errors import raise_together
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.rundir.memory import memory_folder
 from trainspec_cli.rundir.paths import RunDir

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainspec_cli.engine.json_collectives import gather_json
 from trainspec_cli.engine.shares import Share, unique_shares
 
 
@@ -19,12 +21,17 @@ def weights_sha256(shares: Sequence[Share], pipeline: dist.ProcessGroup) -> str:
     Called by every rank together; one full parameter at a time is held.
     """
     own = {share.name: _sha256(share.gather()) for share in unique_shares(shares)}
-    stages: list[dict[str, str]] = [{}] * pipeline.size()
-    dist.all_gather_object(stages, own, group=pipeline)
+    stages = gather_json(own, _read_digests, pipeline)
     digest = hashlib.sha256()
     for name, parameter in sorted({item for stage in stages for item in stage.items()}):
         digest.update(f"{name} {parameter}\n".encode())
     return digest.hexdigest()
+
+
+def _read_digests(told: Mapping[str, str]) -> dict[str, str]:
+    if not all(re.fullmatch("[0-9a-f]{64}", digest) for digest in told.values()):
+        raise ValueError("a parameter's digest is no SHA-256")
+    return dict(told)
 
 
 def _sha256(tensor: Tensor) -> str:

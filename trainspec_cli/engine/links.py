@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ import torch
 import torch.distributed as dist
 
 from trainspec_cli.engine.joining import join_processes, leave_processes
+from trainspec_cli.engine.json_collectives import gather_json
 from trainspec_cli.rundir.files import write_json
+from trainspec_cli.spec.structure import convert
 
 SIZES_BYTES = {"cpu": (4 * 2**10, 2**18, 2**22), "cuda": (2**13, 2**20, 2**25, 2**28)}
 PAIR_SIZES_BYTES = {"cpu": (4 * 2**10, 2**18, 2**22), "cuda": (2**13, 2**20, 2**26)}
@@ -67,9 +70,7 @@ def pairs(device: torch.device) -> list[dict[str, Any]]:
 def gather_hosts() -> list[str]:
     """Every rank's host."""
     own = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found
+    return gather_json(own, partial(convert, str))
 
 
 def ping(low: int, high: int, size: int, device: torch.device) -> dict[str, float]:

@@ -39,12 +39,9 @@ def _load_group(group: str) -> dict[str, dict[str, Any]]:
     for folder in conf_folders():
         for path in sorted((folder / group).glob("*.yaml")):
             if path.stem not in options:
-                options[path.stem] = yaml.load(path.read_text(encoding="utf-8"), Loader=_loader(yaml)) or {}
+                text = path.read_text(encoding="utf-8")
+                options[path.stem] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
     return options
-
-
-def _loader(yaml: Any) -> Any:
-    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def words(label: str) -> tuple[str, ...]:

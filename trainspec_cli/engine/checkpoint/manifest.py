@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainspec_cli.errors import MachineError
+from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.structure import convert
 
 SCHEMA = "trainspec.checkpoint/2"
 OLDER = ("trainspec.checkpoint/1",)
@@ -108,12 +111,12 @@ def read_manifest(folder: Path) -> Manifest:
         if stated != _digest(content):
             raise ValueError("it was altered: its sha256 is not its content's")
         return Manifest(
-            about=About(**content["about"]),
-            world_size=content["world_size"],
-            files=tuple(FileDigest(**file) for file in content["files"]),
-            tensors={name: _entry(fields) for name, fields in content["tensors"].items()},
+            about=about_from(content["about"]),
+            world_size=convert(int, content["world_size"]),
+            files=tuple(_file(fields) for fields in content["files"]),
+            tensors=entries_from(content["tensors"]),
         )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecipeError) as error:
         raise refused(folder, f"{folder / MANIFEST} cannot be read: {error}") from error
 
 
@@ -125,13 +128,42 @@ def read_part(path: Path) -> WrittenPart:
     return part_from(read_json(path))
 
 
-def part_from(content: dict[str, Any]) -> WrittenPart:
-    return WrittenPart(FileDigest(**content["file"]), {n: _entry(fields) for n, fields in content["tensors"].items()})
+def about_from(content: Mapping[str, Any]) -> About:
+    """The inverse of `asdict`, as the two below. They raise ValueError, TypeError, KeyError, AttributeError or
+    RecipeError where JSON that came from a file or a peer is not what they would have been given."""
+    return from_plain(About, content)
 
 
-def _entry(fields: dict[str, Any]) -> TensorEntry:
-    chunks = (Chunk(c["file"], tuple(c["offsets"]), tuple(c["shape"])) for c in fields["chunks"])
-    return TensorEntry(tuple(fields["shape"]), fields["dtype"], tuple(chunks))
+def part_from(content: Mapping[str, Any]) -> WrittenPart:
+    return WrittenPart(_file(content["file"]), entries_from(content["tensors"]))
+
+
+def entries_from(content: Mapping[str, Any]) -> dict[str, TensorEntry]:
+    return {name: _entry(fields) for name, fields in content.items()}
+
+
+def _entry(fields: Mapping[str, Any]) -> TensorEntry:
+    chunks = (Chunk(_file_name(c["file"]), _sizes(c["offsets"]), _sizes(c["shape"])) for c in fields["chunks"])
+    return TensorEntry(_sizes(fields["shape"]), convert(str, fields["dtype"]), tuple(chunks))
+
+
+def _file(fields: Mapping[str, Any]) -> FileDigest:
+    found = from_plain(FileDigest, fields)
+    return replace(found, name=_file_name(found.name))
+
+
+def _file_name(told: Any) -> str:
+    """Of a file of the checkpoint's own folder."""
+    if not re.fullmatch(r"rank\d{5,}\.safetensors", told):
+        raise ValueError(f"{told!r} is no name of a checkpoint's file")
+    return str(told)
+
+
+def _sizes(told: Any) -> tuple[int, ...]:
+    sizes: tuple[int, ...] = convert(tuple[int, ...], told)
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"{list(sizes)} holds a negative size")
+    return sizes
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,18 @@ from trainspec_cli.engine.checkpoint.manifest import (
     About,
     FileDigest,
     Manifest,
+    TensorEntry,
     WrittenPart,
+    about_from,
     digest_file,
+    entries_from,
     join_parts,
     part_from,
 )
+from trainspec_cli.engine.json_collectives import gather_json
 from trainspec_cli.errors import MachineError
 from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.spec.structure import convert
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,8 @@ class MemoryCopies:
     def __init__(self, place: Place, image: Image, device: torch.device):
         self._place, self._image, self._device = place, image, device
         self._group = dist.new_group(backend="gloo")
-        self._images = _gather((image.bytes, image.entries(file_name(place.rank))))
+        own = {"bytes": image.bytes, "tensors": _plain(image.entries(file_name(place.rank)))}
+        self._images = gather_json(own, _read_image)
         self._own: dict[int, Tensor] = {}
         self._guests: dict[int, Tensor] = {}
 
@@ -107,8 +113,25 @@ class MemoryCopies:
     def _tell(self, slot: int, rank: int, about: About, digest: bytes) -> None:
         size, entries = self._images[rank]
         part = WrittenPart(FileDigest(file_name(rank), size, digest.hex()), entries)
-        told = {"about": asdict(about), "world_size": self._place.world_size, "part": asdict(part)}
-        write_json(_told(self._place.slot(slot), rank), told)
+        told = KeptPart(slot, rank, about, self._place.world_size, part)
+        write_json(_told(self._place.slot(slot), rank), asdict(told))
+
+
+@dataclass(frozen=True)
+class KeptPart:
+    """What is told of a rank's whole copy, beside it."""
+
+    slot: int
+    rank: int
+    about: About
+    world_size: int
+    part: WrittenPart
+
+    @staticmethod
+    def read(content: Mapping[str, Any]) -> KeptPart:
+        """The inverse of `asdict`; raises as `part_from` does."""
+        slot, rank, world_size = (convert(int, content[key]) for key in ("slot", "rank", "world_size"))
+        return KeptPart(slot, rank, about_from(content["about"]), world_size, part_from(content["part"]))
 
 
 @dataclass(frozen=True)
@@ -125,37 +148,38 @@ class Found:
 
 def find_newest(place: Place) -> Found | None:
     """The newest step of which every part is whole on some host; called by every rank together."""
-    told = _gather([(slot, rank, content) for slot, rank, content in _whole_parts(place)])
-    steps: dict[tuple[int, int], dict[int, tuple[int, Any]]] = {}
-    for teller, parts in enumerate(told):
-        for slot, rank, content in parts:
-            steps.setdefault((content["about"]["step"], slot), {}).setdefault(rank, (teller, content))
+    steps: dict[tuple[int, int], dict[int, tuple[int, KeptPart]]] = {}
+    for teller, kept in enumerate(gather_json([asdict(part) for part in _whole_parts(place)], _read_kept)):
+        for one in kept:
+            steps.setdefault((one.about.step, one.slot), {}).setdefault(one.rank, (teller, one))
     for (_, slot), parts in sorted(steps.items(), reverse=True):
-        contents = [content for _, content in parts.values()]
-        if sorted(parts) == list(range(contents[0]["world_size"])):
-            ordered = [part_from(parts[rank][1]["part"]) for rank in sorted(parts)]
-            manifest = join_parts(About(**contents[0]["about"]), ordered)
+        ordered = [parts[rank][1] for rank in sorted(parts)]
+        if sorted(parts) == list(range(ordered[0].world_size)):
+            manifest = join_parts(ordered[0].about, [one.part for one in ordered])
             holders = {file_name(rank): teller for rank, (teller, _) in parts.items()}
             return Found(place.slot(slot), slot, manifest, holders)
     return None
 
 
-def _whole_parts(place: Place) -> Iterable[tuple[int, int, dict[str, Any]]]:
-    """-> (slot, rank, what was told of it) of this host; its ranks share out the verification."""
+def _read_kept(told: Sequence[Mapping[str, Any]]) -> list[KeptPart]:
+    return [KeptPart.read(content) for content in told]
+
+
+def _whole_parts(place: Place) -> Iterable[KeptPart]:
+    """Those of this host; its ranks share out the verification."""
     told = sorted(place.folder.glob("slot*/rank*.json"))
     for path in told[place.rank % place.ranks_per_host :: place.ranks_per_host]:
-        content = read_json(path)
-        file = FileDigest(**content["part"]["file"])
-        segment = path.with_name(file.name)
-        if segment.is_file() and digest_file(segment) == file:
-            yield int(path.parent.name.removeprefix("slot")), int(path.stem.removeprefix("rank")), content
+        kept = KeptPart.read(read_json(path))
+        segment = path.with_name(kept.part.file.name)
+        if segment.is_file() and digest_file(segment) == kept.part.file:
+            yield kept
 
 
 def fetch(place: Place, found: Found, needed: set[str]) -> None:
     """Send the files of `found` that ranks need to hosts that lack them; called by every rank together."""
     has = {path.name for path in found.folder.glob("rank*.safetensors")}
     whole = {name for name in has if _told(found.folder, int(name[4:9])).is_file()}
-    wanted = _gather((place.host, sorted(needed - whole)))
+    wanted = gather_json([place.host, sorted(needed - whole)], _read_wanted)
     requests = sorted({(name, host) for host, names in wanted for name in names})
     for name, host in requests:
         holder, receiver = found.holders[name], host * place.ranks_per_host
@@ -166,6 +190,12 @@ def fetch(place: Place, found: Found, needed: set[str]) -> None:
             buffer = _segment(found.folder / name, size, torch.device("cpu"))
             dist.recv(buffer, holder)
     dist.barrier()
+
+
+def _read_wanted(told: tuple[Any, Any]) -> tuple[int, tuple[str, ...]]:
+    """-> (a host, names of the files that it lacks)"""
+    host, names = told
+    return convert(int, host), convert(tuple[str, ...], names)
 
 
 def clear(place: Place) -> None:
@@ -199,7 +229,9 @@ def _segment(path: Path, size: int, device: torch.device) -> Tensor:
     return buffer
 
 
-def _gather(own: Any) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
-    return gathered
+def _plain(entries: Mapping[str, TensorEntry]) -> dict[str, Any]:
+    return {name: asdict(entry) for name, entry in entries.items()}
+
+
+def _read_image(told: Mapping[str, Any]) -> tuple[int, dict[str, TensorEntry]]:
+    return convert(int, told["bytes"]), entries_from(told["tensors"])

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from trainspec_cli.spec.structure import convert
 
 Place = tuple[str, tuple[int, ...]]
 """(tensor's name, where the part begins in it)"""
+
+
+def read_held(told: Iterable[tuple[Any, Any, Any]]) -> dict[Place, int]:
+    """What a rank tells in JSON that it holds: rows of a name, offsets and bytes. Raises ValueError."""
+    return {(convert(str, name), convert(tuple[int, ...], offsets)): convert(int, size) for name, offsets, size in told}
 
 
 def choose_owners(held: Sequence[dict[Place, int]]) -> dict[Place, int]:

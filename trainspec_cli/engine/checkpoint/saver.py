@@ -8,6 +8,7 @@ checkpoint is written at a time.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import sys
 import threading
@@ -26,13 +27,17 @@ from trainspec_cli.engine.checkpoint import files
 from trainspec_cli.engine.checkpoint.image import Image, pin, plan_image, view_bytes
 from trainspec_cli.engine.checkpoint.manifest import About, WrittenPart
 from trainspec_cli.engine.checkpoint.memory import MemoryCopies, Place
-from trainspec_cli.engine.checkpoint.ownership import choose_owners
+from trainspec_cli.engine.checkpoint.ownership import choose_owners, read_held
 from trainspec_cli.engine.checkpoint.parts import Held, Part, rng_parts
+from trainspec_cli.engine.joint_errors import agree_on_error
+from trainspec_cli.engine.json_collectives import broadcast_json, gather_json
 from trainspec_cli.engine.marks import Mark, elapsed_s, mark, wait_for
-from trainspec_cli.errors import MachineError
+from trainspec_cli.errors import MachineError, TrainspecError
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.structure import convert
 
+TOKEN_BYTES = 4
 WRITER_NICENESS = 10
 """Beyond the process's own: where cores are few, training goes first."""
 MOST_NICENESS = 19
@@ -48,7 +53,7 @@ class Saved:
     """Training waited this long."""
     written_s: float
     """From the beginning until it was whole on disk."""
-    error: MachineError | None = None
+    error: TrainspecError | None = None
     in_memory: bool = False
     """Kept in the hosts' memory alone."""
 
@@ -86,11 +91,10 @@ class Saver:
         started = time.perf_counter()
         image, parts = self._image, self._own_parts()
         saved = self._write(about, started, 0.0, image.stream(parts))
-        told: list[Any] = [None] * self._world_size
-        dist.all_gather_object(told, (saved.bytes, saved.error and saved.error.problems))
-        problems = next((problems for _, problems in told if problems), None)
+        size = broadcast_json(saved.bytes, lambda told: convert(int, told))
+        error = agree_on_error(saved.error)
         taken_s = time.perf_counter() - started
-        return Saved(about, told[0][0], taken_s, taken_s, MachineError(problems) if problems else None)
+        return Saved(about, size, taken_s, taken_s, error)
 
     def prepare(self) -> None:
         """Agree on who writes what, and make room for the copy: else the first `begin` would take its time for it."""
@@ -180,10 +184,9 @@ class Saver:
     def _image(self) -> Image:
         """Agreed by all ranks, once, and the token with it; layouts do not change in a run."""
         parts = self._all_parts()
-        told: list[Any] = [None] * self._world_size
-        dist.all_gather_object(told, ({(part.name, part.offsets): part.bytes for part in parts}, secrets.token_hex(4)))
-        self._token = told[0][1]
-        owners = choose_owners([held for held, _ in told])
+        self._token = broadcast_json(secrets.token_hex(TOKEN_BYTES), _read_token)
+        own = [[part.name, part.offsets, part.bytes] for part in parts]
+        owners = choose_owners(gather_json(own, read_held))
         return plan_image([part for part in parts if owners[part.name, part.offsets] == self._rank])
 
     @cached_property
@@ -197,6 +200,13 @@ class Saver:
         pin(buffer, self._device)
         self._image.put_header(buffer)
         return buffer
+
+
+def _read_token(told: Any) -> str:
+    """It becomes part of a folder's name."""
+    if not re.fullmatch(f"[0-9a-f]{{{2 * TOKEN_BYTES}}}", told):
+        raise ValueError("a save's token is no hexadecimal number of its length")
+    return str(told)
 
 
 def _enter_thread(device: torch.device) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,8 @@ from trainspec_cli.engine.checkpoint.manifest import Manifest, read_manifest, ve
 from trainspec_cli.engine.checkpoint.memory import Place, fetch, find_newest
 from trainspec_cli.engine.checkpoint.parts import Held, Part, copy_twins, rng_parts, set_rng
 from trainspec_cli.engine.checkpoint.reading import files_needed, fill_parts
-from trainspec_cli.errors import MachineError, Problem
+from trainspec_cli.engine.joint_errors import raise_together
+from trainspec_cli.errors import MachineError
 from trainspec_cli.rundir.paths import RunDir
 
 
@@ -64,12 +64,3 @@ def _restore(folder: Path, manifest: Manifest, parts: list[Part], held: Held, de
     fill_parts(folder, manifest, parts)
     copy_twins(held.shares, held.optimizer)
     set_rng([part for part in parts if part.name.startswith("rng.")], device)
-
-
-def raise_together(error: MachineError | None) -> None:
-    """Every rank raises what the first of those that have an error found."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, error and error.problems[0])
-    if problem := next(filter(None, found), None):
-        assert isinstance(problem, Problem)
-        raise MachineError(problem) from error

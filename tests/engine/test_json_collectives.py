@@ -1,0 +1,81 @@
+"""Three real ranks tell one another JSON; what one of them spoils is refused by all, and they stay in step."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).parent / "json_worker.py"
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """-> told(case): what each rank got of it."""
+    rendezvous = tmp_path_factory.mktemp("json") / "rendezvous"
+    ranks = [
+        subprocess.Popen([sys.executable, WORKER, str(rank), rendezvous], stdout=subprocess.PIPE, text=True)
+        for rank in range(3)
+    ]
+    printed = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0]
+    return lambda case: [json.loads(text)[case] for text in printed]
+
+
+@pytest.mark.parametrize(
+    ("case", "value"),
+    [
+        ("unequal lengths", [0, 70_000, 140_000]),
+        ("empty", [None, "", {}]),
+        ("unicode", ["é", "数値 🧪", "a\udcff\n"]),
+        ("tuples and keys", [{"at": [rank, 2.5], "7": True} for rank in range(3)]),
+        ("broadcast", {"of": 2}),
+        ("not JSON elsewhere", "told"),
+        ("afterwards", [0, 1, 2]),
+    ],
+)
+def test_every_rank_gets_what_was_told(told, case, value):
+    assert told(case) == [value] * 3
+
+
+def test_groups_tell_in_their_own_order(told):
+    of_ends = [["of 0", "of 2"], "from 2"]
+    assert told("groups") == [of_ends, None, of_ends]
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ("no UTF-8", "a message that cannot be read: 'utf-8' codec"),
+        ("no JSON", "a message that cannot be read: Expecting property name"),
+        ("a pickle", "a message that cannot be read: 'utf-8' codec"),
+        ("NaN", "a message that cannot be read: NaN is no JSON"),
+        ("deep nesting", "a message that cannot be read: "),
+        ("another type", "a message that cannot be read: WrongValueError"),
+        ("length 0", "a message of 0 bytes; from 1 to 67,108,864 are allowed"),
+        ("length -5", "a message of -5 bytes;"),
+        ("length 1099511627776", "a message of 1,099,511,627,776 bytes;"),
+        ("damaged broadcast", "a message that cannot be read: Expecting"),
+    ],
+)
+def test_what_a_peer_spoils_is_refused_by_all_alike(told, case, why):
+    first, *others = filter(None, told(case))
+    assert first[:2] == ["WorkerError", "bad_message"]
+    assert first[2].startswith(f"rank 1 sent {why}")
+    assert others
+    assert all(other == first for other in others)
+
+
+def test_a_groups_rank_is_named_by_its_number_among_all(told):
+    _, *refusals = told("another group's rank")
+    assert [words for _, _, words in refusals] == ["rank 2 sent a message that cannot be read: it is two"] * 2
+
+
+def test_the_first_error_of_any_rank_is_every_ranks(told):
+    problem = {"code": "bad", "message": "é is bad", "path": "init.from", "hint": "type é"}
+    problem |= {"file": "f", "line": 3, "column": None}
+    assert told("no error") == [None] * 3
+    assert told("one error") == [["MachineError", 4, [problem]]] * 3
+    assert told("two errors") == [["RecipeError", 2, [problem, problem]]] * 3
+    assert told("raised together") == [["RecipeError", "x", "mine"]] * 3
