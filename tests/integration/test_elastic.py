@@ -127,7 +127,7 @@ def test_a_flipped_bit_is_found_and_its_group_named(trainspec):
 def test_a_lighthouse_that_is_killed_costs_no_step(trainspec, tmp_path):
     ended = trainspec("launch", *ELASTIC, "train.max_steps=30", "run.dir=run", "fault=lighthouse(step=5)")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "the lighthouse ended; it starts again" in ended.stdout
+    assert "the rendezvous server ended; it starts again" in ended.stdout
     run = RunDir(tmp_path / "run")
     assert [change for change, _ in changes(run) if change != "retried"] == []
     check_nothing_was_lost(run)

@@ -14,7 +14,7 @@ from trainspec_cli.spec.cluster import Machine
 
 def test_the_command_starts_as_many_workers_as_asked_for() -> None:
     command = torchrun_command(3, Path("/logs"), ("-m", "some.worker", "/run"))
-    assert command[:3] == (sys.executable, "-m", "torch.distributed.run")
+    assert command[:3] == (sys.executable, "-m", "trainspec_cli.engine.torchrun")
     assert command[-3:] == ("-m", "some.worker", "/run")
     assert command[command.index("--nproc-per-node") + 1] == "3"
 

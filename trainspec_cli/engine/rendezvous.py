@@ -36,6 +36,9 @@ class RendezvousStore(dist.Store):
     Process groups hold the C++ half alone: whoever builds one keeps this object for as long.
     """
 
+    timeout: timedelta
+    """How long a key is waited for; a property of the C++ half."""
+
     def __init__(self, timeout: timedelta):
         super().__init__()
         self.set_timeout(timeout)
@@ -87,19 +90,20 @@ class RendezvousStore(dist.Store):
 
     def _await(self, operation: str, keys: Sequence[str], timeout: timedelta) -> list[str]:
         seconds = timeout.total_seconds()
-        answer = self._answer(seconds + ANSWER_TIMEOUT_S, op=operation, keys=list(keys), timeout_s=seconds)
+        request = {"op": operation, "keys": list(keys), "timeout_s": seconds}
+        answer = self._answer(request, seconds + ANSWER_TIMEOUT_S)
         if "missing" in answer:
             raise dist.DistStoreError(f"no process has set `{answer['missing']}` within {seconds:g} s")
         return list(answer["values"])
 
     def _ask(self, operation: str, **request: Any) -> Any:
-        return self._answer(ANSWER_TIMEOUT_S, op=operation, **request)["value"]
+        return self._answer({"op": operation, **request}, ANSWER_TIMEOUT_S)["value"]
 
-    def _answer(self, timeout_s: float, **request: Any) -> dict[str, Any]:
+    def _answer(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         if not hasattr(self._connections, "client"):
             self._connections.client = connect()
         try:
-            return dict(self._connections.client.ask(timeout_s, **request))
+            return dict(self._connections.client.ask(request, timeout_s))
         except OSError as error:
             del self._connections.client  # what comes late is no answer to the next request
             raise dist.DistNetworkError(f"the job's rendezvous server, {os.environ[RENDEZVOUS]}: {error}") from error

@@ -40,6 +40,7 @@ def _options(name: str, processes: int, address: str, logs: Path) -> tuple[str, 
         *("--nproc-per-node", str(processes)),
         *("--max-restarts", "0"),
         *("--rdzv-backend", "trainspec"),
+        *("--rdzv-endpoint", "private"),  # torchrun wants one; the environment says where they meet
         *("--rdzv-id", name),
         *("--local-addr", address),
         *("--log-dir", str(logs)),

@@ -1,4 +1,4 @@
-"""The rendezvous server of a job, as its supervisor holds it: started, and started again on its own port when it ends."""
+"""The rendezvous server of a job, held by the supervisor, which starts it again on its own port when it ends."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from trainspec_cli.wire.handshake import HandshakeError, connect
@@ -25,15 +26,15 @@ class JsonClient:
         self._connection = _connect(address, secret, time.monotonic() + timeout_s)
         self._unread = b""
 
-    def ask(self, timeout_s: float | None, **request: Any) -> dict[str, Any]:
-        """Send a request and wait for its answer; TimeoutError where none comes in time (None waits for ever)."""
-        self.send(**request)
+    def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Send a request and wait for its answer; TimeoutError where none comes in time."""
+        self.send(request)
         return self.receive(timeout_s)
 
-    def send(self, **request: Any) -> None:
+    def send(self, request: Mapping[str, Any]) -> None:
         self._connection.sendall(json.dumps(request).encode() + b"\n")
 
-    def receive(self, timeout_s: float | None) -> dict[str, Any]:
+    def receive(self, timeout_s: float) -> dict[str, Any]:
         self._connection.settimeout(timeout_s)
         while b"\n" not in self._unread:
             piece = self._connection.recv(2**16)

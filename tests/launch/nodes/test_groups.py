@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from lab.agents import SECRET, connect_agent
 
 from trainspec_cli.launch.environment import LAUNCH_ID
 from trainspec_cli.launch.job import Job
@@ -16,7 +16,10 @@ from trainspec_cli.launch.nodes.agents import Agents
 from trainspec_cli.launch.nodes.groups import NodesGroups
 from trainspec_cli.launch.nodes.hub import Hub
 from trainspec_cli.launch.nodes.wire import Wire
+from trainspec_cli.launch.place import listen
+from trainspec_cli.launch.rendezvous import Rendezvous
 from trainspec_cli.rundir import generations
+from trainspec_cli.rundir.secret import create_secret
 from trainspec_cli.spec.plan import Plan
 
 NOBODY = ("true",)
@@ -32,8 +35,10 @@ def plan(make_plan) -> Plan:
 def groups(plan: Plan, tmp_path: Path) -> Iterator[NodesGroups]:
     job = Job(tmp_path, NOBODY, {LAUNCH_ID: "secret"}, world_size=8, stop_grace_s=1.0, logs=tmp_path / "logs")
     job.logs.mkdir()
-    hub = Hub(4, "secret", timeout_s=60, join_timeout_s=60, welcomes_back=True)
-    made = NodesGroups(Agents(job, hub, None, generations.begin(job.run)), job, plan, "10.0.0.1", 60.0)
+    hub = Hub(4, SECRET, listen("127.0.0.1"), timeout_s=60, join_timeout_s=60, welcomes_back=True)
+    create_secret(job.run.secret(1))
+    rendezvous = Rendezvous(job, plan.spec.resilience, job.run.secret(1), "127.0.0.1")
+    made = NodesGroups(Agents(job, hub, rendezvous, None, generations.begin(job.run)), job, plan, 60.0)
     yield made
     made.end()
 
@@ -43,8 +48,8 @@ def call(groups: NodesGroups) -> Iterator[Callable[[int], Wire]]:
     wires: list[Wire] = []
 
     def connect(node: int) -> Wire:
-        wires.append(Wire(socket.create_connection(("127.0.0.1", groups._agents.hub.port))))
-        wires[-1].say(f"hello secret {node} host{node}")
+        wires.append(connect_agent(groups._agents.hub))
+        wires[-1].say(f"hello {node} host{node}")
         return wires[-1]
 
     yield connect
@@ -88,11 +93,10 @@ def test_a_group_begins_when_all_of_its_hosts_are_there(groups: NodesGroups, cal
     assert groups.presence(1) == "awaited"
     fourth = call(3)
     wait_for(lambda: groups.presence(1) == "there")
-    groups.start(1, 1, "10.0.0.1:99")
+    groups.start(1, 1)
     told: list[list[str]] = []
     wait_for(lambda: told or told.extend(heard(third, "begin")))
-    assert told[0][:4] == ["begin", "1", "1", "127.0.0.1"], "the group, its start, its first host"
-    assert told[0][5] == "10.0.0.1:99"
+    assert told[0] == ["begin", "1", "1"], "the group, its start"
     wait_for(lambda: told[1:] or told.extend(heard(fourth, "begin")))
     assert told[0] == told[1]
 
@@ -100,7 +104,7 @@ def test_a_group_begins_when_all_of_its_hosts_are_there(groups: NodesGroups, cal
 def test_a_lost_worker_and_what_is_left_of_its_group(groups: NodesGroups, call, wait_for) -> None:
     agents = [call(2), call(3)]
     wait_for(lambda: groups.presence(1) == "there")
-    start = groups.start(1, 2, "10.0.0.1:99")
+    start = groups.start(1, 2)
     agents[0].say("lost 1 1 4 of the start before")
     agents[1].say("lost 1 2 7 was killed by SIGKILL")
     wait_for(start.failure)
@@ -120,7 +124,7 @@ def test_a_lost_worker_and_what_is_left_of_its_group(groups: NodesGroups, call, 
 def test_a_lost_host_takes_its_group_along_and_may_come_back(groups: NodesGroups, call, wait_for) -> None:
     agents = [call(node) for node in range(4)]
     wait_for(lambda: groups.presence(0) == groups.presence(1) == "there")
-    starts = [groups.start(group, 1, "10.0.0.1:99") for group in (0, 1)]
+    starts = [groups.start(group, 1) for group in (0, 1)]
     agents[3].close()
     wait_for(starts[1].failure)
     failure = starts[1].failure()
@@ -147,7 +151,7 @@ def test_where_nobody_can_start_an_agent_again_a_lost_host_is_not_waited_for(gro
 def test_a_group_is_done_when_all_of_its_hosts_are(groups: NodesGroups, call, wait_for) -> None:
     agents = [call(0), call(1)]
     wait_for(lambda: groups.presence(0) == "there")
-    start = groups.start(0, 1, "10.0.0.1:99")
+    start = groups.start(0, 1)
     agents[0].say("done 0 1")
     agents[1].say("done 0 1")
     wait_for(start.is_done)

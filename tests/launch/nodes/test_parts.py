@@ -15,7 +15,7 @@ from trainspec_cli.launch import processes
 from trainspec_cli.launch.job import build_node_job
 from trainspec_cli.launch.nodes.parts import Parts
 from trainspec_cli.launch.nodes.wire import Wire
-from trainspec_cli.launch.place import Place, free_port
+from trainspec_cli.launch.place import Place
 
 HERE = "127.0.0.1"
 LAUNCH = f"token-{os.getpid()}-1"
@@ -30,8 +30,8 @@ class Ends:
         self._hub, self._heard = Wire(hub), []
         logs = root / "logs" / "node00001"
         standin = (str(Path(__file__).parents[1] / "standin_worker.py"), "endless")
-        job = build_node_job(plan, root, machine, Place(1, 2, HERE, 1), 1, LAUNCH, logs, standin)
-        self.parts = Parts(Wire(agent), self.orders, plan, job, node=1, address=HERE)
+        job = build_node_job(plan, root, machine, Place(1, 2, HERE), {}, 1, LAUNCH, logs, standin)
+        self.parts = Parts(Wire(agent), self.orders, plan, job, node=1, head=HERE)
 
     def order(self, line: str) -> None:
         self.orders.append(line.split())
@@ -54,13 +54,13 @@ def ends(make_plan, machine, tmp_path: Path) -> Iterator[Ends]:
 
 def test_a_part_is_begun_lost_dropped_and_begun_again(ends: Ends, eventually) -> None:
     for start in ("1", "2"):
-        ends.order(f"begin 1 {start} {HERE} {free_port()} {HERE}:9")
+        ends.order(f"begin 1 {start}")
         ends.parts.anything_left()
         eventually(lambda: len(processes.workers(LAUNCH)) == 1)
         (worker,) = processes.workers(LAUNCH)
         environment = worker.environ()
-        names = ("RANK", "WORLD_SIZE", "TRAINSPEC_GROUP", "TRAINSPEC_START", "TRAINSPEC_LIGHTHOUSE", "TRAINSPEC_HOST")
-        assert [environment[name] for name in names] == ["0", "1", "1", start, f"{HERE}:9", HERE]
+        names = ("RANK", "WORLD_SIZE", "TRAINSPEC_GROUP", "TRAINSPEC_START")
+        assert [environment[name] for name in names] == ["0", "1", "1", start]
         worker.kill()
         eventually(lambda start=start: ends.heard("lost")[:4] == ["lost", "1", start, "1"])
         assert "SIGKILL" in " ".join(ends.heard("lost"))
@@ -71,7 +71,7 @@ def test_a_part_is_begun_lost_dropped_and_begun_again(ends: Ends, eventually) ->
 
 
 def test_what_ends_well_is_told(ends: Ends, eventually) -> None:
-    ends.order(f"begin 1 1 {HERE} {free_port()} {HERE}:9")
+    ends.order("begin 1 1")
     ends.parts.anything_left()
     eventually(lambda: (ends.parts._job.run.events(0)).is_file())
     ends.parts.ask_to_stop()

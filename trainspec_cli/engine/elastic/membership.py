@@ -1,7 +1,8 @@
 """Which replica groups take part in a step: agreed on before it, voted on after it.
 
-Rank 0 of a group asks the job's rendezvous server for the quorum and tells the others. On the first error of an exchange
-between the groups the line is dropped at once; healing copies plain tensors in place, and nothing is unpickled.
+Rank 0 of a group asks the job's rendezvous server for the quorum and tells the others. On the first error of an
+exchange between the groups the line is dropped at once; healing copies plain tensors in place, and nothing is
+unpickled.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from trainspec_cli.engine.elastic.line import Line
 from trainspec_cli.engine.elastic.quorum import Quorum, QuorumClient
-from trainspec_cli.engine.exchange import broadcast_json
+from trainspec_cli.engine.json_collectives import broadcast_json
 from trainspec_cli.engine.rendezvous import connect
 from trainspec_cli.policy.quorum import plan_healing
+from trainspec_cli.spec.canonical import from_plain
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,9 @@ class Membership:
         self.failed_anywhere = False
         """Whether any rank of this group had met an error when they last settled."""
         # From here on the others wait for this group: all that takes time must be done before.
-        self._client = QuorumClient(f"{place.group:05d}:{uuid.uuid4()}", connect) if place.rank == 0 else None
-        self._name = _tell_group(self._client.name if self._client else None)
+        own_name = f"{place.group:05d}:{uuid.uuid4()}"
+        self._client = QuorumClient(own_name, connect) if place.rank == 0 else None
+        self._name = broadcast_json(own_name, str)
 
     def agree(self, step: int) -> Seat:
         """Wait for the groups that are there, and connect to them; heal from one that has come further than `step`."""
@@ -84,8 +87,7 @@ class Membership:
 
     def _join(self, step: int) -> Quorum:
         quorum = self._client.join(step, self._failures) if self._client else None
-        number, names, steps = _tell_group([quorum.number, quorum.names, quorum.steps] if quorum else None)
-        return Quorum(number, tuple(names), tuple(steps))
+        return broadcast_json(quorum and asdict(quorum), lambda plain: from_plain(Quorum, plain))
 
     def sum_(self, tensor: Tensor) -> None:
         """Over all groups, in place; after an error nothing, until the next `agree`."""
@@ -159,8 +161,3 @@ class Membership:
     def _drop(self, error: Exception) -> None:
         """Peers that still wait on the line notice at once, and no one waits for a timeout."""
         self._error, self._line = error, None
-
-
-def _tell_group(value: Any) -> Any:
-    """Return rank 0's value on every rank of the group."""
-    return broadcast_json(value)

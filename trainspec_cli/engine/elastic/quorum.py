@@ -62,4 +62,4 @@ class QuorumClient:
 
     def _say(self, connection: JsonClient, **request: str | int) -> None:
         with self._lock:
-            connection.send(name=self._name, **request)
+            connection.send({"name": self._name, **request})

@@ -37,9 +37,7 @@ class Examination:
 
 
 class Agents:
-    def __init__(
-        self, job: Job, hub: Hub, rendezvous: Rendezvous, examination: Examination | None, generation: int
-    ):
+    def __init__(self, job: Job, hub: Hub, rendezvous: Rendezvous, examination: Examination | None, generation: int):
         """Starts them."""
         self.hub, self.rendezvous, self.generation = hub, rendezvous, generation
         self._job, self._examination = job, examination

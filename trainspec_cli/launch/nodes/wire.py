@@ -1,4 +1,4 @@
-"""What agents and the hub say to one another: lines of words over TCP, after both have proved that they know the secret.
+"""What agents and the hub say to one another: lines of words over TCP, once both have shown that they know the secret.
 
     agent -> hub   hello NODE HOST | report JSON | ended EXIT_CODE | failed MESSAGE | beat
     hub -> agent   go | stop | end | beat
