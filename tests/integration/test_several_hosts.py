@@ -10,8 +10,8 @@ from collections.abc import Iterable
 import psutil
 import pytest
 from lab.groups import changes, check_nothing_was_lost, losses, own_events, story
+from lab.ports import free_port
 
-from trainspec_cli.launch.place import free_port
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 

@@ -27,10 +27,10 @@ class Rendezvous:
         """`host`: this node's address on the job's interface, which others reach by `name` (the address itself, if
         empty); `port` 0: any free one. Raises MachineError."""
         self._job, self._secret_file = job, secret_file
-        self._rules = [str(seconds) for seconds in (resilience.heartbeat_timeout_s, resilience.exchange_timeout_s)]
+        self._silence_s, self._patience_s = resilience.heartbeat_timeout_s, resilience.exchange_timeout_s
         self._listener = listen(host, port)
         self.address = f"{name or host}:{self._listener.getsockname()[1]}"
-        self._process = self._start()
+        self._process = self._start(pause_s=0.0)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -41,7 +41,7 @@ class Rendezvous:
         """Start it again where it has ended; return whether it had."""
         if self._process.poll() is None:
             return False
-        self._process = self._start()
+        self._process = self._start(pause_s=self._silence_s)
         return True
 
     def kill(self) -> None:
@@ -55,8 +55,8 @@ class Rendezvous:
         with contextlib.suppress(FileNotFoundError):
             self._secret_file.unlink()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        descriptor = self._listener.fileno()
-        module = rendezvous_server.__name__
-        command = [sys.executable, "-m", module, str(descriptor), str(self._secret_file), *self._rules]
+    def _start(self, pause_s: float) -> subprocess.Popen[bytes]:
+        descriptor, times_s = self._listener.fileno(), (self._silence_s, self._patience_s, pause_s)
+        arguments = [descriptor, self._secret_file, *times_s]
+        command = [sys.executable, "-m", rendezvous_server.__name__, *map(str, arguments)]
         return start(command, self._job, pass_fds=(descriptor,))

@@ -1,4 +1,5 @@
-"""`python -m trainspec_cli.launch.rendezvous_server DESCRIPTOR SECRET_FILE SILENCE_S PATIENCE_S`: where processes meet.
+"""`python -m trainspec_cli.launch.rendezvous_server DESCRIPTOR SECRET_FILE SILENCE_S PATIENCE_S PAUSE_S`: where
+processes meet.
 
 Serves, on a listening socket that it inherits, a store of keys and values (torch.distributed's) and the replica groups'
 quorum. Nothing of a connection is believed before its handshake; connections that have not made it are few and
@@ -43,8 +44,9 @@ Write = Callable[[dict[str, Any]], None]
 class Quorums:
     """The replica groups that are connected, and the quorums that they form, one after another."""
 
-    def __init__(self, rules: QuorumRules):
-        self._rules = rules
+    def __init__(self, rules: QuorumRules, pause_s: float):
+        """For `pause_s` no quorum is formed: groups that knew the server before it was started again come back."""
+        self._rules, self._begin_s = rules, time.monotonic() + pause_s
         self._candidates: dict[str, Candidate] = {}
         self._requests: dict[str, dict[str, Any]] = {}
         self._writers: dict[str, Write] = {}
@@ -73,7 +75,7 @@ class Quorums:
         """Answer those that ask, if a quorum can be formed now."""
         now_s = time.monotonic()
         members = choose_members(self._candidates, self._previous, now_s, self._rules)
-        if not members:
+        if not members or now_s < self._begin_s:
             return
         requests = [self._requests.pop(name) for name in members]
         if members != self._previous or any(request["failures"] for request in requests):
@@ -90,9 +92,9 @@ class Quorums:
 
 
 class RendezvousServer:
-    def __init__(self, secret: bytes, rules: QuorumRules):
+    def __init__(self, secret: bytes, quorums: Quorums):
         self._secret = secret
-        self.store, self.quorums = KeyValueStore(), Quorums(rules)
+        self.store, self.quorums = KeyValueStore(), quorums
         self._unproven: dict[asyncio.Task[Any], None] = {}
         self._refusals = 0
 
@@ -158,9 +160,10 @@ class RendezvousServer:
 
 
 def main() -> None:
-    descriptor, secret_file, silence_s, patience_s = sys.argv[1:]
+    descriptor, secret_file, silence_s, patience_s, pause_s = sys.argv[1:]
     allow_connections(MAX_CONNECTIONS)
-    server = RendezvousServer(read_secret(Path(secret_file)), QuorumRules(float(silence_s), float(patience_s)))
+    quorums = Quorums(QuorumRules(float(silence_s), float(patience_s)), float(pause_s))
+    server = RendezvousServer(read_secret(Path(secret_file)), quorums)
     asyncio.run(server.serve(socket.socket(fileno=int(descriptor))))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,9 +44,8 @@ class QuorumClient:
                 answer = connection.receive(ANSWER_TIMEOUT_S)
             except TimeoutError:
                 raise
-            except OSError:  # the server has ended, and is started again on the same port
-                with self._lock:
-                    self._connection = self._connect()
+            except OSError:
+                self._replace(connection)
                 continue
             return Quorum(answer["quorum"], tuple(answer["names"]), tuple(answer["steps"]))
 
@@ -55,10 +55,18 @@ class QuorumClient:
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_INTERVAL_S):
+            connection = self._connection
             try:
-                self._say(self._connection, op="beat")
+                self._say(connection, op="beat")
             except OSError:
-                continue  # `join` connects again
+                with contextlib.suppress(OSError):  # `join` will say what is wrong
+                    self._replace(connection)
+
+    def _replace(self, broken: JsonClient) -> None:
+        """The server has ended, and is started again on the same port: connect anew, unless that is done already."""
+        with self._lock:
+            if self._connection is broken and not self._closed.is_set():
+                self._connection = self._connect()
 
     def _say(self, connection: JsonClient, **request: str | int) -> None:
         with self._lock:

@@ -1,0 +1,153 @@
+"""What a stranger who reaches the ports of a running job can do to it: nothing."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import signal
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+from lab.ports import free_port
+
+from trainspec_cli.rundir.events import read_events
+from trainspec_cli.rundir.paths import RunDir
+
+IDLE = 150
+"""Connections that a stranger opens to every port and leaves."""
+PLAIN = ("recipe=tiny", "train.max_steps=1000000", "fault=slow(rank=0,step=1,seconds=0.1,steps=10000)")
+GROUPS = (
+    *("recipe=tiny", "train.max_steps=1000000", "resilience=elastic", "resilience.heartbeat_timeout_s=3"),
+    "fault=slow(group=0,step=1,seconds=0.1,steps=10000)",
+)
+
+
+class Trap:
+    """Whoever unpickles it makes a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+def listening(process: psutil.Process) -> set[tuple[str, int]]:
+    """Address and port of every socket at which the process or what it started listens."""
+    family = [process, *process.children(recursive=True)]
+    found: set[tuple[str, int]] = set()
+    for member in family:
+        try:
+            sockets = member.net_connections("tcp")
+        except psutil.Error:
+            continue
+        found |= {(entry.laddr.ip, entry.laddr.port) for entry in sockets if entry.status == psutil.CONN_LISTEN}
+    return found
+
+
+def stores_of(process: psutil.Process) -> set[Path]:
+    """The files in which the workers of one host meet."""
+    environments = [child.environ() for child in process.children(recursive=True)]
+    return {Path(each["TRAINSPEC_STORE_FILE"]) for each in environments if "RANK" in each}
+
+
+def last_step(run: RunDir) -> int:
+    return max((event["step"] for event in read_events(run.events(0)) if event["type"] == "step"), default=0)
+
+
+def await_step(run: RunDir, process, step: int) -> None:
+    deadline = time.monotonic() + 240
+    while last_step(run) < step:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def molest(ports: set[tuple[str, int]], marker: Path) -> list[socket.socket]:
+    """Garbage, pickled code, requests of several protocols; -> connections that are left idle."""
+    trap = pickle.dumps(Trap(marker))
+    words = (
+        *(b"\0" * 64, trap, b"x" * 2**16, b'{"op": "set", "key": "k", "value": "v"}\n'),
+        *(b"hello 0 stranger\nended 0\n", b"POST /replica/00000/kill HTTP/1.1\r\nHost: x\r\n\r\n"),
+    )
+    idle = []
+    for port in ports:
+        for word in words:
+            with socket.create_connection(port, 20) as connection:
+                try:
+                    connection.sendall(word)
+                except OSError:
+                    continue
+        idle += [socket.create_connection(port, 20) for _ in range(IDLE)]
+    return idle
+
+
+def speaks_torch_store(address: tuple[str, int]) -> bool:
+    """Whether torch's own store answers there, which believes whoever connects."""
+    timeout = timedelta(seconds=0.5)
+    try:
+        store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
+        store.set("k", "v")
+    except (dist.DistError, RuntimeError):
+        return False
+    return store.get("k") == b"v"
+
+
+def test_torchs_own_store_would_be_found():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert speaks_torch_store(("127.0.0.1", store.port))
+
+
+@pytest.mark.parametrize("recipe", [PLAIN, GROUPS], ids=["plain", "groups"])
+def test_strangers_neither_end_nor_change_a_run(start_trainspec, tmp_path, recipe):
+    run, marker = RunDir(tmp_path / "run"), tmp_path / "unpickled"
+    started = start_trainspec("launch", *recipe, "run.dir=run")
+    await_step(run, started, 3)
+    ports = listening(psutil.Process(started.pid))
+    assert {address for address, _ in ports} == {"127.0.0.1"}, "nothing listens beyond this host"
+    assert not any(speaks_torch_store(port) for port in ports)
+    stores = stores_of(psutil.Process(started.pid))
+    assert all(store.parent.stat().st_mode & 0o777 == 0o700 for store in stores)
+    idle = molest(ports, marker)
+    await_step(run, started, last_step(run) + 10)
+    started.send_signal(signal.SIGINT)
+    output = started.communicate(timeout=240)[0]
+    assert started.returncode == 6, output
+    result = json.loads(run.result_json.read_text())
+    assert (result["status"], result["recoveries"]) == ("stopped", [])
+    assert not marker.exists()
+    assert stores and not any(store.parent.exists() for store in stores)
+    steps = [event["step"] for event in read_events(run.events(0)) if event["type"] == "step"]
+    assert steps == list(range(1, len(steps) + 1))
+    for connection in idle:
+        connection.close()
+
+
+@pytest.mark.slow
+def test_strangers_do_not_disturb_a_job_of_two_hosts(start_trainspec, tmp_path):
+    """The hub and the rendezvous server among what they reach."""
+    run, marker = RunDir(tmp_path / "run"), tmp_path / "unpickled"
+    common = (
+        *("recipe=tiny", "cluster.devices_per_node=1", "train.max_steps=1000000", "run.preflight=false"),
+        *("fault=slow(rank=0,step=1,seconds=0.1,steps=10000)", f"run.dir={run.root}"),
+        *("--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"),
+    )
+    hosts = [start_trainspec("launch", *common, "--node-rank", str(node)) for node in range(2)]
+    await_step(run, hosts[0], 3)
+    ports = set().union(*(listening(psutil.Process(host.pid)) for host in hosts))
+    assert {address for address, _ in ports} == {"127.0.0.1"}, "the job's interface"
+    assert not any(speaks_torch_store(port) for port in ports)
+    idle = molest(ports, marker)
+    await_step(run, hosts[0], last_step(run) + 10)
+    hosts[0].send_signal(signal.SIGINT)
+    said = [host.communicate(timeout=240)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [6, 6], said
+    assert json.loads(run.result_json.read_text())["recoveries"] == []
+    assert not marker.exists()
+    for connection in idle:
+        connection.close()
