@@ -61,8 +61,8 @@ def _calls(node: ast.AST) -> Iterator[str]:
         yield "numpy.load with allow_pickle"
     if called in {"yaml.load", "yaml.load_all"} and not _is_safe(given.get("Loader")):
         yield "yaml.load without a safe Loader"
-    if called in {"json.dump", "json.dumps"} and _text(given.get("allow_nan")) != "False":
-        yield f"{called} without allow_nan=False"
+    if called in {"json.dump", "json.dumps"} and "allow_nan" not in given:
+        yield f"{called} without allow_nan"
 
 
 def _text(expression: ast.expr | None) -> str:
@@ -95,7 +95,7 @@ def test_no_module_lets_data_run_code_or_writes_what_is_no_json() -> None:
         ("yaml.load(text)", "yaml.load without a safe Loader"),
         ("yaml.load(text, Loader=yaml.Loader)", "yaml.load without a safe Loader"),
         ("yaml.unsafe_load(text)", "uses unsafe_load"),
-        ("json.dumps(x)", "json.dumps without allow_nan=False"),
+        ("json.dumps(x)", "json.dumps without allow_nan"),
     ],
 )
 def test_an_offence_is_found(source: str, offence: str) -> None:

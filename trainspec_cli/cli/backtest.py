@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.spec.json_text import json_text
 
 if TYPE_CHECKING:
     from trainspec_cli.planner.backtest import Backtest
@@ -40,7 +40,7 @@ def backtest(
 
         plot.write_text(render_scatter(result.points()), encoding="utf-8")
     data = result_as_json(result)
-    print(json.dumps(data, indent=2) if as_json else render_backtest(data))
+    print(json_text(data) if as_json else render_backtest(data))
 
 
 def _read_rows(file: Path) -> list[dict[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.errors import Problem, RecipeError, WorkerError, closest
+from trainspec_cli.spec.json_text import json_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,7 +67,7 @@ def certify(
         machine = replace(machine, gpu_names=())
     body = _certify(wanted, only or [], processes, machine, console)
     if output is not None:
-        output.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
+        output.write_text(json_text(body) + "\n", encoding="utf-8")
     return _tell(body, console, as_json=as_json)
 
 
@@ -143,7 +143,7 @@ def _tell(body: dict[str, Any], console: Console, *, as_json: bool) -> int:
     from trainspec_cli.report.certificate_text import render_certificate
 
     if as_json:
-        print(json.dumps(body, indent=2))
+        print(json_text(body))
     else:
         console.print(render_certificate(body))
     return WorkerError.exit_code if body["verdict"] == "broken" else 0

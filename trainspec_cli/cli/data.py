@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import typer
 
 from trainspec_cli.errors import Problem, RecipeError, TrainspecError
 from trainspec_cli.spec.data import SAMPLE_SOURCES, DataSpec, TokenizerSpec
+from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def prepare_recipe(arguments: list[str], as_json: bool) -> None:
     found |= collection.validation
     if as_json:
         parts = {name: {"path": str(tokens.path), **asdict(tokens.manifest)} for name, tokens in found.items()}
-        typer.echo(json.dumps({"path": str(folder), "parts": parts}, indent=2))
+        typer.echo(json_text({"path": str(folder), "parts": parts}))
         return
     for name, tokens in found.items():
         typer.echo(f"{name:<16} {_describe_split(tokens.manifest.train)}; {tokens.path}")
@@ -146,7 +146,7 @@ def prepare_recipe(arguments: list[str], as_json: bool) -> None:
 
 def _tell_ready(source: str, why: str, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps({"path": None, "nothing_to_prepare": why}))
+        typer.echo(json_text({"path": None, "nothing_to_prepare": why}))
     else:
         typer.echo(f"nothing to prepare: {why}; train with data={source}")
 
@@ -214,7 +214,7 @@ def _progress() -> Iterator[OnProgress]:
 
 def _print_folder(folder: Path, manifest: Manifest, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps({"path": str(folder), **asdict(manifest)}, indent=2))
+        typer.echo(json_text({"path": str(folder), **asdict(manifest)}))
         return
     for name, value in _rows(manifest).items():
         typer.echo(f"{name:<16} {value}")

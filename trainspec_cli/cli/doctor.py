@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.errors import MachineError
+from trainspec_cli.spec.json_text import json_text
 
 if TYPE_CHECKING:
     from trainspec_cli.cli.load import Loaded
@@ -41,7 +41,7 @@ def doctor(arguments: Arguments = None, as_json: AsJson = False) -> int:
     named = any(argument.startswith("recipe=") for argument in given)
     diagnosis = diagnose(*_examine([*([] if named else [DEFAULT_RECIPE]), *given]))
     if as_json:
-        typer.echo(json.dumps(diagnosis, indent=2))
+        typer.echo(json_text(diagnosis))
     else:
         from rich.console import Console
 

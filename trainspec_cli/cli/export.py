@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from enum import StrEnum
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.cli.runs import RunArgument
 from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.units import format_bytes
 
 app = typer.Typer(add_completion=False)
@@ -63,7 +63,7 @@ def _tell(output: Path, step: int, what: str, as_json: bool) -> None:
     size = sum(file.stat().st_size for file in files)
     if as_json:
         told = {"path": str(output), "step": step, "what": what, "files": len(files), "bytes": size}
-        typer.echo(json.dumps(told, indent=2))
+        typer.echo(json_text(told))
         return
     typer.echo(f"{output}: {what} of step {step}, {format_bytes(size)} in {len(files)} file{'s'[: len(files) > 1]}")
     typer.echo(f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(output)!r})")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
 from trainspec_cli.cli.options import AsJson, RecipeArguments
+from trainspec_cli.spec.json_text import json_text
 
 app = typer.Typer(add_completion=False)
 
@@ -33,6 +33,6 @@ def kernels(arguments: RecipeArguments, again: Again = False, as_json: AsJson = 
         assert machine is not None, "a recipe without problems says what device it wants"
         table = measure(plan_on(loaded, machine), machine, console, again=again)
     if as_json:
-        typer.echo(json.dumps(to_plain(table), indent=2))
+        typer.echo(json_text(to_plain(table)))
     else:
         console.print(render_table(table))

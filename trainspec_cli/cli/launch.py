@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +11,7 @@ import typer
 from trainspec_cli.cli.options import AsJson, Endpoint, Force, NodeRank, NumNodes, RecipeArguments
 from trainspec_cli.errors import Problem, RecipeError, TrainspecError
 from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.json_text import json_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -173,6 +173,6 @@ def _show(loaded: Loaded, plan: Plan, machine: Machine, *, force: bool, as_json:
     plan, _ = settle_kernels(plan, machine, console, may_measure=False)
     job = build_job(plan, root, machine)
     if as_json:
-        typer.echo(json.dumps(describe(job, plan), indent=2))
+        typer.echo(json_text(describe(job, plan)))
         return
     typer.echo(f"{describe_plan(plan)}\n\n{render_command(job.command, job.environment, Path.cwd())}", nl=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ import typer
 
 from trainspec_cli.cli.options import AsJson, RecipeArguments
 from trainspec_cli.errors import PlanError, Problem, RecipeError, TrainspecError
+from trainspec_cli.spec.json_text import json_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -150,7 +150,7 @@ def _write_page(file: Path, page: str) -> None:
 
 def _show(result: Any, as_json: bool, render: Callable[[int], RenderableType]) -> None:
     if as_json:
-        typer.echo(json.dumps(result, indent=2))
+        typer.echo(json_text(result))
         return
     from rich.console import Console
 

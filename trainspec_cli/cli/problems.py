@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 
 from trainspec_cli.cli.style import Style
 from trainspec_cli.errors import Problem
+from trainspec_cli.spec.json_text import json_text
 
 POINTED_AT_ONE_CHARACTER = frozenset({"bad_yaml"})
 """Codes whose column is a spot, not the start of an entry."""
@@ -21,7 +21,7 @@ def render_problems(problems: Sequence[Problem], style: Style, label: str = "err
 
 
 def render_json(problems: Sequence[Problem]) -> str:
-    return json.dumps({"errors": [problem.as_json() for problem in problems]}, indent=2, ensure_ascii=False)
+    return json_text({"errors": [problem.as_json() for problem in problems]})
 
 
 def _paragraph(problem: Problem, style: Style, label: str) -> Iterator[str]:

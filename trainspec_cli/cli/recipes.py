@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import typer
 
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.cli.style import Style
+from trainspec_cli.spec.json_text import json_text
 
 app = typer.Typer(add_completion=False)
 
@@ -19,7 +19,7 @@ def recipes(as_json: AsJson = False) -> None:
     """List the recipes there are: your own in ./recipes first, then those that ship."""
     found = _find()
     if as_json:
-        typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        typer.echo(json_text(found))
         return
     style = Style.of(sys.stdout)
     width = max(len(recipe["name"]) for recipe in found)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 
 import typer
 
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.cli.runs import RunArgument
+from trainspec_cli.spec.json_text import json_text
 
 app = typer.Typer(add_completion=False)
 
@@ -27,6 +27,6 @@ def report(run: RunArgument, as_json: AsJson = False) -> None:
     run_dir = find_run(run)
     collected = collect(run_dir.root, running=is_running(run_dir), queued=Queue().holds(run_dir))
     if as_json:
-        typer.echo(json.dumps(asdict(collected), indent=2, ensure_ascii=False, allow_nan=False))
+        typer.echo(json_text(asdict(collected)))
     else:
         Console().print(render_report(collected))

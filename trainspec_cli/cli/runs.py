@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ import typer
 
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.units import format_duration
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def runs(as_json: AsJson = False) -> None:
     """List the runs below ./runs, newest first."""
     lines = _lines()
     if as_json:
-        typer.echo(json.dumps([asdict(line) for line in lines], indent=2))
+        typer.echo(json_text([asdict(line) for line in lines]))
     elif lines:
         typer.echo(_table([HEADINGS, *map(_cells, lines)]))
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -13,6 +12,7 @@ import typer
 
 from trainspec_cli.cli.options import AsJson, RecipeArguments
 from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.spec.json_text import json_text
 
 if TYPE_CHECKING:
     from trainspec_cli.cli.load import Loaded
@@ -44,7 +44,7 @@ def sbatch(arguments: RecipeArguments, submit: Submit = False, sweep: Sweeps = N
     job_id = _submit(script, roots) if submit else None
     told = {"script": str(script), "runs": [str(root) for root in roots], "job_id": job_id}
     if as_json:
-        typer.echo(json.dumps(told, indent=2))
+        typer.echo(json_text(told))
     elif submit:
         typer.echo(job_id)
     else:

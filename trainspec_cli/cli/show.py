@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +10,7 @@ import typer
 
 from trainspec_cli.cli.options import AsJson, RecipeArguments
 from trainspec_cli.cli.style import Style
+from trainspec_cli.spec.json_text import json_text
 
 if TYPE_CHECKING:
     from trainspec_cli.compose.compose import Composed
@@ -48,7 +48,7 @@ def _whole(composed: Composed, as_json: bool) -> str:
         return render_yaml(composed, Style.of(sys.stdout).dim)
     origins = {path: vars(composed.origins[path]) for path in flatten(composed.data) if path in composed.origins}
     content = {"recipe": composed.recipe, "values": composed.data, "origins": origins}
-    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    return json_text(content) + "\n"
 
 
 def _compose_other(other: str) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def _difference(composed: Composed, other: dict[str, Any], other_name: str, as_j
     differing = [path for path in {**these, **those} if these.get(path, _ABSENT) != those.get(path, _ABSENT)]
     if as_json:
         rows = [{"path": path, "this": these.get(path), "other": those.get(path)} for path in differing]
-        return json.dumps({"recipe": composed.recipe, "other": other_name, "differences": rows}, indent=2)
+        return json_text({"recipe": composed.recipe, "other": other_name, "differences": rows})
     if not differing:
         return f"{composed.recipe} and {other_name} do not differ"
     cells = [("", composed.recipe, other_name)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import signal
 from pathlib import Path
@@ -25,6 +24,7 @@ from trainspec_cli.report.render import render_summary
 from trainspec_cli.report.text import describe_recovery
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.plan import Plan
 
 
@@ -68,7 +68,7 @@ def train(
         kind = MachineError if outcome.exit_code == MachineError.exit_code else WorkerError
         raise kind(_failure(job, outcome.explanation, console, as_json=as_json))
     if as_json:
-        typer.echo(json.dumps({"run": str(job.root), **outcome.result}, indent=2))
+        typer.echo(json_text({"run": str(job.root), **outcome.result}))
     else:
         _tell_end(job, outcome, console)
     return outcome.exit_code

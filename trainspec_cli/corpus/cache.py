@@ -23,7 +23,7 @@ def cache_dir() -> Path:
 
 def cached_folder(data: DataSpec, files: list[Path]) -> Path:
     """The folder for `data` read from `files` as they are now (by path, size and time of change)."""
-    facts = json.dumps(_facts(data, files), sort_keys=True)
+    facts = json.dumps(_facts(data, files), sort_keys=True, allow_nan=False)
     return cache_dir() / "tokens" / f"{data.source}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
 
 

@@ -17,6 +17,7 @@ from trainspec_cli.corpus.rows import Joined, Packed, Rows, open_rows
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.spec.data import DataSpec
+from trainspec_cli.spec.json_text import json_text
 
 COLLECTION = "collection.json"
 
@@ -104,7 +105,7 @@ def write_collection(parts: Mapping[str, tuple[Path, float]], validation: Mappin
         },
         "validation": {name: str(folder.absolute()) for name, folder in validation.items()},
     }
-    text = json.dumps(told, indent=2) + "\n"
+    text = json_text(told) + "\n"
     folder = cache_dir() / "tokens" / f"collection-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     if not folder.exists():
         try:

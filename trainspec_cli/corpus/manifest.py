@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.spec.json_text import json_text
 
 SCHEMA = 1
 """Raised whenever the files, their meaning or the way they are made change; cached folders are then made anew."""
@@ -73,7 +74,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    (folder / MANIFEST_FILE).write_text(json.dumps(asdict(manifest), indent=2) + "\n", encoding="utf-8")
+    (folder / MANIFEST_FILE).write_text(json_text(asdict(manifest)) + "\n", encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainspec_cli.doctor.checks import Check, check_host
+from trainspec_cli.spec.json_text import json_text
 
 SPEED = ("-m", "trainspec_cli.engine.speed")
 SPEED_TIMEOUT_S = 120.0
@@ -20,7 +21,7 @@ SPEED_TIMEOUT_S = 120.0
 
 def main() -> None:
     folder, device, compute = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-    print(json.dumps(examine_host(folder, device, compute)))
+    print(json_text(examine_host(folder, device, compute), indent=None))
 
 
 def examine_host(folder: Path, device: str, compute: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ through. The files are named by an index where there is more than one.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from trainspec_cli.huggingface.safetensors import DTYPE_BYTES, INDEX, SINGLE, ma
 from trainspec_cli.huggingface.tensors import Parameter, Piece, parameters
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.model import DecoderModel
 from trainspec_cli.spec.plan import Plan
 
@@ -58,7 +58,7 @@ def export(plan: Plan, order: Order) -> None:
     if len(names) > 1:
         total = sum(parameter.numel for held in files for parameter in held) * DTYPE_BYTES[order.dtype]
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-        (Path(order.output) / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (Path(order.output) / INDEX).write_text(json_text(index) + "\n", encoding="utf-8")
 
 
 def _files(wanted: Sequence[Parameter], order: Order) -> Iterator[list[Parameter]]:

@@ -5,13 +5,14 @@ One device after another; the slowest counts.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from trainspec_cli.spec.json_text import json_text
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
@@ -22,7 +23,7 @@ REPEATS = 5
 
 def main() -> None:
     device_type, compute = sys.argv[1], sys.argv[2]
-    print(json.dumps(measure(device_type, DTYPES[compute])))
+    print(json_text(measure(device_type, DTYPES[compute]), indent=None))
 
 
 def measure(device_type: str, dtype: torch.dtype) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def _difference(text: str, other: str) -> Span:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+    return json.dumps(value, ensure_ascii=ensure_ascii, allow_nan=True, **options)
 
 
 def _generation_tag() -> Any:

@@ -100,7 +100,7 @@ def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
         end = start + math.prod(shape) * DTYPE_BYTES[dtype]
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
         start = end
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 

@@ -20,6 +20,7 @@ from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.launch import processes
 from trainspec_cli.launch.slurm import commands as slurm
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.json_text import json_text
 
 GLANCE_S = 0.5
 """`is_running` holds the lock for an instant; a claim tries again for this long."""
@@ -38,7 +39,7 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
             raise _still_running(run)
         owner = {"pid": os.getpid(), "host": socket.gethostname(), "launch_id": launch_id, **_own_slurm_job()}
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+        os.pwrite(descriptor, json_text(owner, indent=None).encode(), 0)
         try:
             yield
         finally:

@@ -40,6 +40,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trainspec_cli.spec.json_text import json_text
+
 PARTS = ("data_wait", "forward", "backward", "exposed_comm", "optimizer", "checkpoint", "other")
 """What a step's time is divided into; the parts sum to `step_time_s`."""
 
@@ -65,7 +67,7 @@ class EventWriter:
     def write(self, kind: str, **fields: Any) -> None:
         event = {"type": kind, "time": time.time(), "rank": self._rank, **fields}
         with self._lock:
-            self._unwritten += json.dumps(event, ensure_ascii=False).encode() + b"\n"
+            self._unwritten += json_text(event, indent=None).encode() + b"\n"
             self._flush()
 
     def _flush(self) -> None:

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from trainspec_cli.spec.json_text import json_text
+
 
 def write_text(path: Path, text: str) -> None:
     """Write beside `path`, flush to disk, rename into place."""
@@ -23,7 +25,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_text(path, json_text(content) + "\n")
 
 
 def read_json(path: Path) -> Any:

@@ -20,5 +20,5 @@ def newest_copy(run: RunDir) -> int:
 
 def memory_folder(run: RunDir) -> Path:
     """The same for every start of a run, on every host; of no other run, not even one made later in its place."""
-    key = json.dumps([str(run.root.resolve()), read_json(run.run_json).get("created_at")])
+    key = json.dumps([str(run.root.resolve()), read_json(run.run_json).get("created_at")], allow_nan=False)
     return MEMORY / f"trainspec-{hashlib.sha256(key.encode()).hexdigest()[:16]}"

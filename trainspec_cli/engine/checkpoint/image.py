@@ -92,7 +92,7 @@ def plan_image(parts: Sequence[Part]) -> Image:
             "data_offsets": (offset, offset + part.bytes),
         }
         offset += part.bytes
-    text = json.dumps(fields, separators=(",", ":")).encode()
+    text = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
     starts = tuple(len(header) + fields[part.name]["data_offsets"][0] for part in ordered)

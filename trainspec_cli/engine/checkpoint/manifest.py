@@ -167,7 +167,7 @@ def _sizes(told: Any) -> tuple[int, ...]:
 
 
 def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def digest_file(path: Path) -> FileDigest:
