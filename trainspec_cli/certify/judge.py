@@ -154,15 +154,15 @@ def _judge_repetition(check: Check, heard: Heard) -> Finding:
 
 
 def _judge_resume(check: Check, heard: Heard) -> Finding:
-    told = heard[check.run].told
+    testimony = heard[check.run]
+    told, whole, resumed = testimony.told, testimony.losses[SAVE_AT:], testimony.resumed_losses
     kept = told["weights_sha256"] == told["resumed"]["weights_sha256"]
-    same_losses = told["losses"][SAVE_AT:] == told["resumed"]["losses"]
     figures: dict[str, float | str] = {
         "sha256": told["weights_sha256"],
         "resumed": told["resumed"]["weights_sha256"],
-        "worst_loss_error": loss_error(told["resumed"]["losses"], told["losses"][SAVE_AT:]),
+        "worst_loss_error": loss_error(resumed, whole),
     }
-    return Finding(check.clause, check.run.name, kept and same_losses, figures)
+    return Finding(check.clause, check.run.name, kept and resumed == whole, figures)
 
 
 def _judge_move(check: Check, heard: Heard) -> Finding:

@@ -71,7 +71,11 @@ class Testimony:
 
     @property
     def losses(self) -> list[float]:
-        return list(self.told["losses"])
+        return _losses(self.told["losses"])
+
+    @property
+    def resumed_losses(self) -> list[float]:
+        return _losses(self.told["resumed"]["losses"])
 
     @cached_property
     def gradients(self) -> dict[str, np.ndarray]:
@@ -81,6 +85,11 @@ class Testimony:
             with np.load(path) as stage:
                 found.update(stage)
         return found
+
+
+def _losses(told: Sequence[float | None]) -> list[float]:
+    """JSON has null for what is not finite."""
+    return [math.nan if loss is None else loss for loss in told]
 
 
 def hear(

@@ -216,6 +216,10 @@ class ElasticTrainer(Trainer):
         if self.leads and not self.late:
             super()._checkpoint_last()
 
+    def _end_done(self) -> None:
+        if not self.late:
+            super()._end_done()
+
     def _finish(self, status: str) -> None:
         """A group that came back when the others had done leaves their result as it is."""
         if not self.late:

@@ -13,7 +13,9 @@ from trainspec_cli.engine.batch import held_part
 from trainspec_cli.engine.build import Machinery
 from trainspec_cli.engine.data.heldout import HeldoutLoss, heldout_batches, summarise
 from trainspec_cli.engine.data.sample_loader import SampleLoader
+from trainspec_cli.engine.finite import REMEDY, is_finite
 from trainspec_cli.engine.passes import forward_only
+from trainspec_cli.errors import WorkerError
 
 NO_TOKEN = -1
 
@@ -65,14 +67,21 @@ def heldout_metrics(built: Machinery, loader: SampleLoader) -> dict[str, float |
 def write_text(
     built: Machinery, prompt_ids: Sequence[int], *, count: int, temperature: float, max_context: int, seed: int
 ) -> list[int]:
-    """`count` tokens after the prompt. Every rank writes the same text: all take part in each forward."""
+    """`count` tokens after the prompt. Every rank writes the same text: all take part in each forward.
+
+    Raises WorkerError, on all of them, where the logits are not finite.
+    """
     generator = torch.Generator(built.device).manual_seed(seed)
     ids = list(prompt_ids)
     for _ in range(count):
         logits_V = _next_logits(built, ids[-max_context:], max_context)
-        token = NO_TOKEN if logits_V is None else _choose(logits_V, temperature, generator)
+        token = NO_TOKEN
+        if logits_V is not None and is_finite(logits_V):
+            token = _choose(logits_V, temperature, generator)
         agreed = torch.tensor(token, device=built.device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        if int(agreed) == NO_TOKEN:
+            raise WorkerError("the model cannot write: its logits are not finite", code="not_finite", hint=REMEDY)
         ids.append(int(agreed))
     return ids[len(prompt_ids) :]
 

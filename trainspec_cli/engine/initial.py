@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,8 +13,11 @@ from torch import Tensor
 from trainspec_cli.engine.build import Machinery
 from trainspec_cli.engine.checkpoint.manifest import read_manifest, verify_files
 from trainspec_cli.engine.checkpoint.weights import load_weights
+from trainspec_cli.engine.finite import NOT_FINITE, count_not_finite, is_finite
+from trainspec_cli.engine.joint_errors import errors_together
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.huggingface.folder import open_weights
+from trainspec_cli.errors import MachineError, Problem
+from trainspec_cli.huggingface.folder import list_names, open_weights
 from trainspec_cli.huggingface.safetensors import Entry
 from trainspec_cli.huggingface.tensors import Piece, parameters
 from trainspec_cli.rundir.paths import RunDir
@@ -26,8 +30,14 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 def load_initial(plan: Plan, built: Machinery) -> None:
     """Fill the model from what `init.from` names; without it the values drawn from the seed stay.
 
-    Called by every rank together. Raises RecipeError or MachineError where the checkpoint is not the model's.
+    Called by every rank together. Raises RecipeError or MachineError, on all of them, where the checkpoint is not the
+    model's or a weight is not finite.
     """
+    with errors_together():
+        _load(plan, built)
+
+
+def _load(plan: Plan, built: Machinery) -> None:
     init = plan.spec.init
     if init.hugging_face is not None:
         assert isinstance(plan.spec.model, DecoderModel), "other families are refused before launch"
@@ -41,20 +51,31 @@ def load_initial(plan: Plan, built: Machinery) -> None:
 
 @torch.no_grad()
 def load_folder(folder: Path, model: DecoderModel, shares: Sequence[Share]) -> None:
-    """Of each tensor a rank reads what its parts cover: the files are mapped, and pages of others are never touched."""
+    """Of each tensor a rank reads what its parts cover: the files are mapped, and pages of others are never touched.
+
+    Raises MachineError that names the tensors in which something is not finite.
+    """
     tensors = MappedTensors(open_weights(folder, model))
     by_name = {parameter.name: parameter.pieces for parameter in parameters(model)}
-    for share in shares:
-        if share.name in by_name:
-            _fill(share, by_name[share.name], tensors)
+    faults = [fault for share in shares for fault in _fill(share, by_name.get(share.name, ()), tensors)]
+    if faults:
+        message = f"{folder} holds {NOT_FINITE}: {list_names(list(dict.fromkeys(faults)))}"
+        hint = "download it again, or name another folder in init.from"
+        raise MachineError(Problem("bad_checkpoint", message, "init.from", hint))
 
 
-def _fill(share: Share, pieces: Sequence[Piece], tensors: MappedTensors) -> None:
+def _fill(share: Share, pieces: Sequence[Piece], tensors: MappedTensors) -> Iterator[str]:
+    """-> the tensors of which something that was read is not finite as a weight, each with the number of such values
+    in the whole of it."""
     for piece in pieces:
         met = piece.overlap(tuple(share.offsets), tuple(share.local.shape))
-        if met is not None:
-            inner, outer = met
-            share.local[outer].copy_(tensors.box(piece)[inner])
+        if met is None:
+            continue
+        inner, outer = met
+        filled = share.local[outer].copy_(tensors.box(piece)[inner])
+        if not is_finite(filled):
+            count = count_not_finite(tensors.box(piece).to(filled.dtype))
+            yield f"{count:,} of {math.prod(piece.shape):,} in {piece.tensor} ({tensors.file(piece).name})"
 
 
 class MappedTensors:
@@ -68,6 +89,9 @@ class MappedTensors:
         """In the parameter's own order of dimensions."""
         tensor = self._read(self._entries[piece.tensor])
         return (tensor.transpose(-1, -2) if piece.transposed else tensor).view(piece.shape)
+
+    def file(self, piece: Piece) -> Path:
+        return self._entries[piece.tensor].file
 
     def _read(self, entry: Entry) -> Tensor:
         if entry.file not in self._files:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -22,6 +23,17 @@ def raise_together(error: TrainspecError | None) -> None:
     """Every rank raises what the first of those that have an error found."""
     if found := agree_on_error(error):
         raise found from error
+
+
+@contextmanager
+def errors_together() -> Iterator[None]:
+    """What one rank raises in the block is raised by all at its end. There must be no collective in it."""
+    error = None
+    try:
+        yield
+    except TrainspecError as own:
+        error = own
+    raise_together(error)
 
 
 def _to_plain(error: TrainspecError) -> dict[str, Any]:

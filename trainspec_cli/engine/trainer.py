@@ -15,6 +15,7 @@ from trainspec_cli.corpus.samples import step_positions
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build import DTYPES, Machinery
 from trainspec_cli.engine.checkpoints import Checkpoints
+from trainspec_cli.engine.divergence import Divergence
 from trainspec_cli.engine.faults import Faults
 from trainspec_cli.engine.observe.clock import Segments
 from trainspec_cli.engine.observe.device import Peak, device_allocations, device_name, measure_peak
@@ -26,13 +27,9 @@ from trainspec_cli.engine.result import RunTally, write_result
 from trainspec_cli.engine.signals import StopRequest
 from trainspec_cli.engine.sources import Source
 from trainspec_cli.engine.step import StepOutcome, train_step
-from trainspec_cli.errors import WorkerError
 from trainspec_cli.policy.schedule import learning_rate
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.plan import Plan
-
-MAX_SKIPPED_STEPS = 10
-"""So many updates in a row that were not finite end the run."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ class Trainer:
         self.unread: DoneStep | None = None
         self.allocated = device_allocations(machinery.device)
         """How often the device was asked for memory before this step."""
-        self.skipped_in_a_row = 0
+        self.divergence = Divergence(run_dir, self.spec.train.max_skipped_steps)
         self.stopping = False
 
     def _open_journal(self) -> Journal | GroupJournal:
@@ -93,8 +90,11 @@ class Trainer:
             with self.watch.between_steps():
                 if not self.stopping:
                     self._look_if_due()
-        self._checkpoint_last()
-        self._finish("done" if self.step == self.spec.train.max_steps else "stopped")
+        if self.step == self.spec.train.max_steps:
+            self._end_done()
+        else:
+            self._checkpoint_last()
+            self._finish("stopped")
         self.watch.close()
 
     def _restore(self) -> str | None:
@@ -199,20 +199,11 @@ class Trainer:
         self.tally.steps.append(event)
         self.checkpoints.note_step(done.step, sum(parts_s.values()), writing=done.outcome.writing.item() > 0)
         self.stopping = self.stopping or done.outcome.stop.item() > 0
-        self._count_skipped(done.step, skipped)
+        if skipped:
+            self.journal.write("warning", step=done.step, message="loss or gradient not finite: update skipped")
+        self.divergence.note_step(done.step, skipped=skipped)
         if leak := self.memory.look(done.step):
             self.journal.write("warning", step=done.step, message=leak)
-
-    def _count_skipped(self, step: int, skipped: bool) -> None:
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        if skipped:
-            self.journal.write("warning", step=step, message="loss or gradient not finite: update skipped")
-        if self.skipped_in_a_row == MAX_SKIPPED_STEPS:
-            raise WorkerError(
-                f"the loss or the gradients were not finite for {MAX_SKIPPED_STEPS} steps in a row, up to step {step}",
-                code="not_finite",
-                hint="resume from the last checkpoint with a lower optim.lr, or a longer optim.schedule.warmup_steps",
-            )
 
     # When what is due
 
@@ -251,11 +242,16 @@ class Trainer:
         if sample is not None:
             self.journal.write("sample", step=self.step, **sample)
 
+    def _end_done(self) -> None:
+        """All steps are made. Raises WorkerError where the model came to nothing, and leaves no checkpoint of it."""
+        if self.tally.heldout is None:
+            self._look()
+        self.divergence.check_end(self.step, self.tally, self.built.held)
+        self._checkpoint_last()
+        self._write_sample()
+        self._finish("done")
+
     def _finish(self, status: str) -> None:
-        if status == "done":
-            if self.tally.heldout is None:
-                self._look()
-            self._write_sample()
         summary = self.source.summarise(self.tally.heldout)
         sha256 = write_result(
             self.run_dir, self.built, self.plan, self.tally, status=status, step=self.step, heldout=summary

@@ -57,7 +57,7 @@ def find_faults(entries: Mapping[str, Entry], model: DecoderModel, folder: Path)
     ]
     faults = {"lacks": missing, "holds what the model has no place for:": extra, "has wrong shapes:": misshapen}
     return [
-        Problem("bad_checkpoint", f"{folder} {what} {_list(names)}", "init.from", _HINT)
+        Problem("bad_checkpoint", f"{folder} {what} {list_names(names)}", "init.from", _HINT)
         for what, names in faults.items()
         if names
     ]
@@ -70,7 +70,8 @@ def _is_redundant(name: str, model: DecoderModel) -> bool:
     return bool(_COMPUTED.search(name)) or (name == HEAD and model.tied_embeddings)
 
 
-def _list(names: list[str]) -> str:
+def list_names(names: list[str]) -> str:
+    """The first of them, and how many more there are."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 

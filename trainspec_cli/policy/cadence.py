@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 
 def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
@@ -33,7 +34,9 @@ def checkpoint_interval_s(blocked_s: float, written_s: float, mtbf_s: float) -> 
 
 
 def checkpoint_interval_steps(interval_s: float, step_time_s: float) -> int:
-    """The nearest whole number of steps, at least one."""
+    """The nearest whole number of steps, at least one; for an endless interval more than any run has."""
+    if math.isinf(interval_s):
+        return sys.maxsize
     return max(1, round(interval_s / step_time_s))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median, quantiles
@@ -40,7 +41,7 @@ def _judge(backend: str, trials: Sequence[KernelTrial]) -> KernelFigure:
             return KernelFigure("not tried", trial.untried)
         if trial.failure:
             return KernelFigure("failed", trial.failure)
-    error = max(trial.error or 0.0 for trial in trials)
+    error = max(math.inf if trial.error is None else trial.error for trial in trials)
     allowed = min(trial.allowed_error or 0.0 for trial in trials)
     if not error <= allowed:  # also where it is no number
         reason = f"it errs by {error:.2g} against fp64, and {allowed:.2g} is the format's own"

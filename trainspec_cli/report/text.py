@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from trainspec_cli.report.history import Event
@@ -17,7 +18,7 @@ SAMPLE_METRICS = {"heldout_accuracy": "accuracy", "heldout_dice": "Dice"}
 
 def describe_progress(progress: Progress) -> str:
     """`loss 4.213 · 2,810 tokens/s · 41.0% MFU · 1 min 33 s left`, as far as known."""
-    parts = [f"loss {progress.loss:.4f}"] if progress.loss is not None else []
+    parts = [f"loss {_figure(progress.loss, 4)}"] if progress.has_stepped else []
     if progress.tokens_per_s is not None and progress.mfu is not None:
         parts.append(describe_speed(progress.tokens_per_s, progress.mfu, progress.unit))
     if progress.time_left_s:
@@ -75,8 +76,12 @@ def describe_cadence(event: Event) -> str:
     cost_s = event["blocked_s"] + event["drag_s"]
     return (
         f"from here a checkpoint every {event['interval_steps']:,} steps: one costs {format_duration(cost_s)} and is "
-        f"whole in {format_duration(event['written_s'])}; failures come every {format_duration(event['mtbf_s'])}"
+        f"whole in {format_duration(event['written_s'])}; {_describe_failures(event['mtbf_s'])}"
     )
+
+
+def _describe_failures(mtbf_s: float | None) -> str:
+    return "no failures are expected" if mtbf_s is None else f"failures come every {format_duration(mtbf_s)}"
 
 
 def describe_plan(plan: Plan) -> str:
@@ -124,7 +129,7 @@ def describe_evaluation(event: Event) -> str:
     """`2.310 bits per byte (xz 2.651), loss 3.123`; of images `accuracy 0.910, loss 0.3121`, of volumes `Dice ...`."""
     for key, name in SAMPLE_METRICS.items():
         if key in event:
-            return f"{name} {event[key]:.3f}, loss {event['heldout_loss']:.4f}"
+            return f"{name} {_figure(event[key], 3)}, loss {_figure(event['heldout_loss'], 4)}"
     xz = event.get("xz_bits_per_byte")
     beside = f" (xz {xz:.3f})" if xz is not None else ""
     sets = "".join(f"; {name} {_describe_text(figures)}" for name, figures in event.get("sets", {}).items())
@@ -134,9 +139,10 @@ def describe_evaluation(event: Event) -> str:
 
 def _describe_text(figures: dict[str, Any], beside: str = "") -> str:
     """Bits per byte where the bytes are known."""
-    bits = figures["bits_per_byte"]
-    return (
-        f"{bits:.3f} bits per byte{beside}, loss {figures['loss']:.4f}"
-        if bits is not None
-        else f"loss {figures['loss']:.4f}"
-    )
+    bits, loss = figures["bits_per_byte"], f"loss {_figure(figures['loss'], 4)}"
+    return f"{_figure(bits, 3)} bits per byte{beside}, {loss}" if bits is not None else loss
+
+
+def _figure(value: float | None, digits: int) -> str:
+    """An event has null for what is not finite."""
+    return "not finite" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"

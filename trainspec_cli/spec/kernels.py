@@ -149,7 +149,8 @@ class KernelTrial:
     ratios: tuple[float, ...] = ()
     """Its time over the default's, of each round; in a round all take turns."""
     error: float | None = None
-    """The greatest relative error (Euclidean) of its output and gradients against fp64."""
+    """The greatest relative error (Euclidean) of its output and gradients against fp64; None where it was not tried,
+    failed, or gave something that is not finite."""
     allowed_error: float | None = None
     untried: str = ""
     """Why it was not tried."""

@@ -136,6 +136,7 @@ RANGES = {
     "batching.micro_batch_size": AT_LEAST_ONE,
     "train.max_steps": AT_LEAST_ONE,
     "train.seed": AT_LEAST_ZERO,
+    "train.max_skipped_steps": AT_LEAST_ONE,
     "train.eval_interval_steps": AT_LEAST_ONE,
     "train.sample_interval_steps": AT_LEAST_ONE,
     "train.log_interval_steps": AT_LEAST_ONE,

@@ -27,6 +27,8 @@ Offload = Literal["none", "optimizer"]
 class TrainSection:
     max_steps: int
     seed: int = 0
+    max_skipped_steps: int = 10
+    """A step whose loss or gradients are not finite updates nothing; so many in a row end the run."""
     eval_interval_steps: int | None = None
     """Steps between looks at the held-out text; null looks once, at the end."""
     sample_interval_steps: int | None = None

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from trainspec_cli.engine.checkpoint.image import CODES
 from trainspec_cli.engine.checkpoint.manifest import Chunk, Manifest, TensorEntry, refused
 from trainspec_cli.engine.checkpoint.parts import Part
+from trainspec_cli.engine.finite import NOT_FINITE, count_not_finite, is_finite
 
 Span = tuple[int, int]
 
@@ -33,7 +34,7 @@ def files_needed(manifest: Manifest, parts: Iterable[Part]) -> set[str]:
 def fill_parts(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
     """Copy what the checkpoint holds into the parts' own memory; their layout may be any.
 
-    Raises MachineError where a tensor is missing, of another shape or dtype, or not wholly covered.
+    Raises MachineError where a tensor is missing, of another shape or dtype, not wholly covered, or not finite.
     """
     with ExitStack() as stack:
         opened: dict[str, Any] = {}
@@ -70,6 +71,9 @@ def _copy_chunk(folder: Path, opened: dict[str, Any], stack: ExitStack, part: Pa
         found = source[_slices(spans, chunk.offsets)] if spans else opened[chunk.file].get_tensor(part.name)
     except (SafetensorError, OSError) as error:
         raise refused(folder, f"{folder / chunk.file} cannot be read: {error}") from error
+    if not is_finite(found):
+        count = count_not_finite(opened[chunk.file].get_tensor(part.name))
+        raise refused(folder, f"{folder / chunk.file} holds {count:,} {NOT_FINITE} in {part.name}")
     target = part.tensor[_slices(spans, part.offsets)] if spans else part.tensor
     target.copy_(found)
     return found.numel()

@@ -12,8 +12,7 @@ from trainspec_cli.engine.checkpoint.manifest import Manifest, read_manifest, ve
 from trainspec_cli.engine.checkpoint.memory import Place, fetch, find_newest
 from trainspec_cli.engine.checkpoint.parts import Held, Part, copy_twins, rng_parts, set_rng
 from trainspec_cli.engine.checkpoint.reading import files_needed, fill_parts
-from trainspec_cli.engine.joint_errors import raise_together
-from trainspec_cli.errors import MachineError
+from trainspec_cli.engine.joint_errors import errors_together
 from trainspec_cli.rundir.paths import RunDir
 
 
@@ -42,14 +41,9 @@ def load_newest(run_dir: RunDir, held: Held, device: torch.device, memory: Place
 
 def _load(folder: Path, held: Held, device: torch.device) -> Restored:
     """The ranks share out the files' verification, and go on when all have said yes."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    error = None
-    try:
+    with errors_together():
         manifest = read_manifest(folder)
-        verify_files(folder, manifest.files[rank::world_size])
-    except MachineError as refusal:
-        error = refusal
-    raise_together(error)
+        verify_files(folder, manifest.files[dist.get_rank() :: dist.get_world_size()])
     _restore(folder, manifest, _parts(manifest, held, device), held, device)
     return Restored(manifest, folder)
 
@@ -61,6 +55,7 @@ def _parts(manifest: Manifest, held: Held, device: torch.device) -> list[Part]:
 
 
 def _restore(folder: Path, manifest: Manifest, parts: list[Part], held: Held, device: torch.device) -> None:
-    fill_parts(folder, manifest, parts)
+    with errors_together():
+        fill_parts(folder, manifest, parts)
     copy_twins(held.shares, held.optimizer)
     set_rng([part for part in parts if part.name.startswith("rng.")], device)
