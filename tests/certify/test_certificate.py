@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from trainspec_cli.certify import runs
 from trainspec_cli.certify.cases import Case, cases, refused
 from trainspec_cli.certify.certificate import verdict, verify, write_certificate
 from trainspec_cli.certify.clauses import read_clauses, spec_version
@@ -14,6 +15,7 @@ from trainspec_cli.certify.families import FAMILIES
 from trainspec_cli.certify.judge import Finding, checks, judge_refusals
 from trainspec_cli.certify.runs import gradient_errors, loss_error
 from trainspec_cli.errors import RecipeError
+from trainspec_cli.rundir.files import write_json
 from trainspec_cli.spec.cluster import Machine
 from trainspec_cli.spec.layout import Layout
 
@@ -111,3 +113,9 @@ def test_names_of_cases_tell_them_apart():
         Case("dense", Layout(tp=2, pp=2, pipeline_schedule="zbv"), recompute="full").name
         == "dense-fp32-tp2.pp2.zbv-full"
     )
+
+
+def test_a_loss_that_was_not_finite_is_null_in_the_testimony(tmp_path):
+    write_json(tmp_path / "witness.json", {"losses": [1.0, math.nan], "resumed": {"losses": [math.inf]}})
+    heard = runs.Testimony(tmp_path)
+    assert loss_error(heard.losses, [1.0, 2.0]) == loss_error(heard.resumed_losses, [1.0]) == math.inf

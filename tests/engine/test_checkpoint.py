@@ -23,7 +23,7 @@ from trainspec_cli.engine.checkpoint.store import load_newest
 from trainspec_cli.engine.optim.build import build_optimizer
 from trainspec_cli.engine.optim.update import guarded_update
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.errors import MachineError
+from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.optim import OptimSpec
 
@@ -292,3 +292,54 @@ def test_the_writer_steps_back_for_training(tmp_path):
     made = Saver(RunDir(tmp_path), trained(), CPU, keep_last=1)
     thread = made._thread.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
     assert thread.result() == min(saver.MOST_NICENESS, os.getpriority(os.PRIO_PROCESS, 0) + saver.WRITER_NICENESS)
+
+
+def spoil(held, tensor, value):
+    with torch.no_grad():
+        tensor.view(-1)[2:4] = value
+    return held
+
+
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [
+        (lambda held: held.shares[0].local, "model.0.weight"),
+        (lambda held: held.modules[0][1].running_var, "model.1.running_var"),
+        (lambda held: held.optimizer.state[held.shares[0].local]["exp_avg"], "optimizer.state.0.weight.exp_avg"),
+    ],
+    ids=["weight", "buffer", "moment"],
+)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_refused_by_name_and_number(tmp_path, of, name, value):
+    held = trained()
+    save(RunDir(tmp_path), spoil(held, of(held), value), 3)
+    folder = RunDir(tmp_path).checkpoint(3)
+    with pytest.raises(MachineError) as raised:
+        load_newest(RunDir(tmp_path), trained(1), CPU)
+    (problem,) = raised.value.problems
+    words = "holds 2 values that are not finite (NaN or infinity) in"
+    assert problem.message == f"checkpoint refused: {folder / NAME} {words} {name}"
+    assert (problem.code, problem.hint) == (
+        "bad_checkpoint",
+        f"remove the folder {folder} to go on from the checkpoint before it",
+    )
+
+
+def test_a_part_of_a_tensor_is_refused_with_the_number_in_its_whole_file(tmp_path):
+    held = trained()
+    save(RunDir(tmp_path), spoil(held, held.shares[0].local, torch.nan), 3)
+    folder, full = RunDir(tmp_path).checkpoint(3), (7, 5)
+    whole = read_manifest(folder)
+    fill_parts(folder, whole, [Part("model.0.weight", torch.zeros(6, 5), (1, 0), full)])
+    with pytest.raises(MachineError, match="holds 2 values"):
+        fill_parts(folder, whole, [Part("model.0.weight", torch.zeros(7, 2), (0, 3), full)])
+
+
+@pytest.mark.parametrize("name", ["../rank00000.safetensors", "/etc/passwd", "rank0.safetensors", "", 7])
+def test_a_manifest_names_files_of_its_own_folder_alone(tmp_path, name):
+    told = {"name": name, "bytes": 1, "sha256": "0"}
+    with pytest.raises((ValueError, TypeError, RecipeError)):
+        manifest.part_from({"file": told, "tensors": {}})
+    chunk = {"file": name, "offsets": [0], "shape": [1]}
+    with pytest.raises((ValueError, TypeError, RecipeError)):
+        manifest.entries_from({"w": {"shape": [1], "dtype": "F32", "chunks": [chunk]}})

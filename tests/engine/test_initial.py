@@ -9,7 +9,7 @@ from trainspec_cli.engine.export import Order, export
 from trainspec_cli.engine.initial import load_folder
 from trainspec_cli.engine.models.build import build_model
 from trainspec_cli.engine.shares import Cut, Share
-from trainspec_cli.errors import RecipeError
+from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.huggingface.config import read_model, write_config
 from trainspec_cli.huggingface.tensors import parameters
 from trainspec_cli.spec.model import DecoderModel
@@ -117,3 +117,52 @@ def test_tensors_that_are_not_the_models_are_named(hf_folder):
         f"{folder} holds what the model has no place for: model.layers.7.surplus",
         f"{folder} has wrong shapes: model.layers.0.mlp.up_proj.weight is 3 x 4 and should be 48 x 32",
     ]
+
+
+def plant(folder, name, *values):
+    from safetensors.torch import load_file, save_file
+
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors[name].view(-1)[: len(values)] = torch.tensor(values, dtype=tensors[name].dtype)
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize("values", [(torch.nan,), (1.0, torch.inf, -torch.inf)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_not_finite_are_refused_by_name_and_number(values, dtype, hf_folder):
+    folder = hf_folder("qwen3")
+    transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
+    plant(folder, "model.norm.weight", *values)
+    with pytest.raises(MachineError) as raised:
+        loaded(folder, model_of(folder))
+    count = sum(not torch.tensor(value).isfinite() for value in values)
+    (problem,) = raised.value.problems
+    assert problem.message == (
+        f"{folder} holds values that are not finite (NaN or infinity): "
+        f"{count} of 32 in model.norm.weight (model.safetensors)"
+    )
+    assert (problem.code, problem.path) == ("bad_checkpoint", "init.from")
+
+
+def test_a_rank_looks_at_its_own_part_and_counts_the_whole(hf_folder):
+    folder = hf_folder("mixtral")
+    model = model_of(folder)
+    plant(folder, "model.layers.0.block_sparse_moe.experts.1.w3.weight", torch.nan, torch.nan)
+    full = (4, 32, 96)
+    for index in range(4):
+        cut = Cut(0, 4, index, 4, group=None)
+        share = Share("blocks.0.ffn.experts.up", torch.nn.Parameter(torch.zeros(1, *full[1:])), cut)
+        if index == 1:
+            with pytest.raises(MachineError, match=r": 2 of 1,536 in model\.layers\.0\.\S*experts\.1\.w3\.weight \("):
+                load_folder(folder, model, [share])
+        else:
+            load_folder(folder, model, [share])
+
+
+def test_what_no_weight_can_hold_is_not_finite_either(hf_folder):
+    folder = hf_folder("qwen3")
+    transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).save_pretrained(folder)
+    plant(folder, "model.norm.weight", 1e300)
+    with pytest.raises(MachineError, match=r"1 of 32 in model\.norm\.weight"):
+        loaded(folder, model_of(folder))

@@ -46,3 +46,7 @@ def test_a_checkpoint_is_whole_before_the_next_begins() -> None:
 @pytest.mark.parametrize(("interval_s", "steps"), [(100, 10), (104, 10), (3, 1)])
 def test_the_interval_is_whole_steps_and_at_least_one(interval_s: float, steps: int) -> None:
     assert checkpoint_interval_steps(interval_s, step_time_s=10) == steps
+
+
+def test_where_nothing_fails_none_is_due_after_the_first():
+    assert checkpoint_interval_steps(checkpoint_interval_s(1.0, 2.0, math.inf), 0.5) > 10**9

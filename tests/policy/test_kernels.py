@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
+import pytest
+
 from trainspec_cli.policy.kernels import MARGIN, judge, judge_operation
+from trainspec_cli.spec.canonical import from_plain, to_plain
+from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.kernels import TORCH, KernelTrial, KernelTrials
 
 
@@ -61,3 +67,10 @@ def test_processes_without_the_operation_have_no_say() -> None:
     first = KernelTrials({}, {"rope": {TORCH: DEFAULT}})
     last = KernelTrials({}, {"rope": {TORCH: DEFAULT}, "linear_cross_entropy": {TORCH: DEFAULT, "x": trial(0.5, 0.5)}})
     assert judge([first, last])["linear_cross_entropy"]["x"].verdict == "chosen"
+
+
+@pytest.mark.parametrize("error", [float("nan"), float("inf")])
+def test_it_is_wrong_too_when_a_process_has_written_it_down(error: float) -> None:
+    told = KernelTrials({}, {"rope": {TORCH: DEFAULT, "x": trial(error=error)}})
+    read = from_plain(KernelTrials, json.loads(json_text(to_plain(told))))
+    assert judge([read])["rope"]["x"].verdict == "wrong"

@@ -1,6 +1,9 @@
 import json
+import math
 import subprocess
 import sys
+
+import pytest
 
 from trainspec_cli.rundir.events import EventWriter, read_events
 from trainspec_cli.rundir.throughput import measure_throughput
@@ -50,3 +53,13 @@ def test_throughput_leaves_out_the_first_steps_and_counts_model_flops():
 def test_throughput_of_a_short_run_leaves_out_nothing():
     got = measure_throughput([{"tokens": 10, "step_time_s": 2.0}], flops_per_token=1.0, peak_flops=1.0, world_size=1)
     assert (got.tokens_per_s, got.left_out) == (5.0, 0)
+
+
+def test_what_is_not_finite_is_null_in_an_event(tmp_path):
+    writer = EventWriter(tmp_path / "e.jsonl", 0)
+    writer.write("step", loss=math.nan, sets={"a": {"loss": math.inf}})
+    writer.close()
+    (event,) = (
+        json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "e.jsonl").read_text().splitlines()
+    )
+    assert (event["loss"], event["sets"]) == (None, {"a": {"loss": None}})

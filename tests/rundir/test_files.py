@@ -1,3 +1,6 @@
+import json
+import math
+
 import pytest
 
 from trainspec_cli.rundir.files import read_json, write_json, write_text
@@ -25,3 +28,11 @@ def test_only_whole_checkpoints_are_listed(tmp_path):
         (run_dir.checkpoints / name).mkdir(parents=True)
     assert run_dir.checkpoint_steps() == [3, 20]
     assert run_dir.checkpoint(20).name == "step_00000020"
+
+
+def test_json_holds_nothing_that_another_parser_refuses(tmp_path):
+    write_json(tmp_path / "x.json", {"final_loss": math.nan, "name": "a\udcff"})
+    assert json.loads((tmp_path / "x.json").read_text(), parse_constant=pytest.fail) == {
+        "final_loss": None,
+        "name": "a\udcff",
+    }

@@ -86,7 +86,7 @@ def test_what_is_accepted(data, path: str, given: Any, taken: Any) -> None:
          "did you mean layout.tp=auto?"),
         ("train", "max_steps:3", "wrong_type",
          "`train` is 'max_steps:3'; a section with the keys max_steps, "
-         "seed, eval_interval_steps, sample_interval_steps, log_interval_steps "
+         "seed, max_skipped_steps, eval_interval_steps, sample_interval_steps, log_interval_steps "
          "is needed", "put a space after the colon"),
         ("sample", None, "wrong_type",
          "`sample` is null; a section with the keys prompt, max_new_tokens, temperature is needed",

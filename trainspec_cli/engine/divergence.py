@@ -1,12 +1,14 @@
-"""When a run has diverged: too many skipped updates in a row, or an end whose loss or weights are not finite.
+"""When a run has diverged: too many skipped updates in a row, or an end with nothing to show for it.
 
-Steps whose loss or gradients are not finite update nothing; some of them do no harm.
+Steps whose loss or gradients are not finite update nothing; some of them do no harm. A run is done when its last loss,
+its held-out loss and its weights are finite, and fewer than half of its steps were skipped in a row at its end.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import Any
 
 from trainspec_cli.engine.checkpoint.parts import Held
@@ -36,20 +38,21 @@ class Divergence:
             self._raise([f"{what} for {self._max_skipped_steps} steps in a row, up to step {step}"], step)
 
     def check_end(self, step: int, tally: RunTally, held: Held) -> None:
-        """Raise where the run has made all its steps, and is not done for all that."""
-        faults = [*self._faults_of_steps(tally.steps), *_faults_of_model(tally, held)]
+        """Raise where the run has made all its steps, up to `step`, and is not done for all that."""
+        faults = [*self._faults_of_steps(step, tally.steps), *_faults_of_model(tally, held)]
         self._raise(faults[:1], step)
 
-    def _faults_of_steps(self, own: Steps) -> Iterator[str]:
-        """`own` are those of this start; the run may have had others before."""
+    def _faults_of_steps(self, step: int, own: Steps) -> Iterator[str]:
+        """`own` are those of this start; where they updated nothing, those before them count too."""
         if any(not event["skipped"] for event in own):
-            every = own
+            events = own
         else:
-            every = [*(event for event in read_events(self._run_dir.events(0)) if event["type"] == "step"), *own]
-        if every and not _is_finite(every[-1]["loss"]):
-            yield f"the loss of the last step, {every[-1]['step']}, is not finite"
-        if every and all(event["skipped"] for event in every):
-            yield "no step updated the weights: the gradients were never finite"
+            events = [*(event for event in read_events(self._run_dir.events(0)) if event["type"] == "step"), *own]
+        if events and not _is_finite(events[-1]["loss"]):
+            yield f"the loss of the last step, {step}, is not finite"
+        skipped = sum(1 for _ in takewhile(lambda event: event["skipped"], reversed(events)))
+        if skipped and 2 * skipped >= step:
+            yield f"the loss or the gradients were not finite in the last {skipped} of {step} steps, at least half"
 
     def _raise(self, faults: Sequence[str], step: int) -> None:
         """With the checkpoint to go on from: what it holds has still made a step whose figures were finite."""
