@@ -20,7 +20,7 @@ def test_every_value_with_the_place_it_comes_from(capsys, write) -> None:
     assert lines["lr: 0.5"] == "command line:2"
     assert lines["num_layers: 2"].endswith("conf/model/llama_tiny.yaml:4")
     assert yaml.safe_load(text)["train"] == {
-        "max_steps": 20, "seed": 7, "eval_interval_steps": None, "sample_interval_steps": None,
+        "max_steps": 20, "seed": 7, "max_skipped_steps": 10, "eval_interval_steps": None, "sample_interval_steps": None,
         "log_interval_steps": 10,
     }  # fmt: skip
 

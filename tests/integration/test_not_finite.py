@@ -61,7 +61,7 @@ def test_nan_in_a_checkpoint_to_begin_with_is_refused_by_all_ranks_alike(trainsp
 def test_a_run_that_has_diverged_is_not_done(trainspec, tmp_path):
     launched = trainspec("launch", *DIVERGING, "train.max_steps=4", "--json")
     assert launched.returncode == 5, launched.stdout + launched.stderr
-    (problem,) = strict(launched.stderr)["errors"]
+    (problem,) = strict(launched.stdout)["errors"]
     words = "the loss or the gradients were not finite in the last 3 of 4 steps, at least half; there is no checkpoint"
     assert words in problem["message"]
     assert problem["hint"].startswith("start again: try a lower optim.lr")
