@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import stat
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson
-from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.units import format_duration
 
 if TYPE_CHECKING:
@@ -40,8 +42,19 @@ def runs(as_json: AsJson = False) -> None:
         typer.echo("there are no runs below ./runs; `trainspec launch recipe=quickstart` makes one")
 
 
+def find_own_run(name: str) -> RunDir:
+    """As `find_run`, for what believes the run or writes in it. Raises MachineError where others can write in it, or it
+    leads elsewhere by a link."""
+    from trainspec_cli.trust import check_tree
+
+    run = find_run(name)
+    check_tree(run.root)
+    return run
+
+
 def find_run(name: str) -> RunDir:
-    """The run that a RUN argument means. Raises RecipeError where there is none."""
+    """The run that a RUN argument means, to be looked at. Raises RecipeError where there is none, MachineError where it
+    is closed to this user."""
     from trainspec_cli.rundir.paths import RunDir
 
     if name == LAST:
@@ -50,7 +63,15 @@ def find_run(name: str) -> RunDir:
             raise RecipeError(Problem("no_run", "there are no runs below ./runs", hint="name a run's folder"))
         return RunDir(lines[0].path)
     run = RunDir(name)
-    if not run.run_json.is_file():
+    try:
+        holds_run = stat.S_ISREG(run.run_json.stat().st_mode)
+    except PermissionError as error:
+        hint = f"have its owner open it: chmod -R g+rX {shlex.quote(name)}"
+        problem = Problem("closed_run", f"{name} is closed to this user", hint=hint, environment=True)
+        raise MachineError(problem) from error
+    except (OSError, ValueError):
+        holds_run = False
+    if not holds_run:
         hint = "`trainspec runs` lists those below ./runs; `last` is the newest of them"
         raise RecipeError(Problem("no_run", f"{name} holds no run", hint=hint))
     return run

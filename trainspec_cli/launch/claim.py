@@ -6,6 +6,7 @@ Across hosts not every file system keeps locks: of a Slurm job it is Slurm that 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -21,6 +22,8 @@ from trainspec_cli.launch import processes
 from trainspec_cli.launch.slurm import commands as slurm
 from trainspec_cli.rundir.paths import RunDir
 
+_CANNOT_BE_LOOKED_AT = (errno.ENOENT, errno.EACCES, errno.ELOOP, errno.ENXIO)
+"""It is not there, belongs to others, or is a link or a pipe, which no run of trainspec makes."""
 GLANCE_S = 0.5
 """`is_running` holds the lock for an instant; a claim tries again for this long."""
 
@@ -32,7 +35,7 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
     The file is written in place: the lock belongs to the file, not to its name.
     """
     _give_up_earlier_start(run)
-    descriptor = os.open(run.pid_json, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(run.pid_json, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         if not _is_free(descriptor, run.pid_json):
             raise _still_running(run)
@@ -49,10 +52,12 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
 
 
 def is_running(run: RunDir) -> bool:
-    """Whether a supervisor holds the run, or workers that lost theirs still live."""
+    """Whether a supervisor holds the run, or workers that lost theirs still live; False where that cannot be seen."""
     try:
-        descriptor = os.open(run.pid_json, os.O_RDONLY)
-    except FileNotFoundError:
+        descriptor = os.open(run.pid_json, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno not in _CANNOT_BE_LOOKED_AT:
+            raise
         return False
     try:
         return not _lock(descriptor) or _orphans(descriptor)

@@ -14,6 +14,7 @@ from typing import Any
 
 from trainspec_cli.errors import MachineError
 from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.trust import is_plain_name
 
 SCHEMA = "trainspec.checkpoint/2"
 OLDER = ("trainspec.checkpoint/1",)
@@ -107,14 +108,27 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError(f"its schema is not {SCHEMA}")
         if stated != _digest(content):
             raise ValueError("it was altered: its sha256 is not its content's")
-        return Manifest(
+        manifest = Manifest(
             about=About(**content["about"]),
             world_size=content["world_size"],
             files=tuple(FileDigest(**file) for file in content["files"]),
             tensors={name: _entry(fields) for name, fields in content["tensors"].items()},
         )
+        _check_names(manifest)
+        return manifest
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise refused(folder, f"{folder / MANIFEST} cannot be read: {error}") from error
+
+
+def _check_names(manifest: Manifest) -> None:
+    """Raises ValueError where it names a file outside of its folder, or a tensor's part in a file that it does not
+    list."""
+    listed = {file.name for file in manifest.files}
+    if strange := [name for name in listed if not is_plain_name(name)]:
+        raise ValueError(f"it names a file outside of its folder, {strange[0]!r}")
+    chunks = ((name, chunk) for name, entry in manifest.tensors.items() for chunk in entry.chunks)
+    if chunk := next(((name, chunk.file) for name, chunk in chunks if chunk.file not in listed), None):
+        raise ValueError(f"a part of {chunk[0]} lies in a file that it does not list, {chunk[1]!r}")
 
 
 def write_part(path: Path, part: WrittenPart) -> None:
@@ -148,6 +162,8 @@ def verify_files(folder: Path, files: Sequence[FileDigest]) -> None:
     """Raises MachineError that names the first file which is missing, truncated or altered."""
     for expected in files:
         path = folder / expected.name
+        if path.is_symlink():
+            raise refused(folder, f"{path} is a link")
         if not path.is_file():
             raise refused(folder, f"{path} is missing")
         found = digest_file(path)
