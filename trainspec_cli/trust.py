@@ -11,7 +11,7 @@ import pwd
 import shlex
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainspec_cli.errors import MachineError, Problem
@@ -65,16 +65,12 @@ def check_tree(root: Path) -> None:
     copy = f"{shlex.quote(str(root))} {shlex.quote(f'{root.name}-copy')}"
     check_folder(root, f"if you trust whoever can write it, go on with a copy of your own: cp -rP {copy}")
     real = root.resolve()
-    for entry in _walk(real):
-        try:
-            found = entry.stat(follow_symlinks=False)
-        except FileNotFoundError:
-            continue  # a run that is going on renames and removes its files
-        path = root / Path(entry.path).relative_to(real)
+    for name, found in _walk(real):
+        path = root / name.relative_to(real)
         if reason := _distrust(found):
             raise _refuse(f"{path} {reason}", f"if you trust its content, go on with a copy of your own: cp -rP {copy}")
         if stat.S_ISLNK(found.st_mode):
-            _check_link(path, Path(entry.path), real)
+            _check_link(path, name, real)
         elif not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
             raise _refuse(f"{path} is neither a file nor a folder", f"remove it: rm {shlex.quote(str(path))}")
 
@@ -84,19 +80,25 @@ def is_plain_name(name: object) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
 
 
-def _walk(root: Path) -> Iterator[os.DirEntry[str]]:
+def _walk(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
     """Everything below `root`; what lies in a folder comes after the folder itself was looked at."""
     folders = [str(root)]
     while folders:
         try:
-            with os.scandir(folders.pop()) as entries:
-                found = list(entries)
-        except FileNotFoundError:
-            continue
-        except PermissionError as error:
-            raise _refuse(f"{error.filename} cannot be read", "look at its mode: ls -ld") from error
-        yield from found
-        folders += [entry.path for entry in found if entry.is_dir(follow_symlinks=False)]
+            found = list(_look_into(folders.pop()))
+        except OSError as error:
+            hint = f"this names what cannot be read: find {shlex.quote(str(root))} > /dev/null"
+            raise _refuse(f"not all of {root} can be read: {error.strerror}", hint) from error
+        yield from ((Path(path), facts) for path, facts in found)
+        folders += [path for path, facts in found if stat.S_ISDIR(facts.st_mode)]
+
+
+def _look_into(folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    """A run that is going on renames and removes its files: what is gone is passed over."""
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):
+                yield entry.path, entry.stat(follow_symlinks=False)
 
 
 def _distrust(found: os.stat_result) -> str:
