@@ -2,6 +2,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from trainspec_cli.rundir.events import EventWriter, read_events
 from trainspec_cli.rundir.throughput import measure_throughput
 
@@ -50,3 +52,12 @@ def test_throughput_leaves_out_the_first_steps_and_counts_model_flops():
 def test_throughput_of_a_short_run_leaves_out_nothing():
     got = measure_throughput([{"tokens": 10, "step_time_s": 2.0}], flops_per_token=1.0, peak_flops=1.0, world_size=1)
     assert (got.tokens_per_s, got.left_out) == (5.0, 0)
+
+
+def test_a_link_in_the_place_of_the_file_is_not_followed(tmp_path):
+    victim = tmp_path / "thesis"
+    victim.write_text("words")
+    (tmp_path / "rank00000.jsonl").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic links"):
+        EventWriter(tmp_path / "rank00000.jsonl", 0)
+    assert victim.read_text() == "words"

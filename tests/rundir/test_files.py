@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from trainspec_cli.rundir.files import read_json, write_json, write_text
@@ -25,3 +27,12 @@ def test_only_whole_checkpoints_are_listed(tmp_path):
         (run_dir.checkpoints / name).mkdir(parents=True)
     assert run_dir.checkpoint_steps() == [3, 20]
     assert run_dir.checkpoint(20).name == "step_00000020"
+
+
+def test_nothing_is_written_through_links_at_names_that_could_be_guessed(tmp_path):
+    victim = tmp_path / "thesis"
+    victim.write_text("words")
+    (tmp_path / f".x.{os.getpid()}.partial").symlink_to(victim)
+    (tmp_path / "x").symlink_to(victim)
+    write_text(tmp_path / "x", "new")
+    assert (victim.read_text(), (tmp_path / "x").read_text()) == ("words", "new")

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,8 +23,8 @@ from trainspec_cli.launch import processes
 from trainspec_cli.launch.slurm import commands as slurm
 from trainspec_cli.rundir.paths import RunDir
 
-_CANNOT_BE_LOOKED_AT = (errno.ENOENT, errno.EACCES, errno.ELOOP, errno.ENXIO)
-"""It is not there, belongs to others, or is a link or a pipe, which no run of trainspec makes."""
+_CANNOT_BE_LOOKED_AT = (errno.ENOENT, errno.EACCES, errno.ELOOP)
+"""It is not there, is closed to this user, or is a link, which no run of trainspec makes."""
 GLANCE_S = 0.5
 """`is_running` holds the lock for an instant; a claim tries again for this long."""
 
@@ -60,7 +61,8 @@ def is_running(run: RunDir) -> bool:
             raise
         return False
     try:
-        return not _lock(descriptor) or _orphans(descriptor)
+        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        return is_file and (not _lock(descriptor) or _orphans(descriptor))
     finally:
         os.close(descriptor)
 
