@@ -41,7 +41,11 @@ def make_folder(folder: Path, hint: str) -> None:
 
 def check_folder(folder: Path, hint: str) -> None:
     """Raises MachineError where `folder`, or the link that it is reached by, cannot be trusted. `hint`: what to do."""
-    for found in (folder.lstat(), folder.stat()):
+    try:
+        looks = (folder.lstat(), folder.stat())
+    except OSError as error:
+        raise _refuse(f"{folder} cannot be looked at: {error.strerror}", hint) from error
+    for found in looks:
         if reason := _distrust(found):
             raise _refuse(f"{folder} {reason}", hint)
 
@@ -62,13 +66,13 @@ def check_tree(root: Path) -> None:
 
     `root` itself may be reached through a link of this user's own.
     """
-    copy = f"{shlex.quote(str(root))} {shlex.quote(f'{root.name}-copy')}"
-    check_folder(root, f"if you trust whoever can write it, go on with a copy of your own: cp -rP {copy}")
     real = root.resolve()
+    copy = f"go on with a copy of your own: cp -rP {shlex.quote(str(root))} {shlex.quote(f'./{real.name}-copy')}"
+    check_folder(root, f"if you trust whoever can write it, {copy}")
     for name, found in _walk(real):
         path = root / name.relative_to(real)
         if reason := _distrust(found):
-            raise _refuse(f"{path} {reason}", f"if you trust its content, go on with a copy of your own: cp -rP {copy}")
+            raise _refuse(f"{path} {reason}", f"if you trust its content, {copy}")
         if stat.S_ISLNK(found.st_mode):
             _check_link(path, name, real)
         elif not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
-import stat
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -63,18 +64,23 @@ def find_run(name: str) -> RunDir:
             raise RecipeError(Problem("no_run", "there are no runs below ./runs", hint="name a run's folder"))
         return RunDir(lines[0].path)
     run = RunDir(name)
-    try:
-        holds_run = stat.S_ISREG(run.run_json.stat().st_mode)
-    except PermissionError as error:
-        hint = f"have its owner open it: chmod -R g+rX {shlex.quote(name)}"
-        problem = Problem("closed_run", f"{name} is closed to this user", hint=hint, environment=True)
-        raise MachineError(problem) from error
-    except (OSError, ValueError):
-        holds_run = False
+    with refusing_closed(name):
+        holds_run = run.run_json.is_file()
     if not holds_run:
         hint = "`trainspec runs` lists those below ./runs; `last` is the newest of them"
         raise RecipeError(Problem("no_run", f"{name} holds no run", hint=hint))
     return run
+
+
+@contextmanager
+def refusing_closed(name: str) -> Iterator[None]:
+    """What another user's run does not let this one read becomes a MachineError."""
+    try:
+        yield
+    except PermissionError as error:
+        hint = f"have its owner open it: chmod -R g+rX {shlex.quote(name)}"
+        problem = Problem("closed_run", f"{error.filename} is closed to this user", hint=hint, environment=True)
+        raise MachineError(problem) from error
 
 
 def _lines() -> list[RunLine]:
