@@ -32,6 +32,7 @@ def test_launches_of_one_second_get_folders_of_their_own(tmp_path: Path, monkeyp
         roots = list(pool.map(lambda _: make_folder(AUTO, "tiny"), range(8)))
     assert len(set(roots)) == 8
     assert all(root.parent == Path("runs/tiny") and root.is_dir() for root in roots)
+    assert {mode(root) for root in roots} == {0o700}
 
 
 def test_a_recipe_named_by_a_path_stays_below_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 GIT_TIMEOUT_S = 10.0
+# Git runs nothing for what is asked of the repository itself; this is in case another version of it would.
 _NO_COMMANDS = ("-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}")
 
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)([^;]*)(?:;(.*))?")
