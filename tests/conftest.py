@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lab import strangers
 
 from trainspec_cli.corpus import bpe
 from trainspec_cli.planner.plan import plan
@@ -49,6 +50,26 @@ def made_up_probe() -> MachineProbe:
         **dict.fromkeys(CURVES, curve),
         **dict.fromkeys(PASSES, Passes(curve, curve)),
     )
+
+
+@pytest.fixture
+def stranger() -> Callable[..., Any]:
+    """stranger("mkdir $1", folder): what another user of this machine does, who must get away with it."""
+    if why := strangers.lacking():
+        pytest.skip(why)
+
+    def act(script: str, *arguments: str | Path) -> None:
+        done = strangers.act(script, *arguments)
+        assert done.returncode == 0, done.stderr
+
+    return act
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder in which every user may make files."""
+    with strangers.shared_folder() as folder:
+        yield folder
 
 
 SIZES = {

@@ -63,6 +63,15 @@ def test_a_recipe_is_trained_and_summed_up(done: subprocess.CompletedProcess[str
     assert (result["status"], result["exit_code"], result["steps"]) == ("done", 0, 20)
 
 
+def test_all_that_supervisor_and_workers_have_made_is_for_this_user_alone(
+    done: subprocess.CompletedProcess[str], place: Path
+) -> None:
+    run = place / "runs/tiny/done"
+    made = [run, *run.rglob("*")]
+    assert {path for path in made if path.stat().st_mode & 0o077} == set()
+    assert {path.relative_to(run).parts[0] for path in made[1:]} >= {"checkpoints", "events", "logs", "result.json"}
+
+
 def test_the_report_agrees_with_the_result(
     done: subprocess.CompletedProcess[str], trainspec: Command, place: Path
 ) -> None:

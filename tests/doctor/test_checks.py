@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import platform
 import resource
 from collections import namedtuple
 from pathlib import Path
@@ -63,3 +65,10 @@ def test_rdma_ports_that_are_down_are_warned_of(tmp_path: Path) -> None:
     up, down = checks.check_rdma(tmp_path)
     assert (up.status, up.found) == ("ok", "mlx5_0 port 1: 400 Gb/sec (4X NDR)")
     assert (down.status, down.found) == ("warn", "mlx5_1 port 1 is 1: DOWN")
+
+
+def test_the_disk_is_measured_in_no_file_that_a_stranger_has_put_there(tmp_path: Path) -> None:
+    (tmp_path / "thesis").write_text("words")
+    (tmp_path / f".doctor-{platform.node()}-{os.getpid()}").symlink_to(tmp_path / "thesis")
+    checks.measure_disk(tmp_path)
+    assert (tmp_path / "thesis").read_text() == "words"

@@ -7,6 +7,7 @@ import resource
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from trainspec_cli.engine.checkpoint.parts import Held, Part
 from trainspec_cli.engine.checkpoint.reading import fill_parts
 from trainspec_cli.engine.checkpoint.saver import Saver
 from trainspec_cli.engine.checkpoint.store import load_newest
+from trainspec_cli.engine.checkpoint.weights import read_weights
 from trainspec_cli.engine.optim.build import build_optimizer
 from trainspec_cli.engine.optim.update import guarded_update
 from trainspec_cli.engine.shares import Share
@@ -343,3 +345,49 @@ def test_a_manifest_names_files_of_its_own_folder_alone(tmp_path, name):
     chunk = {"file": name, "offsets": [0], "shape": [1]}
     with pytest.raises((ValueError, TypeError, RecipeError)):
         manifest.entries_from({"w": {"shape": [1], "dtype": "F32", "chunks": [chunk]}})
+
+
+# Names
+
+
+def rewrite(folder, **changes):
+    """A manifest whose own digest is right."""
+    manifest.write_manifest(folder, replace(read_manifest(folder), **changes))
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/outside.safetensors", "..", "", "a/../../outside"])
+def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path, name):
+    save(RunDir(tmp_path), trained(), 3)
+    folder = RunDir(tmp_path).checkpoint(3)
+    content = (folder / NAME).read_bytes()
+    (folder.parent / "outside.safetensors").write_bytes(content)
+    moved = {
+        key: replace(entry, chunks=tuple(replace(chunk, file=name) for chunk in entry.chunks))
+        for key, entry in read_manifest(folder).tensors.items()
+    }
+    digests = tuple(replace(digest, name=name) for digest in read_manifest(folder).files)
+    rewrite(folder, tensors=moved, files=digests)
+    with pytest.raises(MachineError, match="it names a file outside of its folder"):
+        load_newest(RunDir(tmp_path), trained(), CPU)
+
+
+def test_a_part_in_a_file_without_a_digest_is_refused(tmp_path):
+    save(RunDir(tmp_path), trained(), 3)
+    folder = RunDir(tmp_path).checkpoint(3)
+    (folder / "rank00007.safetensors").write_bytes((folder / NAME).read_bytes())
+    moved = {
+        key: replace(entry, chunks=tuple(replace(chunk, file="rank00007.safetensors") for chunk in entry.chunks))
+        for key, entry in read_manifest(folder).tensors.items()
+    }
+    rewrite(folder, tensors=moved)
+    with pytest.raises(MachineError, match=r"lies in a file that it does not list, 'rank00007\.safetensors'"):
+        read_weights(folder, {"0.weight": (7, 5)})
+
+
+def test_a_link_in_the_place_of_a_file_is_refused(tmp_path):
+    save(RunDir(tmp_path), trained(), 3)
+    file = RunDir(tmp_path).checkpoint(3) / NAME
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(MachineError, match=f"step_00000003/{NAME} is a link"):
+        load_newest(RunDir(tmp_path), trained(), CPU)

@@ -4,6 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from trainspec_cli.engine.checkpoint import memory
 
 WORKER = Path(__file__).parent / "memory_worker.py"
 
@@ -63,3 +66,13 @@ def damage(path):
 def test_only_whole_copies_count(tmp_path, hosts, spoil, step):
     spoil(hosts)
     assert {row[0] for row in run(tmp_path, "resume")} == {step}
+
+
+def test_no_copy_is_written_through_a_link(tmp_path):
+    victim = tmp_path / "thesis"
+    victim.write_text("words")
+    (tmp_path / "slot0").mkdir()
+    (tmp_path / "slot0" / "rank00000.safetensors").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic links"):
+        memory._segment(tmp_path / "slot0" / "rank00000.safetensors", 100, torch.device("cpu"))
+    assert victim.read_text() == "words"

@@ -54,3 +54,19 @@ with claim(RunDir({str(tmp_path)!r}), {launch_id!r}):
     assert not is_running(run)
     with claim(run, "next"):
         assert is_running(run)
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
+    run, victim = RunDir(tmp_path / "run"), tmp_path / "thesis"
+    run.root.mkdir()
+    victim.write_text("words")
+    run.pid_json.symlink_to(victim)
+    assert not is_running(run)
+    with pytest.raises(OSError, match="symbolic links"), claim(run, "a"):
+        pass
+    assert victim.read_text() == "words"
+
+
+def test_a_pipe_in_the_place_of_the_lock_holds_nobody_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pid.json")
+    assert not is_running(RunDir(tmp_path))

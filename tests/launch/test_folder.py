@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ import pytest
 from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.launch.folder import Origin, check_free, make_folder, storage, write_launch, write_resume
 from trainspec_cli.launch.job import Job
+from trainspec_cli.launch.spawn import start
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.auto import AUTO
@@ -30,6 +32,7 @@ def test_launches_of_one_second_get_folders_of_their_own(tmp_path: Path, monkeyp
         roots = list(pool.map(lambda _: make_folder(AUTO, "tiny"), range(8)))
     assert len(set(roots)) == 8
     assert all(root.parent == Path("runs/tiny") and root.is_dir() for root in roots)
+    assert {mode(root) for root in roots} == {0o700}
 
 
 def test_a_recipe_named_by_a_path_stays_below_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,3 +120,47 @@ def test_the_run_folder_is_whole_for_the_workers_wherever_they_start(make_job: M
     job = make_job("train")
     assert job.root.is_absolute()
     assert RunDir(job.command[-1]).root == job.root
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def test_a_run_is_for_its_user_alone_and_what_was_there_stays_as_it_was(
+    make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = os.umask(0)
+    try:
+        Path("runs").mkdir(0o750)
+        with storage(AUTO):
+            made = make_folder(AUTO, "tiny")
+            job = make_job("train")
+            start(["sh", "-c", f"echo said; touch {made}/childs"], job).wait()
+    finally:
+        os.umask(before)
+    assert [mode(path) for path in (Path("runs"), made.parent, made)] == [0o750, 0o700, 0o700]
+    assert [mode(path) for path in (made / "childs", job.logs, job.torchrun_log)] == [0o600, 0o700, 0o600]
+
+
+def test_a_folder_in_which_others_write_is_no_place_for_a_run(shared: Path, stranger: Callable[..., None]) -> None:
+    stranger("mkdir $1", shared / "theirs")
+    (shared / "everybodys").mkdir()
+    (shared / "everybodys").chmod(0o777)
+    for name, why in (("theirs", "belongs to another user, nobody"), ("everybodys", "may be written by every user")):
+        for use in (check_free, lambda place: make_folder(place, "tiny")):
+            with pytest.raises(MachineError, match=why) as caught:
+                use(str(shared / name))
+            assert "choose another run.dir" in caught.value.problems[0].hint
+
+
+def test_a_run_has_a_secret_and_keeps_it(make_job: MakeJob, make_plan: MakePlan, tmp_path: Path) -> None:
+    job = make_job("train")
+    write_launch(job, make_plan(), ORIGIN, tmp_path)
+    secret = read_json(job.run.run_json)["memory_secret"]
+    write_resume(job, make_plan(), ["resume", "last"], from_step=10)
+    assert len(secret) == 32
+    assert read_json(job.run.run_json)["memory_secret"] == secret
+    write_json(job.run.run_json, {"resumes": []})  # as an earlier version has left it
+    write_resume(job, make_plan(), ["resume", "last"], from_step=10)
+    assert len(read_json(job.run.run_json)["memory_secret"]) == 32

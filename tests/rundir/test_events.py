@@ -63,3 +63,12 @@ def test_what_is_not_finite_is_null_in_an_event(tmp_path):
         json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "e.jsonl").read_text().splitlines()
     )
     assert (event["loss"], event["sets"]) == (None, {"a": {"loss": None}})
+
+
+def test_a_link_in_the_place_of_the_file_is_not_followed(tmp_path):
+    victim = tmp_path / "thesis"
+    victim.write_text("words")
+    (tmp_path / "rank00000.jsonl").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic links"):
+        EventWriter(tmp_path / "rank00000.jsonl", 0)
+    assert victim.read_text() == "words"

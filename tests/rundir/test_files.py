@@ -1,5 +1,6 @@
 import json
 import math
+import os
 
 import pytest
 
@@ -36,3 +37,12 @@ def test_json_holds_nothing_that_another_parser_refuses(tmp_path):
         "final_loss": None,
         "name": "a\udcff",
     }
+
+
+def test_nothing_is_written_through_links_at_names_that_could_be_guessed(tmp_path):
+    victim = tmp_path / "thesis"
+    victim.write_text("words")
+    (tmp_path / f".x.{os.getpid()}.partial").symlink_to(victim)
+    (tmp_path / "x").symlink_to(victim)
+    write_text(tmp_path / "x", "new")
+    assert (victim.read_text(), (tmp_path / "x").read_text()) == ("words", "new")

@@ -93,4 +93,6 @@ def test_a_user_who_is_not_root_trains(slurm: Cluster, as_user: list[str], open_
     ended = slurm.wait(done.stdout.strip())
     said = "".join(log.read_text() for log in (own_folder / "run/logs").glob("slurm-*.log"))
     assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), said
-    assert {path.stat().st_uid for path in (own_folder / "run").rglob("*")} == {USER}
+    made = [own_folder / "run", *(own_folder / "run").rglob("*")]
+    assert {path.stat().st_uid for path in made} == {USER}
+    assert {path for path in made if path.stat().st_mode & 0o077} == set(), "on every host"

@@ -12,6 +12,7 @@ import typer
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.errors import MachineError
 from trainspec_cli.spec.json_text import json_text
+from trainspec_cli.trust import private_files
 
 if TYPE_CHECKING:
     from trainspec_cli.cli.load import Loaded
@@ -81,7 +82,7 @@ def _examine_job(loaded: Loaded, machine: Machine) -> tuple[list[dict[str, Any]]
 
     plan = plan_for(loaded, machine).as_one_group
     reach = Reach(slurm.own_address(), (*srun_command(plan), *agent_command()))
-    SHARED.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=SHARED) as folder:
-        Path(folder).chmod(0o755)
-        return examine_hosts(plan, reach, Path(folder).absolute())
+    with private_files():
+        SHARED.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".doctor-", dir=SHARED) as folder:
+            return examine_hosts(plan, reach, Path(folder).absolute())

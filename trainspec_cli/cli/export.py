@@ -42,10 +42,10 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a run's weights, config, tokenizer and generation config; transformers loads them with no code of ours."""
-    from trainspec_cli.cli.runs import find_run
+    from trainspec_cli.cli.runs import find_own_run
     from trainspec_cli.launch.exporting import Export, newest_step, write_adapters, write_folder
 
-    run_dir = find_run(run)
+    run_dir = find_own_run(run)
     newest = newest_step(run_dir)
     if step is not None and step not in run_dir.checkpoint_steps():
         there_are = ", ".join(map(str, run_dir.checkpoint_steps()))

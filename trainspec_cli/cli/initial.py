@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from trainspec_cli.spec.model import DecoderModel, ModelSpec
 from trainspec_cli.spec.run import RunSpec
 from trainspec_cli.spec.structure import build, choose_section
 from trainspec_cli.spec.unknown import UNKNOWN
+from trainspec_cli.trust import check_tree
 
 AUTO_FAMILY = "auto"
 
@@ -71,8 +73,9 @@ def _read(init: InitSpec) -> tuple[dict[str, Any], str, Path | None]:
         return model, str(folder / CONFIG), _if_there(folder / TOKENIZER)
     assert init.run is not None
     run = RunDir(init.run)
-    if not run.plan_json.is_file():
+    if not os.access(run.plan_json, os.R_OK):
         raise RecipeError(_no_run(init))
+    check_tree(run.root)
     kept = _if_there(run.huggingface / TOKENIZER)
     data_dir = read_json(run.run_json)["data_dir"]
     made = Collection.open(data_dir).tokenizer_folder if data_dir and Path(data_dir).is_dir() and not kept else None

@@ -28,6 +28,7 @@ from trainspec_cli.launch.slurm.queue import note_job, own_job
 from trainspec_cli.launch.slurm.requeue import decide, is_over, is_preempted
 from trainspec_cli.rundir.generations import FENCED
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.trust import check_tree
 
 AVOID_S = 5.0
 """Slurm leaves a job that it has requeued some seconds to end (KillWait, 30 by default)."""
@@ -38,6 +39,7 @@ def main() -> None:
     job_id, warning = own_job(), TimeWarning()
     console = Console(width=120, highlight=False)
     try:
+        check_tree(run.root)
         with storage(str(run.root)):
             note_job(run, job_id)
         reach = Reach(slurm.own_address(), start)

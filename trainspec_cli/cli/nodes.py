@@ -24,6 +24,7 @@ from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.plan import Plan
+from trainspec_cli.trust import check_tree
 
 RETRY_S = 0.5
 RESULT_TIMEOUT_S = 30.0
@@ -65,7 +66,7 @@ def join(run_dir: str, node: int, console: Console) -> int:
     """As host `node` (not the first) of a run that the first host starts; -> the run's exit code.
 
     Takes part in every start that the first host makes, until the run has a result. Raises MachineError where the
-    first host is not found.
+    first host is not found, and where others can write in the run's folder.
     """
     run, served = RunDir(Path(run_dir).absolute()), 0
     deadline, refusal = time.monotonic() + JOIN_TIMEOUT_S, _no_first_host(run)
@@ -73,6 +74,7 @@ def join(run_dir: str, node: int, console: Console) -> int:
     while time.monotonic() < deadline and not (served and run.result_json.is_file()):
         generation = generations.newest(run)
         if generation > served:
+            check_tree(run.root)
             try:
                 run_agent(run, generation, node)
                 served, deadline = generation, time.monotonic() + RESULT_TIMEOUT_S

@@ -18,14 +18,15 @@ def report(run: RunArgument, as_json: AsJson = False) -> None:
     """Show how a run ended (or stands), its curves, its speed and where the time went."""
     from rich.console import Console
 
-    from trainspec_cli.cli.runs import find_run
+    from trainspec_cli.cli.runs import find_run, refusing_closed
     from trainspec_cli.launch.claim import is_running
     from trainspec_cli.launch.slurm.queue import Queue
     from trainspec_cli.report.collect import collect
     from trainspec_cli.report.render import render_report
 
     run_dir = find_run(run)
-    collected = collect(run_dir.root, running=is_running(run_dir), queued=Queue().holds(run_dir))
+    with refusing_closed(run):
+        collected = collect(run_dir.root, running=is_running(run_dir), queued=Queue().holds(run_dir))
     if as_json:
         typer.echo(json_text(asdict(collected)))
     else:

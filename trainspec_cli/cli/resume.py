@@ -53,7 +53,7 @@ def resume(
     from trainspec_cli.cli.load import detect_machine, plan_on
     from trainspec_cli.cli.predict import predict
     from trainspec_cli.cli.preflight import examine_here
-    from trainspec_cli.cli.runs import find_run
+    from trainspec_cli.cli.runs import find_own_run
     from trainspec_cli.cli.settle_kernels import settle_kernels
     from trainspec_cli.cli.train import make_console, train
     from trainspec_cli.launch.claim import claim
@@ -62,7 +62,7 @@ def resume(
     from trainspec_cli.launch.signals import interrupt, on_stop_signal
 
     with on_stop_signal(interrupt):
-        run_dir, console = find_run(run), make_console(as_json=as_json)
+        run_dir, console = find_own_run(run), make_console(as_json=as_json)
         old = read_plan(run_dir)
         loaded = _change(run_dir, old, changes or [])
         check_unfinished(run_dir, loaded.spec.train.max_steps)
@@ -207,11 +207,11 @@ def _check_data(run_dir: RunDir, loaded: Loaded) -> None:
 
 
 def _tell_start(job: Job, old: Plan, new: Plan, console: Console) -> None:
-    from trainspec_cli.rundir.memory import memory_folder
+    from trainspec_cli.rundir.memory import find_copies
 
     step = newest_step(job.run)
     lines = [f"goes on from step {step}" if step else "there is no checkpoint: it starts from the first step again"]
-    if memory_folder(job.run).is_dir():
+    if find_copies(job.run):
         lines = [f"goes on from the newest copy in memory that is whole, else from step {step}"]
     for name in MACHINE_BOUND:
         before, after = getattr(old, name), getattr(new, name)

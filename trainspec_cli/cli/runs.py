@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trainspec_cli.cli.options import AsJson
-from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.units import format_duration
 
@@ -40,8 +43,19 @@ def runs(as_json: AsJson = False) -> None:
         typer.echo("there are no runs below ./runs; `trainspec launch recipe=quickstart` makes one")
 
 
+def find_own_run(name: str) -> RunDir:
+    """As `find_run`, for what believes the run or writes in it. Raises MachineError where others can write in it, or it
+    leads elsewhere by a link."""
+    from trainspec_cli.trust import check_tree
+
+    run = find_run(name)
+    check_tree(run.root)
+    return run
+
+
 def find_run(name: str) -> RunDir:
-    """The run that a RUN argument means. Raises RecipeError where there is none."""
+    """The run that a RUN argument means, to be looked at. Raises RecipeError where there is none, MachineError where it
+    is closed to this user."""
     from trainspec_cli.rundir.paths import RunDir
 
     if name == LAST:
@@ -50,10 +64,23 @@ def find_run(name: str) -> RunDir:
             raise RecipeError(Problem("no_run", "there are no runs below ./runs", hint="name a run's folder"))
         return RunDir(lines[0].path)
     run = RunDir(name)
-    if not run.run_json.is_file():
+    with refusing_closed(name):
+        holds_run = run.run_json.is_file()
+    if not holds_run:
         hint = "`trainspec runs` lists those below ./runs; `last` is the newest of them"
         raise RecipeError(Problem("no_run", f"{name} holds no run", hint=hint))
     return run
+
+
+@contextmanager
+def refusing_closed(name: str) -> Iterator[None]:
+    """What another user's run does not let this one read becomes a MachineError."""
+    try:
+        yield
+    except PermissionError as error:
+        hint = f"have its owner open it: chmod -R g+rX {shlex.quote(name)}"
+        problem = Problem("closed_run", f"{error.filename} is closed to this user", hint=hint, environment=True)
+        raise MachineError(problem) from error
 
 
 def _lines() -> list[RunLine]:

@@ -13,6 +13,7 @@ import typer
 from trainspec_cli.cli.options import AsJson, RecipeArguments
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.spec.json_text import json_text
+from trainspec_cli.trust import private_files
 
 if TYPE_CHECKING:
     from trainspec_cli.cli.load import Loaded
@@ -40,8 +41,9 @@ def sbatch(arguments: RecipeArguments, submit: Submit = False, sweep: Sweeps = N
     plans = [_plan(one) for one in loaded]
     _check_alike(plans)
     roots = [_make_run(one, plan) for one, plan in zip(loaded, plans, strict=True)]
-    script, text = _write_script(plans[0], roots, loaded[0].composed.recipe)
-    job_id = _submit(script, roots) if submit else None
+    with private_files():  # Slurm gives the umask of this process to the job, and so to its log
+        script, text = _write_script(plans[0], roots, loaded[0].composed.recipe)
+        job_id = _submit(script, roots) if submit else None
     told = {"script": str(script), "runs": [str(root) for root in roots], "job_id": job_id}
     if as_json:
         typer.echo(json_text(told))

@@ -10,11 +10,36 @@ from pathlib import Path
 
 from trainspec_cli.corpus.chat import describe
 from trainspec_cli.corpus.manifest import SCHEMA
+from trainspec_cli.corpus.publish import cannot_write
 from trainspec_cli.spec.data import DataSpec
+from trainspec_cli.trust import check_folder, make_folder
+
+CHOOSE_ANOTHER = "choose a folder of your own for prepared data and measured figures: TRAINSPEC_CACHE=FOLDER"
 
 
 def cache_dir() -> Path:
-    """`$TRAINSPEC_CACHE`, else `$XDG_CACHE_HOME/trainspec`, else `~/.cache/trainspec`."""
+    """`$TRAINSPEC_CACHE`, else `$XDG_CACHE_HOME/trainspec`, else `~/.cache/trainspec`; it need not be there yet.
+
+    Raises MachineError where it belongs to another user, or every user may write it: a run would train on what they
+    put there.
+    """
+    folder = _place()
+    if folder.exists():
+        check_folder(folder, CHOOSE_ANOTHER)
+    return folder
+
+
+def make_cache() -> None:
+    """Make the cache for this user alone, where there is none. Raises MachineError as `cache_dir`, and where the disk
+    refuses."""
+    folder = _place()
+    try:
+        make_folder(folder, CHOOSE_ANOTHER)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+
+
+def _place() -> Path:
     if chosen := os.environ.get("TRAINSPEC_CACHE"):
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")

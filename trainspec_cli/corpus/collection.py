@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainspec_cli.corpus.cache import cache_dir
+from trainspec_cli.corpus.cache import cache_dir, make_cache
 from trainspec_cli.corpus.manifest import TOKENIZER_FILE
 from trainspec_cli.corpus.order import Mixed, Order, Shuffled
 from trainspec_cli.corpus.publish import publishing
@@ -108,6 +108,7 @@ def write_collection(parts: Mapping[str, tuple[Path, float]], validation: Mappin
     text = json_text(told) + "\n"
     folder = cache_dir() / "tokens" / f"collection-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     if not folder.exists():
+        make_cache()
         try:
             with publishing(folder) as temporary:
                 (temporary / COLLECTION).write_text(text, encoding="utf-8")

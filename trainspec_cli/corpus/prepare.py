@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainspec_cli.corpus import token_files
 from trainspec_cli.corpus.bpe import MIN_VOCAB_SIZE
-from trainspec_cli.corpus.cache import cached_folder
+from trainspec_cli.corpus.cache import cached_folder, make_cache
 from trainspec_cli.corpus.collection import write_collection
 from trainspec_cli.corpus.manifest import TOKENIZER_FILE
 from trainspec_cli.corpus.publish import publishing
@@ -86,6 +86,7 @@ def _prepare_cached(data: DataSpec, on_progress: OnProgress | None) -> Path:
     check_options(data)
     folder = cached_folder(data, find_files(data))
     if not folder.exists():
+        make_cache()
         try:
             prepare_into(data, folder, on_progress)
         except FileExistsError:

@@ -34,7 +34,7 @@ def publishing(folder: Path) -> Iterator[Path]:
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             raise FileExistsError(error.errno, "was made by another process", str(folder)) from error
-        raise _cannot_write(folder, error) from error
+        raise cannot_write(folder, error) from error
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)  # gone already when all went well
@@ -75,7 +75,7 @@ def _umask() -> int:
     return current
 
 
-def _cannot_write(folder: Path, error: OSError) -> MachineError:
+def cannot_write(folder: Path, error: OSError) -> MachineError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return MachineError(
             f"no space left to write {folder}",

@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -181,18 +182,14 @@ def check_disk(folder: Path) -> Iterator[Check]:
 
 def measure_disk(folder: Path, read_clock: Callable[[], float] = time.perf_counter) -> float:
     """Bytes a second, of one file of `DISK_BYTES`."""
-    path = folder / f".doctor-{platform.node()}-{os.getpid()}"
     block = os.urandom(2**20)
     started = read_clock()
-    try:
-        with path.open("wb") as file:
-            for _ in range(DISK_BYTES // len(block)):
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
+    with tempfile.NamedTemporaryFile(prefix=".doctor-", dir=folder) as file:
+        for _ in range(DISK_BYTES // len(block)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
         return DISK_BYTES / max(1e-9, read_clock() - started)
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> str:

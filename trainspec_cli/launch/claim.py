@@ -6,10 +6,12 @@ Across hosts not every file system keeps locks: of a Slurm job it is Slurm that 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +24,8 @@ from trainspec_cli.launch.slurm import commands as slurm
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.json_text import json_text
 
+_CANNOT_BE_LOOKED_AT = (errno.ENOENT, errno.EACCES, errno.ELOOP)
+"""It is not there, is closed to this user, or is a link, which no run of trainspec makes."""
 GLANCE_S = 0.5
 """`is_running` holds the lock for an instant; a claim tries again for this long."""
 
@@ -33,7 +37,7 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
     The file is written in place: the lock belongs to the file, not to its name.
     """
     _give_up_earlier_start(run)
-    descriptor = os.open(run.pid_json, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(run.pid_json, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         if not _is_free(descriptor, run.pid_json):
             raise _still_running(run)
@@ -50,13 +54,16 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
 
 
 def is_running(run: RunDir) -> bool:
-    """Whether a supervisor holds the run, or workers that lost theirs still live."""
+    """Whether a supervisor holds the run, or workers that lost theirs still live; False where that cannot be seen."""
     try:
-        descriptor = os.open(run.pid_json, os.O_RDONLY)
-    except FileNotFoundError:
+        descriptor = os.open(run.pid_json, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno not in _CANNOT_BE_LOOKED_AT:
+            raise
         return False
     try:
-        return not _lock(descriptor) or _orphans(descriptor)
+        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        return is_file and (not _lock(descriptor) or _orphans(descriptor))
     finally:
         os.close(descriptor)
 

@@ -19,6 +19,7 @@ from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.launch.command import render_command
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.provenance import git_state, versions
+from trainspec_cli.rundir import memory
 from trainspec_cli.rundir.files import read_json, write_json, write_text
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.auto import AUTO
@@ -26,10 +27,11 @@ from trainspec_cli.spec.canonical import digest, to_plain
 from trainspec_cli.spec.init import InitSpec
 from trainspec_cli.spec.kernels import KernelTable
 from trainspec_cli.spec.plan import Plan
+from trainspec_cli.trust import PRIVATE_FOLDER, check_folder, private_files
 
 RUNS = Path("runs")
 
-_STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+_STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP)
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,12 @@ class Origin:
 
 
 def check_free(run_dir: str) -> None:
-    """Raises RecipeError where `run.dir` names a folder that is in use; the folder is not made yet."""
+    """Raises RecipeError where `run.dir` names a folder that is in use, MachineError where others could write in it;
+    the folder is not made yet."""
     root = Path(run_dir)
     if run_dir == AUTO or not root.exists():
         return
+    check_folder(root, "choose another run.dir, or leave it out")
     _check_no_run(root)
     if not root.is_dir() or any(root.iterdir()):
         hint = "choose another run.dir, or leave it out"
@@ -60,10 +64,11 @@ def _check_no_run(root: Path) -> None:
 
 
 def make_folder(run_dir: str, recipe: str) -> Path:
-    """The folder that `run.dir` names, or a new one of its own below ./runs. Raises as `check_free`."""
+    """The folder that `run.dir` names, or a new one of its own below ./runs; for this user alone, where it is new.
+    Raises as `check_free`."""
     if run_dir != AUTO:
         check_free(run_dir)
-        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        Path(run_dir).mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
         return Path(run_dir)
     parent = RUNS / re.sub(r"[^\w.-]+", "_", recipe)
     parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +80,7 @@ def _make_unique(root: Path) -> Path:
     for number in itertools.count(1):
         candidate = root if number == 1 else root.with_name(f"{root.name}-{number}")
         try:
-            candidate.mkdir()
+            candidate.mkdir(PRIVATE_FOLDER)
         except FileExistsError:
             continue
         return candidate
@@ -106,6 +111,7 @@ def write_launch(
             "data_dir": str(data_folder.absolute()) if data_folder else None,
             "git": git_state(Path.cwd()),
             "resumes": [],
+            memory.SECRET: memory.new_secret(),
         },
     )
 
@@ -131,6 +137,7 @@ def write_resume(job: Job, plan: Plan, argv: Sequence[str], from_step: int, kern
     resume = {"argv": list(argv), "trainspec": __version__, "at": time.time(), "from_step": from_step}
     about["resumes"].append(resume)
     about["digest"] = digest(plan.spec)
+    about.setdefault(memory.SECRET, memory.new_secret())
     for words in run.errors_folder.glob("*.json"):
         words.unlink()
     run.result_json.unlink(missing_ok=True)
@@ -148,9 +155,11 @@ def _write_start(job: Job, plan: Plan, kernels: KernelTable | None) -> None:
 
 @contextmanager
 def storage(run_dir: str) -> Iterator[None]:
-    """What the disk refuses becomes a MachineError that names the file, or the run's folder."""
+    """For all that is written in a run's folder: it is for this user alone, and what the disk refuses becomes a
+    MachineError that names the file, or the folder."""
     try:
-        yield
+        with private_files():
+            yield
     except OSError as error:
         if error.errno not in _STORAGE_ERRORS:
             raise

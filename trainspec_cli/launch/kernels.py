@@ -12,7 +12,7 @@ from typing import Any
 
 from trainspec_cli.launch.job import build_job
 from trainspec_cli.launch.machine import cpu_model
-from trainspec_cli.launch.probing import figures_path, read_figures, run_probe
+from trainspec_cli.launch.probing import figures_path, keep_figures, read_figures, run_probe
 from trainspec_cli.policy.kernels import judge
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.spec.canonical import from_plain, to_plain
@@ -68,7 +68,7 @@ def measure_kernels(plan: Plan, machine: Machine, on_start: Callable[[], None], 
         ranks = [from_plain(KernelTrials, read_json(file)) for file in figures]
     calls = {op: described for rank in reversed(ranks) for op, described in rank.calls.items()}
     table = KernelTable(_device(plan, machine), plan.compute, metadata.version("torch"), calls, judge(ranks))
-    write_json(path, to_plain(table))
+    keep_figures(path, to_plain(table))
     return table
 
 

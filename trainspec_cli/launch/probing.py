@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainspec_cli import __version__
-from trainspec_cli.corpus.cache import cache_dir
+from trainspec_cli.corpus.cache import cache_dir, make_cache
 from trainspec_cli.errors import Interrupted, MachineError, Problem, RecipeError
 from trainspec_cli.launch.job import Job, build_job
 from trainspec_cli.launch.local import LocalExecutor
@@ -65,6 +65,11 @@ def read_figures(kind: type[Figures], path: Path) -> Figures | None:
         return None
 
 
+def keep_figures(path: Path, told: Any) -> None:
+    make_cache()
+    write_json(path, told)
+
+
 def probe_machine(plan: Plan, machine: Machine, on_start: Callable[[], None]) -> MachineProbe:
     """From the cache, else measured now; `on_start` is told before that takes its seconds.
 
@@ -83,7 +88,7 @@ def probe_machine(plan: Plan, machine: Machine, on_start: Callable[[], None]) ->
         run_probe(job, [figures], hint="launch with --force to train without a prediction")
         told = read_json(figures)
     probe = from_plain(MachineProbe, told)
-    write_json(path, told)
+    keep_figures(path, told)
     return probe
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,8 +33,11 @@ class RunLine:
 
 
 def list_runs(folder: Path, is_running: Ask, is_queued: Ask) -> list[RunLine]:
-    """Newest first."""
-    lines = [_describe(run, is_running, is_queued) for run in find_runs(folder)]
+    """Newest first; runs of others that are closed to this user are left out."""
+    lines = []
+    for run in find_runs(folder):
+        with suppress(PermissionError):
+            lines.append(_describe(run, is_running, is_queued))
     return sorted(lines, key=lambda line: line.created_at, reverse=True)
 
 

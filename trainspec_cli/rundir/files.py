@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ from trainspec_cli.spec.json_text import json_text
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write beside `path`, flush to disk, rename into place."""
+    """Write beside `path`, under a name at which nobody has put a file or link; flush to disk, rename into place."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with partial.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -1,24 +1,73 @@
-"""Where a run keeps copies of its state in a host's memory: a folder that outlives its processes, but not the host."""
+"""Where a run keeps copies of its state in a host's memory: a folder that outlives its processes, but not the host.
+
+Every user may make files in /dev/shm, so the folder's name hangs on a random word that only run.json holds, in the
+run's own folder, and the folder is used only where it belongs to this user and is open to no other.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
-from trainspec_cli.rundir.files import read_json
+from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.trust import PRIVATE_FOLDER, check_private
 
 MEMORY = Path("/dev/shm")
+PREFIX = "trainspec-"
+SECRET = "memory_secret"
+"""The key of run.json that holds the random word."""
+OWNER = "run.json"
+"""In the folder: which run it is of."""
+HINT = "type checkpoint.memory_interval_steps=null, or have whoever runs this machine remove it"
+
+
+def new_secret() -> str:
+    return secrets.token_hex(16)
 
 
 def newest_copy(run: RunDir) -> int:
     """The newest step that any rank of this host holds a copy of; 0 where there is none."""
-    told = memory_folder(run).glob("slot*/rank*.json") if run.run_json.is_file() else ()
+    folder = find_copies(run)
+    told = folder.glob("slot*/rank*.json") if folder else ()
     return max((read_json(path)["about"]["step"] for path in told), default=0)
 
 
+def find_copies(run: RunDir) -> Path | None:
+    """The run's folder on this host; None where it has none. Raises MachineError where others could use it."""
+    if not run.run_json.is_file() or SECRET not in read_json(run.run_json):
+        return None
+    folder = memory_folder(run)
+    if not os.path.lexists(folder):
+        return None
+    check_private(folder, HINT)
+    return folder
+
+
+def make_memory_folder(run: RunDir) -> Path:
+    """The run's folder on this host, made where it has none. Raises MachineError as `find_copies`."""
+    folder = memory_folder(run)
+    try:
+        folder.mkdir(PRIVATE_FOLDER)
+    except FileExistsError:
+        check_private(folder, HINT)
+    write_json(folder / OWNER, {"run": str(run.root.resolve())})
+    return folder
+
+
 def memory_folder(run: RunDir) -> Path:
-    """The same for every start of a run, on every host; of no other run, not even one made later in its place."""
-    key = json.dumps([str(run.root.resolve()), read_json(run.run_json).get("created_at")], allow_nan=False)
-    return MEMORY / f"trainspec-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    """The same for every start of a run, on every host; of no other run, not even of a copy of this one's folder."""
+    key = json.dumps([str(run.root.resolve()), read_json(run.run_json)[SECRET]], allow_nan=False)
+    return MEMORY / f"{PREFIX}{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+
+
+def own_folders() -> Iterator[Path]:
+    """The folders of all runs of this user on this host, each with an `OWNER` in it unless it was cut short."""
+    for folder in sorted(MEMORY.glob(f"{PREFIX}*")):
+        found = folder.lstat()
+        if found.st_uid == os.geteuid() and folder.is_dir() and not folder.is_symlink():
+            yield folder

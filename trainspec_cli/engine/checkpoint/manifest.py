@@ -17,6 +17,7 @@ from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.structure import convert
+from trainspec_cli.trust import is_plain_name
 
 SCHEMA = "trainspec.checkpoint/2"
 OLDER = ("trainspec.checkpoint/1",)
@@ -110,14 +111,24 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError(f"its schema is not {SCHEMA}")
         if stated != _digest(content):
             raise ValueError("it was altered: its sha256 is not its content's")
-        return Manifest(
+        manifest = Manifest(
             about=about_from(content["about"]),
             world_size=convert(int, content["world_size"]),
             files=tuple(_file(fields) for fields in content["files"]),
             tensors=entries_from(content["tensors"]),
         )
+        _check_listed(manifest)
+        return manifest
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecipeError) as error:
         raise refused(folder, f"{folder / MANIFEST} cannot be read: {error}") from error
+
+
+def _check_listed(manifest: Manifest) -> None:
+    """Raises ValueError where a tensor's part lies in a file without a digest."""
+    listed = {file.name for file in manifest.files}
+    chunks = ((name, chunk) for name, entry in manifest.tensors.items() for chunk in entry.chunks)
+    if chunk := next(((name, chunk.file) for name, chunk in chunks if chunk.file not in listed), None):
+        raise ValueError(f"a part of {chunk[0]} lies in a file that it does not list, {chunk[1]!r}")
 
 
 def write_part(path: Path, part: WrittenPart) -> None:
@@ -153,7 +164,9 @@ def _file(fields: Mapping[str, Any]) -> FileDigest:
 
 
 def _file_name(told: Any) -> str:
-    """Of a file of the checkpoint's own folder."""
+    """Return the name of a file of the checkpoint's own folder. Raises ValueError for anything else."""
+    if not is_plain_name(told):
+        raise ValueError(f"it names a file outside of its folder, {told!r}")
     if not re.fullmatch(r"rank\d{5,}\.safetensors", told):
         raise ValueError(f"{told!r} is no name of a checkpoint's file")
     return str(told)
@@ -180,6 +193,8 @@ def verify_files(folder: Path, files: Sequence[FileDigest]) -> None:
     """Raises MachineError that names the first file which is missing, truncated or altered."""
     for expected in files:
         path = folder / expected.name
+        if path.is_symlink():
+            raise refused(folder, f"{path} is a link")
         if not path.is_file():
             raise refused(folder, f"{path} is missing")
         found = digest_file(path)

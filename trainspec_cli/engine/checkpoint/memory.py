@@ -211,7 +211,7 @@ def _told(slot: Path, rank: int) -> Path:
 def _segment(path: Path, size: int, device: torch.device) -> Tensor:
     """Memory that other processes see and that outlives this one; reserved, since a full tmpfs kills who writes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         os.truncate(descriptor, size)
         os.posix_fallocate(descriptor, 0, size)

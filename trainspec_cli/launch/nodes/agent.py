@@ -37,6 +37,7 @@ from trainspec_cli.rundir.secret import read_secret
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.plan import Plan
 from trainspec_cli.spec.rules import check_machine
+from trainspec_cli.trust import private_files
 
 APPEAR_TIMEOUT_S = 60.0
 """A network file system may show a new file this late on another host."""
@@ -69,7 +70,7 @@ def run_agent(run: RunDir, generation: int, node: int) -> int:
     def goes_on() -> bool:
         return not requests.count and not run.result_json.is_file() and generations.newest(run) == generation
 
-    with on_stop_signal(requests.add):
+    with on_stop_signal(requests.add), private_files():
         return _keep_serving(serve, goes_on) if plan.replica_groups > 1 else serve()
 
 

@@ -1,0 +1,171 @@
+"""Runs that others have made, or could have: what is refused before anything in them is believed or written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.rundir.paths import RunDir
+
+HOME = Path(__file__).resolve().parents[2]
+PAPER = ("sbatch", "recipe=tiny", "data.max_bytes=200000", "cluster.num_nodes=1")
+
+Trainspec = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("place")
+
+
+@pytest.fixture(scope="module")
+def trainspec(place: Path) -> Trainspec:
+    environment = {**os.environ, "TRAINSPEC_CACHE": str(place / "cache"), "PYTHONPATH": str(HOME)}
+
+    def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "trainspec_cli", *map(str, arguments)]
+        return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, umask=0)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def paper(trainspec: Trainspec, place: Path) -> Path:
+    """A run on paper, made by someone whose umask keeps nothing from others."""
+    (place / "runs").mkdir(0o755)
+    done = trainspec(*PAPER, "run.dir=runs/paper")
+    assert done.returncode == 0, done.stderr
+    return place / "runs" / "paper"
+
+
+@pytest.fixture
+def run(paper: Path, tmp_path: Path) -> RunDir:
+    shutil.copytree(paper, tmp_path / "run")
+    return RunDir(tmp_path / "run")
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """A file outside of the run."""
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "thesis").write_text("words")
+    return tmp_path / "outside" / "thesis"
+
+
+def test_a_run_and_the_cache_are_for_their_user_alone(paper: Path, place: Path) -> None:
+    made = [paper, *paper.rglob("*"), place / "cache"]
+    assert {path for path in made if path.stat().st_mode & 0o077} == set()
+    assert (paper.parent.stat().st_mode & 0o777) == 0o755, "what was there is left as it was"
+
+
+def test_a_stranger_reads_nothing_of_a_run(
+    trainspec: Trainspec, shared: Path, stranger: Callable[..., None], paper: Path
+) -> None:
+    done = trainspec(*PAPER, f"run.dir={shared / 'mine'}")
+    assert done.returncode == 0, done.stderr
+    stranger("! ls $1 && ! cat $1/run.json", shared / "mine")
+
+
+@pytest.mark.parametrize("name", ["pid.json", "result.json", "composed.yaml"])
+def test_resume_writes_through_no_link(trainspec: Trainspec, run: RunDir, victim: Path, name: str) -> None:
+    (run.root / name).unlink(missing_ok=True)
+    (run.root / name).symlink_to(victim)
+    refused = trainspec("resume", run.root)
+    assert refused.returncode == 4, refused.stdout + refused.stderr
+    assert f"{run.root / name} is a link that leads out of {run.root}, to {victim}" in refused.stderr
+    assert f"hint: remove the link: rm {run.root / name}" in refused.stderr
+    assert victim.read_text() == "words"
+
+
+def test_resume_writes_into_no_folder_behind_a_link(trainspec: Trainspec, run: RunDir, victim: Path) -> None:
+    run.events_folder.symlink_to(victim.parent)
+    refused = trainspec("resume", run.root)
+    assert (refused.returncode, "is a link that leads out of" in refused.stderr) == (4, True)
+    assert [path.name for path in victim.parent.iterdir()] == ["thesis"]
+
+
+def test_export_publishes_nothing_that_a_link_names(trainspec: Trainspec, run: RunDir, victim: Path) -> None:
+    run.huggingface.mkdir()
+    (run.huggingface / "tokenizer.json").symlink_to(victim)
+    run.checkpoint(1).mkdir(parents=True)
+    refused = trainspec("export", run.root, "--output", "published")
+    assert refused.returncode == 4, refused.stdout + refused.stderr
+    assert "huggingface/tokenizer.json is a link that leads out of" in refused.stderr
+
+
+def test_nothing_begins_with_what_a_link_names(trainspec: Trainspec, run: RunDir, victim: Path) -> None:
+    run.checkpoint(1).mkdir(parents=True)
+    (run.checkpoint(1) / "rank00000.safetensors").symlink_to(victim)
+    refused = trainspec("validate", "recipe=tiny", f"init.from={run.root}")
+    assert refused.returncode == 4, refused.stdout + refused.stderr
+    assert "rank00000.safetensors is a link that leads out of" in refused.stderr
+
+
+def test_a_strangers_run_may_be_looked_at_and_no_more(
+    trainspec: Trainspec, run: RunDir, shared: Path, stranger: Callable[..., None]
+) -> None:
+    shutil.copytree(run.root, shared / "copied")
+    subprocess.run(["chmod", "-R", "a+rX", shared / "copied"], check=True)
+    stranger("cp -r $1/copied $1/theirs && chmod -R a+rX $1/theirs && touch $1/theirs/pid.json", shared)
+    theirs = shared / "theirs"
+    assert trainspec("report", theirs).returncode == 0
+    for command in (("resume", theirs), ("export", theirs, "--output", "published")):
+        refused = trainspec(*command)
+        assert refused.returncode == 4, refused.stdout + refused.stderr
+        assert f"{theirs} belongs to another user, nobody" in refused.stderr
+        assert f"cp -rP {theirs} ./theirs-copy" in refused.stderr
+    refused = trainspec("launch", "recipe=tiny", f"run.dir={theirs}")
+    assert (refused.returncode, "belongs to another user" in refused.stderr) == (4, True)
+
+
+AS_STRANGER = """
+import contextlib, io, os, sys
+from trainspec_cli.__main__ import run
+os.chdir(sys.argv[1])
+with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    run(sys.argv[2:])
+    run(["report", "nowhere"])
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+sys.exit(run(sys.argv[2:]))
+"""
+"""Once as this user, since the other one may not see where the modules lie."""
+
+
+@pytest.mark.parametrize("closed", ["", "run.json", "plan.json"])
+def test_a_run_that_is_closed_says_so_and_is_not_listed(
+    paper: Path, shared: Path, stranger: Callable[..., None], closed: str
+) -> None:
+    mine = shared / "runs" / "mine"
+    shutil.copytree(paper, mine)
+    subprocess.run(["chmod", "-R", "a+rX", shared / "runs"], check=True)
+    (mine / closed).chmod(0o700)
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", AS_STRANGER, str(shared), *arguments]
+        return subprocess.run(command, cwd=HOME, capture_output=True, text=True)
+
+    told = call("report", "runs/mine")
+    assert told.returncode == 4, told.stderr
+    assert f"runs/mine/{closed or 'run.json'} is closed to this user" in told.stderr
+    assert "hint: have its owner open it: chmod -R g+rX runs/mine" in told.stderr
+    listed = call("runs")
+    assert (listed.returncode, "there are no runs" in listed.stdout) == (0, True), listed.stderr
+
+
+def test_ones_own_run_behind_ones_own_link_goes_on(trainspec: Trainspec, run: RunDir, place: Path) -> None:
+    """As where runs/ lies on another disk; it is refused for a reason of its own, and later."""
+    about = read_json(run.run_json)
+    write_json(run.run_json, {**about, "data_dir": str(place / "gone")})
+    plan = read_json(run.plan_json)
+    plan["spec"]["data"] = {**plan["spec"]["data"], "source": "tokens", "path": "gone"}
+    write_json(run.plan_json, plan)
+    (place / "scratch").symlink_to(run.root.parent)
+    refused = trainspec("resume", "scratch/run")
+    assert "the data folder of this run is gone" in refused.stderr

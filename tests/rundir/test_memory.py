@@ -1,0 +1,93 @@
+"""Where copies in memory lie, on a host that others use too."""
+
+import pytest
+
+from trainspec_cli.errors import MachineError
+from trainspec_cli.rundir import memory
+from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.rundir.memory import find_copies, make_memory_folder, memory_folder, newest_copy, own_folders
+from trainspec_cli.rundir.paths import RunDir
+
+
+@pytest.fixture
+def shm(shared, monkeypatch):
+    """In place of /dev/shm."""
+    monkeypatch.setattr(memory, "MEMORY", shared)
+    return shared
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    def make(secret, name="run"):
+        run = RunDir(tmp_path / name)
+        write_json(run.run_json, {"created_at": 1.0, memory.SECRET: secret})
+        return run
+
+    return make
+
+
+def leave_copy(folder, step):
+    write_json(folder / "slot0" / "rank00000.json", {"about": {"step": step}})
+
+
+def test_a_later_start_finds_the_copies(shm, make_run):
+    run = make_run("a")
+    assert find_copies(run) is None
+    folder = make_memory_folder(run)
+    assert (folder.parent, folder.stat().st_mode & 0o777) == (shm, 0o700)
+    leave_copy(folder, 6)
+    again = RunDir(run.root)
+    assert (find_copies(again), make_memory_folder(again), newest_copy(again)) == (folder, folder, 6)
+
+
+def test_the_place_hangs_on_a_secret_of_the_run(shm, make_run):
+    """Its path and the time it was made at can be known to others."""
+    one, other = memory_folder(make_run("a")), memory_folder(make_run("b"))
+    assert one != other
+    assert len(memory.new_secret()) == 32
+    assert memory.new_secret() != memory.new_secret()
+
+
+def test_a_copy_of_a_runs_folder_has_copies_of_its_own(shm, make_run):
+    assert memory_folder(make_run("a")) != memory_folder(make_run("a", "copy"))
+
+
+def test_a_run_from_before_there_was_a_secret_has_no_copies(shm, tmp_path):
+    run = RunDir(tmp_path)
+    write_json(run.run_json, {"created_at": 1.0})
+    assert (find_copies(run), newest_copy(run)) == (None, 0)
+
+
+def test_a_strangers_folder_in_its_place_is_neither_written_nor_believed(shm, make_run, stranger):
+    run = make_run("a")
+    folder = memory_folder(run)
+    stranger('mkdir $1 $1/slot0 && echo \'{"about": {"step": 99}}\' > $1/slot0/rank00000.json', folder)
+    for use in (make_memory_folder, find_copies, newest_copy):
+        with pytest.raises(MachineError, match="belongs to another user, nobody") as caught:
+            use(run)
+        assert "checkpoint.memory_interval_steps=null" in caught.value.problems[0].hint
+
+
+def test_a_strangers_link_in_its_place_is_not_followed(shm, make_run, stranger, tmp_path):
+    run, victim = make_run("a"), tmp_path / "victim"
+    victim.mkdir(0o700)
+    stranger("ln -s $2 $1", memory_folder(run), victim)
+    for use in (make_memory_folder, find_copies, newest_copy):
+        with pytest.raises(MachineError, match="is not a folder"):
+            use(run)
+    assert not list(victim.iterdir())
+
+
+def test_a_folder_that_others_may_enter_is_not_used(shm, make_run):
+    run = make_run("a")
+    make_memory_folder(run).chmod(0o755)
+    with pytest.raises(MachineError, match="is open to other users"):
+        make_memory_folder(run)
+
+
+def test_a_user_sees_whose_the_folders_are_and_no_others(shm, make_run, stranger):
+    folders = [make_memory_folder(make_run("a", name)) for name in ("one", "two")]
+    stranger("mkdir $1/trainspec-theirs && ln -s $2 $1/trainspec-link", shm, folders[0])
+    (shm / "trainspec-own-link").symlink_to(folders[0])
+    assert sorted(own_folders()) == sorted(folders)
+    assert {read_json(folder / memory.OWNER)["run"].rpartition("/")[2] for folder in own_folders()} == {"one", "two"}

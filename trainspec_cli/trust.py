@@ -1,0 +1,132 @@
+"""Which files may be trusted on a machine that others use too, and how to make files that are for this user alone.
+
+A file is trusted where it belongs to this user or to root and not everybody may write it. Whom else a folder is shared
+with is for its owner to say: a group that may read or write in it keeps what it was given.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shlex
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from trainspec_cli.errors import MachineError, Problem
+
+PRIVATE_UMASK = 0o077
+PRIVATE_FOLDER = 0o700
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """What this process and its children make inside the block is for this user alone, whatever the umask was."""
+    before = os.umask(PRIVATE_UMASK)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def make_folder(folder: Path, hint: str) -> None:
+    """Make `folder` for this user alone; one that is there is left as it is. Raises MachineError as `check_folder`."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(PRIVATE_FOLDER)
+    except FileExistsError:
+        check_folder(folder, hint)
+
+
+def check_folder(folder: Path, hint: str) -> None:
+    """Raises MachineError where `folder`, or the link that it is reached by, cannot be trusted. `hint`: what to do."""
+    try:
+        looks = (folder.lstat(), folder.stat())
+    except OSError as error:
+        raise _refuse(f"{folder} cannot be looked at: {error.strerror}", hint) from error
+    for found in looks:
+        if reason := _distrust(found):
+            raise _refuse(f"{folder} {reason}", hint)
+
+
+def check_private(folder: Path, hint: str) -> None:
+    """Raises MachineError unless `folder` is a real folder of this user that no other may even look into."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise _refuse(f"{folder} is not a folder", hint)
+    if found.st_uid != os.geteuid():
+        raise _refuse(f"{folder} belongs to {_user(found.st_uid)}", hint)
+    if found.st_mode & PRIVATE_UMASK:
+        raise _refuse(f"{folder} is open to other users", hint)
+
+
+def check_tree(root: Path) -> None:
+    """Raises MachineError where something in the folder `root` cannot be trusted, or is a link that leads out of it.
+
+    `root` itself may be reached through a link of this user's own.
+    """
+    real = root.resolve()
+    copy = f"go on with a copy of your own: cp -rP {shlex.quote(str(root))} {shlex.quote(f'./{real.name}-copy')}"
+    check_folder(root, f"if you trust whoever can write it, {copy}")
+    for name, found in _walk(real):
+        path = root / name.relative_to(real)
+        if reason := _distrust(found):
+            raise _refuse(f"{path} {reason}", f"if you trust its content, {copy}")
+        if stat.S_ISLNK(found.st_mode):
+            _check_link(path, name, real)
+        elif not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
+            raise _refuse(f"{path} is neither a file nor a folder", f"remove it: rm {shlex.quote(str(path))}")
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether `name` names a file of the folder that it is read in, and none elsewhere."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
+
+
+def _walk(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Everything below `root`; what lies in a folder comes after the folder itself was looked at."""
+    folders = [str(root)]
+    while folders:
+        try:
+            found = list(_look_into(folders.pop()))
+        except OSError as error:
+            hint = f"this names what cannot be read: find {shlex.quote(str(root))} > /dev/null"
+            raise _refuse(f"not all of {root} can be read: {error.strerror}", hint) from error
+        yield from ((Path(path), facts) for path, facts in found)
+        folders += [path for path, facts in found if stat.S_ISDIR(facts.st_mode)]
+
+
+def _look_into(folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    """A run that is going on renames and removes its files: what is gone is passed over."""
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):
+                yield entry.path, entry.stat(follow_symlinks=False)
+
+
+def _distrust(found: os.stat_result) -> str:
+    """Why a file of this owner and mode cannot be trusted; empty where it can."""
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"belongs to {_user(found.st_uid)}"
+    if found.st_mode & stat.S_IWOTH and not stat.S_ISLNK(found.st_mode):
+        return "may be written by every user of this machine"
+    return ""
+
+
+def _check_link(path: Path, link: Path, root: Path) -> None:
+    target = Path(os.path.realpath(link))
+    if not target.is_relative_to(root):
+        hint = f"remove the link: rm {shlex.quote(str(path))}; if the run needs what it names, put a copy in its place"
+        raise _refuse(f"{path} is a link that leads out of {root}, to {target}", hint)
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"another user, {pwd.getpwuid(uid).pw_name}"
+    except KeyError:
+        return f"another user, number {uid}"
+
+
+def _refuse(message: str, hint: str) -> MachineError:
+    return MachineError(Problem("not_trusted", message, hint=hint, environment=True))
