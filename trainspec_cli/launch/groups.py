@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 
 from trainspec_cli.launch.executor import Executor, GroupExecutor
-from trainspec_cli.launch.failure import Explanation, WorkerFailure, explain, find_failures
+from trainspec_cli.launch.failure import Explanation, WorkerFailure, explain, find_failures, first_causes
 from trainspec_cli.launch.group import ReplicaGroup, State
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.lighthouse import Lighthouse
 from trainspec_cli.launch.processes import POLL_S
 from trainspec_cli.launch.signals import StopRequests, on_stop_signal
-from trainspec_cli.launch.supervise import SUPERVISOR, Ending
+from trainspec_cli.launch.supervise import SUPERVISOR, Ending, was_stopped
 from trainspec_cli.policy.recovery import enough_groups, may_restart, pause_s
 from trainspec_cli.rundir.events import EventTail, EventWriter
 from trainspec_cli.rundir.files import write_json
@@ -51,7 +51,8 @@ def supervise_groups(
             marks.write("ended", exit_code=0)
             marks.close()
         watch(run.stop_requested)
-    return Ending(0, run.stop_requested, run.killed, left_behind, run.given_up, groups.generation)
+    stopped = was_stopped(job.run, groups.generation, requests)
+    return Ending(0, stopped, run.killed, left_behind, run.given_up, groups.generation)
 
 
 class _Run:
@@ -202,4 +203,7 @@ def _failures(group: ReplicaGroup) -> list[WorkerFailure]:
     told, now = find_failures(group.running.job), group.running.failure()
     if now is not None and now.whole_node:
         return [now, *told]
-    return told or ([group.failure] if group.failure else [])
+    seen = group.failure
+    if seen is None or any(failure.rank == seen.rank for failure in told):
+        return told
+    return first_causes([seen, *told])
