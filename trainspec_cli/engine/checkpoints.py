@@ -14,7 +14,7 @@ from trainspec_cli.engine.checkpoint.memory import Place, clear
 from trainspec_cli.engine.checkpoint.saver import Saved, Saver
 from trainspec_cli.engine.checkpoint.store import Restored, load_newest, raise_together
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
-from trainspec_cli.rundir.memory import memory_folder
+from trainspec_cli.rundir.memory import make_memory_folder
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.plan import Plan
 
@@ -157,4 +157,4 @@ class Checkpoints:
 def find_place(run_dir: RunDir) -> Place:
     """torchrun says how many ranks a host has."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    return Place(memory_folder(run_dir), rank, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    return Place(make_memory_folder(run_dir), rank, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))

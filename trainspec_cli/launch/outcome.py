@@ -13,6 +13,7 @@ from trainspec_cli.launch.supervise import Ending
 from trainspec_cli.rundir.accounting import account_run, goodput
 from trainspec_cli.rundir.events import read_events, tail_events
 from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.rundir.memory import newest_copy, remove_copies
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.recoveries import read_recoveries
 
@@ -30,8 +31,11 @@ class Outcome:
 
 
 def conclude(job: Job, ending: Ending) -> Outcome:
-    """How the run ended, with what its failures cost."""
+    """How the run ended, with what its failures cost. Copies in this host's memory are dropped where the run has ended
+    and the disk has as much."""
     outcome = _conclude(job, ending)
+    if outcome.result["status"] != "failed" and max(job.run.checkpoint_steps(), default=0) >= newest_copy(job.run):
+        remove_copies(job.run)
     recoveries = read_recoveries(read_events(job.run.events(0)))
     outcome.result["recoveries"] = recoveries
     write_json(job.run.result_json, outcome.result)

@@ -35,6 +35,7 @@ def supervise_with_restarts(
     again, so any checkpoint will do.
     """
     restarts_s: list[float] = []
+    requests = requests or StopRequests()
     while True:
         begun_from = _newest_checkpoint(job)
         ending = supervise(job, executor, watch, requests)
@@ -45,6 +46,8 @@ def supervise_with_restarts(
         restarts_s.append(now_s)
         headline = explain_ending(job, ending, failures).headline
         say(f"{headline}; the run starts again from step {_newest_checkpoint(job)}")
+        if requests.count:
+            return job, replace(ending, stop_requested=True)
         _note_restart(job)
         job = _next_start(job, len(restarts_s) + 1)
 
