@@ -41,7 +41,8 @@ class Family:
             _adopt_orphans(True)
 
     def members(self) -> list[psutil.Process]:
-        """Those that live: what carries the marks of the job in its environment, and all that descends from it."""
+        """Those that live: what carries the marks of the job in its environment, what descends from that, and what did
+        when it was last seen."""
         if not ADOPTS:
             of_launch = processes.members(self._launch_id, wait_s=0.0)
             return [process for process in of_launch if self._is_marked(environ(process))]
@@ -49,7 +50,7 @@ class Family:
         for process in psutil.Process().children(recursive=True):  # parents come before their children
             if _has_ended(process):
                 continue
-            if parent_id(process) in found or self._carries_marks(process):
+            if process in self._seen or parent_id(process) in found or self._carries_marks(process):
                 found[process.pid] = process
         self._reap(found)
         return list(found.values())
