@@ -124,7 +124,7 @@ class _Run:
 
     def _recover(self, group: ReplicaGroup, now_s: float) -> None:
         """Start it again, or go on without it, or end the run."""
-        failures = _failures(group)
+        failures = failures_of(group)
         explanation = explain(failures) if failures else Explanation("it lives, and the others had to go on without it")
         self._last_failure, group.state = explanation.headline, "gone"
         group.failures_in_a_row += 1
@@ -198,7 +198,7 @@ class _Run:
             self._say("the lighthouse ended; it starts again")
 
 
-def _failures(group: ReplicaGroup) -> list[WorkerFailure]:
+def failures_of(group: ReplicaGroup) -> list[WorkerFailure]:
     """Why its last start failed, told by the workers where they could; a host that is lost is where it began."""
     told, now = find_failures(group.running.job), group.running.failure()
     if now is not None and now.whole_node:
