@@ -61,8 +61,11 @@ def test_all_that_descends_from_a_job_is_ended_with_it(job: Job, family: Family,
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux alone")
-def test_orphans_are_found_ended_and_reaped(job: Job, family: Family, eventually: Eventually) -> None:
+def test_orphans_are_found_ended_and_reaped(
+    job: Job, family: Family, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parent = start_parent(job, family, eventually)
+    monkeypatch.setattr("trainspec_cli.launch.family.EXEC_TIMEOUT_S", 0.0)  # they are past their exec
     children = psutil.Process(parent.pid).children()
     parent.kill()
     parent.wait()
