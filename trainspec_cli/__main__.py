@@ -23,7 +23,15 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The exit code; everything that can go wrong has been told by then."""
+    """The exit code; everything that can go wrong has been told by then, or its reader has gone."""
+    try:
+        return _run(arguments)
+    except BrokenPipeError:
+        _drop_output()
+        return EXIT_BROKEN_PIPE
+
+
+def _run(arguments: Sequence[str]) -> int:
     try:
         code = dispatch(arguments, Style.of(sys.stdout))
         sys.stdout.flush()
@@ -35,12 +43,19 @@ def run(arguments: Sequence[str]) -> int:
         print("interrupted", file=sys.stderr)
         return Interrupted.exit_code
     except BrokenPipeError:
-        # Python would complain of the closed pipe once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
+        raise
     except Exception as error:
         _tell_fault(error)
         return EXIT_FAULT
+
+
+def _drop_output() -> None:
+    """Python would complain of the closed pipe once more at its end."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _tell(error: TrainspecError, *, as_json: bool) -> None:

@@ -6,7 +6,7 @@
   deaf         endless, and ignores SIGTERM; so does the process it starts
   raise        rank 1 fails with an exception and its last words, rank 0 loses its connection
   import_error every rank fails before its own code begins
-  mute         says nothing for a long time
+  mute         says nothing for a long time, and leaves a file when it hears requests to stop
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ stop_asked = False
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN if MODE == "deaf" else ask_to_stop)
     if MODE == "mute":
+        (ROOT / f"listening{RANK}").touch()
         time.sleep(600)
     if MODE == "deaf":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
@@ -75,7 +76,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 def finish(step: int) -> None:
     if RANK == 0:
-        RUN.checkpoint(step).mkdir(parents=True)
+        RUN.checkpoint(step).mkdir(parents=True, exist_ok=True)
         status = "stopped" if stop_asked else "done"
         write_json(RUN.result_json, {"status": status, "exit_code": 6 if stop_asked else 0, "steps": step})
 

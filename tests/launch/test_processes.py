@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -67,3 +68,26 @@ def test_workers_are_told_from_what_they_start_and_groups_from_each_other(
     assert processes.kill(TOLD) == []
     assert agent.wait() == worker.wait() == -9
     assert other.poll() is None
+
+
+@pytest.fixture
+def bare(start: Callable[..., subprocess.Popen[bytes]]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes without any environment, as slurmstepd is, that have just been started."""
+    made = [subprocess.Popen(["sleep", "60"], env={}) for _ in range(8)]
+    yield made
+    for process in made:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.usefixtures("bare")
+def test_processes_without_an_environment_are_waited_for_together_and_once(
+    start: Callable[..., subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = start(**{LAUNCH_ID: TOLD}).pid
+    began = time.monotonic()
+    assert [process.pid for process in processes.members(TOLD)] == [pid]
+    assert time.monotonic() - began < 4 * processes.EXEC_TIMEOUT_S, "less than half of what all take one by one"
+    began_again = time.monotonic()
+    assert [process.pid for process in processes.members(TOLD)] == [pid]
+    assert time.monotonic() - began_again < processes.EXEC_TIMEOUT_S

@@ -16,7 +16,10 @@ from trainspec_cli.launch import processes
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.local import LocalExecutor
 from trainspec_cli.launch.outcome import Outcome, conclude
+from trainspec_cli.launch.restarts import supervise_with_restarts
 from trainspec_cli.launch.supervise import supervise
+from trainspec_cli.rundir.events import read_events
+from trainspec_cli.spec.resilience import ResilienceSpec
 
 MakeJob = Callable[..., Job]
 
@@ -127,6 +130,44 @@ def test_when_torchrun_is_killed_its_workers_save_and_end(make_job: MakeJob) -> 
     assert outcome.explanation.headline == "torchrun was ended by SIGKILL, and its workers with it"
 
 
+def test_a_killed_torchrun_is_a_failure_that_starts_again(make_job: MakeJob) -> None:
+    """Its workers save and end, and nobody had asked for that; the second start is stopped by request."""
+    job = make_job("endless")
+    said: list[str] = []
+
+    def kill_torchrun() -> None:
+        psutil.Process(processes.workers(job.launch_id)[0].ppid()).kill()
+
+    kill = Once(lambda: both_training(job), kill_torchrun)
+    stop = Once(lambda: bool(said) and starts(job) == 2, lambda: send(signal.SIGTERM))
+
+    def watch(stop_requested: bool) -> None:
+        stop()
+        kill()
+
+    last, ending = supervise_with_restarts(job, LocalExecutor(), ResilienceSpec(), watch, said.append)
+    outcome = conclude(last, ending)
+    assert len(said) == 1, said
+    assert said[0].startswith("torchrun was ended by SIGKILL, and its workers with it; the run starts again from step ")
+    assert (outcome.result["status"], outcome.exit_code) == ("stopped", 6)
+    assert [recovery["kind"] for recovery in outcome.result["recoveries"]] == ["restart"]
+    assert processes.members(job.launch_id) == []
+
+
+def starts(job: Job) -> int:
+    return sum(event["type"] == "start" for event in read_events(job.run.events(0)))
+
+
+def test_a_killed_torchrun_fails_a_run_that_is_not_started_again(make_job: MakeJob) -> None:
+    job = make_job("endless")
+
+    def kill_torchrun() -> None:
+        psutil.Process(processes.workers(job.launch_id)[0].ppid()).kill()
+
+    outcome = run(job, Once(lambda: both_training(job), kill_torchrun))
+    assert (outcome.result["status"], outcome.exit_code) == ("failed", 5)
+
+
 SUPERVISOR = """
 from pathlib import Path
 from trainspec_cli.launch.job import Job
@@ -136,10 +177,7 @@ supervise(Job(Path({root!r}), {command!r}, {environment!r}, 2, {grace!r}, Path({
 """
 
 
-def test_nothing_outlives_a_supervisor_that_was_killed(
-    make_job: MakeJob, eventually: Callable[[Callable[[], object]], None]
-) -> None:
-    job = make_job("endless")
+def start_supervisor(job: Job) -> subprocess.Popen[bytes]:
     program = SUPERVISOR.format(
         root=str(job.root),
         command=job.command,
@@ -147,9 +185,33 @@ def test_nothing_outlives_a_supervisor_that_was_killed(
         grace=job.stop_grace_s,
         logs=str(job.logs),
     )
-    supervisor = subprocess.Popen([sys.executable, "-c", program])
+    return subprocess.Popen([sys.executable, "-c", program])
+
+
+def test_nothing_outlives_a_supervisor_that_was_killed(
+    make_job: MakeJob, eventually: Callable[[Callable[[], object]], None]
+) -> None:
+    job = make_job("endless")
+    supervisor = start_supervisor(job)
     eventually(lambda: both_training(job))
     supervisor.kill()
     supervisor.wait()
     eventually(lambda: not processes.members(job.launch_id))
     assert json.loads(job.run.result_json.read_text())["status"] == "stopped"
+
+
+@pytest.mark.parametrize("moment", ["torchrun starts", "workers hear"])
+def test_workers_that_have_not_begun_are_given_no_time_when_their_supervisor_is_killed(
+    make_job: MakeJob, eventually: Callable[[Callable[[], object]], None], moment: str
+) -> None:
+    """They hear the request and do not follow it: nothing of theirs is lost."""
+    job = make_job("mute", stop_grace_s=600.0)
+    supervisor = start_supervisor(job)
+    if moment == "torchrun starts":
+        eventually(lambda: processes.members(job.launch_id))
+    else:
+        eventually((job.root / "listening1").exists)
+    supervisor.kill()
+    supervisor.wait()
+    eventually(lambda: not processes.members(job.launch_id))
+    assert not job.run.result_json.exists()

@@ -69,6 +69,21 @@ def test_a_failing_worker_ends_the_job_with_the_runs_code(
 
 
 @pytest.mark.slow
+def test_kill_9_of_torchrun_on_a_node_starts_the_run_again_in_its_job(
+    slurm: Cluster, sbatch, watch, tmp_path: Path
+) -> None:
+    """Its workers save and end, and with them all others; nobody asked for that."""
+    run = tmp_path / "runs/torchrun"
+    job = sbatch("run.dir=runs/torchrun", *LONG)
+    watch.wait_for_step(run, 15)
+    slurm.worker_on(2).parent().kill()
+    ended = slurm.wait(job)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "0"), watch.log(run)
+    assert len(list(RunDir(run).generations.iterdir())) == 2, "on the same hosts, under a new start"
+    assert sorted(set(watch.steps(run))) == list(range(1, 121))
+
+
+@pytest.mark.slow
 def test_a_cancelled_run_saves_and_goes_on_when_submitted_again(
     slurm: Cluster, sbatch, watch, tmp_path: Path, read_result
 ) -> None:

@@ -207,11 +207,11 @@ def _check_data(run_dir: RunDir, loaded: Loaded) -> None:
 
 
 def _tell_start(job: Job, old: Plan, new: Plan, console: Console) -> None:
-    from trainspec_cli.rundir.memory import find_copies
+    from trainspec_cli.rundir.memory import newest_copy
 
     step = newest_step(job.run)
     lines = [f"goes on from step {step}" if step else "there is no checkpoint: it starts from the first step again"]
-    if find_copies(job.run):
+    if new.spec.checkpoint.memory_interval_steps and newest_copy(job.run):
         lines = [f"goes on from the newest copy in memory that is whole, else from step {step}"]
     for name in MACHINE_BOUND:
         before, after = getattr(old, name), getattr(new, name)

@@ -1,4 +1,4 @@
-"""`trainspec runs`: the runs below ./runs, newest first."""
+"""`trainspec runs`: the runs below ./runs, newest first; or what runs have left in this host's memory."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from trainspec_cli.units import format_duration
 
 if TYPE_CHECKING:
     from trainspec_cli.report.runs import RunLine
+    from trainspec_cli.rundir.memory import Copies
     from trainspec_cli.rundir.paths import RunDir
 
 app = typer.Typer(add_completion=False)
@@ -29,11 +30,27 @@ RunArgument = Annotated[
 ]
 
 HEADINGS = ("recipe", "status", "step", "loss", "age", "path")
+COPIES_HEADINGS = ("size", "step", "on disk", "status", "run")
+
+UNKNOWN, GONE = "unknown", "gone"
+"""Nothing says whose copies these are; the run's folder is no more."""
+FORSAKEN = (GONE, "done", "stopped", "failed", "killed", "made")
+"""Runs of such a status have no processes, and none will start by itself."""
+
+Memory = Annotated[
+    bool, typer.Option("--memory", help="List instead the copies of state that runs keep in this host's memory.")
+]
+ClearMemory = Annotated[
+    bool, typer.Option("--clear-memory", help="Remove those copies, but for runs that are running or queued.")
+]
 
 
 @app.command()
-def runs(as_json: AsJson = False) -> None:
+def runs(memory: Memory = False, clear_memory: ClearMemory = False, as_json: AsJson = False) -> None:
     """List the runs below ./runs, newest first."""
+    if memory or clear_memory:
+        _show_copies(clear=clear_memory, as_json=as_json)
+        return
     lines = _lines()
     if as_json:
         typer.echo(json_text([asdict(line) for line in lines]))
@@ -92,6 +109,53 @@ def _lines() -> list[RunLine]:
     return list_runs(RUNS, is_running, Queue().holds)
 
 
+def _show_copies(*, clear: bool, as_json: bool) -> None:
+    """Every run's copies on this host, wherever its folder is; `clear` removes those that nothing needs."""
+    from trainspec_cli.rundir.memory import list_copies, remove_folder
+    from trainspec_cli.units import format_bytes
+
+    rows = [(copies, _status_of_owner(copies.run)) for copies in list_copies()]
+    cleared = [copies for copies, status in rows if clear and status in FORSAKEN]
+    for copies in cleared:
+        remove_folder(copies.folder)
+    if as_json:
+        typer.echo(json_text([_copies_json(*row, cleared=row[0] in cleared) for row in rows]))
+    elif not rows:
+        typer.echo("no run has copies in this host's memory")
+    else:
+        typer.echo(_table([COPIES_HEADINGS, *(_copies_cells(*row) for row in rows)]))
+        if clear:
+            typer.echo(f"\ncleared {format_bytes(sum(copies.bytes for copies in cleared))}")
+        elif any(status in FORSAKEN for _, status in rows):
+            typer.echo("\ntrainspec runs --clear-memory removes those of runs that are not running or queued")
+
+
+def _status_of_owner(run: RunDir | None) -> str:
+    from trainspec_cli.launch.claim import is_running
+    from trainspec_cli.launch.slurm.queue import Queue
+    from trainspec_cli.report.status import status_of
+
+    if run is None:
+        return UNKNOWN
+    if not run.run_json.is_file():
+        return GONE
+    return status_of(run, running=is_running(run), queued=Queue().holds(run))
+
+
+def _copies_json(copies: Copies, status: str, *, cleared: bool) -> dict[str, object]:
+    run = str(copies.run.root) if copies.run else None
+    about = {"run": run, "status": status, "step": copies.step, "bytes": copies.bytes}
+    return {**about, "folder": str(copies.folder), "cleared": cleared}
+
+
+def _copies_cells(copies: Copies, status: str) -> tuple[str, ...]:
+    from trainspec_cli.units import format_bytes
+
+    on_disk = max(copies.run.checkpoint_steps(), default=0) if copies.run else 0
+    where = str(copies.run.root) if copies.run else f"rm -r {copies.folder} removes them"
+    return format_bytes(copies.bytes), str(copies.step), str(on_disk or "-"), status, where
+
+
 def _cells(line: RunLine) -> tuple[str, ...]:
     of = f"/{line.max_steps}" if line.max_steps is not None else ""
     loss = f"{line.loss:.4f}" if line.loss is not None else "-"
@@ -100,6 +164,6 @@ def _cells(line: RunLine) -> tuple[str, ...]:
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import typer
@@ -17,7 +19,8 @@ from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.local import LocalExecutor
 from trainspec_cli.launch.outcome import Explanation, Outcome, conclude
 from trainspec_cli.launch.restarts import supervise_with_restarts
-from trainspec_cli.launch.signals import StopRequests
+from trainspec_cli.launch.signals import StopRequests, on_stop_signal
+from trainspec_cli.launch.supervise import Ending
 from trainspec_cli.report.collect import collect
 from trainspec_cli.report.live import LiveView
 from trainspec_cli.report.render import render_summary
@@ -29,10 +32,18 @@ from trainspec_cli.spec.plan import Plan
 
 
 class ViewConsole(Console):
-    """A console whose reader may go away (`| head`): that stops the run in order, as a closed terminal does."""
+    """A console whose reader may go away (`| head`): the command ends then, with the exit code that a shell gives it.
+
+    While a run goes on that stops it in order, as a closed terminal does; before and after there is nothing to save.
+    """
+
+    reader_left = False
+    run_goes_on = False
 
     def on_broken_pipe(self) -> None:
-        self.quiet = True
+        self.quiet = self.reader_left = True
+        if not self.run_goes_on:
+            raise BrokenPipeError
         signal.raise_signal(signal.SIGHUP)
 
 
@@ -52,14 +63,10 @@ def train(
 ) -> int:
     """Run the job (on this host, where no executor is given) and tell how it ended; -> the exit code.
 
-    Raises WorkerError where it failed, or was begun anew by another start while it ran.
+    Raises WorkerError where it failed, or was begun anew by another start while it ran; BrokenPipeError where it ended
+    well and nobody reads that.
     """
-    with LiveView(job.run, plan, console) as view:
-        executor = executor or LocalExecutor()
-        if plan.replica_groups > 1:
-            ending = supervise_groups(job, plan, executor, view.watch, view.say, requests)
-        else:
-            job, ending = supervise_with_restarts(job, executor, plan.spec.resilience, view.watch, view.say, requests)
+    job, ending = _run(job, plan, console, executor or LocalExecutor(), requests or StopRequests())
     if ending.left_behind:
         console.print(f"processes {', '.join(map(str, ending.left_behind))} hang in the kernel and could not be ended")
     Fence(job.run, ending.generation).check()
@@ -67,11 +74,31 @@ def train(
     if outcome.result["status"] == "failed":
         kind = MachineError if outcome.exit_code == MachineError.exit_code else WorkerError
         raise kind(_failure(job, outcome.explanation, console, as_json=as_json))
+    if isinstance(console, ViewConsole) and console.reader_left:
+        raise BrokenPipeError
     if as_json:
         typer.echo(json_text({"run": str(job.root), **outcome.result}))
     else:
         _tell_end(job, outcome, console)
     return outcome.exit_code
+
+
+def _run(job: Job, plan: Plan, console: Console, executor: Executor, requests: StopRequests) -> tuple[Job, Ending]:
+    """Supervise the job, and show what it does; -> its last start and how that ended."""
+    with _stopped_without_reader(console), on_stop_signal(requests.add), LiveView(job.run, plan, console) as view:
+        if plan.replica_groups > 1:
+            return job, supervise_groups(job, plan, executor, view.watch, view.say, requests)
+        return supervise_with_restarts(job, executor, plan.spec.resilience, view.watch, view.say, requests)
+
+
+@contextmanager
+def _stopped_without_reader(console: Console) -> Iterator[None]:
+    """A reader that goes away during the block asks the run to stop."""
+    if isinstance(console, ViewConsole):
+        console.run_goes_on = True
+    yield
+    if isinstance(console, ViewConsole):
+        console.run_goes_on = False
 
 
 def _failure(job: Job, explanation: Explanation | None, console: Console, *, as_json: bool) -> Problem:

@@ -18,6 +18,7 @@ from trainspec_cli.rundir.accounting import account_run, goodput
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.stops import may_stop
 from trainspec_cli.rundir.throughput import measure_throughput
 from trainspec_cli.spec.plan import Plan
 
@@ -45,7 +46,10 @@ def write_result(
     step: int,
     heldout: Mapping[str, float | None],
 ) -> str:
-    """Called by every rank together: weights are gathered for their digest, memory is compared; -> the digest."""
+    """Called by every rank together: weights are gathered for their digest, memory is compared; -> the digest.
+
+    That the run has stopped is left to its supervisor to say where nobody had asked for it: it may start again.
+    """
     sha256 = weights_sha256(built.shares, built.mesh.group("pp"))
     memory = torch.tensor(peak_memory_bytes(built.device), dtype=torch.int64, device=built.device)
     dist.all_reduce(memory, dist.ReduceOp.MAX)
@@ -56,7 +60,7 @@ def write_result(
         world_size=plan.world_size,
     )
     time_s = account_run(run_dir, now=time.time())
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and (status == "done" or may_stop(run_dir)):
         Fence.of_worker(run_dir).check()
         write_json(
             run_dir.result_json,

@@ -20,10 +20,10 @@ class Running(Protocol):
         """torchrun's exit code; negative for a signal, None while it runs."""
 
     def anything_left(self) -> bool:
-        """Whether any process of the job lives, torchrun's orphans included."""
+        """Whether any process of the job lives, torchrun's orphans included; these are sent home."""
 
     def ask_to_stop(self) -> None:
-        """Ask the workers to write a checkpoint and end."""
+        """Ask the workers to write a checkpoint and end, and note that somebody wanted it."""
 
     def end(self) -> tuple[int, ...]:
         """End at once whatever is left; called in any case, when the supervisor leaves.

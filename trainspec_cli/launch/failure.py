@@ -6,7 +6,7 @@ import math
 import re
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,10 +61,18 @@ class WorkerFailure:
 def find_failures(job: Job) -> list[WorkerFailure]:
     """All workers that failed, the one that began it first; those that only lost their peers last."""
     told = {failure.rank: failure for failure in _told(job)}
-    silent = [failure for log in torchrun_logs(job) for failure in _silent(job, log) if failure.rank not in told]
-    return sorted(
-        [*_nodes(job), *told.values(), *silent], key=lambda failure: (failure.consequence, failure.time, failure.rank)
-    )
+    silent = [failure for failure in find_listed(job) if failure.rank not in told]
+    return first_causes([*_nodes(job), *told.values(), *silent])
+
+
+def find_listed(job: Job) -> list[WorkerFailure]:
+    """Those that torchrun lists with their exit codes, ordered likewise."""
+    return first_causes(failure for log in torchrun_logs(job) for failure in _silent(job, log))
+
+
+def first_causes(failures: Iterable[WorkerFailure]) -> list[WorkerFailure]:
+    """The one that began it first; those that only lost their peers last."""
+    return sorted(failures, key=lambda failure: (failure.consequence, failure.time, failure.rank))
 
 
 def _told(job: Job) -> Iterator[WorkerFailure]:

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 
 from trainspec_cli.launch.executor import Executor, GroupExecutor
-from trainspec_cli.launch.failure import Explanation, WorkerFailure, explain, find_failures
+from trainspec_cli.launch.failure import Explanation, WorkerFailure, explain, find_failures, first_causes
 from trainspec_cli.launch.group import ReplicaGroup, State
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.processes import POLL_S
 from trainspec_cli.launch.signals import StopRequests, on_stop_signal
-from trainspec_cli.launch.supervise import SUPERVISOR, Ending
+from trainspec_cli.launch.supervise import SUPERVISOR, Ending, was_stopped
 from trainspec_cli.policy.recovery import enough_groups, may_restart, pause_s
 from trainspec_cli.rundir.events import EventTail, EventWriter
 from trainspec_cli.rundir.files import write_json
@@ -50,7 +50,8 @@ def supervise_groups(
             marks.write("ended", exit_code=0)
             marks.close()
         watch(run.stop_requested)
-    return Ending(0, run.stop_requested, run.killed, left_behind, run.given_up, groups.generation)
+    stopped = was_stopped(job.run, groups.generation, requests)
+    return Ending(0, stopped, run.killed, left_behind, run.given_up, groups.generation)
 
 
 class _Run:
@@ -121,7 +122,7 @@ class _Run:
 
     def _recover(self, group: ReplicaGroup, now_s: float) -> None:
         """Start it again, or go on without it, or end the run."""
-        failures = _failures(group)
+        failures = failures_of(group)
         explanation = explain(failures) if failures else Explanation("it lives, and the others had to go on without it")
         self._last_failure, group.state = explanation.headline, "gone"
         group.failures_in_a_row += 1
@@ -195,9 +196,12 @@ class _Run:
             self._say("the rendezvous server ended; it starts again")
 
 
-def _failures(group: ReplicaGroup) -> list[WorkerFailure]:
+def failures_of(group: ReplicaGroup) -> list[WorkerFailure]:
     """Why its last start failed, told by the workers where they could; a host that is lost is where it began."""
     told, now = find_failures(group.running.job), group.running.failure()
     if now is not None and now.whole_node:
         return [now, *told]
-    return told or ([group.failure] if group.failure else [])
+    seen = group.failure
+    if seen is None or any(failure.rank == seen.rank for failure in told):
+        return told
+    return first_causes([seen, *told])

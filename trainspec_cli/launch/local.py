@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import subprocess
+import time
 from dataclasses import replace
 
 from trainspec_cli.launch import guard, processes
 from trainspec_cli.launch.command import LOOPBACK, torchrun_command
-from trainspec_cli.launch.environment import group_environment
+from trainspec_cli.launch.environment import FAILURE_GRACE_S, group_environment
 from trainspec_cli.launch.executor import Presence
+from trainspec_cli.launch.family import Family
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.part import Part, devices_of, ranks_of, start_folder
 from trainspec_cli.launch.rendezvous import Rendezvous
 from trainspec_cli.launch.spawn import start, start_guard
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.secret import create_secret
+from trainspec_cli.rundir.stops import note_stop
 from trainspec_cli.spec.plan import Plan
 
 
@@ -33,24 +37,37 @@ class LocalExecutor:
 class LocalProcesses:
     def __init__(self, job: Job):
         self._job = job
-        self._guard = start_guard(job)
+        self._guard, self._family = start_guard(job), Family(job)
         self._torchrun = start(job.command, job)
+        self._orphans_end_at = math.inf
 
     @property
     def generation(self) -> int:
-        return int(self._job.environment[generations.GENERATION])
+        return generation_of(self._job)
 
     def exit_code(self) -> int | None:
         return self._torchrun.poll()
 
     def anything_left(self) -> bool:
-        return self.exit_code() is None or bool(processes.members(self._job.launch_id))
+        """Workers that a killed torchrun has left may write a checkpoint within `FAILURE_GRACE_S`: they are asked to
+        end, which is no request to stop the run."""
+        if self.exit_code() is None:
+            return True
+        if not self._family.members():
+            return False
+        if self._orphans_end_at == math.inf:
+            self._orphans_end_at = time.monotonic() + FAILURE_GRACE_S
+            self._family.ask_to_stop()
+        elif time.monotonic() > self._orphans_end_at:
+            self._family.kill_once()
+        return True
 
     def ask_to_stop(self) -> None:
-        processes.ask_to_stop(self._job.launch_id)
+        note_stop(self._job.run, self.generation)
+        self._family.ask_to_stop()
 
     def end(self) -> tuple[int, ...]:
-        left = end_launch(self._job, self._guard)
+        left = end_launch(self._family, self._guard)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._torchrun.wait(processes.KILL_TIMEOUT_S)
         return left
@@ -61,14 +78,14 @@ class LocalGroups:
 
     def __init__(self, job: Job, plan: Plan):
         self._job, self._plan = job, plan
-        self._guard = start_guard(job)
+        self._guard, self._family = start_guard(job), Family(job)
         secret_file = job.run.secret(self.generation)
         create_secret(secret_file)
         self.rendezvous = Rendezvous(job, plan.spec.resilience, secret_file, LOOPBACK)
 
     @property
     def generation(self) -> int:
-        return int(self._job.environment[generations.GENERATION])
+        return generation_of(self._job)
 
     def poll(self) -> tuple[str, ...]:
         return ()
@@ -90,23 +107,30 @@ class LocalGroups:
         return Part(job, group)
 
     def ask_to_stop(self) -> None:
-        processes.ask_to_stop(self._job.launch_id)
+        note_stop(self._job.run, self.generation)
+        self._family.ask_to_stop()
 
     def note_losses(self) -> None:
         """This host cannot be lost by itself."""
 
     def end(self) -> tuple[int, ...]:
-        left = end_launch(self._job, self._guard)
+        left = end_launch(self._family, self._guard)
         self.rendezvous.close()
         return left
 
 
-def end_launch(job: Job, guarding: subprocess.Popen[bytes]) -> tuple[int, ...]:
+def end_launch(family: Family, guarding: subprocess.Popen[bytes]) -> tuple[int, ...]:
     """Kill what is left on this host, then send the guard home; -> the ids of what could not be killed."""
-    left = processes.kill(job.launch_id)
+    left = family.kill()
+    family.close()
     with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
         guarding.communicate(guard.DONE, timeout=processes.KILL_TIMEOUT_S)
     return tuple(process.pid for process in left)
+
+
+def generation_of(job: Job) -> int:
+    """Of a job that is being started: the number of its start among all of the run's."""
+    return int(job.environment[generations.GENERATION])
 
 
 def own_run(job: Job) -> Job:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainspec_cli.errors import Interrupted, Stopped, WorkerError
-from trainspec_cli.launch.failure import Explanation, explain, find_failures, tail, torchrun_logs
+from trainspec_cli.launch.failure import Explanation, WorkerFailure, explain, find_failures, tail, torchrun_logs
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.supervise import Ending
 from trainspec_cli.rundir.accounting import account_run, goodput
-from trainspec_cli.rundir.events import read_events
+from trainspec_cli.rundir.events import read_events, tail_events
 from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.rundir.memory import newest_copy, remove_copies
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.recoveries import read_recoveries
 
@@ -30,8 +31,11 @@ class Outcome:
 
 
 def conclude(job: Job, ending: Ending) -> Outcome:
-    """How the run ended, with what its failures cost."""
+    """How the run ended, with what its failures cost. Copies in this host's memory are dropped where the run has ended
+    and the disk has as much."""
     outcome = _conclude(job, ending)
+    if outcome.result["status"] != "failed" and max(job.run.checkpoint_steps(), default=0) >= newest_copy(job.run):
+        remove_copies(job.run)
     recoveries = read_recoveries(read_events(job.run.events(0)))
     outcome.result["recoveries"] = recoveries
     write_json(job.run.result_json, outcome.result)
@@ -41,35 +45,41 @@ def conclude(job: Job, ending: Ending) -> Outcome:
 def _conclude(job: Job, ending: Ending) -> Outcome:
     """The workers' own result counts where they left one; else it is told from what remains, and written down.
 
-    A worker that fails after the run was done changes nothing, unless it told of an error of its own; one that fails
-    while the others stop because torchrun asked them to is a failure, and no stop on request.
+    Workers that stopped though nobody had wanted it have failed. A worker that fails after the run was done changes
+    nothing, unless it told of an error of its own; one that fails while the others stop because torchrun asked them to
+    is a failure, and no stop on request.
     """
     if ending.given_up:
         result = _write_result(job.run, "failed", WorkerError.exit_code)
         return Outcome(result, Explanation(ending.given_up))
     failures = find_failures(job)
     causes = [failure for failure in failures if not failure.consequence]
-    explanation = explain(failures) if failures else _explain_torchrun(job, ending)
+    explanation = explain_ending(job, ending, failures) if failures or ending.exit_code else None
     if job.run.result_json.is_file():
         result = read_json(job.run.result_json)
         own_words = any(failure.own_words for failure in causes)
-        if not (own_words if result["status"] == "done" else causes):
+        if not own_words if result["status"] == "done" else ending.stop_requested and not causes:
             return Outcome(result, explanation)
     elif ending.stop_requested and not causes:
         exit_code = Stopped.exit_code if job.run.checkpoint_steps() else Interrupted.exit_code
         return Outcome(_write_result(job.run, "stopped", exit_code))
     result = _write_result(job.run, "failed", causes[0].exit_code if causes else WorkerError.exit_code)
-    return Outcome(result, explanation or Explanation("the workers ended without leaving a result"))
+    return Outcome(result, explanation or explain_ending(job, ending, failures))
 
 
-def _explain_torchrun(job: Job, ending: Ending) -> Explanation | None:
-    """For the case that no worker is known to have failed."""
-    if ending.exit_code in (0, None):
-        return None
-    if ending.exit_code < 0:
-        return Explanation(f"torchrun was ended by {signal.Signals(-ending.exit_code).name}, and its workers with it")
-    logs = "\n\n".join(tail(log) for log in torchrun_logs(job))
-    return Explanation(f"torchrun ended with exit code {ending.exit_code}", logs)
+def explain_ending(job: Job, ending: Ending, failures: list[WorkerFailure]) -> Explanation:
+    """Why a start failed: a worker did, or torchrun, or all of them just ended."""
+    code = ending.exit_code or 0
+    if failures and (code >= 0 or not failures[0].consequence):
+        return explain(failures)
+    if code < 0:
+        return Explanation(f"torchrun was ended by {signal.Signals(-code).name}, and its workers with it")
+    if code:
+        logs = "\n\n".join(tail(log) for log in torchrun_logs(job))
+        return Explanation(f"torchrun ended with exit code {code}", logs)
+    if any(event["type"] == "end" for event in list(tail_events(job.run.events(0)))[-1:]):
+        return Explanation("the workers were told to end, and nobody had asked the run to stop")
+    return Explanation("the workers ended without leaving a result")
 
 
 def _write_result(run: RunDir, status: str, exit_code: int) -> dict[str, Any]:

@@ -8,12 +8,14 @@ from dataclasses import replace
 
 from trainspec_cli.launch.command import torchrun_command
 from trainspec_cli.launch.executor import Executor
-from trainspec_cli.launch.failure import WorkerFailure, explain, find_failures
+from trainspec_cli.launch.failure import WorkerFailure, find_failures
 from trainspec_cli.launch.job import Job
+from trainspec_cli.launch.outcome import explain_ending
 from trainspec_cli.launch.signals import StopRequests
 from trainspec_cli.launch.supervise import Ending, supervise
 from trainspec_cli.policy.recovery import may_restart
 from trainspec_cli.rundir.events import EventWriter, read_events
+from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.memory import newest_copy
 from trainspec_cli.spec.resilience import ResilienceSpec
 
@@ -33,24 +35,33 @@ def supervise_with_restarts(
     again, so any checkpoint will do.
     """
     restarts_s: list[float] = []
+    requests = requests or StopRequests()
     while True:
         begun_from = _newest_checkpoint(job)
         ending = supervise(job, executor, watch, requests)
         now_s, failures = time.monotonic(), find_failures(job)
-        over = ending.stop_requested or ending.left_behind or job.run.result_json.is_file()
-        if over or _comes_again(job, failures, begun_from) or not may_restart(resilience, restarts_s, now_s):
+        over = ending.stop_requested or ending.left_behind or _is_done(job)
+        if over or _comes_again(job, ending, failures, begun_from) or not may_restart(resilience, restarts_s, now_s):
             return job, ending
         restarts_s.append(now_s)
-        headline = explain(failures).headline if failures else "the workers ended without a word"
+        headline = explain_ending(job, ending, failures).headline
         say(f"{headline}; the run starts again from step {_newest_checkpoint(job)}")
+        if requests.count:
+            return job, replace(ending, stop_requested=True)
         _note_restart(job)
         job = _next_start(job, len(restarts_s) + 1)
 
 
-def _comes_again(job: Job, failures: list[WorkerFailure], begun_from: int) -> bool:
+def _is_done(job: Job) -> bool:
+    """A result that says `stopped` is none: nobody wanted that."""
+    return job.run.result_json.is_file() and read_json(job.run.result_json)["status"] == "done"
+
+
+def _comes_again(job: Job, ending: Ending, failures: list[WorkerFailure], begun_from: int) -> bool:
     """Whether another start would most likely end in the same way."""
     causes = [failure for failure in failures if not failure.consequence]
-    from_outside = bool(causes) and not any(failure.own_words for failure in causes)
+    by_signal = bool(causes) or (ending.exit_code or 0) < 0  # a worker's, or torchrun's own
+    from_outside = by_signal and not any(failure.own_words for failure in causes)
     enough = _newest_checkpoint(job) > (0 if from_outside else begun_from)
     return not enough or any(failure.foreseen for failure in causes)
 
@@ -62,6 +73,7 @@ def _newest_checkpoint(job: Job) -> int:
 
 def _note_restart(job: Job) -> None:
     """What the failed start left of its end goes to its logs, and the story says what is lost."""
+    job.run.result_json.unlink(missing_ok=True)
     for words in job.run.errors_folder.glob("*.json"):
         words.rename(job.logs / words.name)
     step = max((event["step"] for event in read_events(job.run.events(0)) if event["type"] == "step"), default=0)

@@ -10,6 +10,11 @@ from collections.abc import Sequence
 from trainspec_cli.launch import guard
 from trainspec_cli.launch.environment import LAUNCH_ID
 from trainspec_cli.launch.job import Job
+from trainspec_cli.rundir.events import spoken_bytes
+from trainspec_cli.rundir.generations import GENERATION
+
+_started: list[subprocess.Popen[bytes]] = []
+"""Those whose end has not been read yet."""
 
 
 def start(command: Sequence[str], job: Job, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
@@ -17,7 +22,7 @@ def start(command: Sequence[str], job: Job, pass_fds: tuple[int, ...] = ()) -> s
     descriptors that it inherits."""
     job.logs.mkdir(parents=True, exist_ok=True)
     with job.torchrun_log.open("ab") as log:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command,
             env={**os.environ, **job.environment},
             stdin=subprocess.DEVNULL,
@@ -26,13 +31,22 @@ def start(command: Sequence[str], job: Job, pass_fds: tuple[int, ...] = ()) -> s
             start_new_session=True,
             pass_fds=pass_fds,
         )
+    _started[:] = [*(earlier for earlier in _started if earlier.returncode is None), process]
+    return process
+
+
+def is_own_child(pid: int) -> bool:
+    """Whether `start` has started it, and its end is still to be read."""
+    return any(process.pid == pid and process.returncode is None for process in _started)
 
 
 def start_guard(job: Job) -> subprocess.Popen[bytes]:
+    """To be called before anything of the job is started."""
     environment = {**os.environ, **job.environment}
     del environment[LAUNCH_ID]  # it must not count itself among those it ends
+    about = (job.launch_id, job.stop_grace_s, job.root, job.environment.get(GENERATION, 0), spoken_bytes(job.run))
     return subprocess.Popen(
-        [sys.executable, "-m", guard.__name__, job.launch_id, str(job.stop_grace_s)],
+        [sys.executable, "-m", guard.__name__, *map(str, about)],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,

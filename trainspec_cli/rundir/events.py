@@ -40,6 +40,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.json_text import json_text
 
 PARTS = ("data_wait", "forward", "backward", "exposed_comm", "optimizer", "checkpoint", "other")
@@ -100,6 +101,13 @@ class EventTail:
         whole = text[: text.rfind(b"\n") + 1]
         self._offset += len(whole)
         return list(parse_lines(whole.splitlines(keepends=True)))
+
+
+def spoken_bytes(run: RunDir) -> int:
+    """The length of what the first workers have said, those of the replica groups included. A start whose workers have
+    added nothing to it has not begun to train."""
+    files = [run.events(0), *run.events_folder.glob("group*/rank00000.jsonl")]
+    return sum(path.stat().st_size for path in files if path.is_file())
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,9 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainspec_cli.rundir.files import read_json, write_json
@@ -23,6 +25,8 @@ SECRET = "memory_secret"
 """The key of run.json that holds the random word."""
 OWNER = "run.json"
 """In the folder: which run it is of."""
+BLOCK_BYTES = 512
+"""The unit of `st_blocks`, whatever the file system's own is."""
 HINT = "type checkpoint.memory_interval_steps=null, or have whoever runs this machine remove it"
 
 
@@ -33,8 +37,7 @@ def new_secret() -> str:
 def newest_copy(run: RunDir) -> int:
     """The newest step that any rank of this host holds a copy of; 0 where there is none."""
     folder = find_copies(run)
-    told = folder.glob("slot*/rank*.json") if folder else ()
-    return max((read_json(path)["about"]["step"] for path in told), default=0)
+    return _newest_in(folder) if folder else 0
 
 
 def find_copies(run: RunDir) -> Path | None:
@@ -71,3 +74,41 @@ def own_folders() -> Iterator[Path]:
         found = folder.lstat()
         if found.st_uid == os.geteuid() and folder.is_dir() and not folder.is_symlink():
             yield folder
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What one run, or one that is no more, keeps in this host's memory."""
+
+    folder: Path
+    run: RunDir | None
+    """None where nothing says whose they are."""
+    step: int
+    """Of the newest copy; 0 where none was finished."""
+    bytes: int
+
+
+def list_copies() -> list[Copies]:
+    """Those that this user has on this host, the largest first."""
+    return sorted(map(_describe, own_folders()), key=lambda copies: copies.bytes, reverse=True)
+
+
+def remove_copies(run: RunDir) -> None:
+    """Those of a run that goes on from its disk, or not at all."""
+    if folder := find_copies(run):
+        remove_folder(folder)
+
+
+def remove_folder(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _describe(folder: Path) -> Copies:
+    note = folder / OWNER
+    run = RunDir(read_json(note)["run"]) if note.is_file() else None
+    taken = sum(path.stat().st_blocks * BLOCK_BYTES for path in folder.rglob("*") if path.is_file())
+    return Copies(folder, run, _newest_in(folder), taken)
+
+
+def _newest_in(folder: Path) -> int:
+    return max((read_json(path)["about"]["step"] for path in folder.glob("slot*/rank*.json")), default=0)

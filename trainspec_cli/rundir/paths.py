@@ -9,6 +9,7 @@ RUN/
   result.json     how it ended                   groups.json  the replica groups that a start waits for
   faults/         the injected faults that have struck  huggingface/  config and tokenizer of the folder it began with
   generations/    one file a start: the newest owns the run; the secret of its processes
+  stops/          one file a start that was asked to stop
   job.sbatch      what Slurm was given           errors/node00001.json  what became of a lost host
   slurm.json      the job it was last given to
   kernels.json    the kernels that were measured for `kernels=auto`, and which were chosen
@@ -101,6 +102,9 @@ class RunDir:
     def secret(self, generation: int) -> Path:
         """What the processes of one start prove to one another that they know."""
         return self.generations / f"{generation:08d}.secret"
+
+    def stop(self, generation: int) -> Path:
+        return self.root / "stops" / f"{generation:08d}.json"
 
     @property
     def job_sbatch(self) -> Path:

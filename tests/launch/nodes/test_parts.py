@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from trainspec_cli.launch import processes
@@ -68,6 +69,19 @@ def test_a_part_is_begun_lost_dropped_and_begun_again(ends: Ends, eventually) ->
         eventually(lambda start=start: ends.heard("dropped") == ["dropped", "1", start])
         assert processes.members(LAUNCH) == []
         ends._heard.clear()
+
+
+def test_a_killed_worker_that_torchrun_has_reaped_is_said_to_be_killed(ends: Ends, eventually) -> None:
+    """torchrun itself ends with 1; an agent that was held up sees no more than that."""
+    ends.order("begin 1 1")
+    ends.parts.anything_left()
+    eventually(lambda: len(processes.workers(LAUNCH)) == 1)
+    (worker,) = processes.workers(LAUNCH)
+    torchrun = psutil.Process(worker.ppid())
+    worker.kill()
+    eventually(lambda: torchrun.status() == psutil.STATUS_ZOMBIE)
+    eventually(lambda: ends.heard("lost"))
+    assert "was killed by SIGKILL" in " ".join(ends.heard("lost"))
 
 
 def test_what_ends_well_is_told(ends: Ends, eventually) -> None:

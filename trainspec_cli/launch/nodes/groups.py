@@ -9,6 +9,7 @@ from dataclasses import replace
 from trainspec_cli.errors import MachineError, Problem
 from trainspec_cli.launch.executor import Presence
 from trainspec_cli.launch.failure import WorkerFailure
+from trainspec_cli.launch.family import Family
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.local import end_launch
 from trainspec_cli.launch.nodes.agents import Agents
@@ -24,7 +25,7 @@ class NodesGroups:
         self._agents, self._members = agents, agents.hub.members
         self._job, self._plan, self._return_timeout_s = job, plan, return_timeout_s
         self._starts: dict[int, NodesStart] = {}
-        self._guard = start_guard(job)
+        self._guard, self._family = start_guard(job), Family(job)
 
     @property
     def generation(self) -> int:
@@ -66,7 +67,7 @@ class NodesGroups:
 
     def end(self) -> tuple[int, ...]:
         self._agents.end()
-        return end_launch(self._job, self._guard)
+        return end_launch(self._family, self._guard)
 
     def _members_of(self, group: int) -> list[Member]:
         return [self._members[node] for node in self._plan.nodes_of_group(group)]

@@ -9,12 +9,14 @@ from dataclasses import replace
 from trainspec_cli.launch import processes
 from trainspec_cli.launch.command import node_command
 from trainspec_cli.launch.environment import group_environment
+from trainspec_cli.launch.family import Family
 from trainspec_cli.launch.job import Job
-from trainspec_cli.launch.local import end_launch
+from trainspec_cli.launch.local import end_launch, generation_of
 from trainspec_cli.launch.nodes.wire import Wire
 from trainspec_cli.launch.part import Part, devices_of, ranks_of, start_folder
 from trainspec_cli.launch.place import Place
 from trainspec_cli.launch.spawn import start_guard
+from trainspec_cli.rundir.stops import note_stop
 from trainspec_cli.spec.plan import Plan
 
 
@@ -32,8 +34,10 @@ class Parts:
         self._parts: dict[str, Part] = {}
         """By group and number of the start, as the wire has them."""
         self._told: set[str] = set()
+        self._dropped: dict[str, Part] = {}
+        """Parts that were told to end and have processes left."""
         processes.kill(job.launch_id)  # what an agent that was killed here has left
-        self._guard = start_guard(self._job)
+        self._guard, self._family = start_guard(self._job), Family(self._job)
 
     def exit_code(self) -> int:
         """How each start ends is told as it ends."""
@@ -45,13 +49,17 @@ class Parts:
             self._obey(self._orders.popleft())
         for name in self._parts.keys() - self._told:
             self._tell_end(name, self._parts[name])
+        for name in [name for name, part in self._dropped.items() if part.is_gone()]:
+            del self._dropped[name]
+            self._hub.say(f"dropped {name}")
         return True
 
     def ask_to_stop(self) -> None:
-        processes.ask_to_stop(self._job.launch_id)
+        note_stop(self._job.run, generation_of(self._job))
+        self._family.ask_to_stop()
 
     def end(self) -> tuple[int, ...]:
-        return end_launch(self._job, self._guard)
+        return end_launch(self._family, self._guard)
 
     def _obey(self, words: Sequence[str]) -> None:
         name = " ".join(words[1:3])
@@ -61,7 +69,9 @@ class Parts:
         elif words[0] == "drop":
             if part := self._parts.pop(name, None):
                 part.end()
-            self._hub.say(f"dropped {name}")
+                self._dropped[name] = part
+            elif name not in self._dropped:
+                self._hub.say(f"dropped {name}")
 
     def _start(self, group: int, number: int) -> Part:
         nodes, name = self._plan.nodes_of_group(group), start_folder(group, number)

@@ -1,0 +1,82 @@
+"""`trainspec runs --memory` and `--clear-memory`: what runs keep in this host's memory, and what may go."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainspec_cli.__main__ import run as trainspec
+from trainspec_cli.launch.claim import claim
+from trainspec_cli.rundir import memory
+from trainspec_cli.rundir.files import write_json
+from trainspec_cli.rundir.paths import RunDir
+
+
+@pytest.fixture(autouse=True)
+def host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    monkeypatch.setattr(memory, "MEMORY", folder)
+    return folder
+
+
+def make_run(root: Path, step: int, **result: Any) -> RunDir:
+    """One with a copy of `step` in memory, that ended with `result`."""
+    run = RunDir(root)
+    write_json(run.run_json, {"created_at": 1.0, "recipe": "tiny"})
+    slot = memory.make_memory_folder(run) / "slot0"
+    write_json(slot / "rank00000.json", {"about": {"step": step}})
+    (slot / "rank00000.safetensors").write_bytes(bytes(100_000))
+    if result:
+        write_json(run.result_json, result)
+    return run
+
+
+def listed(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, dict[str, Any]]:
+    """By the run's name."""
+    assert trainspec(["runs", *options, "--json"]) == 0
+    return {Path(row["run"] or "").name: row for row in json.loads(capsys.readouterr().out)}
+
+
+def test_copies_are_listed_with_their_size_and_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "failed", 6, status="failed")
+    row = listed(capsys, "--memory")["failed"]
+    assert (row["run"], row["status"], row["step"], row["cleared"]) == (str(tmp_path / "failed"), "failed", 6, False)
+    assert row["bytes"] >= 100_000
+    assert trainspec(["runs", "--memory"]) == 0
+    heading, line, _, hint = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["size", "step", "on", "disk", "status", "run"]
+    assert line.split()[2:] == ["6", "-", "failed", str(tmp_path / "failed")]
+    assert hint == "trainspec runs --clear-memory removes those of runs that are not running or queued"
+
+
+def test_copies_of_a_running_run_and_of_nobody_knows_whom_stay(
+    tmp_path: Path, host_memory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running, failed, gone = (make_run(tmp_path / name, 6) for name in ("running", "failed", "gone"))
+    write_json(failed.result_json, {"status": "failed"})
+    folders = {run.root.name: memory.memory_folder(run) for run in (running, failed, gone)}
+    gone.run_json.unlink()
+    (host_memory / "trainspec-unknown").mkdir()
+    with claim(running, "launch"):
+        rows = listed(capsys, "--clear-memory")
+    assert {name: (row["status"], row["cleared"]) for name, row in rows.items()} == {
+        "running": ("running", False),
+        "failed": ("failed", True),
+        "gone": ("gone", True),
+        "": ("unknown", False),
+    }
+    assert {name: folder.exists() for name, folder in folders.items()} == {
+        "running": True,
+        "failed": False,
+        "gone": False,
+    }
+    assert (host_memory / "trainspec-unknown").exists()
+
+
+def test_without_copies_there_is_nothing_to_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert trainspec(["runs", "--clear-memory"]) == 0
+    assert capsys.readouterr().out == "no run has copies in this host's memory\n"

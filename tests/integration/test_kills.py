@@ -1,0 +1,113 @@
+"""What a kill of torchrun, of the supervisor or of whoever reads its output does to a real run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from trainspec_cli.rundir.events import read_events
+from trainspec_cli.rundir.paths import RunDir
+
+STEPS = 60
+RECIPE = ("recipe=tiny", f"train.max_steps={STEPS}", "fault=slow(step=5,seconds=0.1,steps=20)")
+"""Slow where a test looks for it, so that it still goes on if the test is held up for seconds."""
+LAUNCH = (sys.executable, "-m", "trainspec_cli", "launch")
+
+
+def test_kill_9_of_torchrun_starts_the_run_again(wait_for_step, workers_of, start_trainspec, tmp_path, read_result):
+    """No checkpoint was due: the run goes on from what the workers saved when they had lost torchrun."""
+    process = start_trainspec("launch", *RECIPE, "run.dir=run")
+    run = RunDir(tmp_path / "run")
+    wait_for_step(run, 5, process)
+    workers_of(process)[0].parent().kill()
+    said = process.communicate(timeout=240)[0]
+    assert process.returncode == 0, said
+    assert "torchrun was ended by SIGKILL, and its workers with it; the run starts again from step " in said
+    assert (read_result("run")["status"], read_result("run")["steps"]) == ("done", STEPS)
+    steps = [event["step"] for event in read_events(run.events(0)) if event["type"] == "step"]
+    assert steps == list(range(1, STEPS + 1)), "no step twice, none left out"
+
+
+@pytest.mark.slow
+def test_kill_9_of_the_supervisor_while_workers_start_leaves_nobody(start_trainspec, workers_of, tmp_path):
+    """They could stop no sooner than after their first step, and have nothing to save before it."""
+    process = start_trainspec("launch", *RECIPE, "run.dir=run", "run.stop_grace_s=600")
+    while not any(hears(worker) for worker in find_workers_of_run(process, workers_of, tmp_path / "run")):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.005)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    _, alive = psutil.wait_procs(family, timeout=120)
+    assert alive == []
+    assert not RunDir(tmp_path / "run").checkpoint_steps()
+
+
+def hears(worker: psutil.Process) -> bool:
+    """Torch is imported when a request to stop is heard already."""
+    try:
+        return any("libtorch" in mapped.path for mapped in worker.memory_maps())
+    except psutil.Error:
+        return False
+
+
+def find_workers_of_run(process, workers_of, root):
+    """The probe of the machine has workers of the same kind."""
+    found = []
+    for worker in workers_of(process):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [worker] if worker.cmdline()[-1] == str(root) else []
+    return found
+
+
+def read_until(process: subprocess.Popen[str], beginning: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(beginning):
+            break
+    process.stdout.close()
+
+
+def test_a_reader_that_goes_away_stops_the_run_with_a_checkpoint(environment, tmp_path, read_result):
+    command = [*LAUNCH, "recipe=tiny", "train.max_steps=1000000", "train.log_interval_steps=1", "run.dir=run"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=-1, stderr=-1, text=True)
+    read_until(process, "step 2/")
+    assert process.wait(timeout=240) == 141
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    stopped = read_result("run")
+    assert (stopped["status"], stopped["exit_code"]) == ("stopped", 6)
+    assert RunDir(tmp_path / "run").checkpoint_steps() == [stopped["steps"]]
+
+
+def test_a_reader_that_goes_away_before_there_is_a_run_ends_the_command(environment, tmp_path):
+    cache = environment | {"TRAINSPEC_CACHE": str(tmp_path / "empty")}
+    process = subprocess.Popen(
+        [*LAUNCH, *RECIPE, "run.dir=run"], cwd=tmp_path, env=cache, stdout=-1, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(timeout=240) == 141
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_is_over_leaves_no_copies_in_memory(trainspec, tmp_path):
+    """The first start is killed and leaves some; the second keeps none, and so has no worker that would clear them."""
+    first = ("recipe=tiny", "train.max_steps=8", "checkpoint.memory_interval_steps=2", "run.dir=run")
+    killed = trainspec("launch", *first, "fault=kill(step=6)", "resilience=none")
+    assert killed.returncode == 5, killed.stdout + killed.stderr
+    (listed,) = of_run(trainspec("runs", "--memory", "--json"), tmp_path / "run")
+    assert (listed["status"], listed["step"] >= 2, listed["bytes"] > 0) == ("failed", True, True)
+    ended = trainspec("resume", "run", "checkpoint.memory_interval_steps=null")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert of_run(trainspec("runs", "--memory", "--json"), tmp_path / "run") == []
+
+
+def of_run(listed: subprocess.CompletedProcess[str], root) -> list[dict[str, object]]:
+    assert listed.returncode == 0, listed.stderr
+    return [row for row in json.loads(listed.stdout) if row["run"] == str(root)]
