@@ -40,9 +40,9 @@ DOORS = {
         "doctor",
     },
 }
-"""Room -> the rooms it may import. `errors`, `units` and the package's version are free to all."""
+"""Room -> the rooms it may import. `errors`, `printable`, `units` and the package's version are free to all."""
 
-FREE = {"errors", "units", "__version__"}
+FREE = {"errors", "printable", "units", "__version__"}
 TORCH = {"torch", "torchft", "torchao", "triton", "liger_kernel", "fla"}
 ASSEMBLERS = {"trainer", "build", "step", "state", "evaluate", "result", "__main__"}
 """Modules of the engine that join its folders; the folders do not import one another."""
@@ -88,7 +88,7 @@ def test_doors_lead_to_no_circle() -> None:
 
 
 def test_what_is_free_to_all_imports_no_room() -> None:
-    for module in ("errors.py", "units.py", "__init__.py"):
+    for module in ("errors.py", "printable.py", "units.py", "__init__.py"):
         assert not [name for name in imports(PACKAGE / module) if name.startswith(PACKAGE.name)], module
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from trainspec_cli.cli.main import dispatch
 from trainspec_cli.cli.style import Style
 from trainspec_cli.errors import Interrupted, Stopped, TrainspecError
+from trainspec_cli.printable import printing_safely
 
 EXIT_FAULT = 1
 EXIT_BROKEN_PIPE = 141
@@ -23,7 +24,12 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The exit code; everything that can go wrong has been told by then."""
+    """The exit code; everything that can go wrong has been told by then, in text that is safe on a terminal."""
+    with printing_safely():
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str]) -> int:
     try:
         code = dispatch(arguments, Style.of(sys.stdout))
         sys.stdout.flush()

@@ -33,6 +33,6 @@ def kernels(arguments: RecipeArguments, again: Again = False, as_json: AsJson = 
         assert machine is not None, "a recipe without problems says what device it wants"
         table = measure(plan_on(loaded, machine), machine, console, again=again)
     if as_json:
-        typer.echo(json.dumps(to_plain(table), indent=2))
+        print(json.dumps(to_plain(table), indent=2))
     else:
         console.print(render_table(table))

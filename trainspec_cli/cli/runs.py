@@ -33,11 +33,11 @@ def runs(as_json: AsJson = False) -> None:
     """List the runs below ./runs, newest first."""
     lines = _lines()
     if as_json:
-        typer.echo(json.dumps([asdict(line) for line in lines], indent=2))
+        print(json.dumps([asdict(line) for line in lines], indent=2))
     elif lines:
-        typer.echo(_table([HEADINGS, *map(_cells, lines)]))
+        print(_table([HEADINGS, *map(_cells, lines)]))
     else:
-        typer.echo("there are no runs below ./runs; `trainspec launch recipe=quickstart` makes one")
+        print("there are no runs below ./runs; `trainspec launch recipe=quickstart` makes one")
 
 
 def find_run(name: str) -> RunDir:

@@ -7,9 +7,9 @@ import shlex
 import signal
 from pathlib import Path
 
-import typer
 from rich.console import Console
 
+from trainspec_cli.cli.console import PrintableConsole
 from trainspec_cli.compose.origins import show_path
 from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, Stopped, WorkerError
 from trainspec_cli.launch.executor import Executor
@@ -28,7 +28,7 @@ from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.plan import Plan
 
 
-class ViewConsole(Console):
+class ViewConsole(PrintableConsole):
     """A console whose reader may go away (`| head`): that stops the run in order, as a closed terminal does."""
 
     def on_broken_pipe(self) -> None:
@@ -68,7 +68,7 @@ def train(
         kind = MachineError if outcome.exit_code == MachineError.exit_code else WorkerError
         raise kind(_failure(job, outcome.explanation, console, as_json=as_json))
     if as_json:
-        typer.echo(json.dumps({"run": str(job.root), **outcome.result}, indent=2))
+        print(json.dumps({"run": str(job.root), **outcome.result}, indent=2))
     else:
         _tell_end(job, outcome, console)
     return outcome.exit_code
