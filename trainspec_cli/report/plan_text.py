@@ -8,11 +8,11 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
-from rich.text import Text
 
 from trainspec_cli.report import plan_words as words
 from trainspec_cli.report.plan_trace import render_trace
 from trainspec_cli.report.plan_words import Json, percent
+from trainspec_cli.report.rich_text import Text
 from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
 
 WIDE = 120

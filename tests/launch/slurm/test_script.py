@@ -198,6 +198,7 @@ def assert_runs_nothing(text: str, root: Path, folder: Path) -> None:
     assert not list(folder.rglob("MARKER"))
 
 
+@settings(deadline=None)
 @given(st.sampled_from([*TEXTS, "sbatch_lines"]), NASTY, st.sampled_from(CONTROLS), NASTY)
 def test_control_characters_are_refused(name: str, before: str, control: str, after: str) -> None:
     text = f"{before}{control}{after}"
