@@ -48,20 +48,23 @@ def _origin(name: str, loaded: Loaded) -> Origin | None:
 
 def _not_own(loaded: Loaded) -> Iterator[Problem]:
     for name, lines in shell_lines(loaded.spec).items():
-        origin = _origin(name, loaded)
-        if not lines or origin is None or origin.file == COMMAND_LINE:
-            continue
-        if why := _why_not_own(loaded.composed.cwd / origin.file):
-            message = f"`cluster.slurm.{name}` would run as you, and {origin.file} {why}"
+        why = _why_not_own(_origin(name, loaded), loaded.composed.cwd) if lines else ""
+        if why:
+            message = f"`cluster.slurm.{name}` would run as you, and {why}"
             hint = "read the lines above, and add --allow-setup; or copy the file, or give them on the command line"
             yield Problem("not_own", message, f"cluster.slurm.{name}", hint)
 
 
-def _why_not_own(file: Path) -> str:
-    about = file.stat()
+def _why_not_own(origin: Origin | None, cwd: Path) -> str:
+    """Empty for a file that is the user's, or root's, and for the command line."""
+    if origin is None:
+        return "it is not known which file it comes from"
+    if origin.file == COMMAND_LINE:
+        return ""
+    about = (cwd / origin.file).stat()
     if about.st_uid not in (ROOT, os.geteuid()):
-        return f"belongs to another user ({_user_name(about.st_uid)})"
-    return "may be written by everyone" if about.st_mode & stat.S_IWOTH else ""
+        return f"{origin.file} belongs to another user ({_user_name(about.st_uid)})"
+    return f"{origin.file} may be written by everyone" if about.st_mode & stat.S_IWOTH else ""
 
 
 def _user_name(uid: int) -> str:

@@ -109,7 +109,7 @@ def _candidate_row(rank: int, candidate: Json) -> Iterator[RenderableType]:
     yield _memory_cell(candidate)
 
 
-def _memory_cell(candidate: Json) -> Text:
+def _memory_cell(candidate: Json) -> RenderableType:
     part = candidate["peak_memory_bytes"] / candidate["memory_limit_bytes"]
     colour = "red" if part > 1 else "yellow" if part > 0.95 else "green"
     return Text.assemble(
