@@ -13,8 +13,8 @@ NAME = ODD + " \\ --comment=injected Restarts=9 UserId=1"
 
 @pytest.mark.slow
 def test_odd_names_are_names_alone(slurm: Cluster, sbatch, watch, tmp_path: Path, read_result) -> None:
-    escaped = NAME.replace("\\", "\\\\").replace("'", "\\'")
-    job = sbatch(f"run.dir='runs/{ODD.replace(chr(39), chr(92) + chr(39))}'", f"cluster.slurm.job_name='{escaped}'")
+    folder, name = (text.replace("'", "\\'") for text in (f"runs/{ODD}", NAME))
+    job = sbatch(f"run.dir='{folder}'", f"cluster.slurm.job_name='{name}'")
     shown = slurm.run("scontrol", "show", "job", job)
     assert f"JobName={NAME}\n" in shown
     assert "Comment=" not in shown.replace(NAME, "")
