@@ -41,9 +41,9 @@ DOORS = {
         "doctor",
     },
 }
-"""Room -> the rooms it may import. `errors`, `units`, `trust` and the package's version are free to all."""
+"""Room -> the rooms it may import. `errors`, `printable`, `trust`, `units` and the version are free to all."""
 
-FREE = {"errors", "units", "trust", "__version__"}
+FREE = {"errors", "printable", "trust", "units", "__version__"}
 TORCH = {"torch", "torchao", "triton", "liger_kernel", "fla"}
 ASSEMBLERS = {"trainer", "build", "step", "state", "evaluate", "result", "__main__"}
 """Modules of the engine that join its folders; the folders do not import one another."""
@@ -89,7 +89,7 @@ def test_doors_lead_to_no_circle() -> None:
 
 
 def test_what_is_free_to_all_imports_no_room() -> None:
-    for module in ("errors.py", "units.py", "trust.py", "__init__.py"):
+    for module in ("errors.py", "printable.py", "trust.py", "units.py", "__init__.py"):
         own = [name.split(".")[1] for name in imports(PACKAGE / module) if name.startswith(PACKAGE.name)]
         assert set(own) <= FREE, module
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from trainspec_cli.cli.main import dispatch
 from trainspec_cli.cli.style import Style
 from trainspec_cli.errors import Interrupted, Stopped, TrainspecError
+from trainspec_cli.printable import printing_safely
 
 EXIT_FAULT = 1
 EXIT_BROKEN_PIPE = 141
@@ -23,9 +24,11 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The exit code; everything that can go wrong has been told by then, or its reader has gone."""
+    """The exit code; everything that can go wrong has been told by then, in text that is safe on a terminal, or its
+    reader has gone."""
     try:
-        return _run(arguments)
+        with printing_safely():
+            return _run(arguments)
     except BrokenPipeError:
         _drop_output()
         return EXIT_BROKEN_PIPE

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainspec_cli.launch.failure import explain, find_failures
+from trainspec_cli.launch.failure import explain, find_failures, tail
 from trainspec_cli.launch.job import Job
 from trainspec_cli.rundir.files import write_json
 
@@ -101,3 +102,10 @@ def test_without_words_or_exits_there_is_no_failure(job: Job) -> None:
     assert find_failures(job) == []
     note_exits(job, {}, before="all is well\n")
     assert find_failures(job) == []
+
+
+def test_the_end_of_a_log_comes_without_its_colours(tmp_path: Path) -> None:
+    """Progress bars go back to the start of their line, and a stray byte may be in any log."""
+    log = tmp_path / "stderr.log"
+    log.write_bytes(b"first\n\x1b[1;31mERROR\x1b[0m it broke\x1b[K\r\n10%\r20%\n\xff\x1b]0;owned\n")
+    assert tail(log, 4).splitlines() == ["ERROR it broke", "10%", "20%", "\ufffd\x1b]0;owned"]

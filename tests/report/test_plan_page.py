@@ -1,11 +1,13 @@
 """The page: whole, well-formed, self-contained, and true to the numbers."""
 
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
 
 import pytest
 
+from trainspec_cli.printable import is_printable
 from trainspec_cli.report.plan_page import STYLE, render_plan_page, render_sweep_page
 from trainspec_cli.report.plan_words import LOST_PARTS, MEMORY_PARTS, TIME_PARTS
 
@@ -61,6 +63,37 @@ def test_text_from_a_recipe_is_escaped(plan: dict[str, Any]) -> None:
     page = render_plan_page(plan)
     assert "<b>llama</b>" not in page and "&lt;b&gt;llama&lt;/b&gt;" in page
     assert "a survey &lt;2024&gt;" in page
+
+
+HOSTILE = "<script>alert(1)</script>'\"><img onerror=x>&\x1b]0;owned\x07\u202e"
+
+
+@pytest.mark.parametrize("which", ["plan", "infeasible", "sweep"])
+def test_no_text_of_a_plan_is_more_than_text(which: str, request: pytest.FixtureRequest) -> None:
+    """Every text by itself, but for words that the page looks up."""
+    drawn, shown = request.getfixturevalue(which), 0
+    for holder, key in text_places(drawn):
+        kept, holder[key] = holder[key], HOSTILE
+        try:
+            page = render_sweep_page(drawn) if which == "sweep" else render_plan_page(drawn)
+        except (KeyError, StopIteration):  # a word that is looked up
+            continue
+        finally:
+            holder[key] = kept
+        assert_whole(page)
+        assert "<script" not in page and "<img" not in page and is_printable(page), key
+        shown += "&lt;script&gt;" in page
+    assert shown > 5
+
+
+def text_places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """(a dict or list, the key of a text in it)"""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in list(items):
+        if isinstance(item, str):
+            yield value, key
+        elif isinstance(item, dict | list):
+            yield from text_places(item)
 
 
 def test_what_was_not_checked_is_flagged(plan: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from trainspec_cli.certify.cases import SAVE_AT, STEPS, Case, build_plan
 from trainspec_cli.errors import Interrupted, MachineError, Problem
+from trainspec_cli.launch.failure import tail
 from trainspec_cli.launch.job import build_job
 from trainspec_cli.launch.local import LocalExecutor
 from trainspec_cli.launch.supervise import supervise
@@ -147,8 +148,9 @@ def _run_batch(
 def _failure(batch: Sequence[Run], folder: Path, logs: Sequence[Path]) -> Problem:
     """Names the first run without a testimony, which is the one that failed."""
     failed = next((run.name for run in batch if not (folder / run.name / "witness.json").is_file()), batch[-1].name)
-    tail = "\n".join(logs[0].read_text(errors="replace").splitlines()[-15:])
-    return Problem("run_failed", f"the run {failed} failed\n\n{tail}", hint=f"run it alone: --only {failed}")
+    return Problem(
+        "run_failed", f"the run {failed} failed\n\n{tail(logs[0], 15)}", hint=f"run it alone: --only {failed}"
+    )
 
 
 # Figures

@@ -138,17 +138,17 @@ def prepare_recipe(arguments: list[str], as_json: bool) -> None:
     found |= collection.validation
     if as_json:
         parts = {name: {"path": str(tokens.path), **asdict(tokens.manifest)} for name, tokens in found.items()}
-        typer.echo(json_text({"path": str(folder), "parts": parts}))
+        print(json_text({"path": str(folder), "parts": parts}))
         return
     for name, tokens in found.items():
-        typer.echo(f"{name:<16} {_describe_split(tokens.manifest.train)}; {tokens.path}")
+        print(f"{name:<16} {_describe_split(tokens.manifest.train)}; {tokens.path}")
 
 
 def _tell_ready(source: str, why: str, as_json: bool) -> None:
     if as_json:
-        typer.echo(json_text({"path": None, "nothing_to_prepare": why}))
+        print(json_text({"path": None, "nothing_to_prepare": why}))
     else:
-        typer.echo(f"nothing to prepare: {why}; train with data={source}")
+        print(f"nothing to prepare: {why}; train with data={source}")
 
 
 @app.command()
@@ -203,23 +203,25 @@ def _as_option(problem: Problem) -> Problem:
 @contextmanager
 def _progress() -> Iterator[OnProgress]:
     """A bar on the error output, so that `--json` stays clean."""
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description:<22}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    from trainspec_cli.cli.console import PrintableConsole
+
+    phase = TextColumn("{task.description:<22}", markup=False)
+    columns = (phase, BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=PrintableConsole(stderr=True), transient=True) as bar:
         task = bar.add_task("reading", total=1.0)
         yield lambda phase, done: bar.update(task, description=phase, completed=done)
 
 
 def _print_folder(folder: Path, manifest: Manifest, as_json: bool) -> None:
     if as_json:
-        typer.echo(json_text({"path": str(folder), **asdict(manifest)}))
+        print(json_text({"path": str(folder), **asdict(manifest)}))
         return
     for name, value in _rows(manifest).items():
-        typer.echo(f"{name:<16} {value}")
+        print(f"{name:<16} {value}")
     where = f"data=tokens data.path={shlex.quote(str(folder))} model.vocab_size={manifest.vocab_size}"
-    typer.echo(f"\ntrain on it:     trainspec launch recipe=quickstart {where}")
+    print(f"\ntrain on it:     trainspec launch recipe=quickstart {where}")
 
 
 def _rows(manifest: Manifest) -> dict[str, Any]:

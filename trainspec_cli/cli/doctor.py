@@ -42,13 +42,12 @@ def doctor(arguments: Arguments = None, as_json: AsJson = False) -> int:
     named = any(argument.startswith("recipe=") for argument in given)
     diagnosis = diagnose(*_examine([*([] if named else [DEFAULT_RECIPE]), *given]))
     if as_json:
-        typer.echo(json_text(diagnosis))
+        print(json_text(diagnosis))
     else:
-        from rich.console import Console
-
+        from trainspec_cli.cli.console import PrintableConsole
         from trainspec_cli.report.doctor_text import render_diagnosis
 
-        Console(highlight=False, soft_wrap=True).print(render_diagnosis(diagnosis))
+        PrintableConsole(highlight=False, soft_wrap=True).print(render_diagnosis(diagnosis))
     return MachineError.exit_code if diagnosis["status"] == "fail" else 0
 
 

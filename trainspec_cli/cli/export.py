@@ -63,7 +63,7 @@ def _tell(output: Path, step: int, what: str, as_json: bool) -> None:
     size = sum(file.stat().st_size for file in files)
     if as_json:
         told = {"path": str(output), "step": step, "what": what, "files": len(files), "bytes": size}
-        typer.echo(json_text(told))
+        print(json_text(told))
         return
-    typer.echo(f"{output}: {what} of step {step}, {format_bytes(size)} in {len(files)} file{'s'[: len(files) > 1]}")
-    typer.echo(f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(output)!r})")
+    print(f"{output}: {what} of step {step}, {format_bytes(size)} in {len(files)} file{'s'[: len(files) > 1]}")
+    print(f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(output)!r})")

@@ -15,6 +15,7 @@ from types import FrameType
 
 from rich.console import Console
 
+from trainspec_cli.cli.console import PrintableConsole
 from trainspec_cli.cli.nodes import drive
 from trainspec_cli.cli.problems import render_problems
 from trainspec_cli.cli.resume import read_plan
@@ -26,6 +27,7 @@ from trainspec_cli.launch.signals import PatientRequests
 from trainspec_cli.launch.slurm import commands as slurm
 from trainspec_cli.launch.slurm.queue import note_job, own_job
 from trainspec_cli.launch.slurm.requeue import decide, is_over, is_preempted
+from trainspec_cli.printable import printing_safely
 from trainspec_cli.rundir.generations import FENCED
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.trust import check_tree
@@ -35,9 +37,14 @@ AVOID_S = 5.0
 
 
 def main() -> None:
+    with printing_safely():
+        _main()
+
+
+def _main() -> None:
     run, start = RunDir(sys.argv[1]), tuple(sys.argv[2:])
     job_id, warning = own_job(), TimeWarning()
-    console = Console(width=120, highlight=False)
+    console = PrintableConsole(width=120, highlight=False)
     try:
         check_tree(run.root)
         with storage(str(run.root)):

@@ -33,6 +33,6 @@ def kernels(arguments: RecipeArguments, again: Again = False, as_json: AsJson = 
         assert machine is not None, "a recipe without problems says what device it wants"
         table = measure(plan_on(loaded, machine), machine, console, again=again)
     if as_json:
-        typer.echo(json_text(to_plain(table)))
+        print(json_text(to_plain(table)))
     else:
         console.print(render_table(table))

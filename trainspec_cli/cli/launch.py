@@ -173,6 +173,6 @@ def _show(loaded: Loaded, plan: Plan, machine: Machine, *, force: bool, as_json:
     plan, _ = settle_kernels(plan, machine, console, may_measure=False)
     job = build_job(plan, root, machine)
     if as_json:
-        typer.echo(json_text(describe(job, plan)))
+        print(json_text(describe(job, plan)))
         return
-    typer.echo(f"{describe_plan(plan)}\n\n{render_command(job.command, job.environment, Path.cwd())}", nl=False)
+    print(f"{describe_plan(plan)}\n\n{render_command(job.command, job.environment, Path.cwd())}", end="")

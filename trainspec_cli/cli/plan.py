@@ -150,11 +150,11 @@ def _write_page(file: Path, page: str) -> None:
 
 def _show(result: Any, as_json: bool, render: Callable[[int], RenderableType]) -> None:
     if as_json:
-        typer.echo(json_text(result))
+        print(json_text(result))
         return
-    from rich.console import Console
+    from trainspec_cli.cli.console import PrintableConsole
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    console = PrintableConsole(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
     console.print(render(console.width))
 
 

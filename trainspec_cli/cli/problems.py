@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from trainspec_cli.cli.style import Style
 from trainspec_cli.errors import Problem
+from trainspec_cli.printable import on_one_line
 from trainspec_cli.spec.json_text import json_text
 
 POINTED_AT_ONE_CHARACTER = frozenset({"bad_yaml"})
@@ -34,10 +35,16 @@ def _paragraph(problem: Problem, style: Style, label: str) -> Iterator[str]:
         yield f"  {style.green('hint')}: {problem.hint}"
 
 
+def _split_at_column(problem: Problem) -> tuple[str, str]:
+    text = problem.excerpt.rstrip()
+    start = (problem.column or 1) - 1
+    return text[:start], text[start:]
+
+
 def _excerpt(problem: Problem, style: Style) -> Iterator[str]:
-    text = problem.excerpt.replace("\t", " ").rstrip()
+    before, after = (on_one_line(part.replace("\t", " ")) for part in _split_at_column(problem))
+    text, start = before + after, len(before)
     number = f"{problem.line:>5}"
-    start = min((problem.column or 1) - 1, len(text))
     width = 1 if problem.code in POINTED_AT_ONE_CHARACTER else max(1, len(text) - start)
     yield f"{style.dim(f'{number} |')} {text}"
     yield f"{style.dim(' ' * len(number) + ' |')} {' ' * start}{style.red('^' * width)}"

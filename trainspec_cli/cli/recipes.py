@@ -19,13 +19,13 @@ def recipes(as_json: AsJson = False) -> None:
     """List the recipes there are: your own in ./recipes first, then those that ship."""
     found = _find()
     if as_json:
-        typer.echo(json_text(found))
+        print(json_text(found))
         return
     style = Style.of(sys.stdout)
     width = max(len(recipe["name"]) for recipe in found)
     for recipe in found:
-        typer.echo(f"{style.bold(recipe['name'].ljust(width))}  {recipe['description']}")
-        typer.echo(f"{' ' * width}  {style.dim(recipe['file'])}")
+        print(f"{style.bold(recipe['name'].ljust(width))}  {recipe['description']}")
+        print(f"{' ' * width}  {style.dim(recipe['file'])}")
 
 
 def _find() -> list[dict[str, str]]:

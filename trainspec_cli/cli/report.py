@@ -16,8 +16,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def report(run: RunArgument, as_json: AsJson = False) -> None:
     """Show how a run ended (or stands), its curves, its speed and where the time went."""
-    from rich.console import Console
-
+    from trainspec_cli.cli.console import PrintableConsole
     from trainspec_cli.cli.runs import find_run, refusing_closed
     from trainspec_cli.launch.claim import is_running
     from trainspec_cli.launch.slurm.queue import Queue
@@ -28,6 +27,6 @@ def report(run: RunArgument, as_json: AsJson = False) -> None:
     with refusing_closed(run):
         collected = collect(run_dir.root, running=is_running(run_dir), queued=Queue().holds(run_dir))
     if as_json:
-        typer.echo(json_text(asdict(collected)))
+        print(json_text(asdict(collected)))
     else:
-        Console().print(render_report(collected))
+        PrintableConsole().print(render_report(collected))

@@ -53,11 +53,11 @@ def runs(memory: Memory = False, clear_memory: ClearMemory = False, as_json: AsJ
         return
     lines = _lines()
     if as_json:
-        typer.echo(json_text([asdict(line) for line in lines]))
+        print(json_text([asdict(line) for line in lines]))
     elif lines:
-        typer.echo(_table([HEADINGS, *map(_cells, lines)]))
+        print(_table([HEADINGS, *map(_cells, lines)]))
     else:
-        typer.echo("there are no runs below ./runs; `trainspec launch recipe=quickstart` makes one")
+        print("there are no runs below ./runs; `trainspec launch recipe=quickstart` makes one")
 
 
 def find_own_run(name: str) -> RunDir:
@@ -119,15 +119,15 @@ def _show_copies(*, clear: bool, as_json: bool) -> None:
     for copies in cleared:
         remove_folder(copies.folder)
     if as_json:
-        typer.echo(json_text([_copies_json(*row, cleared=row[0] in cleared) for row in rows]))
+        print(json_text([_copies_json(*row, cleared=row[0] in cleared) for row in rows]))
     elif not rows:
-        typer.echo("no run has copies in this host's memory")
+        print("no run has copies in this host's memory")
     else:
-        typer.echo(_table([COPIES_HEADINGS, *(_copies_cells(*row) for row in rows)]))
+        print(_table([COPIES_HEADINGS, *(_copies_cells(*row) for row in rows)]))
         if clear:
-            typer.echo(f"\ncleared {format_bytes(sum(copies.bytes for copies in cleared))}")
+            print(f"\ncleared {format_bytes(sum(copies.bytes for copies in cleared))}")
         elif any(status in FORSAKEN for _, status in rows):
-            typer.echo("\ntrainspec runs --clear-memory removes those of runs that are not running or queued")
+            print("\ntrainspec runs --clear-memory removes those of runs that are not running or queued")
 
 
 def _status_of_owner(run: RunDir | None) -> str:

@@ -12,6 +12,7 @@ import typer
 
 from trainspec_cli.cli.options import AsJson, RecipeArguments
 from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.trust import private_files
 
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 
 Submit = Annotated[bool, typer.Option("--submit", help="Give it to sbatch, and print the job's number.")]
+AllowSetup = Annotated[
+    bool,
+    typer.Option(
+        "--allow-setup", help="Submit shell lines of a recipe's file that another user owns or everyone may write."
+    ),
+]
 Sweeps = Annotated[
     list[str] | None,
     typer.Option("--sweep", metavar="KEY=A,B,...", help="A run for each value (of several, each pair), as one array."),
@@ -30,28 +37,45 @@ Sweeps = Annotated[
 
 
 @app.command()
-def sbatch(arguments: RecipeArguments, submit: Submit = False, sweep: Sweeps = None, as_json: AsJson = False) -> None:
+def sbatch(
+    arguments: RecipeArguments,
+    submit: Submit = False,
+    allow_setup: AllowSetup = False,
+    sweep: Sweeps = None,
+    as_json: AsJson = False,
+) -> None:
     """Make a run's folder and the script that trains it on Slurm, and print or submit that.
 
     The folder must be where every host sees it (run.dir). What the job asks of Slurm is cluster.slurm.
+    Lines of shell that a recipe brings (cluster.slurm.setup) are shown on the error output.
     The script may be submitted again: the run goes on.
     """
+    from trainspec_cli.cli.shell_lines import check_own_lines, render_shell_lines, shell_lines
+
     points = list(_points(arguments, sweep or []))
     loaded = [_load(point) for point in points]
     plans = [_plan(one) for one in loaded]
     _check_alike(plans)
+    print(render_shell_lines(loaded[0]), end="", file=sys.stderr)
+    if submit and not allow_setup:
+        check_own_lines(loaded)
     roots = [_make_run(one, plan) for one, plan in zip(loaded, plans, strict=True)]
     with private_files():  # Slurm gives the umask of this process to the job, and so to its log
         script, text = _write_script(plans[0], roots, loaded[0].composed.recipe)
         job_id = _submit(script, roots) if submit else None
-    told = {"script": str(script), "runs": [str(root) for root in roots], "job_id": job_id}
+    told = {
+        "script": str(script),
+        "runs": [str(root) for root in roots],
+        "job_id": job_id,
+        **shell_lines(loaded[0].spec),
+    }
     if as_json:
-        typer.echo(json_text(told))
+        print(json_text(told))
     elif submit:
-        typer.echo(job_id)
+        print(job_id)
     else:
-        typer.echo(text, nl=False)
-    typer.echo("".join(f"run folder  {root}\n" for root in roots) + f"script      {script}", err=True)
+        print(text, end="")
+    print("".join(f"run folder  {root}\n" for root in roots) + f"script      {script}", file=sys.stderr)
 
 
 def _points(arguments: Sequence[str], sweeps: Sequence[str]) -> Iterator[list[str]]:
@@ -81,7 +105,6 @@ def _plan(loaded: Loaded) -> Plan:
 def _machine_of_job(loaded: Loaded) -> Machine:
     """Raises RecipeError where the recipe leaves open what only the job's hosts could tell."""
     from trainspec_cli.launch.machine import detect
-    from trainspec_cli.spec.auto import AUTO
     from trainspec_cli.spec.cluster import Machine
 
     cluster = loaded.spec.cluster
@@ -120,15 +143,15 @@ def _check_alike(plans: Sequence[Plan]) -> None:
 
 def _make_run(loaded: Loaded, plan: Plan) -> Path:
     """The run on paper: all that a launch writes before its workers start, and the folder of the job's logs."""
-    from rich.console import Console
-
+    from trainspec_cli.cli.console import PrintableConsole
     from trainspec_cli.cli.launch import origin_of, prepare_data
     from trainspec_cli.launch.folder import make_folder, storage, write_launch
     from trainspec_cli.launch.nodes.executor import Reach, build_nodes_job
-    from trainspec_cli.launch.slurm.script import log_of
+    from trainspec_cli.launch.slurm.script import check_folder, log_of
 
     wanted = plan.spec.run.dir
-    data_folder = prepare_data(loaded, Console(stderr=True))
+    check_folder(Path.cwd() if wanted == AUTO else Path(wanted).absolute())
+    data_folder = prepare_data(loaded, PrintableConsole(stderr=True))
     with storage(wanted):
         root = make_folder(wanted, loaded.composed.recipe).absolute()
         log_of(root).parent.mkdir(parents=True, exist_ok=True)

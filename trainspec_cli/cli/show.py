@@ -35,10 +35,10 @@ def show(
     examined = examine(arguments)
     hopeless = examined.problems and (as_json or RECIPE in examined.composed.failed)
     if diff is None and not hopeless:
-        typer.echo(_whole(examined.composed, as_json), nl=False)
+        print(_whole(examined.composed, as_json), end="")
     require(examined.problems)
     if diff is not None:
-        typer.echo(_difference(examined.composed, _compose_other(diff), diff, as_json))
+        print(_difference(examined.composed, _compose_other(diff), diff, as_json))
 
 
 def _whole(composed: Composed, as_json: bool) -> str:

@@ -10,12 +10,14 @@ from typing import TextIO
 @dataclass(frozen=True)
 class Style:
     coloured: bool
+    escape: str = "\x1b"
+    """What a colour begins with: ESC, or what stands for it on a `PrintableStream`."""
 
     @classmethod
     def of(cls, stream: TextIO) -> Style:
         """Honours NO_COLOR (no-color.org) and dumb terminals."""
         plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-        return cls(coloured=not plain and stream.isatty())
+        return cls(not plain and stream.isatty(), getattr(stream, "escape", "\x1b"))
 
     def bold(self, text: str) -> str:
         return self._wrap(text, 1)
@@ -33,4 +35,4 @@ class Style:
         return self._wrap(text, 36)
 
     def _wrap(self, text: str, code: int) -> str:
-        return f"\x1b[{code}m{text}\x1b[0m" if self.coloured and text else text
+        return f"{self.escape}[{code}m{text}{self.escape}[0m" if self.coloured and text else text

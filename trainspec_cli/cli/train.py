@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import typer
 from rich.console import Console
 
+from trainspec_cli.cli.console import PrintableConsole
 from trainspec_cli.compose.origins import show_path
 from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, Stopped, WorkerError
 from trainspec_cli.launch.executor import Executor
@@ -31,7 +31,7 @@ from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.plan import Plan
 
 
-class ViewConsole(Console):
+class ViewConsole(PrintableConsole):
     """A console whose reader may go away (`| head`): the command ends then, with the exit code that a shell gives it.
 
     While a run goes on that stops it in order, as a closed terminal does; before and after there is nothing to save.
@@ -77,7 +77,7 @@ def train(
     if isinstance(console, ViewConsole) and console.reader_left:
         raise BrokenPipeError
     if as_json:
-        typer.echo(json_text({"run": str(job.root), **outcome.result}))
+        print(json_text({"run": str(job.root), **outcome.result}))
     else:
         _tell_end(job, outcome, console)
     return outcome.exit_code

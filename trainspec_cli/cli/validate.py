@@ -28,7 +28,7 @@ def validate(arguments: RecipeArguments, as_json: AsJson = False) -> None:
     require([*examined.problems, *examined.composed.locate(lacking)])
     assert machine is not None, "a recipe without problems says what device it wants"
     plan = plan_on(Loaded(examined.draft, examined.composed), machine)
-    typer.echo(render_json([]) if as_json else _summary(examined.composed.recipe, plan))
+    print(render_json([]) if as_json else _summary(examined.composed.recipe, plan))
 
 
 def _summary(recipe: str, plan: Plan) -> str:

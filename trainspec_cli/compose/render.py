@@ -9,6 +9,7 @@ import yaml
 
 from trainspec_cli.compose.compose import Composed
 from trainspec_cli.compose.origins import Origin, Origins
+from trainspec_cli.printable import is_printable, on_one_line
 
 WIDEST_ALIGNED = 44
 """Origins stand in one column, behind lines of up to this length."""
@@ -18,13 +19,17 @@ def render_yaml(composed: Composed, paint_origin: Callable[[str], str] = str) ->
     """Valid YAML: origins are comments. `paint_origin` may colour them."""
     lines = list(_lines(composed.data, composed.origins, ""))
     column = max((len(text) for text, _ in lines if len(text) <= WIDEST_ALIGNED), default=0)
-    rendered = [f"{text:<{column}}  {paint_origin(f'# {origin}')}" if origin else text for text, origin in lines]
+    rendered = [
+        f"{text:<{column}}  {paint_origin(on_one_line(f'# {origin}'))}" if origin else text for text, origin in lines
+    ]
     return "\n".join(rendered) + "\n"
 
 
 def render_value(value: Any) -> str:
-    """On one line, as YAML writes it."""
+    """On one line, as YAML writes it; in ASCII where it holds characters that are not seen."""
     text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    if not is_printable(text):
+        text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"))
     return text.removesuffix("\n").removesuffix("\n...")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from trainspec_cli.doctor import host
 from trainspec_cli.errors import Interrupted, MachineError, Problem
 from trainspec_cli.launch.executor import Executor
+from trainspec_cli.launch.failure import tail
 from trainspec_cli.launch.job import Job, build_job
 from trainspec_cli.launch.local import LocalExecutor
 from trainspec_cli.launch.nodes.executor import Examination, NodesExecutor, Reach, build_nodes_job
@@ -66,7 +67,6 @@ def _measure_links(job: Job, executor: Executor) -> dict[str, Any]:
 def _failure(job: Job) -> Problem:
     words = [str(read_json(path)["message"]) for path in sorted(job.run.errors_folder.glob("*.json"))]
     logs = [log for log in sorted(job.logs.rglob("*.log")) if log.stat().st_size]
-    tail = "\n".join(logs[0].read_text(errors="replace").splitlines()[-10:]) if logs else ""
-    message = "\n".join(["the processes could not be joined", *words, tail]).strip()
+    message = "\n".join(["the processes could not be joined", *words, *(tail(log, 10) for log in logs[:1])]).strip()
     hint = "look at the interface that leads to the other hosts (ip route), at its firewall, and at `links` above"
     return Problem("links_failed", message, hint=hint, environment=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.launch.command import LOOPBACK
 from trainspec_cli.launch.job import Job
+from trainspec_cli.printable import without_colours
 from trainspec_cli.rundir.files import read_json
 
 LOG_TAIL_LINES = 30
@@ -154,7 +155,8 @@ def worker_log(logs_of_host: Path, local_rank: int) -> Path | None:
 
 
 def tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+    """The end of a log, without its colours."""
+    return "\n".join(without_colours(log.read_text(errors="replace")).splitlines()[-lines:])
 
 
 @dataclass(frozen=True)

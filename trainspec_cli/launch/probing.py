@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from trainspec_cli import __version__
 from trainspec_cli.corpus.cache import cache_dir, make_cache
 from trainspec_cli.errors import Interrupted, MachineError, Problem, RecipeError
+from trainspec_cli.launch.failure import tail
 from trainspec_cli.launch.job import Job, build_job
 from trainspec_cli.launch.local import LocalExecutor
 from trainspec_cli.launch.machine import cpu_model
@@ -103,10 +104,9 @@ def run_probe(job: Job, figures: Sequence[Path], hint: str) -> None:
 
 def _failure(job: Job, hint: str) -> Problem:
     logs = sorted(job.logs.rglob("stderr.log")) or [job.torchrun_log]
-    tail = "\n".join(logs[0].read_text(errors="replace").splitlines()[-10:])
     return Problem(
         code="probe_failed",
-        message=f"the probe of this machine failed\n\n{tail}",
+        message=f"the probe of this machine failed\n\n{tail(logs[0], 10)}",
         hint=hint,
         environment=True,
     )

@@ -6,7 +6,8 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
+
+from trainspec_cli.report.rich_text import Text
 
 
 def render_certificate(body: dict[str, Any]) -> RenderableType:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
+from trainspec_cli.report.rich_text import Text
 from trainspec_cli.spec.kernels import TORCH, KernelFigure, KernelSpec, KernelTable
 
 STYLES = {"chosen": "green", "wrong": "red", "failed": "red"}

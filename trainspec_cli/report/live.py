@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Protocol
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
@@ -36,7 +35,7 @@ def showing_progress(console: Console) -> Iterator[Callable[[str, float], None]]
 
         yield tell
         return
-    with Bar(TextColumn("{task.description}"), BarColumn(), console=console, transient=True) as bar:
+    with Bar(TextColumn("{task.description}", markup=False), BarColumn(), console=console, transient=True) as bar:
         task = bar.add_task("reading", total=1.0)
         yield lambda phase, done: bar.update(task, description=phase, completed=done)
 
@@ -100,9 +99,9 @@ class LiveView:
 class TerminalScreen:
     def __init__(self, console: Console):
         self._bar = Bar(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[figures]}", markup=False),
             console=console,
             transient=True,
             refresh_per_second=REFRESH_PER_S,
@@ -112,7 +111,7 @@ class TerminalScreen:
         self._bar.start()
 
     def say(self, text: str) -> None:
-        self._bar.console.print(escape(text), highlight=False)
+        self._bar.console.print(text, markup=False, highlight=False)
 
     def show(self, phase: str, progress: Progress) -> None:
         if phase != self._phase:
@@ -138,7 +137,7 @@ class PlainScreen:
         self._phase, self._step = "", 0
 
     def say(self, text: str) -> None:
-        self._console.print(escape(text), highlight=False, soft_wrap=True)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, phase: str, progress: Progress) -> None:
         if phase and phase != self._phase:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
+from trainspec_cli.printable import printable
 from trainspec_cli.report import plan_words as words
 from trainspec_cli.report.plan_text import assumption_row, run_rows, scaling
 from trainspec_cli.report.plan_words import Json, percent
@@ -32,7 +33,8 @@ def render_sweep_page(sweep: Json) -> str:
 
 
 def _page(title: str, body: str) -> str:
-    return (
+    """Whatever the values hold, the page holds no invisible characters."""
+    return printable(
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>\n{STYLE.read_text()}</style></head>\n<body><main>{body}{_footer()}</main></body></html>\n"

@@ -8,11 +8,11 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
-from rich.text import Text
 
 from trainspec_cli.report import plan_words as words
 from trainspec_cli.report.plan_trace import render_trace
 from trainspec_cli.report.plan_words import Json, percent
+from trainspec_cli.report.rich_text import Text
 from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
 
 WIDE = 120
@@ -109,7 +109,7 @@ def _candidate_row(rank: int, candidate: Json) -> Iterator[RenderableType]:
     yield _memory_cell(candidate)
 
 
-def _memory_cell(candidate: Json) -> Text:
+def _memory_cell(candidate: Json) -> RenderableType:
     part = candidate["peak_memory_bytes"] / candidate["memory_limit_bytes"]
     colour = "red" if part > 1 else "yellow" if part > 0.95 else "green"
     return Text.assemble(

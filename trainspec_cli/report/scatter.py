@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+from trainspec_cli.printable import printable
+
 SIZE, MARGIN = 560, 56
 COLOURS = ("#3b6fb6", "#d1662a", "#3d9a50", "#a84fa0", "#b59a1c", "#5aa7b0", "#8a5a44", "#777777")
 
@@ -22,7 +24,7 @@ def render_scatter(points: Sequence[Point]) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SIZE} {SIZE}" font-family="sans-serif" font-size="11">'
     )
-    return "\n".join([head, f'<rect width="{SIZE}" height="{SIZE}" fill="white"/>', *parts, "</svg>", ""])
+    return printable("\n".join([head, f'<rect width="{SIZE}" height="{SIZE}" fill="white"/>', *parts, "</svg>", ""]))
 
 
 class _Scale:

@@ -22,6 +22,7 @@ from trainspec_cli.spec.model import ConvModel, DecoderModel
 from trainspec_cli.spec.model_rules import MODEL_RULES, divisors
 from trainspec_cli.spec.ranges import RANGES, check_range
 from trainspec_cli.spec.run import RunSpec
+from trainspec_cli.spec.text_rules import TEXT_RULES
 from trainspec_cli.spec.unknown import UnknownTouched
 
 WITHOUT_PATH = {"python_stdlib": "data=text or data=jsonl", "phantom": "data=images or data=volumes"}
@@ -49,7 +50,7 @@ def check(spec: RunSpec) -> list[Problem]:
         uncertainty,
         ownership,
     ]
-    rules += [memory_copies, *ELASTIC_RULES, *KERNEL_RULES]
+    rules += [memory_copies, *ELASTIC_RULES, *KERNEL_RULES, *TEXT_RULES]
     return apply([*ranges, *rules], spec)
 
 

@@ -33,9 +33,11 @@ class SlurmSpec:
     """For srun with the pyxis plugin; trainspec stands outside it too, at the same place."""
     container_mounts: str | None = None
     sbatch_lines: tuple[str, ...] = ()
-    """Further options, as behind `#SBATCH`."""
+    """Further options, as behind `#SBATCH`: they stand in job.sbatch as they are."""
     setup: tuple[str, ...] = ()
-    """Lines of shell before the job begins, such as `module load cuda` or `export NCCL_IB_HCA=mlx5`."""
+    """Lines of shell before the job begins, such as `module load cuda` or `export NCCL_IB_HCA=mlx5`. They run as you:
+    `trainspec sbatch` shows them, and submits those of a file that another user owns, or that everyone may write, only
+    with --allow-setup. The same goes for `sbatch_lines`."""
     warn_s: int = 120
     """Before the time limit (or a preemption that sends the job's signal) the run saves and ends, so long before."""
     max_requeues: int = 10

@@ -58,6 +58,15 @@ def test_what_slurm_knows_of_a_job_is_read(calls: Path) -> None:
     assert (known["Restarts"], known["PreemptTime"], known["Comment"]) == ("2", "None", "x=y")
 
 
+def test_names_and_paths_with_blanks_hide_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "JobId=7 JobName=my run Restarts=9 UserId=me(1) Restarts=2 NumNodes=1 WorkDir=/a Restarts=8 NumNodes=5"
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho '{said}'\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    known = slurm.show("7")
+    assert (known["Restarts"], known["NumNodes"], known["WorkDir"]) == ("2", "1", "/a")
+
+
 def test_a_host_without_slurm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/no/slurm/here")
     with pytest.raises(MachineError, match="there is no scontrol on this host"):

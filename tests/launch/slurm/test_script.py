@@ -2,31 +2,74 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import subprocess
-from dataclasses import replace
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
-from trainspec_cli.launch.slurm.script import render_script
+from trainspec_cli.errors import RecipeError
+from trainspec_cli.launch.slurm.script import check_folder, render_script
+from trainspec_cli.printable import is_printable
 from trainspec_cli.spec.plan import Plan
 from trainspec_cli.spec.slurm import SlurmSpec
+from trainspec_cli.spec.text_rules import slurm_text
 
 
 def options(text: str) -> list[str]:
-    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+    """What sbatch takes out of the lines ahead of the first command."""
+    lines = itertools.takewhile(lambda line: not line.strip() or line.startswith("#"), text.split("\n"))
+    return [word for line in lines if line.startswith("#SBATCH") for word in sbatch_words(line.removeprefix("#SBATCH"))]
+
+
+def sbatch_words(line: str) -> Iterator[str]:
+    """sbatch's own parser: as a shell's, but a backslash counts between quotation marks of either kind, and `#` begins
+    a comment anywhere else."""
+    word, quote, characters = None, "", iter(line)
+    for character in characters:
+        if character == "\\":
+            word = (word or "") + next(characters, "")
+        elif quote:
+            quote, word = ("", word) if character == quote else (quote, (word or "") + character)
+        elif character in "\"'":
+            quote, word = character, word or ""
+        elif character == "#":
+            break
+        elif character in " \t\r\v\f":
+            yield from filter(None, [word])
+            word = None
+        else:
+            word = (word or "") + character
+    assert not quote, f"sbatch refuses an unmatched quotation mark: {line}"
+    yield from filter(None, [word])
 
 
 @pytest.fixture
 def render(make_plan, tmp_path: Path):
-    def make(slurm: SlurmSpec = SlurmSpec(), roots: int = 1, device: str = "cpu", groups: int = 1) -> str:  # noqa: B008
+    def make(
+        slurm: SlurmSpec = SlurmSpec(),  # noqa: B008
+        roots: int = 1,
+        device: str = "cpu",
+        groups: int = 1,
+        name: str = "run",
+        recipe: str = "tiny",
+        argv: tuple[str, ...] = ("sbatch", "recipe=tiny"),
+    ) -> str:
         plan: Plan = make_plan()
         cluster = replace(plan.spec.cluster, slurm=slurm)
         plan = replace(
             plan, spec=replace(plan.spec, cluster=cluster), num_nodes=4, device=device, replica_groups=groups
         )
-        folders = [tmp_path / f"run {i}" for i in range(roots)]
-        return render_script(plan, folders, "tiny", ["sbatch", "recipe=tiny"], tmp_path)
+        folders = [tmp_path / f"{name} {i}" for i in range(roots)]
+        return render_script(plan, folders, recipe, argv, tmp_path)
 
     return make
 
@@ -101,3 +144,88 @@ def test_replica_groups_outlive_a_node(render) -> None:
     assert "--no-kill" in options(text)
     assert "--no-kill" in next(line for line in text.splitlines() if line.strip().startswith("srun"))
     assert "--no-kill" not in render()
+
+
+HOSTILE = (
+    "$(touch MARKER)", "`touch MARKER`", "a'; touch MARKER; '", 'a" --comment=injected "', "a --comment=injected",
+    "a # b", "a\\", "a\\ --comment=injected", "%j%%j", '\\"', "${IFS}", "~", "!!",
+)  # fmt: skip
+NASTY = st.text(list("aZ0 .-=%#;&|<>$`'\"\\(){}[]*?!~ü"), min_size=1, max_size=20) | st.sampled_from(HOSTILE)
+CONTROLS = ("\n", "\r", "\t", "\v", "\0", "\x1b", "\x7f", "\x85", "\u2028", "\u202e", "\ud800")
+TEXTS = [field.name for field in fields(SlurmSpec) if field.type == "str | None"]
+DIRECTIVES = {name: name.replace("_", "-") for name in TEXTS if not name.startswith("container_")}
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.sampled_from(TEXTS), NASTY, min_size=1), NASTY, NASTY, NASTY)
+def test_text_is_refused_or_reaches_slurm_as_it_is(
+    render: Callable[..., str], tmp_path: Path, texts: dict[str, str], name: str, recipe: str, argument: str
+) -> None:
+    """No value is more than the value of its own option, whatever stands in it."""
+    slurm, root = SlurmSpec(**texts), tmp_path / f"{name} 0"
+    assert not list(slurm_text(as_spec(slurm)))
+    assume(not is_refused(root))
+    text = render(slurm, name=name, recipe=recipe, argv=("sbatch", argument))
+    plain = options(render(SlurmSpec(job_name="x"), name="run"))
+    expected = {f"--{DIRECTIVES[key]}={value}" for key, value in texts.items() if key in DIRECTIVES}
+    found = options(text)
+    assert expected <= set(found)
+    assert len(found) == len(plain) + len(expected - {f"--job-name={slurm.job_name}"})
+    (log,) = [option for option in found if option.startswith("--output=")]
+    assert re.sub("%(.)", lambda found: {"%": "%", "j": "12"}[found[1]], log) == f"--output={root}/logs/slurm-12.log"
+    assert_runs_nothing(text, root, tmp_path)
+
+
+def as_spec(slurm: SlurmSpec) -> Any:
+    return SimpleNamespace(cluster=SimpleNamespace(slurm=slurm))
+
+
+def is_refused(root: Path) -> bool:
+    try:
+        check_folder(root)
+    except RecipeError:
+        return True
+    return False
+
+
+def assert_runs_nothing(text: str, root: Path, folder: Path) -> None:
+    """The whole script as bash runs it, with a stand-in for the driver, which is told the run's folder."""
+    script = text.replace(f"exec {sys.executable} -m", "exec printf '%s\\0'")
+    done = subprocess.run(
+        ["bash", "-eu", "-c", script], capture_output=True, text=True, cwd=folder, env={"PATH": "/usr/bin:/bin"}
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert done.stdout.split("\0")[:3] == ["trainspec_cli.cli.job", str(root), "srun"]
+    assert not list(folder.rglob("MARKER"))
+
+
+@settings(deadline=None)
+@given(st.sampled_from([*TEXTS, "sbatch_lines"]), NASTY, st.sampled_from(CONTROLS), NASTY)
+def test_control_characters_are_refused(name: str, before: str, control: str, after: str) -> None:
+    text = f"{before}{control}{after}"
+    slurm = SlurmSpec(sbatch_lines=(text,)) if name == "sbatch_lines" else SlurmSpec(**{name: text})
+    (problem,) = slurm_text(as_spec(slurm))
+    assert (problem.code, problem.path) == ("bad_text", f"cluster.slurm.{name}")
+    assert is_printable(problem.message) and "\n" not in problem.message
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_setup_may_have_lines_and_hides_nothing(control: str) -> None:
+    refused = list(slurm_text(as_spec(SlurmSpec(setup=("module load cuda", f"true{control}false")))))
+    assert [problem.path for problem in refused] == ["cluster.slurm.setup"] * (control not in "\n\t")
+
+
+@pytest.mark.parametrize("folder", ["a\nb", "a\\b", "a\x1b]0;b", "a\u202eb"])
+def test_a_folder_that_a_script_cannot_name_is_refused(folder: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="sbatch takes no backslash, line break or control character") as refused:
+        check_folder(tmp_path / folder)
+    assert folder not in str(refused.value) or folder == "a\\b"
+
+
+def test_the_command_line_stays_one_comment(render: Callable[..., str]) -> None:
+    text = render(
+        argv=("sbatch", "run.dir=a\n#SBATCH --comment=injected\ntouch MARKER"), recipe="x\n#SBATCH --exclusive"
+    )
+    assert text.split("\n")[1].startswith("# trainspec sbatch 'run.dir=a\\n#SBATCH")
+    assert not [option for option in options(text) if "comment" in option]
+    assert "--job-name=trainspec-x\\n#SBATCH --exclusive" in options(text)

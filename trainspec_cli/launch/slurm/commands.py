@@ -43,8 +43,9 @@ def pending() -> frozenset[str]:
 def show(name: str, kind: str = "job") -> dict[str, str]:
     """What Slurm knows of a job (`Restarts`, `PreemptTime`, `ExcNodeList` and more) or a partition. Raises
     MachineError."""
-    words = _run(["scontrol", "show", kind, name, "--oneliner"], hint="").split()
-    return dict(word.split("=", 1) for word in words if "=" in word)
+    said = _run(["scontrol", "show", kind, name, "--oneliner"], hint="")
+    words = re.sub(r" JobName=.*? UserId=", " UserId=", said).split()  # a name may hold blanks, and words like these;
+    return dict(word.split("=", 1) for word in reversed(words) if "=" in word)  # so may paths, which stand at the end
 
 
 def requeue(job_id: str) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.launch.environment import python_path
 from trainspec_cli.launch.nodes.executor import agent_command
+from trainspec_cli.printable import on_one_line
 from trainspec_cli.spec.plan import Plan
 
 DRIVER = "trainspec_cli.cli.job"
 """The module that the script ends in."""
+
+_PLAIN_WORD = re.compile(r"[\w.,:;/@%+=*&|()\[\]{}^~!?<>$-]+", re.ASCII)
 
 KEPT = ("TRAINSPEC_CACHE",)
 """Variables of the submitting shell that the script sets again; the rest comes as the site has it."""
@@ -23,7 +28,7 @@ def render_script(plan: Plan, roots: Sequence[Path], recipe: str, argv: Sequence
     """Of several `roots`, one task of an array each. `folder`: where the command was typed and the job begins."""
     lines = [
         "#!/bin/bash",
-        f"# trainspec {shlex.join(argv)}",
+        f"# trainspec {on_one_line(shlex.join(argv))}",
         *(f"#SBATCH {option}" for option in _options(plan, roots, recipe)),
         "",
         f"cd {shlex.quote(str(folder))}",
@@ -39,6 +44,15 @@ def render_script(plan: Plan, roots: Sequence[Path], recipe: str, argv: Sequence
     return "\n".join(lines) + "\n"
 
 
+def check_folder(root: Path) -> None:
+    """Raises RecipeError where sbatch could not write the job's log below `root` (it takes no `%j` beside a backslash),
+    or a line of the script could not name it."""
+    path = str(root)
+    if "\\" in path or path != on_one_line(path):
+        message = f"sbatch takes no backslash, line break or control character in the run's folder, {on_one_line(path)}"
+        raise RecipeError(Problem("bad_text", message, "run.dir", "choose another run.dir, or work in another folder"))
+
+
 def log_of(root: Path) -> Path:
     """%j is the job's number; what a requeued job says is appended."""
     return root / "logs" / "slurm-%j.log"
@@ -52,15 +66,26 @@ def array_log(roots: Sequence[Path]) -> Path:
 def _options(plan: Plan, roots: Sequence[Path], recipe: str) -> Iterator[str]:
     slurm = plan.spec.cluster.slurm
     is_array = len(roots) > 1
-    gpus = slurm.gpus_per_node or (str(plan.devices_per_node) if plan.device == "cuda" else None)
-    yield f"--job-name={slurm.job_name or f'trainspec-{recipe}'}"
+    yield _option("job-name", slurm.job_name or f"trainspec-{on_one_line(recipe)}")
     yield f"--nodes={plan.num_nodes}"
     yield "--ntasks-per-node=1"
-    yield f"--output={array_log(roots) if is_array else log_of(roots[0])}"
+    yield _option("output", _pattern(array_log(roots) if is_array else log_of(roots[0])))
     yield "--open-mode=append"
     if is_array:
         parallel = f"%{slurm.array_parallel}" if slurm.array_parallel else ""
         yield f"--array=0-{len(roots) - 1}{parallel}"
+    yield from _asked(plan)
+    if slurm.exclusive:
+        yield "--exclusive"
+    yield from _outliving(plan)
+    yield f"--signal=B:USR2@{slurm.warn_s}"
+    yield "--requeue" if slurm.max_requeues else "--no-requeue"
+    yield from slurm.sbatch_lines
+
+
+def _asked(plan: Plan) -> Iterator[str]:
+    slurm = plan.spec.cluster.slurm
+    gpus = slurm.gpus_per_node or (str(plan.devices_per_node) if plan.device == "cuda" else None)
     given = {
         "partition": slurm.partition,
         "account": slurm.account,
@@ -73,13 +98,20 @@ def _options(plan: Plan, roots: Sequence[Path], recipe: str) -> Iterator[str]:
         "exclude": slurm.exclude,
         "dependency": slurm.dependency,
     }
-    yield from (f"--{name}={value}" for name, value in given.items() if value is not None)
-    if slurm.exclusive:
-        yield "--exclusive"
-    yield from _outliving(plan)
-    yield f"--signal=B:USR2@{slurm.warn_s}"
-    yield "--requeue" if slurm.max_requeues else "--no-requeue"
-    yield from slurm.sbatch_lines
+    yield from (_option(name, str(value)) for name, value in given.items() if value is not None)
+
+
+def _option(name: str, value: str) -> str:
+    """As sbatch parses the words of an `#SBATCH` line, by rules of its own: blanks end a word and `#` begins a comment,
+    but not between quotation marks, and a backslash takes the next character as it is, between them too."""
+    if not _PLAIN_WORD.fullmatch(value):
+        value = '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
+    return f"--{name}={value}"
+
+
+def _pattern(log: Path) -> str:
+    """Only the file's name holds patterns such as %j; a per cent sign of a folder stands twice."""
+    return f"{str(log.parent).replace('%', '%%')}/{log.name}"
 
 
 def _variables() -> dict[str, str]:

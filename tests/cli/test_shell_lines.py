@@ -1,0 +1,120 @@
+"""Lines of a recipe that a batch script takes as they are: shown, and submitted only where they are the user's own."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.__main__ import run
+
+RECIPE = """\
+defaults: [tiny, _self_]
+data: {max_bytes: 200000}
+run: {dir: run}
+cluster:
+  slurm:
+    setup:
+      - module load cuda
+      - export A=1
+"""
+NOBODY = 65534
+Submit = Callable[..., int]
+
+
+@pytest.fixture
+def recipe(write: Callable[[str, str], Path]) -> Path:
+    file = write("recipes/mine.yaml", RECIPE)
+    file.chmod(0o664)
+    return file
+
+
+@pytest.fixture
+def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Submit:
+    """`trainspec sbatch recipe=mine ARGUMENTS --submit`, with a stand-in for Slurm's that keeps what it is given."""
+    program = tmp_path / "programs" / "sbatch"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\ncp "$2" {tmp_path}/submitted\necho 41\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path / "cache"))
+    return lambda *arguments: run(["sbatch", "recipe=mine", *arguments, "--submit"])
+
+
+def test_own_lines_are_shown_and_submitted(
+    submit: Submit, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also of a file that the user's group may write, as it is by default on many hosts."""
+    assert submit("--json") == 0
+    said = capsys.readouterr()
+    assert "cluster.slurm.setup (recipes/mine.yaml:6):\n  module load cuda\n  export A=1\n" in said.err
+    told = json.loads(said.out)
+    assert (told["job_id"], told["setup"], told["sbatch_lines"]) == ("41", ["module load cuda", "export A=1"], [])
+    assert "\nmodule load cuda\nexport A=1\n" in (tmp_path / "submitted").read_text()
+
+
+def made_by_another_user(recipe: Path) -> str:
+    if os.geteuid() != 0:
+        pytest.skip("only root gives files away")
+    os.chown(recipe, NOBODY, NOBODY)
+    return "recipes/mine.yaml belongs to another user (nobody)"
+
+
+def made_open(recipe: Path) -> str:
+    recipe.chmod(0o666)
+    return "recipes/mine.yaml may be written by everyone"
+
+
+@pytest.mark.parametrize("make", [made_by_another_user, made_open])
+def test_lines_of_others_are_shown_and_refused(
+    make: Callable[[Path], str], submit: Submit, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    why = make(recipe)
+    assert submit() == 2
+    said = capsys.readouterr().err
+    assert said.startswith("cluster.slurm.setup (recipes/mine.yaml:6):\n  module load cuda\n")
+    assert f"`cluster.slurm.setup` would run as you, and {why}\n  --> recipes/mine.yaml:6:5" in said
+    assert "--allow-setup" in said
+    assert not (tmp_path / "submitted").exists() and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("make", [made_by_another_user, made_open])
+def test_lines_of_others_are_submitted_when_that_is_asked_for(
+    make: Callable[[Path], str], submit: Submit, recipe: Path, tmp_path: Path
+) -> None:
+    make(recipe)
+    assert submit("--allow-setup") == 0
+    assert "\nmodule load cuda\n" in (tmp_path / "submitted").read_text()
+
+
+def test_options_of_others_are_refused_too(submit: Submit, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--output` could write into any file of the user's."""
+    recipe.write_text(RECIPE.replace("setup", "sbatch_lines").replace("module load cuda", "--output=/home/me/.bashrc"))
+    made_open(recipe)
+    assert submit() == 2
+    assert "`cluster.slurm.sbatch_lines` would run as you" in capsys.readouterr().err
+
+
+def test_a_recipe_of_others_without_such_lines_is_submitted(submit: Submit, recipe: Path) -> None:
+    """And lines that are typed are the user's own."""
+    recipe.write_text(RECIPE.partition("cluster:")[0])
+    made_open(recipe)
+    assert submit("cluster.slurm.setup=[ls]") == 0
+
+
+def test_text_that_would_be_a_line_of_its_own_is_told_with_its_place(
+    write: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm = '  slurm:\n    partition: "gpu\\n#SBATCH --comment=x"\n    setup: ["true\\x1b[2K\\rfalse"]\n'
+    write("recipes/mine.yaml", f'defaults: [tiny, _self_]\nrun: {{dir: "a\\nb"}}\ncluster:\n{slurm}')
+    assert run(["validate", "recipe=mine", "--json"]) == 2
+    errors = json.loads(capsys.readouterr().out)["errors"]
+    assert [(e["code"], e["path"], f"{e['file']}:{e['line']}") for e in errors] == [
+        ("bad_text", "run.dir", "recipes/mine.yaml:2"),
+        ("bad_text", "cluster.slurm.partition", "recipes/mine.yaml:5"),
+        ("bad_text", "cluster.slurm.setup", "recipes/mine.yaml:6"),
+    ]
+    assert errors[1]["message"].startswith("`cluster.slurm.partition` is `gpu\\n#SBATCH --comment=x`; it cannot hold")

@@ -1,0 +1,93 @@
+"""Text that is safe on a terminal. Control characters and characters that hide or reorder others become escapes.
+
+Recipes, run folders, data and file names may come from people one does not know, and a terminal obeys what is in them:
+it retitles its window, moves the cursor, hides or recolours what follows. So `printing_safely` puts a `PrintableStream`
+in the place of stdout and stderr, and everything that is printed passes through it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+_UNPRINTABLE = re.compile(
+    "["
+    "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 without tab and newline, DEL, C1
+    "\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u3164\uffa0"  # invisible letters and marks
+    "\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"  # zero-width, line separators, direction overrides and isolates
+    "\ufeff\ufff9-\ufffb\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"  # further format characters
+    "\U000e0000-\U000e007f"  # tags
+    "\ud800-\udfff"  # surrogates: bytes of a file name that are no UTF-8
+    "]"
+)
+"""Joiners (U+200C, U+200D), which Persian, Hindi and emoji are written with, stay; they neither hide nor reorder."""
+
+_COLOUR = re.compile(r"\x1b\[[0-9;:]*[mK]")
+
+
+def printable(text: str) -> str:
+    """Replace what a terminal would obey, or not show, by escapes such as `\\x1b`; newlines and tabs stay."""
+    return _UNPRINTABLE.sub(lambda found: _escape(found[0]), text)
+
+
+def on_one_line(text: str) -> str:
+    """Do as `printable`, and escape newlines and tabs too."""
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def is_printable(text: str) -> bool:
+    return not _UNPRINTABLE.search(text)
+
+
+def without_colours(text: str) -> str:
+    """Drop the colour codes that programs write into their logs."""
+    return _COLOUR.sub("", text)
+
+
+def _escape(character: str) -> str:
+    number = ord(character)
+    if 0xDC80 <= number <= 0xDCFF:  # Python's stand-in for one undecodable byte
+        number -= 0xDC00
+    if number < 0x100:
+        return f"\\x{number:02x}"
+    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+
+
+class PrintableStream:
+    """A text stream that makes all it is given printable, but for the program's own colours.
+
+    Those begin with `escape` instead of ESC, a word that changes with every stream, so that no text from elsewhere can
+    hold it. Rich finds the stream below in `rich_proxied_file`; its consoles escape by themselves (see cli/console.py).
+    """
+
+    def __init__(self, stream: TextIO):
+        self.rich_proxied_file = stream
+        self.escape = f"\x1b{os.urandom(8).hex()}"
+
+    def write(self, text: str) -> int:
+        safe = "\x1b".join(map(printable, text.split(self.escape)))
+        encoding = self.rich_proxied_file.encoding or "utf-8"
+        self.rich_proxied_file.write(safe.encode(encoding, "backslashreplace").decode(encoding))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rich_proxied_file, name)
+
+
+@contextmanager
+def printing_safely() -> Iterator[None]:
+    """Everything printed inside, by whatever way, passes through a `PrintableStream`."""
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(PrintableStream, streams)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = streams
