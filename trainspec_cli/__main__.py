@@ -12,10 +12,11 @@ from collections.abc import Sequence
 
 from trainspec_cli.cli.main import dispatch
 from trainspec_cli.cli.style import Style
-from trainspec_cli.errors import Interrupted, Stopped, TrainspecError
+from trainspec_cli.errors import Interrupted, MachineError, Stopped, TrainspecError
 
 EXIT_FAULT = 1
 EXIT_BROKEN_PIPE = 141
+SHOWN_CHARS = 200
 
 
 def main() -> None:
@@ -38,9 +39,22 @@ def run(arguments: Sequence[str]) -> int:
         # Python would complain of the closed pipe once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        if error.filename is None:
+            _tell_fault(error)
+            return EXIT_FAULT
+        refused = MachineError(f"{_show(error.filename)}: {error.strerror}", code="refused_by_the_system")
+        _tell(refused, as_json="--json" in arguments)
+        return refused.exit_code
     except Exception as error:
         _tell_fault(error)
         return EXIT_FAULT
+
+
+def _show(name: str | bytes | int) -> str:
+    """A file's name, short enough for a line."""
+    text = os.fsdecode(name) if isinstance(name, bytes) else str(name)
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
 
 
 def _tell(error: TrainspecError, *, as_json: bool) -> None:

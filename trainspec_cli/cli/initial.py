@@ -11,8 +11,8 @@ from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.errors import Problem, RecipeError, TrainspecError
 from trainspec_cli.huggingface.config import differences, read_model
 from trainspec_cli.huggingface.folder import CONFIG, TOKENIZER, open_weights, read_config
-from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_data_dir, read_section
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.data import SAMPLE_SOURCES
 from trainspec_cli.spec.init import InitSpec
@@ -74,10 +74,10 @@ def _read(init: InitSpec) -> tuple[dict[str, Any], str, Path | None]:
     if not run.plan_json.is_file():
         raise RecipeError(_no_run(init))
     kept = _if_there(run.huggingface / TOKENIZER)
-    data_dir = read_json(run.run_json)["data_dir"]
+    data_dir = read_data_dir(run)
     made = Collection.open(data_dir).tokenizer_folder if data_dir and Path(data_dir).is_dir() and not kept else None
     tokenizer = kept or (_if_there(made / TOKENIZER) if made else None)
-    return read_json(run.plan_json)["spec"]["model"], str(run.plan_json), tokenizer
+    return read_section(run, "model"), str(run.plan_json), tokenizer
 
 
 def _no_run(init: InitSpec) -> Problem:
@@ -104,8 +104,8 @@ def check_weights(spec: RunSpec) -> Iterable[Problem]:
 def _check_run(run: RunDir, spec: RunSpec) -> None:
     if not run.checkpoint_steps():
         raise RecipeError(Problem("missing_file", f"{run.root} holds no whole checkpoint", "init.from"))
-    lora = read_json(run.plan_json)["spec"].get("lora") or {"rank": 0}
-    if lora["rank"] and lora != to_plain(spec.lora):
+    lora = read_section(run, "lora")
+    if lora.get("rank") and lora != to_plain(spec.lora):
         message = f"{run.root} trained LoRA adapters of other sizes, which would be left behind"
         hint = f"merge them first: trainspec export {run.root} --output FOLDER, then init.from=hf:FOLDER"
         raise RecipeError(Problem("contradiction", message, "lora", hint))

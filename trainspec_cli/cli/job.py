@@ -17,7 +17,6 @@ from rich.console import Console
 
 from trainspec_cli.cli.nodes import drive
 from trainspec_cli.cli.problems import render_problems
-from trainspec_cli.cli.resume import read_plan
 from trainspec_cli.cli.style import Style
 from trainspec_cli.errors import EXIT_DONE, MachineError, TrainspecError
 from trainspec_cli.launch.folder import storage
@@ -28,6 +27,7 @@ from trainspec_cli.launch.slurm.queue import note_job, own_job
 from trainspec_cli.launch.slurm.requeue import decide, is_over, is_preempted
 from trainspec_cli.rundir.generations import FENCED
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_plan
 
 AVOID_S = 5.0
 """Slurm leaves a job that it has requeued some seconds to end (KillWait, 30 by default)."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
+from typing import Any
 
 import typer
 
@@ -27,6 +29,15 @@ def report(run: RunArgument, as_json: AsJson = False) -> None:
     run_dir = find_run(run)
     collected = collect(run_dir.root, running=is_running(run_dir), queued=Queue().holds(run_dir))
     if as_json:
-        typer.echo(json.dumps(asdict(collected), indent=2, ensure_ascii=False, allow_nan=False))
+        typer.echo(json.dumps(_finite(asdict(collected)), indent=2, allow_nan=False))
     else:
         Console().print(render_report(collected))
+
+
+def _finite(value: Any) -> Any:
+    """null for the numbers that JSON has no words for, such as the loss of a run that has diverged."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -36,6 +36,8 @@ def runs(as_json: AsJson = False) -> None:
         typer.echo(json.dumps([asdict(line) for line in lines], indent=2))
     elif lines:
         typer.echo(_table([HEADINGS, *map(_cells, lines)]))
+        for line in filter(lambda line: line.damage, lines):
+            typer.echo(f"damaged: {line.damage}", err=True)
     else:
         typer.echo("there are no runs below ./runs; `trainspec launch recipe=quickstart` makes one")
 
@@ -45,15 +47,31 @@ def find_run(name: str) -> RunDir:
     from trainspec_cli.rundir.paths import RunDir
 
     if name == LAST:
-        lines = _lines()
-        if not lines:
-            raise RecipeError(Problem("no_run", "there are no runs below ./runs", hint="name a run's folder"))
-        return RunDir(lines[0].path)
+        return RunDir(_newest(_lines()))
     run = RunDir(name)
-    if not run.run_json.is_file():
+    if not _is_there(run):
         hint = "`trainspec runs` lists those below ./runs; `last` is the newest of them"
         raise RecipeError(Problem("no_run", f"{name} holds no run", hint=hint))
     return run
+
+
+def _newest(lines: list[RunLine]) -> str:
+    """The path of the newest run that can be read; says which newer ones cannot."""
+    for line in lines:
+        if not line.damage:
+            return line.path
+        typer.echo(f"{LAST} passes over {line.path}, which is damaged: {line.damage}", err=True)
+    if lines:
+        raise RecipeError(Problem("no_run", "every run below ./runs is damaged", hint="`trainspec runs` says why"))
+    raise RecipeError(Problem("no_run", "there are no runs below ./runs", hint="name a run's folder"))
+
+
+def _is_there(run: RunDir) -> bool:
+    """False too for a name that no folder can have."""
+    try:
+        return run.run_json.exists()
+    except (OSError, ValueError):
+        return False
 
 
 def _lines() -> list[RunLine]:

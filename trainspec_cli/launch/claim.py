@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from typing import Any
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.launch import processes
 from trainspec_cli.launch.slurm import commands as slurm
+from trainspec_cli.reading.files import unreadable
+from trainspec_cli.reading.json_file import parse_json, read_object
 from trainspec_cli.rundir.paths import RunDir
 
 GLANCE_S = 0.5
@@ -32,7 +35,7 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
     The file is written in place: the lock belongs to the file, not to its name.
     """
     _give_up_earlier_start(run)
-    descriptor = os.open(run.pid_json, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(run.pid_json, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
     try:
         if not _is_free(descriptor, run.pid_json):
             raise _still_running(run)
@@ -51,10 +54,14 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
 def is_running(run: RunDir) -> bool:
     """Whether a supervisor holds the run, or workers that lost theirs still live."""
     try:
-        descriptor = os.open(run.pid_json, os.O_RDONLY)
-    except FileNotFoundError:
+        descriptor = os.open(run.pid_json, os.O_RDONLY | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError as error:
+        raise unreadable(run.pid_json, f"cannot be opened: {error.strerror}") from error
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise unreadable(run.pid_json, "is no regular file", "remove it: no launch has written it")
         return not _lock(descriptor) or _orphans(descriptor)
     finally:
         os.close(descriptor)
@@ -82,7 +89,7 @@ def _own_slurm_job() -> dict[str, str]:
 def _give_up_earlier_start(run: RunDir) -> None:
     """Slurm starts a job anew only when the start before is over; what lives on behind a cut cable is fenced off."""
     with contextlib.suppress(FileNotFoundError, ValueError):
-        held_by = json.loads(run.pid_json.read_text()).get("slurm_job_id")
+        held_by = read_object(run.pid_json).get("slurm_job_id")
         if held_by and held_by == os.environ.get("SLURM_JOB_ID"):
             run.pid_json.unlink()
 
@@ -105,10 +112,14 @@ def _orphans(descriptor: int) -> bool:
 
 
 def _read(descriptor: int) -> dict[str, Any]:
+    """Empty where nobody has written who holds it: half a line, or something else."""
     try:
-        return dict(json.loads(os.pread(descriptor, 4096, 0)))
+        owner = parse_json(os.pread(descriptor, 4096, 0))
     except ValueError:
         return {}
+    kinds = {"launch_id": str, "slurm_job_id": str | None}
+    whole = isinstance(owner, dict) and all(isinstance(owner.get(name), kind) for name, kind in kinds.items())
+    return dict(owner) if whole else {}
 
 
 def _still_running(run: RunDir) -> RecipeError:

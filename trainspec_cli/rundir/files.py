@@ -1,4 +1,4 @@
-"""Files that are never seen half-written."""
+"""Files that are never seen half-written; `read_json` and `read_object` read what they hold."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+
+from trainspec_cli.reading.json_file import read_json, read_object
+
+__all__ = ["read_json", "read_object", "write_json", "write_text"]
 
 
 def write_text(path: Path, text: str) -> None:
@@ -24,7 +28,3 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-
-
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
