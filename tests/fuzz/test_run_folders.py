@@ -72,53 +72,70 @@ CONTENT = {
 }
 
 
-def ask_all(path: str) -> None:
-    """Each command that reads a run and starts nothing: of `resume` the checks before a start."""
-    tell("runs")
-    tell("report", path)
-    tell("report", path, "--json")
-    assert tell("resume", path)[0] != 0, "the run has made all of its steps"
-    assert tell("export", path, "--output", "out", "--step", "3")[0] != 0, "there is no such checkpoint"
+COMMANDS = {
+    "runs": ("runs",),
+    "report": ("report", "runs/tiny/one"),
+    "report as JSON": ("report", "runs/tiny/one", "--json"),
+    "resume, of which nothing is left": ("resume", "runs/tiny/one"),
+    "export of a step that is not there": ("export", "runs/tiny/one", "--output", "out", "--step", "3"),
+}
+"""Those that read a run and start nothing."""
+REPORT = [COMMANDS["report"], COMMANDS["report as JSON"]]
 
 
+def ask_all() -> None:
+    for command in COMMANDS.values():
+        tell(*command)
+
+
+COUNTS = [12, pytest.param(400, marks=pytest.mark.slow)]
+"""Damages of each file."""
+
+
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", JSON_FILES)
-def test_a_file_of_a_run_with_a_strange_value(project: Path, name: str) -> None:
+def test_a_file_of_a_run_with_a_strange_value(project: Path, name: str, count: int) -> None:
     run = make_run(project / "runs/tiny/one")
     path: Path = getattr(run, name)
     content = json.loads(path.read_text()) if path.exists() else CONTENT[name]
     variants = list(strange_variants(content))
-    for variant in random.Random(0).sample(variants, min(60, len(variants))):
+    for variant in random.Random(0).sample(variants, min(count, len(variants))):
         path.write_text(json.dumps(variant))
-        ask_all("runs/tiny/one")
+        ask_all()
 
 
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", JSON_FILES)
-def test_a_file_of_a_run_with_damaged_bytes(project: Path, name: str) -> None:
+def test_a_file_of_a_run_with_damaged_bytes(project: Path, name: str, count: int) -> None:
     run = make_run(project / "runs/tiny/one")
     path: Path = getattr(run, name)
     content = path.read_bytes() if path.exists() else json.dumps(CONTENT[name]).encode()
-    for damaged in damaged_bytes(content, 30):
+    for damaged in damaged_bytes(content, count):
         path.write_bytes(damaged)
-        ask_all("runs/tiny/one")
+        ask_all()
 
 
-def test_events_with_strange_values(project: Path) -> None:
+@pytest.mark.parametrize("count", [60, pytest.param(2000, marks=pytest.mark.slow)])
+def test_events_with_strange_values(project: Path, count: int) -> None:
     run = make_run(project / "runs/tiny/one")
     events = [json.loads(line) for line in run.events(0).read_text().splitlines()]
     variants = [(number, variant) for number, event in enumerate(events) for variant in strange_variants(event)]
-    for number, variant in random.Random(1).sample(variants, 250):
+    for number, variant in random.Random(1).sample(variants, min(count, len(variants))):
         changed = [*events[:number], variant, *events[number + 1 :]]
         run.events(0).write_text("".join(json.dumps(event) + "\n" for event in changed))
-        ask_all("runs/tiny/one")
+        for command in REPORT:
+            tell(*command)
 
 
-def test_events_with_damaged_bytes(project: Path) -> None:
+@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.slow)])
+def test_events_with_damaged_bytes(project: Path, count: int) -> None:
     run = make_run(project / "runs/tiny/one")
     for path in (run.events(0), run.supervisor_events):
         content = path.read_bytes()
-        for damaged in damaged_bytes(content, 60):
+        for damaged in damaged_bytes(content, count):
             path.write_bytes(damaged)
-            ask_all("runs/tiny/one")
+            for command in REPORT:
+                tell(*command)
         path.write_bytes(content)
 
 
@@ -134,7 +151,7 @@ def test_something_else_in_the_place_of_a_file(project: Path, name: str, kind: s
         "device": lambda: path.symlink_to("/dev/zero"),
         "loop": lambda: path.symlink_to(path),
     }[kind]()
-    ask_all("runs/tiny/one")
+    ask_all()
 
 
 def test_one_damaged_run_hides_no_other(project: Path) -> None:

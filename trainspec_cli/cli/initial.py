@@ -29,8 +29,8 @@ def complete(data: dict[str, Any], unchosen: frozenset[str]) -> Completion:
 
     The model is left to it by `model=auto`, to which some keys may be added, and where no model is chosen at all.
     """
-    begins_with = (data.get("init") or {}).get("from")
-    asked = {} if "model" in unchosen else dict(data.get("model") or {})
+    begins_with = _section(data, "init").get("from")
+    asked = {} if "model" in unchosen else dict(_section(data, "model"))
     is_auto = asked.get("family") == AUTO_FAMILY
     if not isinstance(begins_with, str):
         return _without_checkpoint(asked) if is_auto else Completion({}, "")
@@ -48,6 +48,12 @@ def complete(data: dict[str, Any], unchosen: frozenset[str]) -> Completion:
         replaced=frozenset({"model"} & unchosen),
         problems=tuple(_contradictions(left_open | asked, found, source)),
     )
+
+
+def _section(data: dict[str, Any], name: str) -> dict[str, Any]:
+    """Empty where something else than a section stands there, which is told by others."""
+    section = data.get(name)
+    return section if isinstance(section, dict) else {}
 
 
 def _without_checkpoint(model: dict[str, Any]) -> Completion:
@@ -146,8 +152,8 @@ def _build(section: dict[str, Any]) -> Any:
 
 def _tokenizer(data: dict[str, Any], found: Path | None) -> dict[str, Any]:
     """The checkpoint's, where the recipe names none: its ids are what the weights know."""
-    reads = data.get("data") or {}
-    named = (reads.get("tokenizer") or {}).get("path")
+    reads = _section(data, "data")
+    named = _section(reads, "tokenizer").get("path")
     if found is None or named or reads.get("source") in (*SAMPLE_SOURCES, "tokens"):
         return {}
     return {"data": {"tokenizer": {"path": str(found)}}}

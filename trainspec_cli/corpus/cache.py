@@ -10,13 +10,14 @@ from pathlib import Path
 
 from trainspec_cli.corpus.chat import describe
 from trainspec_cli.corpus.manifest import SCHEMA
+from trainspec_cli.reading.files import expand
 from trainspec_cli.spec.data import DataSpec
 
 
 def cache_dir() -> Path:
     """`$TRAINSPEC_CACHE`, else `$XDG_CACHE_HOME/trainspec`, else `~/.cache/trainspec`."""
     if chosen := os.environ.get("TRAINSPEC_CACHE"):
-        return Path(chosen).expanduser()
+        return expand(chosen)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "trainspec"
 
@@ -48,7 +49,7 @@ def _tokenizer_facts(data: DataSpec) -> list[object]:
     spec = data.tokenizer
     if spec.path is None:
         return ["trained", spec.vocab_size]
-    content = Path(spec.path).expanduser().read_bytes()
+    content = expand(spec.path).read_bytes()
     return ["given", hashlib.sha256(content).hexdigest(), spec.end_of_document]
 
 

@@ -16,6 +16,7 @@ from trainspec_cli.corpus.publish import publishing
 from trainspec_cli.corpus.rows import Joined, Packed, Rows, open_rows
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.reading.files import expand
 from trainspec_cli.spec.data import DataSpec
 
 COLLECTION = "collection.json"
@@ -45,7 +46,7 @@ class Collection:
     @classmethod
     def open(cls, folder: Path | str) -> Collection:
         """Raises RecipeError and MachineError as `TokenFolder.open`."""
-        file = Path(folder).expanduser() / COLLECTION
+        file = expand(folder) / COLLECTION
         if not file.is_file():
             return cls({"": Part(TokenFolder.open(folder), 1.0)}, {})
         told = _read(file)

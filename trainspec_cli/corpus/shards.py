@@ -23,6 +23,7 @@ from trainspec_cli.corpus.manifest import (
     read_manifest,
 )
 from trainspec_cli.errors import MachineError
+from trainspec_cli.reading.files import expand
 
 MAX_SHARD_TOKENS = 100_000_000
 
@@ -113,7 +114,7 @@ class TokenFolder:
 
         Raises RecipeError where there is no token folder, MachineError where it is damaged.
         """
-        path = Path(path).expanduser()
+        path = expand(path)
         return cls(path, read_manifest(path))
 
     def num_tokens(self, split: Split) -> int:

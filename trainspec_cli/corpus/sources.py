@@ -20,6 +20,7 @@ from typing import Any
 from trainspec_cli.corpus.chat import FIELDS, Conversation, parse_record, template_of
 from trainspec_cli.corpus.tables import SUFFIXES, table_rows
 from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.reading.files import expand
 from trainspec_cli.spec.data import DataSpec
 
 STDLIB_LEFT_OUT = frozenset({
@@ -99,7 +100,7 @@ def _stdlib_files() -> list[Path]:
 
 def _files_at(path: str, suffix: str | tuple[str, ...]) -> list[Path]:
     """The file, the files below the folder (hidden ones left out), or those the glob matches."""
-    place = Path(path).expanduser()
+    place = expand(path)
     if place.is_file():
         return [place]
     if place.is_dir():

@@ -15,6 +15,7 @@ import numpy as np
 from trainspec_cli.corpus import bpe
 from trainspec_cli.corpus.manifest import SCHEMA, TOKENIZER_FILE, Dtype, Manifest, Shard, SplitSummary, write_manifest
 from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.reading.files import expand
 from trainspec_cli.spec.data import DataSpec
 
 LLMC_MAGIC, LLMC_HEADER_BYTES = 20240520, 1024
@@ -37,7 +38,7 @@ def write_foreign(data: DataSpec, files: Sequence[Path], folder: Path) -> None:
     found = _READERS[data.source](data, files)
     tokenizer, end_id, vocab_size = None, -1, 0
     if data.tokenizer.path is not None:
-        tokenizer = bpe.load(Path(data.tokenizer.path).expanduser())
+        tokenizer = bpe.load(expand(data.tokenizer.path))
         (folder / TOKENIZER_FILE).write_text(tokenizer.to_str(), encoding="utf-8")
         end_id, vocab_size = bpe.find_end_of_document(tokenizer, data.tokenizer), bpe.count_vocab(tokenizer)
     manifest = Manifest(

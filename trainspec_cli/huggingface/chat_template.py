@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.huggingface.folder import CHAT_TEMPLATE, TOKENIZER_CONFIG
+from trainspec_cli.reading.files import expand
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -132,7 +133,7 @@ _HINT = "type data.chat_template=chatml, or name a file of Jinja; or begin with 
 def _read_wanted(wanted: str) -> str:
     if wanted == "chatml":
         return CHATML
-    file = Path(wanted).expanduser()
+    file = expand(wanted)
     if not file.is_file():
         raise RecipeError(Problem("missing_file", f"there is no file {file.absolute()}", "data.chat_template", _HINT))
     return file.read_text(encoding="utf-8")

@@ -78,8 +78,8 @@ def _write_beside(plan: Plan, run: RunDir, config: dict[str, Any], folder: Path)
         if (run.huggingface / name).is_file():
             shutil.copyfile(run.huggingface / name, folder / name)
     data_dir = read_data_dir(run)
-    begun_without = data_dir is not None and not (folder / TOKENIZER).is_file()
-    token_folder = Collection.open(data_dir).tokenizer_folder if begun_without else None
+    kept = (folder / TOKENIZER).is_file()
+    token_folder = Collection.open(data_dir).tokenizer_folder if data_dir is not None and not kept else None
     if token_folder is not None:
         config |= {"eos_token_id": _write_tokenizer(token_folder, plan.spec.data.seq_len, folder)}
     if not (folder / GENERATION).is_file():

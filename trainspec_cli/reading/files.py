@@ -50,6 +50,22 @@ def unreadable(
     )
 
 
+def expand(path: str | Path) -> Path:
+    """`~` and `~NAME` are home folders; where there is no such user the path stands as it is."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
+def exists(path: Path) -> bool:
+    """Whether there is something that is no folder; False too for a path that no file can have."""
+    try:
+        return path.exists() and not path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file without ever blocking. Raises UnreadableFileError, and MissingFileError where it misses."""
     try:

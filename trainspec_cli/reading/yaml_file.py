@@ -12,7 +12,7 @@ from trainspec_cli.reading.files import read_text, unreadable
 MAX_BYTES = 512 * 2**10
 MAX_DEPTH = 32
 """Lists and mappings within one another."""
-MAX_NODES = 50_000
+MAX_NODES = 20_000
 """Values of a file, those that an alias stands for counted each time."""
 MAX_INTERPOLATED_CHARS = 2_000
 """Of a value that holds `${...}`, which is parsed slowly."""
