@@ -80,9 +80,9 @@ def _parse(path: Path, shown: str) -> yaml.Node | None:
         raise RecipeError(_syntax_problem(error, shown, text.splitlines())) from error
     except UnreadableFileError as error:
         told = error.problems[0]
-        raise RecipeError(
-            Problem("bad_yaml", told.message, hint=told.hint, file=shown, line=told.line or 1, column=1)
-        ) from error
+        message = f"{shown} cannot be read as text: it {told.message.removeprefix(f'{path} ')}"
+        problem = Problem("bad_yaml", message, hint=told.hint, file=shown, line=told.line or 1, column=1)
+        raise RecipeError(problem) from error
     except (yaml.YAMLError, ValueError) as error:
         message = f"{shown} cannot be read as text: {str(error).partition(chr(10))[0]}"
         raise RecipeError(Problem(code="bad_yaml", message=message, file=shown, line=1, column=1)) from error

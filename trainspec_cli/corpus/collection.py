@@ -17,6 +17,7 @@ from trainspec_cli.corpus.rows import Joined, Packed, Rows, open_rows
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.reading.files import expand
+from trainspec_cli.reading.json_file import check_field, read_object
 from trainspec_cli.spec.data import DataSpec
 
 COLLECTION = "collection.json"
@@ -126,7 +127,16 @@ def _check_tokenizers(folders: list[Path]) -> None:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+        told = read_object(file, {"parts": dict, "validation": dict})
+        for name, part in told["parts"].items():
+            check_field(file, {name: part}, name, dict)
+            check_field(file, part, "folder", str)
+            check_field(file, part, "weight", float)
+        for name in told["validation"]:
+            check_field(file, told["validation"], name, str)
+        if not told["parts"]:
+            raise ValueError("it has no parts")
+        return told
     except ValueError as error:
         message = f"{file} is damaged: {error}"
         raise MachineError(message, code="bad_token_folder", hint=f"remove it: rm -r {file.parent}") from error

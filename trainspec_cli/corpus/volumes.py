@@ -11,8 +11,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from trainspec_cli.corpus.damage import ANY_DAMAGE
 from trainspec_cli.corpus.split import hold_out
 from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.reading.files import check_regular
 from trainspec_cli.spec.data import DataSpec
 from trainspec_cli.spec.model import ConvModel
 
@@ -129,10 +131,14 @@ def shape_of(path: Path) -> tuple[int, ...]:
 def open_array(path: Path) -> Any:
     """An array that reads a part from disk where a part is asked for. Raises MachineError that names the file."""
     try:
-        if path.suffix == ".npy":
-            return np.load(path, mmap_mode="r")
-        return _nibabel().load(path).dataobj
-    except (OSError, ValueError) as error:
+        check_regular(path)
+        array = np.load(path, mmap_mode="r") if path.suffix == ".npy" else _nibabel().load(path).dataobj
+        if array.dtype.kind not in "buif":
+            raise ValueError(f"it holds {array.dtype}, not numbers")
+        return array
+    except MachineError:
+        raise
+    except ANY_DAMAGE as error:
         raise MachineError(f"{path} cannot be read as a volume: {error}", code="unreadable_file") from error
 
 

@@ -140,6 +140,8 @@ def predict(row: Row, eff: Efficiency) -> Prediction:
         setup = close_recompute(stated)
     except RowRefused as refusal:
         return Prediction(row, refused=str(refusal))
+    except (ArithmeticError, ValueError, AssertionError):
+        return Prediction(row, refused="its sizes describe no run")
     step = estimate_step(setup, eff).total_s
     rate = stated.samples * setup.seq_len / step / setup.fabric.num_devices
     memory, measured_memory = memory_figure(row, setup)
