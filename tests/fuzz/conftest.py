@@ -26,7 +26,7 @@ settings.register_profile(
 )
 settings.load_profile("fuzz")
 
-ALARM_S = 8
+ALARM_S = 60
 """A safety net alone: one command line of a fuzzer takes milliseconds."""
 
 Told = tuple[int, str]

@@ -131,7 +131,7 @@ def test_more_layers_than_any_model_has(project: Path) -> None:
     assert code == 2 and "command line:2" in said and "`model.num_layers` is 1000000000000000000; at most" in said
 
 
-@pytest.mark.parametrize("name", ["", ".", "/", "..", "../x", "/etc/passwd", "x" * 300, "x" * 5000, "~", "~nobody-at-all/x.yaml", "a/../tiny", "tiny.yaml", "\ud800", ".yaml", "${a}", "[", "a\nb"])  # fmt: skip
+@pytest.mark.parametrize("name", ["", ".", "/", "..", "../x", "/etc/passwd", "x" * 300, "x" * 5000, "~", "~nobody-at-all/x.yaml", "a/../tiny", "tiny.yaml", "\ud800", ".yaml", "${a}", "[", "a\nb"])  # fmt: skip # noqa: E501
 def test_names_of_recipes_and_options(project: Path, name: str) -> None:
     assert tell("validate", f"recipe={name}")[0] == 2
     assert tell("show", f"recipe={name}")[0] == 2
@@ -174,7 +174,7 @@ def test_any_text_on_the_command_line(examples: int) -> None:
     words = st.sampled_from(
         [*PATHS, "recipe", "model", "+a", "~train", "hydra.run", "a.b.c", "fault", *"[]{}()$'\",:=\\"]
     )
-    values = st.one_of(st.text(max_size=40), words, st.integers().map(str), st.sampled_from(["${", "range(1,1e9)", "glob(*)", "[" * 5000, "{a:" * 1000, "int(" * 500, "'" * 9, "1e999", "0x" + "f" * 9999, "sort(1,2)", "extend_list(1)", "cast(a)"]))  # fmt: skip
+    values = st.one_of(st.text(max_size=40), words, st.integers().map(str), st.sampled_from(["${", "range(1,1e9)", "glob(*)", "[" * 5000, "{a:" * 1000, "int(" * 500, "'" * 9, "1e999", "0x" + "f" * 9999, "sort(1,2)", "extend_list(1)", "cast(a)"]))  # fmt: skip # noqa: E501
 
     @settings(max_examples=examples)
     @given(st.lists(st.tuples(words, values), max_size=3))
@@ -185,7 +185,7 @@ def test_any_text_on_the_command_line(examples: int) -> None:
     parse()
 
 
-@pytest.mark.parametrize("value", ["[" * 5000, "{a:" * 1000, "int(" * 500, "0x" + "f" * 9999, "range(1,10)", "a" * 100_000, "[" + "1," * 60_000 + "]", "${now:%Y}", "${" * 50, "\\" * 100, "\ud800"])  # fmt: skip
+@pytest.mark.parametrize("value", ["[" * 5000, "{a:" * 1000, "int(" * 500, "0x" + "f" * 9999, "range(1,10)", "a" * 100_000, "[" + "1," * 60_000 + "]", "${now:%Y}", "${" * 50, "\\" * 100, "\ud800"])  # fmt: skip # noqa: E501
 def test_values_on_the_command_line(project: Path, value: str) -> None:
     for key in ("data.path", "optim.lr", "description", "model", "cluster.name"):
         tell("validate", "recipe=tiny", f"{key}={value}")

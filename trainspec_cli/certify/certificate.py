@@ -130,7 +130,7 @@ def _check_parts(file: Path, body: dict[str, Any]) -> None:
     except UnreadableFileError as error:
         raise RecipeError(_refused(file, f"{error}")) from error
     figures = [clause["worst"] for clause in body["clauses"] if clause["bound"] is not None]
-    if any(isinstance(figure, str) and figure not in ("inf", "-inf", "nan") for figure in figures):
+    if any(figure is None or (isinstance(figure, str) and figure not in ("inf", "-inf", "nan")) for figure in figures):
         raise RecipeError(_refused(file, f"{file} has a figure that is no number"))
 
 

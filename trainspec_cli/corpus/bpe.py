@@ -19,7 +19,7 @@ END_OF_DOCUMENT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>")
 """Names under which published tokenizers keep their end of document."""
 
-MAX_WORD_CHARS = 500
+MAX_WORD_CHARS = 256
 _LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARS}}}|\s{{{MAX_WORD_CHARS}}}")
 
 MIN_VOCAB_SIZE = 257

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 import zlib
 from pathlib import Path
+from tokenize import TokenError
 
 from trainspec_cli.errors import Problem, RecipeError
 
@@ -15,13 +17,15 @@ ANY_DAMAGE = (
     IndexError,
     AttributeError,
     SyntaxError,
+    TokenError,
     ArithmeticError,
     EOFError,
     MemoryError,
+    struct.error,
     zlib.error,
 )
-"""numpy evaluates a header (SyntaxError), Pillow unpacks bytes (struct.error is a ValueError of its own kind), nibabel
-looks up codes (KeyError)."""
+"""numpy evaluates a header (SyntaxError, TokenError), Pillow unpacks bytes (struct.error), nibabel looks up codes
+(KeyError)."""
 
 
 def check_folder(folder: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from trainspec_cli.corpus.damage import ANY_DAMAGE
 from trainspec_cli.errors import MachineError
 
 
@@ -55,7 +56,7 @@ def read_documents(folder: Path, split: str, num_tokens: int) -> Documents:
             raise ValueError("its documents do not follow one another")
         if starts[-1] != num_tokens or len(mask) != num_tokens:
             raise ValueError(f"they speak of {len(mask):,} tokens, the shards hold {num_tokens:,}")
-    except (OSError, ValueError, TypeError, SyntaxError, OverflowError, EOFError, MemoryError) as error:
+    except ANY_DAMAGE as error:
         message = f"{folder}: the index of its documents cannot be read: {error}"
         raise MachineError(message, code="bad_token_folder", hint=f"remove it: rm -r {folder}") from error
     return Documents(starts, mask)

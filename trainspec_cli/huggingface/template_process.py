@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainspec_cli.errors import MachineError
-
 WORKER = Path(__file__).with_name("template_worker.py")
 CPU_LIMIT_S = 10.0
 """Of the processor, for one conversation."""
@@ -49,7 +47,7 @@ class TemplateProcess:
         )
         told = self._exchange(json.dumps(self._source))
         if told is None:
-            raise MachineError("the process that runs chat templates does not start", code="template_failed")
+            return {"fault": f"it took more than {CPU_LIMIT_S:g} s to compile, or its process does not start"}
         return told
 
     def _exchange(self, line: str) -> dict[str, Any] | None:

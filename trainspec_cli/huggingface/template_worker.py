@@ -1,8 +1,8 @@
 """The process that chat templates run in: templates are programs of strangers, and may loop or grow without end.
 
 A line of JSON in, a line of JSON out. The first line is the template; each further one is a conversation. The kernel
-ends the process when a conversation takes more processor time than its first argument says (seconds), and its memory is bounded. The file
-imports nothing of trainspec, so that it starts in a tenth of a second.
+ends the process when a conversation takes more processor time than its first argument says (seconds), and its memory
+is bounded. The file imports nothing of trainspec, so that it starts in a tenth of a second.
 """
 
 from __future__ import annotations
