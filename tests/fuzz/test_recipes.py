@@ -90,15 +90,14 @@ def test_hostile_recipes(project: Path, kind: str) -> None:
     write_hostile(project, text)
     code, said = tell("validate", "recipe=hostile")
     assert code == 2 and words in said
-    for command in (["show", "recipe=hostile"], ["validate", "recipe=hostile", "--json"], ["plan", "recipe=hostile"]):
-        assert tell(*command)[0] == 2
+    assert tell("show", "recipe=hostile", "--json")[0] == 2
     if "defaults:" not in text and text.startswith(tuple("abcdefghijklmnopqrstuvwxyz")):
         write_hostile(project, f"defaults: [tiny]\n{text}")
         tell("validate", "recipe=hostile")
         tell("show", "recipe=hostile")
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [15, pytest.param(1500, marks=pytest.mark.slow)])
 def test_recipes_with_damaged_bytes(project: Path, count: int) -> None:
     for damaged in damaged_bytes(RECIPE.encode(), count):
         write_hostile(project, "")
@@ -110,7 +109,7 @@ PATHS = sorted(set(known_paths(RunSpec)))
 NUMBERS = ("1e18", "-1", "0", "1e308", "9" * 5000, "-1e18", "0.5", "9223372036854775807", "nan", "inf", "100000000")
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(6000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [8, pytest.param(3000, marks=pytest.mark.slow)])
 def test_values_of_any_size(project: Path, count: int) -> None:
     """Two keys at a time, so that one key's rule meets the other's strange value."""
     chance = random.Random(2)
@@ -120,6 +119,7 @@ def test_values_of_any_size(project: Path, count: int) -> None:
         tell(chance.choice(["validate", "validate", "plan"]), f"recipe={base}", *changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path in PATHS if path.startswith(("model.", "layout.", "cluster.num"))])
 def test_a_large_size_is_refused_or_reckoned_with(project: Path, path: str) -> None:
     code, said = tell("plan", "recipe=tiny", f"{path}=1e18")
@@ -157,13 +157,13 @@ def test_something_else_in_the_place_of_a_recipe(project: Path, kind: str) -> No
 
 def test_conf_of_a_stranger(project: Path) -> None:
     (project / "conf/model").mkdir(parents=True)
-    for text, _ in HOSTILE.values():
+    for text, _ in list(HOSTILE.values())[::4]:
         (project / "conf/model/mine.yaml").write_bytes(text.encode("latin-1", errors="surrogateescape"))
         assert tell("validate", "recipe=tiny", "model=mine")[0] == 2
 
 
 def test_composed_yaml_of_a_stranger(project: Path) -> None:
-    for text, _ in HOSTILE.values():
+    for text, _ in list(HOSTILE.values())[::4]:
         (project / "composed.yaml").write_bytes(text.encode("latin-1", errors="surrogateescape"))
         tell("show", "recipe=tiny", "--diff", "composed.yaml")
         tell("show", "recipe=tiny", "--diff", "composed.yaml", "--json")
@@ -187,7 +187,7 @@ def test_any_text_on_the_command_line(examples: int) -> None:
 
 @pytest.mark.parametrize("value", ["[" * 5000, "{a:" * 1000, "int(" * 500, "0x" + "f" * 9999, "range(1,10)", "a" * 100_000, "[" + "1," * 60_000 + "]", "${now:%Y}", "${" * 50, "\\" * 100, "\ud800"])  # fmt: skip # noqa: E501
 def test_values_on_the_command_line(project: Path, value: str) -> None:
-    for key in ("data.path", "optim.lr", "description", "model", "cluster.name"):
+    for key in ("data.path", "model"):
         tell("validate", "recipe=tiny", f"{key}={value}")
         tell("show", "recipe=tiny", f"{key}={value}", "--json")
 
@@ -195,7 +195,7 @@ def test_values_on_the_command_line(project: Path, value: str) -> None:
 def test_strange_values_in_a_recipe(project: Path) -> None:
     """JSON is YAML: each key of a recipe gets each strange value."""
     chance = random.Random(3)
-    for path in chance.sample(PATHS, 40):
+    for path in chance.sample(PATHS, 10):
         value = chance.choice(STRANGE)
         *above, key = path.split(".")
         content: object = {key: value}

@@ -71,6 +71,16 @@ class VolumeFolder:
         return shape if image.suffix == ".npy" else (shape[-1], *shape[:-1])
 
     def _read(self, pair: tuple[Path, Path], start: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Raises MachineError that names a pair of which only the header is whole."""
+        try:
+            return self._read_part(pair, start)
+        except MachineError:
+            raise
+        except ANY_DAMAGE as error:
+            message = f"{pair[0]} or its label cannot be read as a volume: {error}"
+            raise MachineError(message, code="unreadable_file") from error
+
+    def _read_part(self, pair: tuple[Path, Path], start: list[int]) -> tuple[np.ndarray, np.ndarray]:
         image, label = self._channels_first(open_array(pair[0]), pair[0]), open_array(pair[1])
         mean, std = self._normal(pair[0], image)
         part = tuple(slice(first, first + size) for first, size in zip(start, self.model.input_size, strict=True))
