@@ -85,11 +85,18 @@ def write_hostile(project: Path, text: str) -> None:
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_recipes(project: Path, kind: str) -> None:
-    """Whole by themselves, and with values that make the rest of the recipe right."""
     text, words = HOSTILE[kind]
     write_hostile(project, text)
     code, said = tell("validate", "recipe=hostile")
     assert code == 2 and words in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_recipes_by_other_commands(project: Path, kind: str) -> None:
+    """Whole by themselves, and with values that make the rest of the recipe right."""
+    text, _ = HOSTILE[kind]
+    write_hostile(project, text)
     assert tell("show", "recipe=hostile", "--json")[0] == 2
     if "defaults:" not in text and text.startswith(tuple("abcdefghijklmnopqrstuvwxyz")):
         write_hostile(project, f"defaults: [tiny]\n{text}")
