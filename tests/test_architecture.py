@@ -15,6 +15,7 @@ from trainspec_cli.cli.main import COMMANDS
 PACKAGE = Path(__file__).parent.parent / "trainspec_cli"
 
 DOORS = {
+    "reading": set(),
     "compose": set(),
     "spec": set(),
     "policy": {"spec"},
@@ -41,9 +42,9 @@ DOORS = {
         "doctor",
     },
 }
-"""Room -> the rooms it may import. `errors`, `printable`, `trust`, `units` and the version are free to all."""
+"""Room -> the rooms it may import. `FREE` modules are free to all."""
 
-FREE = {"errors", "printable", "trust", "units", "__version__"}
+FREE = {"errors", "printable", "reading", "trust", "units", "__version__"}
 TORCH = {"torch", "torchao", "triton", "liger_kernel", "fla"}
 ASSEMBLERS = {"trainer", "build", "step", "state", "evaluate", "result", "__main__"}
 """Modules of the engine that join its folders; the folders do not import one another."""

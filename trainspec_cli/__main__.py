@@ -12,11 +12,12 @@ from collections.abc import Sequence
 
 from trainspec_cli.cli.main import dispatch
 from trainspec_cli.cli.style import Style
-from trainspec_cli.errors import Interrupted, Stopped, TrainspecError
+from trainspec_cli.errors import Interrupted, MachineError, Stopped, TrainspecError
 from trainspec_cli.printable import printing_safely
 
 EXIT_FAULT = 1
 EXIT_BROKEN_PIPE = 141
+SHOWN_CHARS = 200
 
 
 def main() -> None:
@@ -47,6 +48,13 @@ def _run(arguments: Sequence[str]) -> int:
         return Interrupted.exit_code
     except BrokenPipeError:
         raise
+    except OSError as error:
+        if error.filename is None:
+            _tell_fault(error)
+            return EXIT_FAULT
+        refused = MachineError(f"{_show(error.filename)}: {error.strerror}", code="refused_by_the_system")
+        _tell(refused, as_json="--json" in arguments)
+        return refused.exit_code
     except Exception as error:
         _tell_fault(error)
         return EXIT_FAULT
@@ -59,6 +67,12 @@ def _drop_output() -> None:
             stream.flush()
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _show(name: str | bytes | int) -> str:
+    """A file's name, short enough for a line."""
+    text = os.fsdecode(name) if isinstance(name, bytes) else str(name)
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
 
 
 def _tell(error: TrainspecError, *, as_json: bool) -> None:

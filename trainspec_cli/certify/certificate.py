@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,10 +13,32 @@ from trainspec_cli.certify.clauses import SPEC, read_clauses, spec_version
 from trainspec_cli.certify.judge import Finding
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.launch.provenance import versions
+from trainspec_cli.reading.files import UnreadableFileError
+from trainspec_cli.reading.json_file import Kind, check_field, read_object
 from trainspec_cli.spec.canonical import canonical_json, to_plain
 from trainspec_cli.spec.cluster import Machine
 
 SCHEMA = "trainspec.certificate/1"
+_FIELDS: dict[str, Kind] = {
+    "schema": str,
+    "digest": str,
+    "verdict": str,
+    "spec_version": str,
+    "whole": bool,
+    "machine": dict,
+    "clauses": list,
+    "findings": list,
+}
+_CLAUSE: dict[str, Kind] = {
+    "id": str,
+    "level": str,
+    "title": str,
+    "cases": int,
+    "failed": int,
+    "worst": float | str | None,
+    "bound": float | None,
+}
+_FINDING: dict[str, Kind] = {"clause": str, "case": str, "passed": bool, "figures": dict}
 
 
 def write_certificate(findings: Sequence[Finding], machine: Machine, *, date: str, whole: bool) -> dict[str, Any]:
@@ -75,18 +96,42 @@ def digest(body: dict[str, Any]) -> str:
 
 def verify(file: Path) -> dict[str, Any]:
     """The certificate in `file`. Raises RecipeError where it is none, or was altered."""
-    if not file.is_file():
-        raise RecipeError(_refused(file, f"there is no file {file}"))
     try:
-        body = json.loads(file.read_text(encoding="utf-8"))
-        schema, told = body["schema"], body["digest"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise RecipeError(_refused(file, f"{file} is no certificate: {error!r}")) from error
+        body = read_object(file, _FIELDS)
+    except UnreadableFileError as error:
+        raise RecipeError(_refused(file, f"{error}")) from error
+    schema, told = body["schema"], body["digest"]
     if schema != SCHEMA:
         raise RecipeError(_refused(file, f"{file} is of the schema {schema}, this version reads {SCHEMA}"))
-    if told != digest(body):
+    if told != _digest_or_none(body):
         raise RecipeError(_refused(file, f"{file} was altered: its digest is not that of its content"))
-    return dict(body)
+    _check_parts(file, body)
+    return body
+
+
+def _digest_or_none(body: dict[str, Any]) -> str | None:
+    """None of what canonical JSON has no words for: NaN, infinity, half a surrogate pair."""
+    try:
+        return digest(body)
+    except ValueError:
+        return None
+
+
+def _check_parts(file: Path, body: dict[str, Any]) -> None:
+    """Anybody can put a digest to anything. Raises RecipeError where it cannot be printed."""
+    try:
+        for name, fields in (("clauses", _CLAUSE), ("findings", _FINDING)):
+            for number, part in enumerate(body[name]):
+                check_field(file, {f"{name}.{number}": part}, f"{name}.{number}", dict)
+                for field, kind in fields.items():
+                    check_field(file, part, field, kind)
+        check_field(file, body["machine"], "gpu_names", list)
+        check_field(file, body["machine"], "cpu_cores", int)
+    except UnreadableFileError as error:
+        raise RecipeError(_refused(file, f"{error}")) from error
+    figures = [clause["worst"] for clause in body["clauses"] if clause["bound"] is not None]
+    if any(figure is None or (isinstance(figure, str) and figure not in ("inf", "-inf", "nan")) for figure in figures):
+        raise RecipeError(_refused(file, f"{file} has a figure that is no number"))
 
 
 def _refused(file: Path, message: str) -> Problem:

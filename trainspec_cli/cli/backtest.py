@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.reading.files import exists, read_text
+from trainspec_cli.reading.yaml_file import read_yaml
 from trainspec_cli.spec.json_text import json_text
 
 if TYPE_CHECKING:
@@ -45,15 +48,25 @@ def backtest(
 
 def _read_rows(file: Path) -> list[dict[str, str]]:
     import csv
+    import io
 
-    if not file.is_file():
+    if not exists(file):
         raise RecipeError(Problem(code="missing_file", message=f"there is no file {file}", file=str(file)))
-    with file.open(newline="", encoding="utf-8") as lines:
-        rows = list(csv.DictReader(lines))
+    try:
+        lines = csv.DictReader(io.StringIO(read_text(file), newline=""))
+        rows = [_row(row) for row in lines]
+    except csv.Error as error:
+        problem = Problem("wrong_table", f"this is no table: {error}", file=str(file), line=lines.line_num)
+        raise RecipeError(problem) from error
     if not rows or not {"gpu", "n_gpus"} <= rows[0].keys():
         message = "a table of runs has a line of column names, gpu and n_gpus among them"
         raise RecipeError(Problem(code="wrong_table", message=message, file=str(file), line=1))
     return rows
+
+
+def _row(row: dict[str | None, Any]) -> dict[str, str]:
+    """A short line lacks its last columns; of a long one the rest is left out."""
+    return {name: value or "" for name, value in row.items() if name is not None}
 
 
 def _read_profile(profile: Path | None) -> Efficiency:
@@ -61,12 +74,12 @@ def _read_profile(profile: Path | None) -> Efficiency:
 
     if profile is None:
         return Efficiency()
-    import yaml
-
     try:
-        values = yaml.safe_load(profile.read_text(encoding="utf-8"))["efficiency"]
-        return Efficiency(**{name: float(value) for name, value in values.items()})
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
+        values = {name: float(value) for name, value in read_yaml(profile)["efficiency"].items()}
+        if not all(0 < value < math.inf for value in values.values()):
+            raise ValueError("an efficiency is a number above 0")
+        return Efficiency(**values)
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         message = f"{profile} is no profile of efficiencies: {error}"
         hint = "write one with trainspec backtest FILE.csv --fit PROFILE.yaml"
         raise RecipeError(Problem(code="wrong_profile", message=message, file=str(profile), hint=hint)) from error

@@ -12,8 +12,8 @@ from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.errors import Problem, RecipeError, TrainspecError
 from trainspec_cli.huggingface.config import differences, read_model
 from trainspec_cli.huggingface.folder import CONFIG, TOKENIZER, open_weights, read_config
-from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_data_dir, read_section
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.data import SAMPLE_SOURCES
 from trainspec_cli.spec.init import InitSpec
@@ -31,8 +31,8 @@ def complete(data: dict[str, Any], unchosen: frozenset[str]) -> Completion:
 
     The model is left to it by `model=auto`, to which some keys may be added, and where no model is chosen at all.
     """
-    begins_with = (data.get("init") or {}).get("from")
-    asked = {} if "model" in unchosen else dict(data.get("model") or {})
+    begins_with = _section(data, "init").get("from")
+    asked = {} if "model" in unchosen else dict(_section(data, "model"))
     is_auto = asked.get("family") == AUTO_FAMILY
     if not isinstance(begins_with, str):
         return _without_checkpoint(asked) if is_auto else Completion({}, "")
@@ -50,6 +50,12 @@ def complete(data: dict[str, Any], unchosen: frozenset[str]) -> Completion:
         replaced=frozenset({"model"} & unchosen),
         problems=tuple(_contradictions(left_open | asked, found, source)),
     )
+
+
+def _section(data: dict[str, Any], name: str) -> dict[str, Any]:
+    """Empty where something else than a section stands there, which is told by others."""
+    section = data.get(name)
+    return section if isinstance(section, dict) else {}
 
 
 def _without_checkpoint(model: dict[str, Any]) -> Completion:
@@ -77,10 +83,10 @@ def _read(init: InitSpec) -> tuple[dict[str, Any], str, Path | None]:
         raise RecipeError(_no_run(init))
     check_tree(run.root)
     kept = _if_there(run.huggingface / TOKENIZER)
-    data_dir = read_json(run.run_json)["data_dir"]
+    data_dir = read_data_dir(run)
     made = Collection.open(data_dir).tokenizer_folder if data_dir and Path(data_dir).is_dir() and not kept else None
     tokenizer = kept or (_if_there(made / TOKENIZER) if made else None)
-    return read_json(run.plan_json)["spec"]["model"], str(run.plan_json), tokenizer
+    return read_section(run, "model"), str(run.plan_json), tokenizer
 
 
 def _no_run(init: InitSpec) -> Problem:
@@ -107,8 +113,8 @@ def check_weights(spec: RunSpec) -> Iterable[Problem]:
 def _check_run(run: RunDir, spec: RunSpec) -> None:
     if not run.checkpoint_steps():
         raise RecipeError(Problem("missing_file", f"{run.root} holds no whole checkpoint", "init.from"))
-    lora = read_json(run.plan_json)["spec"].get("lora") or {"rank": 0}
-    if lora["rank"] and lora != to_plain(spec.lora):
+    lora = read_section(run, "lora")
+    if lora.get("rank") and lora != to_plain(spec.lora):
         message = f"{run.root} trained LoRA adapters of other sizes, which would be left behind"
         hint = f"merge them first: trainspec export {run.root} --output FOLDER, then init.from=hf:FOLDER"
         raise RecipeError(Problem("contradiction", message, "lora", hint))
@@ -149,8 +155,8 @@ def _build(section: dict[str, Any]) -> Any:
 
 def _tokenizer(data: dict[str, Any], found: Path | None) -> dict[str, Any]:
     """The checkpoint's, where the recipe names none: its ids are what the weights know."""
-    reads = data.get("data") or {}
-    named = (reads.get("tokenizer") or {}).get("path")
+    reads = _section(data, "data")
+    named = _section(reads, "tokenizer").get("path")
     if found is None or named or reads.get("source") in (*SAMPLE_SOURCES, "tokens"):
         return {}
     return {"data": {"tokenizer": {"path": str(found)}}}

@@ -18,7 +18,6 @@ from rich.console import Console
 from trainspec_cli.cli.console import PrintableConsole
 from trainspec_cli.cli.nodes import drive
 from trainspec_cli.cli.problems import render_problems
-from trainspec_cli.cli.resume import read_plan
 from trainspec_cli.cli.style import Style
 from trainspec_cli.errors import EXIT_DONE, MachineError, TrainspecError
 from trainspec_cli.launch.folder import storage
@@ -30,6 +29,7 @@ from trainspec_cli.launch.slurm.requeue import decide, is_over, is_preempted
 from trainspec_cli.printable import printing_safely
 from trainspec_cli.rundir.generations import FENCED
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_plan
 from trainspec_cli.trust import check_tree
 
 AVOID_S = 5.0

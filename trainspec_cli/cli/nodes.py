@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from trainspec_cli.cli.preflight import examine_all, examine_here
-from trainspec_cli.cli.resume import check_unfinished, newest_step, read_plan
+from trainspec_cli.cli.resume import check_unfinished, newest_step
 from trainspec_cli.cli.settle_kernels import settle_kernels
 from trainspec_cli.cli.train import train
 from trainspec_cli.errors import MachineError, Problem, WorkerError
@@ -22,6 +22,7 @@ from trainspec_cli.launch.signals import StopRequests
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_plan
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.plan import Plan
 from trainspec_cli.trust import check_tree

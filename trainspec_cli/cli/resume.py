@@ -60,6 +60,7 @@ def resume(
     from trainspec_cli.launch.folder import storage, write_resume
     from trainspec_cli.launch.job import build_job
     from trainspec_cli.launch.signals import interrupt, on_stop_signal
+    from trainspec_cli.rundir.record import read_plan
 
     with on_stop_signal(interrupt):
         run_dir, console = find_own_run(run), make_console(as_json=as_json)
@@ -109,14 +110,6 @@ def _resume_on_several(run_dir: RunDir, node_rank: int, endpoint: str, console: 
     return drive(run_dir, reach_from_here(endpoint), console, as_json=as_json)
 
 
-def read_plan(run_dir: RunDir) -> Plan:
-    from trainspec_cli.rundir.files import read_json
-    from trainspec_cli.spec.canonical import from_plain
-    from trainspec_cli.spec.plan import Plan
-
-    return from_plain(Plan, read_json(run_dir.plan_json))
-
-
 def newest_step(run_dir: RunDir) -> int:
     """0 where there is no checkpoint."""
     return max(run_dir.checkpoint_steps(), default=0)
@@ -126,7 +119,7 @@ def _change(run_dir: RunDir, old: Plan, changes: list[str]) -> Loaded:
     """The run's own spec with `changes`. Raises RecipeError with every problem of theirs."""
     from trainspec_cli.cli.load import Loaded, require
     from trainspec_cli.compose.amend import amend
-    from trainspec_cli.rundir.files import read_json
+    from trainspec_cli.rundir.record import read_about
     from trainspec_cli.spec.canonical import to_plain
     from trainspec_cli.spec.engine_rules import check_engine
     from trainspec_cli.spec.rules import check
@@ -134,7 +127,7 @@ def _change(run_dir: RunDir, old: Plan, changes: list[str]) -> Loaded:
     from trainspec_cli.spec.structure import build
 
     values = to_plain(old.spec)
-    composed = amend(read_json(run_dir.run_json)["recipe"], values, changes)
+    composed = amend(read_about(run_dir)["recipe"], values, changes)
     draft, mistyped = build(RunSpec, composed.data)
     # The data was read when the run began; where it came from need not be there any more.
     broken = [problem for problem in [*check(draft), *check_engine(draft)] if not problem.path.startswith("data.")]
@@ -189,10 +182,10 @@ def check_unfinished(run_dir: RunDir, max_steps: int) -> None:
 def _check_data(run_dir: RunDir, loaded: Loaded) -> None:
     """The folder that the run began with is there, or is made again just as it was; phantoms have none."""
     from trainspec_cli.corpus.prepare import prepare
-    from trainspec_cli.rundir.files import read_json
+    from trainspec_cli.rundir.record import read_data_dir
 
-    about, data = read_json(run_dir.run_json), loaded.spec.data
-    if about["data_dir"] is None or (folder := Path(about["data_dir"])).is_dir():
+    data_dir, data = read_data_dir(run_dir), loaded.spec.data
+    if data_dir is None or (folder := Path(data_dir)).is_dir():
         return
     if data.unit == "samples" or data.source == "tokens" or prepare(data) != folder:
         raise MachineError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,6 +57,8 @@ def runs(memory: Memory = False, clear_memory: ClearMemory = False, as_json: AsJ
         print(json_text([asdict(line) for line in lines]))
     elif lines:
         print(_table([HEADINGS, *map(_cells, lines)]))
+        for line in filter(lambda line: line.damage, lines):
+            print(f"damaged: {line.damage}", file=sys.stderr)
     else:
         print("there are no runs below ./runs; `trainspec launch recipe=quickstart` makes one")
 
@@ -76,13 +79,10 @@ def find_run(name: str) -> RunDir:
     from trainspec_cli.rundir.paths import RunDir
 
     if name == LAST:
-        lines = _lines()
-        if not lines:
-            raise RecipeError(Problem("no_run", "there are no runs below ./runs", hint="name a run's folder"))
-        return RunDir(lines[0].path)
+        return RunDir(_newest(_lines()))
     run = RunDir(name)
     with refusing_closed(name):
-        holds_run = run.run_json.is_file()
+        holds_run = _is_there(run)
     if not holds_run:
         hint = "`trainspec runs` lists those below ./runs; `last` is the newest of them"
         raise RecipeError(Problem("no_run", f"{name} holds no run", hint=hint))
@@ -98,6 +98,27 @@ def refusing_closed(name: str) -> Iterator[None]:
         hint = f"have its owner open it: chmod -R g+rX {shlex.quote(name)}"
         problem = Problem("closed_run", f"{error.filename} is closed to this user", hint=hint, environment=True)
         raise MachineError(problem) from error
+
+
+def _newest(lines: list[RunLine]) -> str:
+    """The path of the newest run that can be read; says which newer ones cannot."""
+    for line in lines:
+        if not line.damage:
+            return line.path
+        print(f"{LAST} passes over {line.path}, which is damaged: {line.damage}", file=sys.stderr)
+    if lines:
+        raise RecipeError(Problem("no_run", "every run below ./runs is damaged", hint="`trainspec runs` says why"))
+    raise RecipeError(Problem("no_run", "there are no runs below ./runs", hint="name a run's folder"))
+
+
+def _is_there(run: RunDir) -> bool:
+    """False too for a name that no folder can have."""
+    try:
+        return run.run_json.exists()
+    except PermissionError:
+        raise
+    except (OSError, ValueError):
+        return False
 
 
 def _lines() -> list[RunLine]:

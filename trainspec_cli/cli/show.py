@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trainspec_cli.cli.options import AsJson, RecipeArguments
 from trainspec_cli.cli.style import Style
+from trainspec_cli.errors import RecipeError
 from trainspec_cli.spec.json_text import json_text
 
 if TYPE_CHECKING:
@@ -53,15 +53,21 @@ def _whole(composed: Composed, as_json: bool) -> str:
 
 def _compose_other(other: str) -> dict[str, Any]:
     """The values of a run folder's composed.yaml, or of a recipe. Raises RecipeError."""
-    import yaml
-
     from trainspec_cli.cli.load import load
+    from trainspec_cli.reading.files import UnreadableFileError, exists, expand
+    from trainspec_cli.reading.yaml_file import read_yaml
     from trainspec_cli.rundir.paths import RunDir
 
-    path = Path(other)
-    file = RunDir(path).composed_yaml if path.is_dir() else path
-    if file.name == RunDir(path).composed_yaml.name and file.is_file():
-        values: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    path = expand(other)
+    inside = RunDir(path).composed_yaml
+    file = inside if exists(inside) else path
+    if file.name == inside.name and exists(file):
+        try:
+            values = read_yaml(file)
+        except UnreadableFileError as error:
+            raise RecipeError(error.problems) from error
+        if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+            raise RecipeError(f"{file} holds no composed recipe", code="bad_yaml")
         return values
     return load([f"recipe={other}"]).composed.data
 

@@ -18,6 +18,9 @@ from trainspec_cli.errors import Problem
 RECIPE = "recipe"
 TEXTS = (RECIPE, "fault")
 """Keys whose value is text as it stands, whatever Hydra's grammar makes of its brackets."""
+MAX_CHARS = 16_384
+"""Of one argument: Hydra's grammar reads some thousand characters a second."""
+SHOWN_CHARS = 60
 _KEY = re.compile(r"[A-Za-z_][\w-]*([./][A-Za-z_0-9][\w-]*)*")
 _BRACKETS = {"[": "]", "{": "}", "(": ")"}
 
@@ -57,6 +60,8 @@ def problem_at(number: int, code: str, message: str, hint: str = "", path: str =
 
 def _parse(number: int, text: str) -> Argument | Problem:
     key, equals, value = text.partition("=")
+    if len(text) > MAX_CHARS:
+        return _too_long(number, key, text)
     if not equals and not text.startswith("~"):
         return _bare_word(number, text)
     name = key.strip().lstrip("+~")
@@ -69,7 +74,7 @@ def _parse(number: int, text: str) -> Argument | Problem:
         return problem_at(number, "unknown_key", message, "leave it out", name)
     try:
         return _understand(number, text, OverridesParser.create().parse_override(text))
-    except HydraException:
+    except (HydraException, RecursionError, ValueError):
         return _bad_value(number, name, value)
 
 
@@ -82,6 +87,12 @@ def _understand(number: int, text: str, override: Override) -> Argument | Proble
     if override.is_delete() and value is not None:
         return problem_at(number, "bad_override", f"`~{key}` takes no value", f"type ~{key}, or {key}=...", key)
     return Argument(number, text, key, value, deletes=override.is_delete())
+
+
+def _too_long(number: int, key: str, text: str) -> Problem:
+    shown = key if len(key) <= SHOWN_CHARS else f"{key[:SHOWN_CHARS]}..."
+    message = f"the argument `{shown}` has {len(text):,} characters; at most {MAX_CHARS:,} are read"
+    return problem_at(number, "bad_override", message, "write the value into a recipe: recipe=FILE.yaml")
 
 
 def _sweep_hint(key: str, text: str) -> str:

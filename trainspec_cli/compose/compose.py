@@ -106,7 +106,16 @@ def _apply(completion: Completion, config: DictConfig, origins: Origins) -> Dict
         config[group] = {}
     for path in (path for key, item in completion.values.items() for path in value_paths(key, item)):
         origins[path] = Origin(completion.source, 1)
-    return OmegaConf.merge(config, completion.values)  # type: ignore[return-value]
+    return OmegaConf.merge(config, _without_references(completion.values))  # type: ignore[return-value]
+
+
+def _without_references(value: Any) -> Any:
+    """What somebody else's file says is text, and refers to nothing in this recipe."""
+    if isinstance(value, dict):
+        return {key: _without_references(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_references(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def _compose_files(selection: Selection) -> tuple[DictConfig, list[Part], list[Problem]]:

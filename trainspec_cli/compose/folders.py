@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,9 @@ from pathlib import Path
 ROOT = "trainspec"
 """conf/trainspec.yaml, the root of every run (no common name: ./conf may belong to another Hydra program)."""
 SUFFIX = ".yaml"
+_MAY_BE_FILE = re.compile(r"(?!\.{1,2}$)[^\0]{1,200}")
+SHIPPED = "shipped"
+"""`${shipped:recipes/FILE}` in a recipe is the path of a file that ships with trainspec."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,9 @@ class Folders:
         return _names(conf / group for conf in self.conf)
 
     def find_config(self, name: str) -> Path | None:
-        """`model/llama_6m`, `recipe/tiny` -> the file that wins."""
+        """`model/llama_6m`, `recipe/tiny` -> the file that wins. A name leads out of no folder."""
+        if not _is_name(name):
+            return None
         if name.startswith("recipe/"):
             return _first_file(self.recipes, name.removeprefix("recipe/"))
         return _first_file(self.conf, name)
@@ -53,6 +59,15 @@ def shipped_data() -> Path:
     package = Path(__file__).resolve().parent.parent
     installed = package / "_data"
     return installed if installed.is_dir() else package.parent
+
+
+def find_shipped(name: str) -> str:
+    return str(shipped_data() / name)
+
+
+def _is_name(name: str) -> bool:
+    """Words that may be files' names, joined by slashes."""
+    return all(_MAY_BE_FILE.fullmatch(word) for word in name.split("/"))
 
 
 def _existing(*folders: Path) -> tuple[Path, ...]:

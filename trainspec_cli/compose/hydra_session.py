@@ -23,11 +23,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from trainspec_cli.compose.arguments import RECIPE
-from trainspec_cli.compose.folders import ROOT, SUFFIX, Folders, shipped_data
+from trainspec_cli.compose.folders import ROOT, SUFFIX, Folders
 
 HYDRA_VERSION_BASE = "1.3"
-SHIPPED = "shipped"
-"""`${shipped:recipes/FILE}` in a recipe is the path of a file that ships with trainspec."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,6 @@ def load(folders: Folders, choices: Sequence[str], skipped: Mapping[str, set[int
     """
     Plugins.instance().register(RecipeSource)
     Plugins.instance().register(OurSearchPath)
-    OmegaConf.register_new_resolver(SHIPPED, lambda name: str(shipped_data() / name), replace=True)
     token = _session.set(_Session(folders, skipped))
     try:
         with initialize_config_dir(str(folders.conf[-1]), version_base=HYDRA_VERSION_BASE):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainspec_cli.errors import Problem
+from trainspec_cli.reading.files import UnreadableFileError, read_text
 
 COMMAND_LINE = "command line"
 
@@ -65,4 +66,7 @@ def _with_excerpt(problem: Problem, arguments: Sequence[str], cwd: Path) -> Prob
 
 
 def _read_lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    try:
+        return read_text(path).splitlines()
+    except UnreadableFileError:
+        return []

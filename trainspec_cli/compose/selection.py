@@ -15,6 +15,7 @@ from trainspec_cli.compose.folders import ROOT, SUFFIX, Folders
 from trainspec_cli.compose.origins import COMMAND_LINE, Origin
 from trainspec_cli.compose.yaml_file import Entry, YamlFile, read_yaml
 from trainspec_cli.errors import Problem, RecipeError, closest
+from trainspec_cli.reading.files import exists, expand
 
 SELF = "_self_"
 
@@ -78,8 +79,8 @@ def _add_root(selection: Selection) -> None:
 def _choose_recipe(selection: Selection, argument: Argument | None) -> None:
     """Set `selection.recipe`; a path to a file makes its folder the first of the recipe folders."""
     number, name = (argument.number, str(argument.value)) if argument else (1, "")
-    path = Path(name).expanduser()
-    if path.suffix == SUFFIX and (selection.cwd / path).is_file():
+    path = expand(name)
+    if path.suffix == SUFFIX and exists(selection.cwd / path):
         file = (selection.cwd / path).resolve()
         folders = selection.folders
         selection.folders = replace(folders, recipes=tuple(dict.fromkeys((file.parent, *folders.recipes))))
@@ -101,7 +102,8 @@ def _unknown_recipe(selection: Selection, name: str, number: int, given: bool) -
         return problem if given else replace(problem, file=None, line=None)
     near = closest(name, names)
     hint = f"did you mean {RECIPE}={near}? {there_are}" if near else f"{there_are}; or name a .yaml file"
-    if (selection.cwd / Path(name).with_suffix(".yml")).is_file() or _has_yml(selection.folders.recipes, name):
+    beside = selection.cwd / f"{name.removesuffix(Path(name).suffix)}.yml"
+    if exists(beside) or _has_yml(selection.folders.recipes, name):
         hint = f"its file must end in {SUFFIX}, not .yml: rename it"
     elif Path(name).suffix == SUFFIX:
         hint = f"no such file is in {selection.cwd}; recipes that have a name: {', '.join(names)}"
@@ -109,7 +111,7 @@ def _unknown_recipe(selection: Selection, name: str, number: int, given: bool) -
 
 
 def _has_yml(folders: Sequence[Path], name: str) -> bool:
-    return any((folder / f"{name}.yml").is_file() for folder in folders)
+    return any(exists(folder / f"{name}.yml") for folder in folders)
 
 
 def _add_recipe(selection: Selection, name: str, seen: set[str]) -> bool:

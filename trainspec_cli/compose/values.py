@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainspec_cli.compose.arguments import Argument, problem_at
+from trainspec_cli.compose.folders import SHIPPED, find_shipped
+from trainspec_cli.compose.interpolation import MISSING, InterpolationError, Resolver
 from trainspec_cli.errors import Problem, did_you_mean
 
-MISSING = "???"
-"""Hydra's word for a value that is left open, kept as it is: what belongs there is for `spec` to say."""
+SHOWN_CHARS = 200
+"""Of a value that cannot be resolved."""
 
 
 def apply_arguments(config: DictConfig, arguments: Iterable[Argument]) -> list[Problem]:
@@ -29,7 +31,7 @@ def _set(config: DictConfig, argument: Argument) -> Problem | None:
         return problem_at(argument.number, "unknown_key", message, f"type {scalar}=<value>", argument.key)
     try:
         OmegaConf.update(config, argument.key, argument.value, merge=True, force_add=True)
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, RecursionError) as error:
         return problem_at(argument.number, "bad_override", _first_line(error), path=argument.key)
     return None
 
@@ -58,35 +60,38 @@ def _scalar_above(config: DictConfig, key: str) -> str | None:
     return None
 
 
-def resolve(config: DictConfig, prefix: str = "") -> tuple[dict[str, Any], list[Problem]]:
+def resolve(config: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
     """-> plain dict, `???` kept where a value is open or its interpolation failed; and the failed ones."""
-    plain: dict[str, Any] = {}
+    written = _as_written(config)
     problems: list[Problem] = []
-    for key in config:
-        name = str(key)
-        path = f"{prefix}{name}"
-        if OmegaConf.is_missing(config, key):
-            plain[name] = MISSING
-            continue
-        try:
-            value = config[key]
-            if isinstance(value, DictConfig):
-                value, inner = resolve(value, f"{path}.")
-                problems += inner
-            elif isinstance(value, ListConfig):
-                value = OmegaConf.to_container(value, resolve=True)
-        except (OmegaConfBaseException, RecursionError) as error:
-            value = MISSING
-            problems.append(_bad_interpolation(config, name, path, error))
-        plain[name] = value
+    plain = _resolve_section(
+        Resolver(written, {SHIPPED: find_shipped}), written, (), problems, list(_flatten(written, ""))
+    )
     return plain, problems
 
 
-def _bad_interpolation(config: DictConfig, key: str, path: str, error: Exception) -> Problem:
-    written = str(_as_written(config)[key])
-    said = "it refers to itself" if isinstance(error, RecursionError) else _first_line(error)
-    hint = did_you_mean(written.strip("${}"), _paths(config._get_root())) if "not found" in said else ""
-    return Problem(code="bad_interpolation", path=path, message=f"`{path}` is {written}: {said}", hint=hint)
+def _resolve_section(
+    resolver: Resolver, written: dict[str, Any], above: tuple[str, ...], problems: list[Problem], keys: list[str]
+) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    for key, value in written.items():
+        path = (*above, key)
+        if isinstance(value, dict):
+            plain[str(key)] = _resolve_section(resolver, value, path, problems, keys)
+            continue
+        try:
+            plain[str(key)] = resolver.value(path)
+        except InterpolationError as error:
+            plain[str(key)] = MISSING
+            problems.append(_bad_interpolation(value, ".".join(map(str, path)), str(error), keys))
+    return plain
+
+
+def _bad_interpolation(value: Any, path: str, said: str, keys: Iterable[str]) -> Problem:
+    shown = str(value)
+    hint = did_you_mean(shown.strip("${}"), keys) if "not found" in said else ""
+    shown = shown if len(shown) <= SHOWN_CHARS else f"{shown[:SHOWN_CHARS]}..."
+    return Problem(code="bad_interpolation", path=path, message=f"`{path}` is {shown}: {said}", hint=hint)
 
 
 def _paths(config: Any) -> list[str]:

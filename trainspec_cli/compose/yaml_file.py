@@ -11,6 +11,8 @@ import yaml
 
 from trainspec_cli.compose.origins import Origin, Origins, show_path
 from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.reading.files import UnreadableFileError, read_text
+from trainspec_cli.reading.yaml_file import MAX_BYTES, YamlLimitError, compose_yaml
 
 SYNTAX_HINTS = {
     "mapping values are not allowed": "indent it like its neighbours, and quote text that holds `: `",
@@ -72,11 +74,16 @@ def read_yaml(path: Path, cwd: Path) -> YamlFile:
 def _parse(path: Path, shown: str) -> yaml.Node | None:
     text = ""
     try:
-        text = path.read_text(encoding="utf-8")
-        return yaml.compose(text, Loader=yaml.SafeLoader)
+        text = read_text(path, MAX_BYTES)
+        return compose_yaml(text)
     except yaml.MarkedYAMLError as error:
         raise RecipeError(_syntax_problem(error, shown, text.splitlines())) from error
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+    except UnreadableFileError as error:
+        told = error.problems[0]
+        message = f"{shown} cannot be read as text: it {told.message.removeprefix(f'{path} ')}"
+        problem = Problem("bad_yaml", message, hint=told.hint, file=shown, line=told.line or 1, column=1)
+        raise RecipeError(problem) from error
+    except (yaml.YAMLError, ValueError) as error:
         message = f"{shown} cannot be read as text: {str(error).partition(chr(10))[0]}"
         raise RecipeError(Problem(code="bad_yaml", message=message, file=shown, line=1, column=1)) from error
 
@@ -90,7 +97,8 @@ def _syntax_problem(error: yaml.MarkedYAMLError, shown: str, lines: list[str]) -
         message, hint = "a tab indents this line; YAML takes spaces alone", "replace the tab with two spaces"
     else:
         context = f" {error.context}" if error.context and error.context != said else ""
-        message, hint = f"this is not YAML: {said}{context}", _syntax_hint(said, lines, line)
+        what = "this is more than a recipe may hold" if isinstance(error, YamlLimitError) else "this is not YAML"
+        message, hint = f"{what}: {said}{context}", _syntax_hint(said, lines, line)
     return Problem(code="bad_yaml", message=message, hint=hint, file=shown, line=line, column=column)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.reading.files import exists, read_text
 from trainspec_cli.spec.data import TokenizerSpec
 
 if TYPE_CHECKING:
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 END_OF_DOCUMENT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>")
 """Names under which published tokenizers keep their end of document."""
+
+MAX_WORD_CHARS = 256
+_LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARS}}}|\s{{{MAX_WORD_CHARS}}}")
 
 MIN_VOCAB_SIZE = 257
 """All bytes, and the end of document."""
@@ -49,23 +54,45 @@ def train(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()) ->
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator((part for text in texts for part in cut_long_words(text)), trainer)
     return _as_plain_text(tokenizer)
+
+
+def cut_long_words(text: str) -> Iterator[str]:
+    """`text`, cut within words of more than `MAX_WORD_CHARS`: training takes a time that grows with their square."""
+    start = 0
+    for long in _LONG_WORD.finditer(text):
+        yield text[start : long.end()]
+        start = long.end()
+    yield text[start:]
 
 
 def load(file: Path) -> Tokenizer:
     """Reads a `tokenizer.json`; raises RecipeError if it is missing or not one."""
-    from tokenizers import Tokenizer
-
-    if not file.is_file():
+    if not exists(file):
         raise _tokenizer_error("missing_file", f"{file.absolute()} does not exist")
     try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing more precise
+        tokenizer = _read_tokenizer(file)
+        empty = not tokenizer.get_vocab_size()
+    except ValueError as error:  # the library raises nothing more precise
         raise _tokenizer_error("bad_tokenizer", f"{file} is not a tokenizer.json: {error}") from error
+    if empty:
+        raise _tokenizer_error("bad_tokenizer", f"{file} is a tokenizer without any token")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return _as_plain_text(tokenizer)
+
+
+def _read_tokenizer(file: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    text = read_text(file)
+    try:
+        return Tokenizer.from_str(text)
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # the library's own faults
+            raise ValueError(str(error)) from error
+        raise
 
 
 def _as_plain_text(tokenizer: Tokenizer) -> Tokenizer:

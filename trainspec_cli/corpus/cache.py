@@ -11,6 +11,7 @@ from pathlib import Path
 from trainspec_cli.corpus.chat import describe
 from trainspec_cli.corpus.manifest import SCHEMA
 from trainspec_cli.corpus.publish import cannot_write
+from trainspec_cli.reading.files import expand
 from trainspec_cli.spec.data import DataSpec
 from trainspec_cli.trust import check_folder, make_folder
 
@@ -41,7 +42,7 @@ def make_cache() -> None:
 
 def _place() -> Path:
     if chosen := os.environ.get("TRAINSPEC_CACHE"):
-        return Path(chosen).expanduser()
+        return expand(chosen)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "trainspec"
 
@@ -73,7 +74,7 @@ def _tokenizer_facts(data: DataSpec) -> list[object]:
     spec = data.tokenizer
     if spec.path is None:
         return ["trained", spec.vocab_size]
-    content = Path(spec.path).expanduser().read_bytes()
+    content = expand(spec.path).read_bytes()
     return ["given", hashlib.sha256(content).hexdigest(), spec.end_of_document]
 
 

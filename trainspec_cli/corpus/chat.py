@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.huggingface.chat_template import ChatTemplate, Span, find_template
 from trainspec_cli.huggingface.folder import CHAT_TEMPLATE, TOKENIZER_CONFIG
+from trainspec_cli.reading.files import exists, expand, read_text
 from trainspec_cli.spec.data import DataSpec
 
 FIELDS = ("messages", "prompt", "completion", "tools", "documents")
@@ -29,6 +29,8 @@ class Conversation:
 def parse_record(record: Any, template: Callable[[], ChatTemplate], *, learn_all: bool) -> Conversation:
     """Raises ValueError that says what is wrong with the line, RecipeError where no template is to be had."""
     if isinstance(record, dict) and isinstance(record.get("messages"), list):
+        if not all(isinstance(message, dict) for message in record["messages"]):
+            raise ValueError(SHAPES)
         extra = {key: record[key] for key in ("tools", "documents") if record.get(key)}
         text, spans = template().replies(record["messages"], **extra)
         return Conversation(text, [(0, len(text))] if learn_all else spans, is_chat=True)
@@ -42,7 +44,7 @@ def parse_record(record: Any, template: Callable[[], ChatTemplate], *, learn_all
 @lru_cache(maxsize=4)
 def template_of(tokenizer: str | None, wanted: str | None) -> ChatTemplate:
     """Looked for when the first conversation asks for it: completions need none."""
-    return find_template(Path(tokenizer).expanduser() if tokenizer else None, wanted)
+    return find_template(expand(tokenizer) if tokenizer else None, wanted)
 
 
 def question(data: DataSpec, prompt: str) -> str | None:
@@ -60,7 +62,7 @@ def describe(data: DataSpec) -> dict[str, Any]:
     """For the cache's name: what the documents depend on besides the files."""
     if data.source != "chat":
         return {}
-    beside = Path(data.tokenizer.path).expanduser().parent if data.tokenizer.path else None
+    beside = expand(data.tokenizer.path).parent if data.tokenizer.path else None
     files = [beside / name for name in (TOKENIZER_CONFIG, CHAT_TEMPLATE)] if beside else []
-    contents = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+    contents = [read_text(file) for file in files if exists(file)]
     return {"loss_on": data.loss_on, "template": [data.chat_template, *contents]}

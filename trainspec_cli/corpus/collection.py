@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,8 @@ from trainspec_cli.corpus.publish import publishing
 from trainspec_cli.corpus.rows import Joined, Packed, Rows, open_rows
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.reading.files import expand
+from trainspec_cli.reading.json_file import check_field, read_object
 from trainspec_cli.spec.data import DataSpec
 from trainspec_cli.spec.json_text import json_text
 
@@ -46,7 +47,7 @@ class Collection:
     @classmethod
     def open(cls, folder: Path | str) -> Collection:
         """Raises RecipeError and MachineError as `TokenFolder.open`."""
-        file = Path(folder).expanduser() / COLLECTION
+        file = expand(folder) / COLLECTION
         if not file.is_file():
             return cls({"": Part(TokenFolder.open(folder), 1.0)}, {})
         told = _read(file)
@@ -127,7 +128,16 @@ def _check_tokenizers(folders: list[Path]) -> None:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+        told = read_object(file, {"parts": dict, "validation": dict})
+        for name, part in told["parts"].items():
+            check_field(file, {name: part}, name, dict)
+            check_field(file, part, "folder", str)
+            check_field(file, part, "weight", float)
+        for name in told["validation"]:
+            check_field(file, told["validation"], name, str)
+        if not told["parts"]:
+            raise ValueError("it has no parts")
+        return told
     except ValueError as error:
         message = f"{file} is damaged: {error}"
         raise MachineError(message, code="bad_token_folder", hint=f"remove it: rm -r {file.parent}") from error

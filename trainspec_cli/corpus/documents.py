@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from trainspec_cli.corpus.damage import ANY_DAMAGE
 from trainspec_cli.errors import MachineError
 
 
@@ -45,11 +46,17 @@ def write_documents(folder: Path, split: str, masks: Sequence[np.ndarray]) -> No
 
 def read_documents(folder: Path, split: str, num_tokens: int) -> Documents:
     try:
-        starts = np.load(folder / f"{split}_documents.npy")
+        starts = np.load(folder / f"{split}_documents.npy", mmap_mode="r")
         mask = np.load(folder / f"{split}_learnt.npy", mmap_mode="r")
+        if starts.ndim != 1 or starts.dtype != np.int64 or mask.ndim != 1 or mask.dtype != np.uint8:
+            raise ValueError(
+                f"they are of {starts.dtype} and {mask.dtype}, in {starts.ndim} and {mask.ndim} dimensions"
+            )
+        if not len(starts) or starts[0] != 0 or (np.diff(starts) < 0).any():
+            raise ValueError("its documents do not follow one another")
         if starts[-1] != num_tokens or len(mask) != num_tokens:
             raise ValueError(f"they speak of {len(mask):,} tokens, the shards hold {num_tokens:,}")
-    except (OSError, ValueError) as error:
+    except ANY_DAMAGE as error:
         message = f"{folder}: the index of its documents cannot be read: {error}"
         raise MachineError(message, code="bad_token_folder", hint=f"remove it: rm -r {folder}") from error
     return Documents(starts, mask)

@@ -7,11 +7,14 @@ from typing import Literal
 
 import numpy as np
 
+from trainspec_cli.corpus.damage import ANY_DAMAGE, check_folder
 from trainspec_cli.corpus.split import hold_out
 from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.reading.files import check_regular
 from trainspec_cli.spec.data import DataSpec
 from trainspec_cli.spec.model import ConvModel
 
+MAX_PIXELS = 2**28
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 CROP_AREA = (0.25, 1.0)
 """The part of a picture that a training crop covers; its aspect is stretched by up to 4/3 (arXiv:1409.4842)."""
@@ -25,6 +28,7 @@ class ImageFolder:
 
     def __init__(self, folder: Path, data: DataSpec, model: ConvModel):
         self.folder, self.model = folder, model
+        check_folder(folder)
         self.classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and list_pictures(path))
         _check_classes(self.classes, folder, model)
         files = [(path, label) for label, name in enumerate(self.classes) for path in list_pictures(folder / name)]
@@ -55,15 +59,24 @@ class ImageFolder:
     def _load(self, path: Path) -> np.ndarray:
         """(C, H, W) of fp32. Raises MachineError that names a file which is no such picture."""
         try:
-            pixels = np.load(path) if path.suffix == ".npy" else _open_picture(path, self.model.in_channels)
-        except (OSError, ValueError) as error:
+            pixels = self._read(path)
+        except ANY_DAMAGE as error:
             raise MachineError(f"{path} cannot be read as a picture: {error}", code="unreadable_file") from error
         if pixels.ndim == 2:
             pixels = pixels[:, :, None]
-        if pixels.ndim != 3 or pixels.shape[2] != self.model.in_channels:
+        if pixels.ndim != 3 or 0 in pixels.shape or pixels.shape[2] != self.model.in_channels:
             wanted = f"(H, W, {self.model.in_channels}), or (H, W) where model.in_channels is 1"
             raise MachineError(f"{path} has shape {pixels.shape}; {wanted} is needed", code="wrong_shape")
         return pixels.transpose(2, 0, 1).astype(np.float32)
+
+    def _read(self, path: Path) -> np.ndarray:
+        check_regular(path)
+        if path.suffix != ".npy":
+            return _open_picture(path, self.model.in_channels)
+        pixels = np.load(path, mmap_mode="r")
+        if pixels.size > MAX_PIXELS or pixels.dtype.kind not in "buif":
+            raise ValueError(f"{pixels.size:,} values of {pixels.dtype}; at most {MAX_PIXELS:,} numbers are read")
+        return np.array(pixels)
 
     def _finish(self, picture: np.ndarray) -> np.ndarray:
         """To the model's size, each channel to mean 0 and variance 1."""

@@ -13,6 +13,7 @@ import numpy as np
 from trainspec_cli.corpus.images import ImageFolder
 from trainspec_cli.corpus.phantom import Phantoms
 from trainspec_cli.corpus.volumes import VolumeFolder
+from trainspec_cli.reading.files import expand
 from trainspec_cli.spec.data import DataSpec
 from trainspec_cli.spec.model import ConvModel
 
@@ -40,6 +41,6 @@ def open_samples(data: DataSpec, model: ConvModel, folder: Path | None) -> Label
 
 def find_samples(data: DataSpec, model: ConvModel) -> Path | None:
     """The folder to read, looked through; None for phantoms, which lie nowhere. Raises as `open_samples`."""
-    folder = Path(data.path).expanduser().absolute() if data.path else None
+    folder = expand(data.path).absolute() if data.path else None
     open_samples(data, model, folder)
     return folder

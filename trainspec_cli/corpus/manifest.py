@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.reading.json_file import read_object
 from trainspec_cli.spec.json_text import json_text
 
 SCHEMA = 1
@@ -93,12 +93,29 @@ def read_manifest(folder: Path) -> Manifest:
     from cattrs import structure
 
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        fields = read_object(file)
         if fields["schema"] != SCHEMA:
             raise _unreadable(folder, f"has schema {fields['schema']}, this version reads {SCHEMA}")
-        return structure(fields, Manifest)
-    except (ValueError, TypeError, KeyError, ExceptionGroup) as error:
+        manifest = structure(fields, Manifest)
+        _check_sizes(manifest)
+        return manifest
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, ExceptionGroup) as error:
         raise _unreadable(folder, f"is damaged ({type(error).__name__}: {error})") from error
+
+
+def _check_sizes(manifest: Manifest) -> None:
+    """Raises ValueError where a count is none, or the shards are not of the tokens that are told."""
+    for name in SPLITS:
+        split = manifest.split(name)
+        counts = [split.tokens, split.bytes, split.documents, *(shard.tokens for shard in split.shards)]
+        counts += [shard.offset_bytes for shard in split.shards] + [manifest.vocab_size]
+        if not all(0 <= count < 2**53 for count in counts):
+            raise ValueError(f"{name} has a count below 0, or beyond any disk")
+        if sum(shard.tokens for shard in split.shards) != split.tokens:
+            raise ValueError(f"the shards of {name} do not hold its {split.tokens:,} tokens")
+        for shard in split.shards:
+            if "\0" in shard.file or len(shard.file) > 4096:
+                raise ValueError(f"a shard of {name} has a name that no file can have")
 
 
 def _unreadable(folder: Path, what: str) -> MachineError:

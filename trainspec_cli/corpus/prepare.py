@@ -16,6 +16,7 @@ from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.corpus.sources import find_files
 from trainspec_cli.corpus.tokenise import OnProgress, write_tokens
 from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.reading.files import expand
 from trainspec_cli.spec.data import DataSpec
 
 
@@ -68,8 +69,8 @@ def check_options(data: DataSpec) -> None:
     if spec.path is None and spec.vocab_size < MIN_VOCAB_SIZE:
         got = f"vocab_size is {spec.vocab_size}; a byte-level BPE needs at least {MIN_VOCAB_SIZE}"
         problems.append(Problem("out_of_range", got, "data.tokenizer.vocab_size"))
-    if spec.path is not None and not Path(spec.path).expanduser().is_file():
-        got = f"{Path(spec.path).expanduser().absolute()} does not exist"
+    if spec.path is not None and not expand(spec.path).is_file():
+        got = f"{expand(spec.path).absolute()} does not exist"
         problems.append(Problem("missing_file", got, "data.tokenizer.path", "name a tokenizer.json"))
     if problems:
         raise RecipeError(problems)
@@ -79,7 +80,7 @@ def _token_folder(data: DataSpec) -> Path:
     if not data.path:
         hint = "data.path=FOLDER names one that `trainspec data prepare` wrote"
         raise RecipeError(Problem("missing_file", "source tokens needs a path", "data.path", hint))
-    return Path(data.path).expanduser()
+    return expand(data.path)
 
 
 def _prepare_cached(data: DataSpec, on_progress: OnProgress | None) -> Path:

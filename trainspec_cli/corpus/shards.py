@@ -23,6 +23,7 @@ from trainspec_cli.corpus.manifest import (
     read_manifest,
 )
 from trainspec_cli.errors import MachineError
+from trainspec_cli.reading.files import expand
 
 MAX_SHARD_TOKENS = 100_000_000
 
@@ -113,7 +114,7 @@ class TokenFolder:
 
         Raises RecipeError where there is no token folder, MachineError where it is damaged.
         """
-        path = Path(path).expanduser()
+        path = expand(path)
         return cls(path, read_manifest(path))
 
     def num_tokens(self, split: Split) -> int:
@@ -165,6 +166,8 @@ class TokenFolder:
         if not file.is_file():
             raise self._damaged(shard.file, "is missing")
         if not shard.sha256:
+            if shard.offset_bytes + expected_bytes > file.stat().st_size:
+                raise self._damaged(shard.file, f"is shorter than the {expected_bytes:,} bytes of the manifest")
             return np.memmap(file, dtype=dtype, mode="r", offset=shard.offset_bytes, shape=(shard.tokens,))
         if (got_bytes := file.stat().st_size) != expected_bytes:
             raise self._damaged(shard.file, f"has {got_bytes:,} bytes, not the {expected_bytes:,} of the manifest")

@@ -20,6 +20,8 @@ from typing import Any
 from trainspec_cli.corpus.chat import FIELDS, Conversation, parse_record, template_of
 from trainspec_cli.corpus.tables import SUFFIXES, table_rows
 from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.reading.files import UnreadableFileError, exists, expand, open_regular
+from trainspec_cli.reading.json_file import parse_json
 from trainspec_cli.spec.data import DataSpec
 
 STDLIB_LEFT_OUT = frozenset({
@@ -99,10 +101,10 @@ def _stdlib_files() -> list[Path]:
 
 def _files_at(path: str, suffix: str | tuple[str, ...]) -> list[Path]:
     """The file, the files below the folder (hidden ones left out), or those the glob matches."""
-    place = Path(path).expanduser()
-    if place.is_file():
+    place = expand(path)
+    if exists(place):
         return [place]
-    if place.is_dir():
+    if _is_folder(place):
         files = list(_walk(place, suffix))
     elif glob.has_magic(path):
         matches = sorted(glob.glob(str(place), recursive=True))  # noqa: PTH207 - pathlib's takes no absolute pattern
@@ -114,6 +116,14 @@ def _files_at(path: str, suffix: str | tuple[str, ...]) -> list[Path]:
         got = f"{place.absolute()} holds no {kind or 'visible'} file"
         raise _path_error(got, "name the files by a glob: data.path='FOLDER/**/*.txt'")
     return files
+
+
+def _is_folder(place: Path) -> bool:
+    """False too for a name that no folder can have."""
+    try:
+        return place.is_dir()
+    except OSError:
+        return False
 
 
 def _walk(root: Path, suffix: str | tuple[str, ...], left_out: frozenset[str] = frozenset()) -> Iterator[Path]:
@@ -136,7 +146,7 @@ def _read_python(file: Path, data: DataSpec) -> Iterator[Document]:
     try:
         with tokenize.open(file) as source:
             yield Document(str(file), source.read())
-    except (SyntaxError, UnicodeDecodeError) as error:
+    except (SyntaxError, UnicodeDecodeError, LookupError) as error:
         raise _bad_document(file, None, f"not in the encoding it declares: {error}", "") from error
     except OSError as error:
         raise _unreadable(file, error) from error
@@ -144,7 +154,8 @@ def _read_python(file: Path, data: DataSpec) -> Iterator[Document]:
 
 def _read_text(file: Path, data: DataSpec) -> Iterator[Document]:
     try:
-        content = file.read_bytes()
+        with open_regular(file) as opened:
+            content = opened.read()
     except OSError as error:
         raise _unreadable(file, error) from error
     yield Document(str(file), _decode(content, file, None, 0))
@@ -184,7 +195,7 @@ def _records(file: Path) -> Iterator[tuple[int, Any]]:
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
     """Numbered from 1; blank ones are skipped."""
     try:
-        with file.open("rb") as lines:
+        with open_regular(file) as lines:
             start = 0
             for number, line in enumerate(lines, 1):
                 if line.strip():
@@ -196,10 +207,11 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
 
 def _parse(line: str, file: Path, number: int) -> dict[str, Any]:
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
+        record = parse_json(line)
+    except ValueError as error:
         hint = 'each line must be one JSON object, such as {"text": "..."}'
-        raise _bad_document(file, number, f"not JSON ({error.msg}): {_excerpt(line)}", hint) from error
+        why = error.msg if isinstance(error, json.JSONDecodeError) else error
+        raise _bad_document(file, number, f"not JSON ({why}): {_excerpt(line)}", hint) from error
     if not isinstance(record, dict):
         raise _bad_document(file, number, f"not a JSON object: {_excerpt(line)}", "")
     return record
@@ -238,6 +250,8 @@ def _bad_document(file: Path, line: int | None, got: str, hint: str) -> RecipeEr
 
 
 def _unreadable(file: Path, error: OSError) -> MachineError:
+    if isinstance(error, UnreadableFileError):
+        return error
     return MachineError(f"{file} cannot be read: {error.strerror}", code="unreadable_file")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.reading.files import check_regular
 
 ROWS_AT_ONCE = 1024
 SUFFIXES = (".parquet", ".arrow")
@@ -16,11 +17,12 @@ def table_rows(file: Path, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The columns of `wanted` that the file has. Raises RecipeError where there are none, MachineError on damage."""
     import pyarrow
 
+    check_regular(file)
     try:
         batches = _parquet(file, wanted) if file.suffix == ".parquet" else _arrow(file, wanted)
         for batch in batches:
             yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise MachineError(f"{file} cannot be read: {error}", code="unreadable_file") from error
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from trainspec_cli.corpus import bpe
 from trainspec_cli.corpus.manifest import SCHEMA, TOKENIZER_FILE, Dtype, Manifest, Shard, SplitSummary, write_manifest
 from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.reading.files import expand, open_regular, read_bytes
 from trainspec_cli.spec.data import DataSpec
 
 LLMC_MAGIC, LLMC_HEADER_BYTES = 20240520, 1024
@@ -22,6 +23,7 @@ LLMC_MAGIC, LLMC_HEADER_BYTES = 20240520, 1024
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 MEGATRON_DTYPES: dict[int, Dtype] = {4: "uint32", 8: "uint16"}
 """Its code -> how ids lie on disk (4 is int32, whose ids are not negative)."""
+MAX_INDEX_BYTES = 2**33
 TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 
 
@@ -37,7 +39,7 @@ def write_foreign(data: DataSpec, files: Sequence[Path], folder: Path) -> None:
     found = _READERS[data.source](data, files)
     tokenizer, end_id, vocab_size = None, -1, 0
     if data.tokenizer.path is not None:
-        tokenizer = bpe.load(Path(data.tokenizer.path).expanduser())
+        tokenizer = bpe.load(expand(data.tokenizer.path))
         (folder / TOKENIZER_FILE).write_text(tokenizer.to_str(), encoding="utf-8")
         end_id, vocab_size = bpe.find_end_of_document(tokenizer, data.tokenizer), bpe.count_vocab(tokenizer)
     manifest = Manifest(
@@ -76,7 +78,7 @@ def _read_nanogpt(data: DataSpec, files: Sequence[Path]) -> _Found:
 
 
 def _nanogpt_shard(file: Path) -> Shard:
-    with file.open("rb") as content:
+    with open_regular(file) as content:
         begin = content.read(4)
     header = LLMC_HEADER_BYTES if begin == struct.pack("<i", LLMC_MAGIC) else 0
     size = file.stat().st_size - header
@@ -118,7 +120,7 @@ def _read_index(file: Path) -> tuple[Dtype, np.ndarray]:
     """-> (how ids lie, the end of each document in tokens)."""
     if not file.is_file():
         raise RecipeError(Problem("missing_file", f"there is no {file}: a .bin file needs its index", "data.path"))
-    content = file.read_bytes()
+    content = read_bytes(file, MAX_INDEX_BYTES)
     try:
         version, code, sequences, documents = struct.unpack_from("<QBQQ", content, len(MEGATRON_MAGIC))
         if not content.startswith(MEGATRON_MAGIC) or version != 1 or code not in MEGATRON_DTYPES:
@@ -126,9 +128,14 @@ def _read_index(file: Path) -> tuple[Dtype, np.ndarray]:
         start = len(MEGATRON_MAGIC) + struct.calcsize("<QBQQ")
         lengths = np.frombuffer(content, "<i4", sequences, start).astype(np.int64)
         bounds = np.frombuffer(content, "<i8", documents, start + 12 * sequences)
-    except (ValueError, struct.error) as error:
+        if lengths.size and lengths.min() < 0:
+            raise ValueError("a sequence has a length below 0")
+        ends = np.concatenate(([0], np.cumsum(lengths)))[bounds[1:]]
+        if len(ends) < 2 or (np.diff(ends) < 0).any() or (bounds < 0).any():
+            raise ValueError("its documents do not follow one another")
+    except (ValueError, IndexError, OverflowError, struct.error) as error:
         raise MachineError(f"{file} is no index of Megatron's: {error}", code="bad_token_file") from error
-    return MEGATRON_DTYPES[code], np.concatenate(([0], np.cumsum(lengths)))[bounds[1:]]
+    return MEGATRON_DTYPES[code], ends
 
 
 _READERS = {"nanogpt": _read_nanogpt, "megatron": _read_megatron}

@@ -17,6 +17,7 @@ from trainspec_cli.corpus.split import HeldoutRule, Scan, pieces
 from trainspec_cli.corpus.xz import XzMeter
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.huggingface.chat_template import CHATML_TOKENS
+from trainspec_cli.reading.files import expand
 from trainspec_cli.spec.data import DataSpec
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def write_tokens(data: DataSpec, files: list[Path], folder: Path, on_progress: O
 def _describe_source(data: DataSpec) -> dict[str, Any]:
     if data.source == "python_stdlib":
         return {"source": data.source, "python": platform.python_version(), "max_bytes": data.max_bytes}
-    path = str(Path(data.path or "").expanduser().absolute())
+    path = str(expand(data.path or "").absolute())
     return {"source": data.source, "path": path, "max_bytes": data.max_bytes}
 
 
@@ -105,7 +106,7 @@ def _build_tokenizer(
     data: DataSpec, files: list[Path], scan: Scan, rule: HeldoutRule, on_progress: OnProgress
 ) -> Tokenizer:
     if data.tokenizer.path is not None:
-        return bpe.load(Path(data.tokenizer.path).expanduser())
+        return bpe.load(expand(data.tokenizer.path))
     documents = _read(data, files, "learning the tokenizer", scan.bytes, on_progress)
     to_learn_from = (piece for document in documents for piece in pieces(rule.parts(document.text)[0]))
     sample = _take_evenly(to_learn_from, TOKENIZER_SAMPLE_BYTES / scan.bytes)

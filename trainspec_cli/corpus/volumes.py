@@ -11,8 +11,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from trainspec_cli.corpus.damage import ANY_DAMAGE
 from trainspec_cli.corpus.split import hold_out
 from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.reading.files import check_regular
 from trainspec_cli.spec.data import DataSpec
 from trainspec_cli.spec.model import ConvModel
 
@@ -69,6 +71,16 @@ class VolumeFolder:
         return shape if image.suffix == ".npy" else (shape[-1], *shape[:-1])
 
     def _read(self, pair: tuple[Path, Path], start: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Raises MachineError that names a pair of which only the header is whole."""
+        try:
+            return self._read_part(pair, start)
+        except MachineError:
+            raise
+        except ANY_DAMAGE as error:
+            message = f"{pair[0]} or its label cannot be read as a volume: {error}"
+            raise MachineError(message, code="unreadable_file") from error
+
+    def _read_part(self, pair: tuple[Path, Path], start: list[int]) -> tuple[np.ndarray, np.ndarray]:
         image, label = self._channels_first(open_array(pair[0]), pair[0]), open_array(pair[1])
         mean, std = self._normal(pair[0], image)
         part = tuple(slice(first, first + size) for first, size in zip(start, self.model.input_size, strict=True))
@@ -129,10 +141,14 @@ def shape_of(path: Path) -> tuple[int, ...]:
 def open_array(path: Path) -> Any:
     """An array that reads a part from disk where a part is asked for. Raises MachineError that names the file."""
     try:
-        if path.suffix == ".npy":
-            return np.load(path, mmap_mode="r")
-        return _nibabel().load(path).dataobj
-    except (OSError, ValueError) as error:
+        check_regular(path)
+        array = np.load(path, mmap_mode="r") if path.suffix == ".npy" else _nibabel().load(path).dataobj
+        if array.dtype.kind not in "buif":
+            raise ValueError(f"it holds {array.dtype}, not numbers")
+        return array
+    except MachineError:
+        raise
+    except ANY_DAMAGE as error:
         raise MachineError(f"{path} cannot be read as a volume: {error}", code="unreadable_file") from error
 
 

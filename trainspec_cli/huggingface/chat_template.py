@@ -1,20 +1,22 @@
 """Chat templates: a conversation as the text that its model was trained on, and which of it the assistant says.
 
-Templates are programs of others: they run in Jinja's sandbox, which lets them change nothing and reach nothing.
+Templates are programs of others: they run in Jinja's sandbox, which lets them change nothing and reach nothing, and in
+a process of their own, whose time and memory are bounded.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.huggingface.folder import CHAT_TEMPLATE, TOKENIZER_CONFIG
+from trainspec_cli.huggingface.template_process import TemplateProcess
+from trainspec_cli.reading.files import UnreadableFileError, exists, expand, read_text
+from trainspec_cli.reading.json_file import read_object
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -22,8 +24,7 @@ CHATML = (
 )
 """What `data.chat_template=chatml` names."""
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
-OTHER_CONTENT = "\ue000"
-"""Stands in for a reply, to see where it goes; of the private use area, so that no reply begins or ends with it."""
+MAX_TEMPLATE_BYTES = 2**20
 SPECIAL_KEYS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 Message = Mapping[str, Any]
@@ -38,73 +39,29 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], *, asks: bool = False, **extra: Any) -> str:
         """`asks`: up to where the assistant's reply begins. Raises ValueError in the template's own words where it
-        refuses the conversation."""
-        import jinja2
-
-        try:
-            return self._compiled.render(messages=messages, add_generation_prompt=asks, **self.tokens, **extra)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template says: {error}") from error
+        refuses the conversation, fails on it, or takes more time or memory than a conversation may."""
+        return str(self._ask(messages, {"add_generation_prompt": asks, **self.tokens, **extra})["text"])
 
     def replies(self, messages: Sequence[Message], **extra: Any) -> tuple[str, list[Span]]:
-        """-> (the whole text, where in it the assistant's replies stand).
+        """-> (the whole text, where in it the assistant's replies stand). Raises as `render`.
 
         A reply is what changes when its content does, so that templates may trim it, or leave out earlier thoughts.
         """
-        text = self.render(messages, **extra)
-        spans = []
-        for number, message in enumerate(messages):
-            if message.get("role") == "assistant" and message.get("content"):
-                changed = [*messages[:number], {**message, "content": OTHER_CONTENT}, *messages[number + 1 :]]
-                spans.append(_difference(text, self.render(changed, **extra)))
-        return text, [span for span in spans if span[0] < span[1]]
+        told = self._ask(messages, {"add_generation_prompt": False, **self.tokens, **extra}, replies=True)
+        return told["text"], [(start, end) for start, end in told["spans"]]
+
+    def _ask(self, messages: Sequence[Message], values: dict[str, Any], *, replies: bool = False) -> dict[str, Any]:
+        told = self._process.ask({"messages": messages, "values": values, "replies": replies})
+        if "fault" in told:
+            raise ValueError(f"the chat template says: {told['fault']}")
+        return told
 
     @cached_property
-    def _compiled(self) -> Any:
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        def refuse(message: str) -> NoReturn:
-            raise TemplateError(message)
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_tag()]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-        try:
-            return environment.from_string(self.source)
-        except TemplateError as error:
-            raise _bad_template(f"the chat template is no Jinja: {error}") from error
-
-
-def _difference(text: str, other: str) -> Span:
-    """The part of `text` that `other` has something else for."""
-    shortest = min(len(text), len(other))
-    start = next((i for i in range(shortest) if text[i] != other[i]), shortest)
-    most = shortest - start
-    same = next((i for i in range(most) if text[-1 - i] != other[-1 - i]), most)
-    return start, len(text) - same
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, allow_nan=True, **options)
-
-
-def _generation_tag() -> Any:
-    """`{% generation %}` marks replies for transformers' masks; here it changes nothing."""
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012 - Jinja's own way
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body, lineno=line)
-
-    return Generation
+    def _process(self) -> TemplateProcess:
+        process = TemplateProcess(self.source)
+        if process.fault:
+            raise _bad_template(f"the chat template is no Jinja: {process.fault}")
+        return process
 
 
 def find_template(tokenizer: Path | None, wanted: str | None) -> ChatTemplate:
@@ -117,7 +74,7 @@ def find_template(tokenizer: Path | None, wanted: str | None) -> ChatTemplate:
     source = None
     if folder is not None:
         beside = folder / CHAT_TEMPLATE
-        source = beside.read_text(encoding="utf-8") if beside.is_file() else _default(config.get("chat_template"))
+        source = _read_template(beside) if exists(beside) else _default(config.get("chat_template"))
     if source is None:
         where = (
             f"beside {tokenizer} there is no chat template" if tokenizer else "there is no tokenizer with a template"
@@ -132,30 +89,38 @@ _HINT = "type data.chat_template=chatml, or name a file of Jinja; or begin with 
 def _read_wanted(wanted: str) -> str:
     if wanted == "chatml":
         return CHATML
-    file = Path(wanted).expanduser()
-    if not file.is_file():
+    file = expand(wanted)
+    if not exists(file):
         raise RecipeError(Problem("missing_file", f"there is no file {file.absolute()}", "data.chat_template", _HINT))
-    return file.read_text(encoding="utf-8")
+    return _read_template(file)
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return read_text(file, MAX_TEMPLATE_BYTES)
+    except UnreadableFileError as error:
+        raise _bad_template(str(error)) from error
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    if not file.is_file():
+    if not exists(file):
         return {}
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise _bad_template(f"{file} is no JSON object: {error}") from error
+        return read_object(file)
+    except UnreadableFileError as error:
+        raise _bad_template(str(error)) from error
 
 
 def _default(template: Any) -> str | None:
     """Some tokenizers have several by name, for tools or retrieval."""
     if isinstance(template, list):
-        return next((str(entry["template"]) for entry in template if entry.get("name") == "default"), None)
-    return template
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
 
 
 def _token_text(token: Any) -> str:
-    return str(token["content"]) if isinstance(token, Mapping) else str(token)
+    return str(token.get("content", "")) if isinstance(token, Mapping) else str(token)
 
 
 def _bad_template(message: str) -> RecipeError:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.reading.json_file import Kind, describe_kind, is_kind, show_kind
 from trainspec_cli.spec.model import DecoderModel, ModelSpec, RopeScaling
 
 Config = Mapping[str, Any]
@@ -33,6 +35,42 @@ _EXPECTED: dict[str, tuple[Any, ...]] = {
 """Keys that would make it another model, and the values that do not."""
 
 
+_KINDS: dict[str, Kind] = {
+    "num_hidden_layers": int,
+    "hidden_size": int,
+    "num_attention_heads": int,
+    "num_key_value_heads": int | None,
+    "head_dim": int | None,
+    "intermediate_size": int,
+    "vocab_size": int,
+    "max_position_embeddings": int | None,
+    "sliding_window": int | None,
+    "num_local_experts": int | None,
+    "num_experts": int | None,
+    "num_experts_per_tok": int,
+    "moe_intermediate_size": int,
+    "rms_norm_eps": float,
+    "rope_theta": float | None,
+    "rope_parameters": dict | None,
+    "rope_scaling": dict | None,
+    "tie_word_embeddings": bool | None,
+    "attention_bias": bool | None,
+    "norm_topk_prob": bool | None,
+}
+_ROPE_KINDS: dict[str, Kind] = {
+    "rope_theta": float | None,
+    "rope_type": str | None,
+    "type": str | None,
+    "factor": float,
+    "original_max_position_embeddings": int | None,
+    "low_freq_factor": float,
+    "high_freq_factor": float,
+    "beta_fast": float | None,
+    "beta_slow": float | None,
+    "truncate": bool | None,
+}
+
+
 # In
 
 
@@ -44,22 +82,48 @@ def read_model(config: Config, where: str) -> dict[str, Any]:
     for key, allowed in _EXPECTED.items():
         if config.get(key) not in allowed:
             raise _unsupported(f"{where} has {key} {config[key]!r}, which the engine's models do not")
+    _check_kinds(config, _KINDS, where)
+    _check_kinds(_rope(config), _ROPE_KINDS, where)
     try:
         return _sizes(config) | _attention(config, kind) | _rotation(config, where) | _experts(config, kind)
     except KeyError as error:
         raise _unsupported(f"{where} has no {error}") from error
 
 
+def _check_kinds(told: Config, kinds: Mapping[str, Kind], where: str) -> None:
+    """Raises RecipeError with every key of another kind than transformers writes, and every number below 0."""
+    wrong = [
+        Problem(
+            code="wrong_type",
+            message=f"{where} has {show_kind(told[key])} as `{key}`; {describe_kind(kind)} is needed, not below 0",
+            path="init.from",
+            hint="name a folder that transformers has written",
+            file=where,
+        )
+        for key, kind in kinds.items()
+        if key in told and not _fits(told[key], kind)
+    ]
+    if wrong:
+        raise RecipeError(wrong)
+
+
+def _fits(value: Any, kind: Kind) -> bool:
+    if not is_kind(value, kind):
+        return False
+    return not isinstance(value, (int, float)) or 0 <= value < math.inf
+
+
 def _sizes(config: Config) -> dict[str, Any]:
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    name = config.get("_name_or_path")
     return {
         "family": "decoder",
-        "name": config.get("_name_or_path") or config["model_type"],
+        "name": name if name and isinstance(name, str) else config["model_type"],
         "num_layers": config["num_hidden_layers"],
         "hidden_size": hidden,
         "num_heads": heads,
         "num_kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or hidden // heads,
+        "head_dim": config.get("head_dim") or hidden // max(heads, 1),
         "ffn_size": config["intermediate_size"],
         "vocab_size": config["vocab_size"],
         "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
@@ -80,13 +144,17 @@ def _attention(config: Config, kind: str) -> dict[str, Any]:
 
 def _rotation(config: Config, where: str) -> dict[str, Any]:
     """Since transformers 5 all of it stands in `rope_parameters`, before that in `rope_theta` and `rope_scaling`."""
-    told = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    told = _rope(config)
     theta = told.get("rope_theta") or config.get("rope_theta") or 10_000.0
     kind = told.get("rope_type") or told.get("type") or "default"
     if kind not in _SCALINGS:
         known = ", ".join(_SCALINGS)
         raise _unsupported(f"{where} stretches its rotary positions by {kind!r}; supported are {known}")
     return {"rope_theta": float(theta), "rope_scaling": _SCALINGS[kind](told, config)}
+
+
+def _rope(config: Config) -> Config:
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
 
 
 def _read_llama3(told: Config, config: Config) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,12 +11,15 @@ from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.huggingface.config import model_type
 from trainspec_cli.huggingface.safetensors import Entry, open_checkpoint
 from trainspec_cli.huggingface.tensors import HEAD, parameters
+from trainspec_cli.reading.files import UnreadableFileError
+from trainspec_cli.reading.json_file import read_object
 from trainspec_cli.spec.model import DecoderModel
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 SMALL_FILES = (CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, "special_tokens_map.json")
 """What an export takes over from the folder that a run began with."""
+MAX_TENSORS = 200_000
 SHOWN = 8
 """Tensors named of each kind of fault."""
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
@@ -31,19 +33,31 @@ def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
         got = f"{folder} holds no {name}" if folder.is_dir() else f"there is no folder {folder.absolute()}"
         raise RecipeError(Problem("missing_file", got, "init.from", "type init.from=hf:<a checkpoint's folder>"))
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise RecipeError(Problem("bad_checkpoint", f"{file} is no JSON object: {error}", "init.from")) from error
+        return read_object(file)
+    except UnreadableFileError as error:
+        told = error.problems[0]
+        problem = Problem("bad_checkpoint", told.message, "init.from", file=told.file, line=told.line)
+        raise RecipeError(problem) from error
 
 
 def open_weights(folder: Path, model: DecoderModel) -> dict[str, Entry]:
     """The tensors that make up `model`. Raises RecipeError naming those that miss, are too many, or of another shape;
     MachineError where a file is damaged."""
     model_type(model)
+    _check_count(model)
     entries = open_checkpoint(folder)
     if problems := find_faults(entries, model, folder):
         raise RecipeError(problems)
     return entries
+
+
+def _check_count(model: DecoderModel) -> None:
+    """Raises RecipeError where a model has more tensors than can be gone through by their names."""
+    experts = model.experts.num_experts if model.experts else 0
+    if model.num_layers * (experts + 1) > MAX_TENSORS:
+        message = f"{model.num_layers:,} layers of {experts:,} experts are more tensors than a checkpoint is read with"
+        hint = f"layers x experts may be {MAX_TENSORS:,}"
+        raise RecipeError(Problem("out_of_range", message, "model.num_layers", hint))
 
 
 def find_faults(entries: Mapping[str, Entry], model: DecoderModel, folder: Path) -> list[Problem]:

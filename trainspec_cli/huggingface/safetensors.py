@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.reading.files import UnreadableFileError, open_regular
+from trainspec_cli.reading.json_file import parse_json, read_object, show_kind
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
+MAX_EXTENT = 2**53
+MAX_DIMS = 16
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Those that weights are trained from; others are quantised."""
 
@@ -59,22 +63,26 @@ def open_checkpoint(folder: Path) -> dict[str, Entry]:
 
 def _read_index(file: Path) -> dict[str, str]:
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
+        names: dict[str, str] = read_object(file, {"weight_map": dict})["weight_map"]
+    except UnreadableFileError as error:
         raise _damaged(file, f"is no index of safetensors files: {error}") from error
+    for name in names.values():
+        if not isinstance(name, str) or Path(name).name != name or "\0" in name:
+            raise _damaged(file, f"names {show_kind(name)}, which is no file beside it")
+    return names
 
 
 def read_header(file: Path) -> dict[str, Entry]:
     """The tensors of one file. Raises MachineError that names the file, or the tensor that is not as it should be."""
     if not file.is_file():
         raise _damaged(file, "is missing, and the index names it")
-    with file.open("rb") as content:
+    with open_regular(file) as content:
         prefix = content.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
         if length > MAX_HEADER_BYTES:
             raise _damaged(file, "is no safetensors file")
         try:
-            header = json.loads(content.read(length))
+            header = parse_json(content.read(length))
             header.pop("__metadata__", None)
             return {name: _entry(file, name, told, 8 + length) for name, told in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -86,6 +94,10 @@ def _entry(file: Path, name: str, told: Mapping[str, Any], data_start: int) -> E
     if dtype not in DTYPE_BYTES:
         message = f"{file}: {name} is of type {dtype}; weights are read from {', '.join(DTYPE_BYTES)}"
         raise RecipeError(Problem("unsupported", message, "init.from", "name a checkpoint that is not quantised"))
+    if len(shape) > MAX_DIMS or not all(
+        isinstance(number, int) and 0 <= number < MAX_EXTENT for number in (*shape, start, end)
+    ):
+        raise ValueError(f"{name} has {show_kind(told['shape'])} as its shape, or offsets that are no numbers")
     entry = Entry(file, dtype, shape, data_start + start)
     if end - start != entry.bytes or data_start + end > file.stat().st_size:
         raise _damaged(file, f"is cut short or altered: {name} does not lie where the header says")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import socket
 import stat
@@ -21,10 +20,12 @@ from typing import Any
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.launch import processes
 from trainspec_cli.launch.slurm import commands as slurm
+from trainspec_cli.reading.files import unreadable
+from trainspec_cli.reading.json_file import parse_json, read_object
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.json_text import json_text
 
-_CANNOT_BE_LOOKED_AT = (errno.ENOENT, errno.EACCES, errno.ELOOP)
+_CANNOT_BE_LOOKED_AT = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP)
 """It is not there, is closed to this user, or is a link, which no run of trainspec makes."""
 GLANCE_S = 0.5
 """`is_running` holds the lock for an instant; a claim tries again for this long."""
@@ -37,7 +38,7 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
     The file is written in place: the lock belongs to the file, not to its name.
     """
     _give_up_earlier_start(run)
-    descriptor = os.open(run.pid_json, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    descriptor = os.open(run.pid_json, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         if not _is_free(descriptor, run.pid_json):
             raise _still_running(run)
@@ -59,11 +60,12 @@ def is_running(run: RunDir) -> bool:
         descriptor = os.open(run.pid_json, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno not in _CANNOT_BE_LOOKED_AT:
-            raise
+            raise unreadable(run.pid_json, f"cannot be opened: {error.strerror}") from error
         return False
     try:
-        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        return is_file and (not _lock(descriptor) or _orphans(descriptor))
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise unreadable(run.pid_json, "is no regular file", "remove it: no launch has written it")
+        return not _lock(descriptor) or _orphans(descriptor)
     finally:
         os.close(descriptor)
 
@@ -90,7 +92,7 @@ def _own_slurm_job() -> dict[str, str]:
 def _give_up_earlier_start(run: RunDir) -> None:
     """Slurm starts a job anew only when the start before is over; what lives on behind a cut cable is fenced off."""
     with contextlib.suppress(FileNotFoundError, ValueError):
-        held_by = json.loads(run.pid_json.read_text()).get("slurm_job_id")
+        held_by = read_object(run.pid_json).get("slurm_job_id")
         if held_by and held_by == os.environ.get("SLURM_JOB_ID"):
             run.pid_json.unlink()
 
@@ -113,10 +115,14 @@ def _orphans(descriptor: int) -> bool:
 
 
 def _read(descriptor: int) -> dict[str, Any]:
+    """Empty where nobody has written who holds it: half a line, or something else."""
     try:
-        return dict(json.loads(os.pread(descriptor, 4096, 0)))
+        owner = parse_json(os.pread(descriptor, 4096, 0))
     except ValueError:
         return {}
+    kinds = {"launch_id": str, "slurm_job_id": str | None}
+    whole = isinstance(owner, dict) and all(isinstance(owner.get(name), kind) for name, kind in kinds.items())
+    return dict(owner) if whole else {}
 
 
 def _still_running(run: RunDir) -> RecipeError:

@@ -20,9 +20,9 @@ from trainspec_cli.huggingface.adapters import ADAPTER_CONFIG, adapter_config
 from trainspec_cli.huggingface.config import write_config
 from trainspec_cli.huggingface.folder import CONFIG, GENERATION, SMALL_FILES, TOKENIZER, TOKENIZER_CONFIG, read_config
 from trainspec_cli.launch.environment import python_path
-from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.rundir.record import read_data_dir, read_plan
 from trainspec_cli.spec.model import DecoderModel
 from trainspec_cli.spec.plan import Plan
 
@@ -53,7 +53,7 @@ def newest_step(run: RunDir) -> int:
 
 def write_folder(wanted: Export, output: Path) -> str:
     """Make `output`, which must not exist or be empty; -> its model_type. Raises RecipeError and MachineError."""
-    plan = from_plain(Plan, read_json(wanted.run.plan_json))
+    plan = read_plan(wanted.run)
     model = plan.spec.model
     config = _config(plan, wanted)
     assert isinstance(model, DecoderModel), "write_config refuses others"
@@ -77,9 +77,9 @@ def _write_beside(plan: Plan, run: RunDir, config: dict[str, Any], folder: Path)
     for name in SMALL_FILES:
         if (run.huggingface / name).is_file():
             shutil.copyfile(run.huggingface / name, folder / name)
-    data_dir = read_json(run.run_json)["data_dir"]
-    begun_without = data_dir is not None and not (folder / TOKENIZER).is_file()
-    token_folder = Collection.open(data_dir).tokenizer_folder if begun_without else None
+    data_dir = read_data_dir(run)
+    kept = (folder / TOKENIZER).is_file()
+    token_folder = Collection.open(data_dir).tokenizer_folder if data_dir is not None and not kept else None
     if token_folder is not None:
         config |= {"eos_token_id": _write_tokenizer(token_folder, plan.spec.data.seq_len, folder)}
     if not (folder / GENERATION).is_file():
@@ -104,7 +104,7 @@ def _write_tokenizer(token_folder: Path, seq_len: int, folder: Path) -> int:
 
 def write_adapters(wanted: Export, output: Path) -> str:
     """Make `output` with a run's LoRA adapters as PEFT reads them. Raises RecipeError where it trained none."""
-    plan = from_plain(Plan, read_json(wanted.run.plan_json))
+    plan = read_plan(wanted.run)
     if not plan.spec.lora.rank:
         message = f"{wanted.run.root} trained whole weights, and no adapters"
         raise RecipeError(Problem("unsupported", message, "--format", "type --format hf"))

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainspec_cli import __version__
 from trainspec_cli.errors import MachineError, Problem, RecipeError
@@ -20,8 +19,9 @@ from trainspec_cli.launch.command import render_command
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.provenance import git_state, versions
 from trainspec_cli.rundir import memory
-from trainspec_cli.rundir.files import read_json, write_json, write_text
+from trainspec_cli.rundir.files import write_json, write_text
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_about
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.canonical import digest, to_plain
 from trainspec_cli.spec.init import InitSpec
@@ -133,9 +133,9 @@ def _keep_small_files(init: InitSpec, run: RunDir) -> None:
 def write_resume(job: Job, plan: Plan, argv: Sequence[str], from_step: int, kernels: KernelTable | None = None) -> None:
     """The run goes on under `plan`; what the last start said of its end is cleared away."""
     run = job.run
-    about: dict[str, Any] = read_json(run.run_json)
+    about = read_about(run)
     resume = {"argv": list(argv), "trainspec": __version__, "at": time.time(), "from_step": from_step}
-    about["resumes"].append(resume)
+    about.setdefault("resumes", []).append(resume)
     about["digest"] = digest(plan.spec)
     about.setdefault(memory.SECRET, memory.new_secret())
     for words in run.errors_folder.glob("*.json"):

@@ -136,10 +136,16 @@ def backtest(rows: Iterable[Row], eff: Efficiency) -> Backtest:
 
 def predict(row: Row, eff: Efficiency) -> Prediction:
     try:
-        stated = state(row)
-        setup = close_recompute(stated)
+        return _predict(row, eff)
     except RowRefused as refusal:
         return Prediction(row, refused=str(refusal))
+    except (ArithmeticError, ValueError, AssertionError):
+        return Prediction(row, refused="its sizes describe no run")
+
+
+def _predict(row: Row, eff: Efficiency) -> Prediction:
+    stated = state(row)
+    setup = close_recompute(stated)
     step = estimate_step(setup, eff).total_s
     rate = stated.samples * setup.seq_len / step / setup.fabric.num_devices
     memory, measured_memory = memory_figure(row, setup)

@@ -13,6 +13,7 @@ from trainspec_cli.planner.topology import Fabric
 from trainspec_cli.spec.cluster import AcceleratorSpec
 from trainspec_cli.spec.layout import Layout, PipelineSchedule, ZeroStage
 from trainspec_cli.spec.model import ConvModel, DecoderModel, ExpertSpec, HybridModel, LatentAttention, ModelSpec
+from trainspec_cli.spec.sizes import LARGEST_OF
 
 Row = Mapping[str, str]
 ADAPTER_SHARE = 0.002
@@ -35,14 +36,23 @@ class Stated:
     """The row leaves the recompute open: the lightest that fits is taken."""
 
 
+SHOWN_CHARS = 40
+LARGEST_CELL = 1e15
+COLUMNS = {"layers": "num_layers", "hidden": "hidden_size", "n_experts": "num_experts", "n_gpus": "num_nodes"}
+"""Column -> the key whose largest value holds for it."""
+
+
 def number(row: Row, key: str, default: float | None = None) -> float | None:
     text = (row.get(key) or "").strip()
     if not text or text.lower() in ("nan", "none", "null"):
         return default
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
-        raise RowRefused(f"column {key}: {text!r} is no number") from None
+        raise RowRefused(f"column {key}: {text[:SHOWN_CHARS]!r} is no number") from None
+    if not 0 <= value <= LARGEST_OF.get(COLUMNS.get(key, key), LARGEST_CELL):
+        raise RowRefused(f"column {key}: {text[:SHOWN_CHARS]!r} is beyond what is reckoned with")
+    return value
 
 
 def whole(row: Row, key: str, default: int) -> int:

@@ -13,9 +13,10 @@ from typing import Any
 from trainspec_cli.report.history import Event, History, Start, read_history
 from trainspec_cli.report.status import status_of
 from trainspec_cli.rundir.accounting import account_run, goodput
-from trainspec_cli.rundir.events import PARTS, read_events
+from trainspec_cli.rundir.events import PARTS, read_story
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_about, read_plain_plan, read_result
 from trainspec_cli.rundir.throughput import measure_throughput
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.kernels import KernelSpec, KernelTable
@@ -110,15 +111,15 @@ class Report:
 def collect(root: Path | str, *, running: bool = False, queued: bool = False) -> Report:
     """Read what is there; a run that is still going, or was cut short, gives what it has so far."""
     run = RunDir(root)
-    histories = {rank: read_history(read_events(run.events(rank))) for rank in _ranks(run)}
+    histories = {rank: read_history(read_story(run.events(rank))) for rank in _ranks(run)}
     first = histories.get(0, History())
-    result = _read_if_there(run.result_json)
-    plan = _read_if_there(run.plan_json)
+    result = read_result(run)
+    plan = read_plain_plan(run)
     steps, begin = first.steps, first.begin
     time_s = account_run(run, time.time() if running else None)
     return Report(
         path=str(run.root),
-        recipe=_read_if_there(run.run_json).get("recipe", ""),
+        recipe=read_about(run)["recipe"] if run.run_json.exists() else "",
         status=status_of(run, running=running, queued=queued),
         exit_code=result.get("exit_code"),
         steps=steps[-1]["step"] if steps else begin.get("step", 0),
@@ -151,10 +152,6 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
 def _ranks(run: RunDir) -> list[int]:
     names = (re.fullmatch(r"rank(\d+)\.jsonl", path.name) for path in run.events_folder.glob("rank*.jsonl"))
     return sorted(int(match[1]) for match in names if match)
-
-
-def _read_if_there(path: Path) -> dict[str, Any]:
-    return dict(read_json(path)) if path.is_file() else {}
 
 
 def _read_prediction(plan: dict[str, Any]) -> LocalPrediction | None:

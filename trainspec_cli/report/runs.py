@@ -8,12 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainspec_cli.errors import TrainspecError
 from trainspec_cli.report.collect import finite
 from trainspec_cli.report.history import Event
-from trainspec_cli.report.status import status_of
-from trainspec_cli.rundir.events import parse_lines
-from trainspec_cli.rundir.files import read_json
+from trainspec_cli.report.status import DAMAGED, status_of
+from trainspec_cli.rundir.events import read_story
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_about, read_max_steps
 
 TAIL_BYTES = 65_536
 
@@ -29,15 +30,18 @@ class RunLine:
     max_steps: int | None
     loss: float | None
     created_at: float
-    """Unix seconds."""
+    """Unix seconds; of a damaged run when its folder was last changed."""
+    damage: str = ""
+    """Why the run cannot be read; empty where it can."""
 
 
 def list_runs(folder: Path, is_running: Ask, is_queued: Ask) -> list[RunLine]:
-    """Newest first; runs of others that are closed to this user are left out."""
+    """Newest first. A run that cannot be read is listed as damaged, and hides no other; runs of others that are closed
+    to this user are left out."""
     lines = []
     for run in find_runs(folder):
         with suppress(PermissionError):
-            lines.append(_describe(run, is_running, is_queued))
+            lines.append(_describe_any(run, is_running, is_queued))
     return sorted(lines, key=lambda line: line.created_at, reverse=True)
 
 
@@ -49,15 +53,31 @@ def find_runs(folder: Path) -> Iterator[RunDir]:
             yield RunDir(root)
 
 
+def _describe_any(run: RunDir, is_running: Ask, is_queued: Ask) -> RunLine:
+    try:
+        return _describe(run, is_running, is_queued)
+    except PermissionError:
+        raise
+    except (TrainspecError, OSError) as error:
+        return RunLine(str(run.root), "-", DAMAGED, 0, None, None, _changed_at(run), str(error))
+
+
+def _changed_at(run: RunDir) -> float:
+    try:
+        return run.root.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
 def _describe(run: RunDir, is_running: Ask, is_queued: Ask) -> RunLine:
-    about = read_json(run.run_json)
+    about = read_about(run)
     step = last_step(run)
     return RunLine(
         path=str(run.root),
         recipe=about["recipe"],
         status=status_of(run, running=is_running(run), queued=is_queued(run)),
         step=step.get("step", 0),
-        max_steps=read_json(run.plan_json)["spec"]["train"]["max_steps"] if run.plan_json.is_file() else None,
+        max_steps=read_max_steps(run),
         loss=finite(step.get("loss")),
         created_at=about["created_at"],
     )
@@ -65,10 +85,5 @@ def _describe(run: RunDir, is_running: Ask, is_queued: Ask) -> RunLine:
 
 def last_step(run: RunDir) -> Event:
     """The newest step event of rank 0; empty before there is one."""
-    path = run.events(0)
-    if not path.is_file():
-        return {}
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        steps = [event for event in parse_lines(file) if event["type"] == "step"]
+    steps = [event for event in read_story(run.events(0), TAIL_BYTES) if event["type"] == "step"]
     return steps[-1] if steps else {}

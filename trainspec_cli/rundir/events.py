@@ -32,7 +32,6 @@ The supervisor's marks, in a file of their own:
 from __future__ import annotations
 
 import errno
-import json
 import os
 import threading
 import time
@@ -40,6 +39,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trainspec_cli.reading.files import open_regular, unreadable
+from trainspec_cli.reading.json_file import parse_json
+from trainspec_cli.rundir.event_fields import find_fault
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.json_text import json_text
 
@@ -51,6 +53,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 KEPT_BYTES = 2**20
 """What a full disk does not take is kept up to this size, and written when there is room again."""
 TAIL_BYTES = 2**16
+MAX_LINE_BYTES = 2**22
+"""No event is longer."""
 
 
 class EventWriter:
@@ -112,17 +116,34 @@ def spoken_bytes(run: RunDir) -> int:
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """Whole lines only; a line cut by a crash is passed over."""
-    if path.is_file():
-        with path.open("rb") as file:
-            yield from parse_lines(file)
+    yield from (event for _, event in _numbered(path))
+
+
+def read_story(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """As `read_events`, of a folder that anybody may have written. Raises UnreadableFileError that names the line of an
+    event whose fields are not of their kinds. `last_bytes`: of the end of a long file alone."""
+    for number, event in _numbered(path, last_bytes):
+        if fault := find_fault(event):
+            hint = f"to look at the run without it, take the line out of {path}"
+            line = number if last_bytes is None else None
+            raise unreadable(path, f"holds an event that no worker writes: {fault}", hint, line=line)
+        yield event
 
 
 def tail_events(path: Path) -> Iterator[dict[str, Any]]:
     """The newest whole lines, as far as the file's last `TAIL_BYTES` reach."""
-    if path.is_file():
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            yield from parse_lines(file)
+    yield from (event for _, event in _numbered(path, TAIL_BYTES))
+
+
+def _numbered(path: Path, last_bytes: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line, event)"""
+    if not path.exists():
+        return
+    with open_regular(path) as file:
+        if last_bytes is not None:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - last_bytes))
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
+            yield from ((number, event) for event in parse_lines([line]))
 
 
 def parse_lines(lines: Any) -> Iterator[dict[str, Any]]:
@@ -130,7 +151,7 @@ def parse_lines(lines: Any) -> Iterator[dict[str, Any]]:
         if not line.endswith(b"\n"):
             return
         try:
-            event = json.loads(line)
+            event = parse_json(line)
         except ValueError:
             continue
         if isinstance(event, dict):

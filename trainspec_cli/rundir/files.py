@@ -1,14 +1,16 @@
-"""Files that are never seen half-written."""
+"""Files that are never seen half-written; `read_json` and `read_object` read what they hold."""
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from pathlib import Path
 from typing import Any
 
+from trainspec_cli.reading.json_file import read_json, read_object
 from trainspec_cli.spec.json_text import json_text
+
+__all__ = ["read_json", "read_object", "write_json", "write_text"]
 
 
 def write_text(path: Path, text: str) -> None:
@@ -27,7 +29,3 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     write_text(path, json_text(content) + "\n")
-
-
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))

@@ -6,7 +6,6 @@ a host that was thought dead) finds it there and writes no more: it is fenced of
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping
@@ -54,7 +53,7 @@ def read(run: RunDir, number: int) -> dict[str, Any]:
     """Empty until it is described."""
     try:
         return dict(read_json(run.generation(number)))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, ValueError):
         return {}
 
 

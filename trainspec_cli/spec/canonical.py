@@ -30,6 +30,8 @@ def _plain(value: Any) -> Any:
 
 def from_plain(cls: type[T], data: Mapping[str, Any]) -> T:
     """The inverse of `to_plain`. Raises RecipeError with every key that does not fit."""
+    if not isinstance(data, Mapping):
+        raise RecipeError(f"{type(data).__name__} in the place of the fields of {cls.__name__}", code="wrong_type")
     built, problems = build(cls, data)
     if problems:
         raise RecipeError(problems)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainspec_cli.reading.files import expand
+
 HUGGING_FACE = "hf:"
 
 
@@ -20,8 +22,8 @@ class InitSpec:
     def hugging_face(self) -> Path | None:
         if self.from_ is None or not self.from_.startswith(HUGGING_FACE):
             return None
-        return Path(self.from_.removeprefix(HUGGING_FACE)).expanduser()
+        return expand(self.from_.removeprefix(HUGGING_FACE))
 
     @property
     def run(self) -> Path | None:
-        return None if self.from_ is None or self.hugging_face else Path(self.from_).expanduser()
+        return None if self.from_ is None or self.hugging_face else expand(self.from_)

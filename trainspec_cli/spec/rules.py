@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from trainspec_cli.errors import Problem
+from trainspec_cli.reading.files import expand
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.cluster import Machine
 from trainspec_cli.spec.elastic_rules import ELASTIC_RULES, fixed_groups
@@ -219,19 +220,19 @@ def one_tokenizer(spec: RunSpec) -> Iterator[Problem]:
 
 def tokenizer(spec: RunSpec) -> Iterator[Problem]:
     path = spec.data.tokenizer.path
-    if path is not None and not Path(path).expanduser().is_file():
+    if path is not None and not expand(path).is_file():
         yield _missing_file("data.tokenizer.path", path, "file")
 
 
 def _exists(path: str, *, folder_only: bool) -> bool:
-    expanded = Path(path).expanduser()
+    expanded = expand(path)
     if folder_only:
         return expanded.is_dir()
     return expanded.exists() or any(glob.iglob(str(expanded), recursive=True))  # noqa: PTH207
 
 
 def _missing_file(path: str, value: str, kind: str) -> Problem:
-    place = "" if Path(value).expanduser().is_absolute() else f" in {Path.cwd()}"
+    place = "" if expand(value).is_absolute() else f" in {Path.cwd()}"
     message = f"`{path}` is {value}; there is no such {kind}{place}"
     return Problem(code="missing_file", path=path, message=message, hint=f"type {path}=<the {kind}'s path>")
 

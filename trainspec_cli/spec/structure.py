@@ -16,12 +16,17 @@ from typing import Any, Literal, TypeVar, Union
 
 from trainspec_cli.errors import Problem, closest
 from trainspec_cli.spec.run import RunSpec
+from trainspec_cli.spec.sizes import LARGEST, largest_of
 from trainspec_cli.spec.unknown import UNKNOWN
 
 MISSING = "???"
 """A value left open, to be given by the recipe or the command line."""
 
 MAX_GUESSES = 3
+MAX_ITEMS = 1_000
+"""Of a list."""
+MAX_TEXT_CHARS = 100_000
+SHOWN_CHARS = 80
 
 T = TypeVar("T")
 
@@ -40,7 +45,7 @@ def build(cls: type[T], data: Mapping[str, Any], path: str = "") -> tuple[T, lis
     """-> a draft of dataclass `cls` in which `UNKNOWN` stands for whatever was wrong, and the problems."""
     hints = _hints(cls)  # type: ignore[arg-type]
     fields = {key_of(field): field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    problems = [_unknown_key(cls, key, path) for key in data if key not in fields]
+    problems = [_unknown_key(cls, str(key), path) for key in data if key not in fields]
     values: dict[str, Any] = {}
     for key, field in fields.items():
         name = field.name
@@ -66,9 +71,22 @@ def _build_value(wanted: Any, value: Any, path: str) -> tuple[Any, list[Problem]
     if by_name and isinstance(value, Mapping):
         return _build_items(typing.get_args(by_name)[1], value, path)
     try:
-        return convert(wanted, value), []
+        converted = convert(wanted, value)
     except WrongValueError:
         return UNKNOWN, [_wrong_value(wanted, value, path)]
+    oversized = _oversized(converted, path)
+    return (UNKNOWN, [oversized]) if oversized else (converted, [])
+
+
+def _oversized(value: Any, path: str) -> Problem | None:
+    """Of a number, or of one in a list, that nothing can be reckoned with. The rules are not asked of such a value."""
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, (int, float)) and abs(number) > (most := largest_of(path, number)):
+            message = f"`{path}` is {show_value(number)}; at most {most:,} is reckoned with"
+            return Problem("out_of_range", message, path, f"type {path}={most} or less")
+    if isinstance(value, tuple) and len(value) > MAX_ITEMS:
+        return Problem("out_of_range", f"`{path}` has {len(value):,} values; at most {MAX_ITEMS} are read", path)
+    return None
 
 
 def _build_items(wanted: Any, items: Mapping[str, Any], path: str) -> tuple[dict[str, Any], list[Problem]]:
@@ -111,9 +129,22 @@ def convert(wanted: Any, value: Any) -> Any:
         return tuple(convert(typing.get_args(wanted)[0], item) for item in value)
     if wanted in (int, float):
         return _convert_number(wanted, value)
+    if wanted is str and isinstance(value, str) and not _can_be_written(value):
+        raise WrongValueError
     if wanted in (str, bool, type(None)) and type(value) is wanted:
         return value
     raise WrongValueError
+
+
+def _can_be_written(text: str) -> bool:
+    """NUL ends a path in the middle, and half a surrogate pair has no UTF-8."""
+    if len(text) > MAX_TEXT_CHARS or "\0" in text:
+        return False
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _convert_choice(choices: tuple[Any, ...], value: Any) -> Any:
@@ -133,8 +164,12 @@ def _convert_union(members: tuple[Any, ...], value: Any) -> Any:
 
 
 def _convert_number(wanted: type, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise WrongValueError
+    if isinstance(value, float) and not math.isfinite(value):
+        raise WrongValueError
+    if wanted is float and abs(value) > LARGEST:
+        value = math.copysign(2 * LARGEST, value)  # told of as too large, whatever its digits
     if wanted is int and value != int(value):
         raise WrongValueError
     return wanted(value)
@@ -256,5 +291,7 @@ def show_value(value: Any) -> str:
     if value == "":
         return "empty"
     if isinstance(value, Mapping):
-        return f"a section (keys {', '.join(map(str, value))})"
-    return repr(value)
+        value = f"a section (keys {', '.join(map(str, value))})"
+        return value if len(value) <= SHOWN_CHARS else f"{value[:SHOWN_CHARS]}...)"
+    text = ascii(value) if isinstance(value, str) and not _can_be_written(value) else repr(value)
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from trainspec_cli.launch.slurm import commands as slurm
-from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.rundir.files import read_object, write_json
 from trainspec_cli.rundir.paths import RunDir
 
 
@@ -32,4 +32,4 @@ class Queue:
             return False
         if self._pending is None:
             self._pending = slurm.pending()
-        return read_json(run.slurm_json)["job_id"] in self._pending
+        return read_object(run.slurm_json, {"job_id": str})["job_id"] in self._pending

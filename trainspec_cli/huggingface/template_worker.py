@@ -1,0 +1,115 @@
+"""The process that chat templates run in: templates are programs of strangers, and may loop or grow without end.
+
+A line of JSON in, a line of JSON out. The first line is the template; each further one is a conversation. The kernel
+ends the process when a conversation takes more processor time than its first argument says (seconds), and its memory
+is bounded. The file imports nothing of trainspec, so that it starts in a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MEMORY_LIMIT_BYTES = 2**30
+OUTPUT_LIMIT_CHARS = 2**24
+OTHER_CONTENT = "\ue000"
+"""Stands in for a reply, to see where it goes; of the private use area, so that no reply begins or ends with it."""
+
+Message = Mapping[str, Any]
+Span = tuple[int, int]
+
+
+class Generation(Extension):
+    """`{% generation %}` marks replies for transformers' masks; here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's own way
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def compile_template(source: str) -> Any:
+    def refuse(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return environment.from_string(source)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def render(template: Any, messages: Sequence[Message], values: Mapping[str, Any]) -> str:
+    text = template.render(messages=messages, **values)
+    if len(text) > OUTPUT_LIMIT_CHARS:
+        raise ValueError(f"it writes {len(text):,} characters; at most {OUTPUT_LIMIT_CHARS:,} are taken")
+    return text
+
+
+def find_replies(template: Any, text: str, messages: Sequence[Message], values: Mapping[str, Any]) -> list[Span]:
+    """Where in `text` the assistant's replies stand: a reply is what changes when its content does."""
+    spans = []
+    for number, message in enumerate(messages):
+        if isinstance(message, dict) and message.get("role") == "assistant" and message.get("content"):
+            changed = [*messages[:number], {**message, "content": OTHER_CONTENT}, *messages[number + 1 :]]
+            spans.append(difference(text, render(template, changed, values)))
+    return [span for span in spans if span[0] < span[1]]
+
+
+def difference(text: str, other: str) -> Span:
+    """The part of `text` that `other` has something else for."""
+    shortest = min(len(text), len(other))
+    start = next((i for i in range(shortest) if text[i] != other[i]), shortest)
+    most = shortest - start
+    same = next((i for i in range(most) if text[-1 - i] != other[-1 - i]), most)
+    return start, len(text) - same
+
+
+def answer(template: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    """-> {text, spans}, or {fault}: what went wrong, in the template's own words."""
+    try:
+        text = render(template, asked["messages"], asked["values"])
+        spans = find_replies(template, text, asked["messages"], asked["values"]) if asked["replies"] else []
+        return {"text": text, "spans": spans}
+    except TemplateError as error:
+        return {"fault": str(error)}
+    except MemoryError:
+        return {"fault": f"it takes more than {MEMORY_LIMIT_BYTES // 2**20} MiB of memory"}
+    except Exception as error:  # whatever a stranger's program raises
+        return {"fault": f"{type(error).__name__}: {error}"}
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
+    lines, cpu_limit_s = iter(sys.stdin.readline, ""), float(sys.argv[1])
+    signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
+    try:
+        template, told = compile_template(json.loads(next(lines))), {}
+    except Exception as error:
+        template, told = None, {"fault": f"{type(error).__name__}: {error}"}
+    print(json.dumps(told), flush=True)
+    for line in lines if template is not None else ():
+        signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
+        told = answer(template, json.loads(line))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Files that others wrote, read within limits of kind, size and depth."""

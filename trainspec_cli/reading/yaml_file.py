@@ -1,0 +1,84 @@
+"""YAML that others wrote: bounded in size, in depth, and in what its aliases stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainspec_cli.reading.files import read_text, unreadable
+
+MAX_BYTES = 512 * 2**10
+MAX_DEPTH = 32
+"""Lists and mappings within one another."""
+MAX_NODES = 20_000
+"""Values of a file, those that an alias stands for counted each time."""
+MAX_INTERPOLATED_CHARS = 2_000
+"""Of a value that holds `${...}`, which is parsed slowly."""
+MAX_DIGITS = 30
+
+
+class YamlLimitError(yaml.MarkedYAMLError):
+    """A limit that is no part of YAML itself is exceeded; `problem_mark` says where."""
+
+
+def compose_yaml(text: str) -> yaml.Node | None:
+    """The tree of nodes with their places. Raises yaml.YAMLError."""
+    loader = yaml.SafeLoader(text)
+    try:
+        root = loader.get_single_node()
+    except RecursionError as error:
+        raise YamlLimitError(problem=_TOO_DEEP, problem_mark=loader.get_mark()) from error
+    finally:
+        loader.dispose()
+    if root is not None:
+        _count(root, 1, {}, set())
+    return root
+
+
+_TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
+
+
+def read_yaml(path: Path) -> Any:
+    """The content of a file as plain values. Raises UnreadableFileError, MissingFileError where there is none."""
+    text = read_text(path, MAX_BYTES)
+    try:
+        root = compose_yaml(text)
+        return None if root is None else yaml.SafeLoader("").construct_document(root)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        raise unreadable(path, f"is not YAML: {error.problem or error.context}", line=line, column=column) from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise unreadable(path, f"cannot be read: {str(error).partition(chr(10))[0]}") from error
+
+
+def _count(node: yaml.Node, depth: int, known: dict[int, int], above: set[int]) -> int:
+    """Values that `node` stands for. Raises YamlLimitError where they are too many, or too deep."""
+    if id(node) in above:
+        raise _over("it holds itself, by an alias", node)
+    if depth > MAX_DEPTH:
+        raise _over(_TOO_DEEP, node)
+    if isinstance(node, yaml.ScalarNode):
+        _check_scalar(node)
+        return 1
+    if id(node) not in known:
+        above.add(id(node))
+        items = [item for pair in node.value for item in (pair if isinstance(pair, tuple) else (pair,))]
+        known[id(node)] = 1 + sum(_count(item, depth + 1, known, above) for item in items)
+        above.remove(id(node))
+    if known[id(node)] > MAX_NODES:
+        raise _over(f"it stands for more than {MAX_NODES:,} values, its aliases written out", node)
+    return known[id(node)]
+
+
+def _check_scalar(node: yaml.ScalarNode) -> None:
+    if "${" in node.value and len(node.value) > MAX_INTERPOLATED_CHARS:
+        raise _over(f"a text with ${{...}} has {len(node.value):,} characters; at most {MAX_INTERPOLATED_CHARS}", node)
+    if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MAX_DIGITS:
+        raise _over(f"a whole number has {len(node.value):,} digits; at most {MAX_DIGITS}", node)
+
+
+def _over(problem: str, node: yaml.Node) -> YamlLimitError:
+    return YamlLimitError(problem=problem, problem_mark=node.start_mark)
