@@ -170,7 +170,7 @@ def test_a_dry_run_shows_everything_and_leaves_nothing(trainspec: Command, place
     before = sorted(place.rglob("*"))
     shown = trainspec("launch", *TINY, "--dry-run")
     assert shown.returncode == 0
-    assert "torch.distributed.run" in shown.stdout
+    assert "trainspec_cli.engine.torchrun" in shown.stdout
     assert "OMP_NUM_THREADS=" in shown.stdout
     plan = json.loads(trainspec("launch", *TINY, "--dry-run", "--json", "run.dir=somewhere").stdout)
     assert plan["plan"]["devices_per_node"] == 2

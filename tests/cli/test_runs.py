@@ -26,7 +26,7 @@ def host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def make_run(root: Path, step: int, **result: Any) -> RunDir:
     """One with a copy of `step` in memory, that ended with `result`."""
     run = RunDir(root)
-    write_json(run.run_json, {"created_at": 1.0, "recipe": "tiny"})
+    write_json(run.run_json, {"created_at": 1.0, "recipe": "tiny", memory.SECRET: memory.new_secret()})
     slot = memory.make_memory_folder(run) / "slot0"
     write_json(slot / "rank00000.json", {"about": {"step": step}})
     (slot / "rank00000.safetensors").write_bytes(bytes(100_000))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from trainspec_cli.engine.models.decoder import Block
 from trainspec_cli.engine.models.rope import rope_angles
 from trainspec_cli.engine.probe import scheduled_s
+from trainspec_cli.launch.command import torchrun_command
 from trainspec_cli.planner.local_memory import activation_bytes_per_token
 from trainspec_cli.rundir.events import PARTS
 from trainspec_cli.rundir.files import read_json
@@ -24,10 +24,10 @@ from trainspec_cli.spec.probe import MachineProbe
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory: pytest.TempPathFactory) -> MachineProbe:
     folder = tmp_path_factory.mktemp("probe")
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     home = str(Path(__file__).resolve().parents[2])
-    command = [*torchrun, "-m", "trainspec_cli.engine.probe", "fp32", str(folder)]
-    ran = subprocess.run(command, env={**os.environ, "PYTHONPATH": home}, capture_output=True, text=True)
+    command = torchrun_command(2, folder / "logs", ("-m", "trainspec_cli.engine.probe", "fp32", str(folder)))
+    environment = {**os.environ, "PYTHONPATH": home, "GLOO_SOCKET_IFNAME": "lo"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     return from_plain(MachineProbe, read_json(folder / "probe.json"))
 

@@ -32,6 +32,8 @@ from trainspec_cli.rundir.paths import RunDir  # noqa: E402
 
 RUN = RunDir(ROOT)
 STEPS = 20
+ABOUT = {"device_name": "a stand-in", "params": 1, "peak_flops": 1e9, "peak_source": "made up", "flops_per_token": 1e3}
+STEP = {"tokens": 64, "step_time_s": 0.02, "time_s": {"forward": 0.02}, "grad_norm": 1.0, "skipped": False}
 stop_asked = False
 
 
@@ -43,12 +45,12 @@ def main() -> None:
     if MODE == "deaf":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     events = EventWriter(RUN.events(RANK), RANK)
-    events.write("start", world_size=2, step=0, pid=os.getpid(), host="here")
+    events.write("start", world_size=2, step=0, pid=os.getpid(), host="here", **ABOUT)
     step = 0
     while not stop_asked and (step < STEPS or MODE != "train"):
         step += 1
         time.sleep(0.02)
-        events.write("step", step=step, loss=4.0 / step, tokens=64, step_time_s=0.02, time_s={"forward": 0.02})
+        events.write("step", step=step, loss=4.0 / step, **STEP)
         if MODE == "raise" and step == 3:
             fail(events, step)
     finish(step)

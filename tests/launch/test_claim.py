@@ -10,6 +10,7 @@ import pytest
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.launch.claim import claim, is_running
 from trainspec_cli.launch.environment import LAUNCH_ID
+from trainspec_cli.reading.files import UnreadableFileError
 from trainspec_cli.rundir.paths import RunDir
 
 
@@ -37,6 +38,7 @@ def test_a_killed_launch_lets_go_once_its_workers_are_gone(tmp_path: Path) -> No
     program = f"""
 import os, signal
 from trainspec_cli.launch.claim import claim
+from trainspec_cli.reading.files import UnreadableFileError
 from trainspec_cli.rundir.paths import RunDir
 with claim(RunDir({str(tmp_path)!r}), {launch_id!r}):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -69,4 +71,5 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path: Path) -> None
 
 def test_a_pipe_in_the_place_of_the_lock_holds_nobody_up(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pid.json")
-    assert not is_running(RunDir(tmp_path))
+    with pytest.raises(UnreadableFileError, match="is no regular file"):
+        is_running(RunDir(tmp_path))

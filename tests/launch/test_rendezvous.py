@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -142,6 +143,15 @@ def join(client: JsonClient, name: str, step: int, failures: int = 0) -> None:
     client.send({"op": "join", "name": name, "step": step, "failures": failures})
 
 
+def receive_beating(client: JsonClient, name: str) -> dict[str, object]:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        client.send({"op": "beat", "name": name})
+        with contextlib.suppress(TimeoutError):
+            return client.receive(0.1)
+    raise AssertionError("no answer has come")
+
+
 def test_a_quorum_of_two_and_of_the_one_that_is_left(connect) -> None:
     one, other = connect(), connect()
     other.send({"op": "beat", "name": "b"})
@@ -164,15 +174,7 @@ def test_a_silent_group_is_dropped(connect) -> None:
     other.send({"op": "beat", "name": "b"})
     ask(other, "count")  # so the beat has been heard
     join(one, "a", 0)
-    deadline = time.monotonic() + 20
-    answer: dict[str, object] = {}
-    while not answer and time.monotonic() < deadline:
-        one.send({"op": "beat", "name": "a"})
-        try:
-            answer = one.receive(0.1)
-        except TimeoutError:
-            continue
-    assert answer["names"] == ["a"]
+    assert receive_beating(one, "a")["names"] == ["a"]
 
 
 def test_an_error_of_one_gives_the_quorum_another_number(connect) -> None:
@@ -195,7 +197,7 @@ def test_it_starts_again_on_its_own_port(rendezvous: Rendezvous, connect) -> Non
     assert rendezvous.address == before
     again = connect()
     join(again, "a", 1)
-    assert again.receive(20)["quorum"] != number, "numbers are not given twice"
+    assert receive_beating(again, "a")["quorum"] != number, "numbers are not given twice"
 
 
 def test_the_secret_goes_with_the_server(tmp_path: Path, rendezvous: Rendezvous) -> None:

@@ -19,9 +19,8 @@ from trainspec_cli.spec.canonical import canonical_json, to_plain
 from trainspec_cli.spec.cluster import Machine
 
 SCHEMA = "trainspec.certificate/1"
+_HEAD: dict[str, Kind] = {"schema": str, "digest": str}
 _FIELDS: dict[str, Kind] = {
-    "schema": str,
-    "digest": str,
     "verdict": str,
     "spec_version": str,
     "whole": bool,
@@ -97,9 +96,9 @@ def digest(body: dict[str, Any]) -> str:
 def verify(file: Path) -> dict[str, Any]:
     """The certificate in `file`. Raises RecipeError where it is none, or was altered."""
     try:
-        body = read_object(file, _FIELDS)
+        body = read_object(file, _HEAD)
     except UnreadableFileError as error:
-        raise RecipeError(_refused(file, f"{error}")) from error
+        raise RecipeError(_refused(file, f"{file} is no certificate: {error}")) from error
     schema, told = body["schema"], body["digest"]
     if schema != SCHEMA:
         raise RecipeError(_refused(file, f"{file} is of the schema {schema}, this version reads {SCHEMA}"))
@@ -120,6 +119,8 @@ def _digest_or_none(body: dict[str, Any]) -> str | None:
 def _check_parts(file: Path, body: dict[str, Any]) -> None:
     """Anybody can put a digest to anything. Raises RecipeError where it cannot be printed."""
     try:
+        for field, kind in _FIELDS.items():
+            check_field(file, body, field, kind)
         for name, fields in (("clauses", _CLAUSE), ("findings", _FINDING)):
             for number, part in enumerate(body[name]):
                 check_field(file, {f"{name}.{number}": part}, f"{name}.{number}", dict)

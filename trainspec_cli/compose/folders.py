@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainspec_cli.reading.files import exists
+
 ROOT = "trainspec"
 """conf/trainspec.yaml, the root of every run (no common name: ./conf may belong to another Hydra program)."""
 SUFFIX = ".yaml"
@@ -80,10 +82,11 @@ def _names(folders: Iterable[Path]) -> list[str]:
             file.relative_to(folder).with_suffix("").as_posix()
             for folder in folders
             for file in folder.rglob(f"*{SUFFIX}")
+            if exists(file)
         }
     )
 
 
 def _first_file(folders: tuple[Path, ...], name: str) -> Path | None:
     files = (folder / f"{name}{SUFFIX}" for folder in folders)
-    return next((file for file in files if file.is_file()), None)
+    return next((file for file in files if exists(file)), None)

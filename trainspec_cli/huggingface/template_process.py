@@ -28,7 +28,7 @@ class TemplateProcess:
         """-> {text, spans}, or {fault}."""
         if self._process is None:
             self._start()
-        told = self._exchange(json.dumps(question, default=str))
+        told = self._exchange(json.dumps(question, default=str, allow_nan=True))
         if told is None:
             return {"fault": f"it took more than {CPU_LIMIT_S:g} s for one conversation"}
         return told
@@ -45,7 +45,7 @@ class TemplateProcess:
             encoding="utf-8",
             start_new_session=True,
         )
-        told = self._exchange(json.dumps(self._source))
+        told = self._exchange(json.dumps(self._source, allow_nan=False))
         if told is None:
             return {"fault": f"it took more than {CPU_LIMIT_S:g} s to compile, or its process does not start"}
         return told

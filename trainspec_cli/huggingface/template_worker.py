@@ -52,7 +52,7 @@ def compile_template(source: str) -> Any:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+    return json.dumps(value, ensure_ascii=ensure_ascii, allow_nan=True, **options)
 
 
 def render(template: Any, messages: Sequence[Message], values: Mapping[str, Any]) -> str:
@@ -103,12 +103,12 @@ def main() -> None:
         template, told = compile_template(json.loads(next(lines))), {}
     except Exception as error:
         template, told = None, {"fault": f"{type(error).__name__}: {error}"}
-    print(json.dumps(told), flush=True)
+    print(json.dumps(told, allow_nan=False), flush=True)
     for line in lines if template is not None else ():
         signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
         told = answer(template, json.loads(line))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        print(json.dumps(told), flush=True)
+        print(json.dumps(told, allow_nan=False), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from trainspec_cli.launch.failure import Explanation, WorkerFailure, explain, fi
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.supervise import Ending
 from trainspec_cli.rundir.accounting import account_run, goodput
-from trainspec_cli.rundir.events import read_story, tail_events
+from trainspec_cli.rundir.events import read_sound, tail_events
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.memory import newest_copy, remove_copies
 from trainspec_cli.rundir.paths import RunDir
@@ -36,7 +36,7 @@ def conclude(job: Job, ending: Ending) -> Outcome:
     outcome = _conclude(job, ending)
     if outcome.result["status"] != "failed" and max(job.run.checkpoint_steps(), default=0) >= newest_copy(job.run):
         remove_copies(job.run)
-    recoveries = read_recoveries(read_story(job.run.events(0)))
+    recoveries = read_recoveries(read_sound(job.run.events(0)))
     outcome.result["recoveries"] = recoveries
     write_json(job.run.result_json, outcome.result)
     return outcome
@@ -86,7 +86,7 @@ def _write_result(run: RunDir, status: str, exit_code: int) -> dict[str, Any]:
     """As far as the events of rank 0 reach; what only the workers could know is null."""
     step: dict[str, Any] = {}
     evaluation: dict[str, Any] = {}
-    for event in read_story(run.events(0)):
+    for event in read_sound(run.events(0)):
         if event["type"] == "step":
             step = event
         elif event["type"] == "eval":

@@ -137,7 +137,7 @@ class RendezvousServer:
 
     async def _answer_requests(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         def write(answer: dict[str, Any]) -> None:
-            writer.write(json.dumps(answer).encode() + b"\n")
+            writer.write(json.dumps(answer, allow_nan=False).encode() + b"\n")
 
         name = ""
         try:

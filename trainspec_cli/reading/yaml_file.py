@@ -17,6 +17,9 @@ MAX_NODES = 20_000
 MAX_INTERPOLATED_CHARS = 2_000
 """Of a value that holds `${...}`, which is parsed slowly."""
 MAX_DIGITS = 30
+_TAG = "tag:yaml.org,2002:"
+_NO_VALUES = frozenset(_TAG + kind for kind in ("binary", "omap", "pairs", "set"))
+"""What YAML knows and a recipe does not."""
 
 
 class YamlLimitError(yaml.MarkedYAMLError):
@@ -60,6 +63,8 @@ def _count(node: yaml.Node, depth: int, known: dict[int, int], above: set[int]) 
         raise _over("it holds itself, by an alias", node)
     if depth > MAX_DEPTH:
         raise _over(_TOO_DEEP, node)
+    if node.tag in _NO_VALUES:
+        raise _over(f"!!{node.tag.removeprefix(_TAG)} is no kind of value that a recipe has", node)
     if isinstance(node, yaml.ScalarNode):
         _check_scalar(node)
         return 1
@@ -74,9 +79,11 @@ def _count(node: yaml.Node, depth: int, known: dict[int, int], above: set[int]) 
 
 
 def _check_scalar(node: yaml.ScalarNode) -> None:
+    if node.tag == f"{_TAG}timestamp":
+        node.tag = f"{_TAG}str"  # a date is text, as Hydra has it
     if "${" in node.value and len(node.value) > MAX_INTERPOLATED_CHARS:
         raise _over(f"a text with ${{...}} has {len(node.value):,} characters; at most {MAX_INTERPOLATED_CHARS}", node)
-    if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MAX_DIGITS:
+    if node.tag == f"{_TAG}int" and len(node.value) > MAX_DIGITS:
         raise _over(f"a whole number has {len(node.value):,} digits; at most {MAX_DIGITS}", node)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainspec_cli.rundir.events import read_story
+from trainspec_cli.rundir.events import read_sound
 from trainspec_cli.rundir.paths import RunDir
 
 Event = dict[str, Any]
@@ -58,7 +58,7 @@ class Attempt:
 
 def account_run(run: RunDir, now: float | None = None) -> dict[str, float]:
     """Of a run folder; `now` is the time of a run that is still going."""
-    return account(list(read_story(run.events(0))), list(read_story(run.supervisor_events)), now)
+    return account(list(read_sound(run.events(0))), list(read_sound(run.supervisor_events)), now)
 
 
 def goodput(time_s: dict[str, float]) -> float | None:

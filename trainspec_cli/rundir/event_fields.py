@@ -86,7 +86,7 @@ class Sets:
 FIELDS: dict[str, Number | Words | Truth | Seconds | Sets] = {
     "type": Words(),
     "time": _SECONDS,
-    "rank": Number(0, 1e7, whole=True),
+    "rank": Number(-1, 1e7, whole=True),
     "step": _COUNT,
     "world_size": Number(1, 1e6, whole=True),
     "params": _COUNT,

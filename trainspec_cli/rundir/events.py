@@ -130,6 +130,12 @@ def read_story(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, 
         yield event
 
 
+def read_sound(path: Path) -> Iterator[dict[str, Any]]:
+    """As `read_story`, without the events that it would refuse: how a run ended is written down whatever its folder
+    holds, and `report` names the damage."""
+    yield from (event for _, event in _numbered(path) if not find_fault(event))
+
+
 def tail_events(path: Path) -> Iterator[dict[str, Any]]:
     """The newest whole lines, as far as the file's last `TAIL_BYTES` reach."""
     yield from (event for _, event in _numbered(path, TAIL_BYTES))

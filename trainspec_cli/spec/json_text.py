@@ -8,12 +8,11 @@ from typing import Any
 
 
 def json_text(content: Any, *, indent: int | None = 2) -> str:
-    """`content` as JSON; a number that is not finite becomes null, as JSON has none.
+    """Return `content` as JSON in ASCII, which no terminal obeys and which holds names of files in any encoding.
 
-    Text stays readable, but for what UTF-8 cannot hold (names of files in another encoding), which is escaped.
+    A number that is not finite becomes null, as JSON has none.
     """
-    text = json.dumps(finite_or_none(content), indent=indent, ensure_ascii=False, allow_nan=False)
-    return text.encode("utf-8", "backslashreplace").decode()
+    return json.dumps(finite_or_none(content), indent=indent, allow_nan=False)
 
 
 def finite_or_none(value: Any) -> Any:

@@ -32,7 +32,7 @@ class JsonClient:
         return self.receive(timeout_s)
 
     def send(self, request: Mapping[str, Any]) -> None:
-        self._connection.sendall(json.dumps(request).encode() + b"\n")
+        self._connection.sendall(json.dumps(request, allow_nan=False).encode() + b"\n")
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
         self._connection.settimeout(timeout_s)
