@@ -81,10 +81,9 @@ def _choose_recipe(selection: Selection, argument: Argument | None) -> None:
     number, name = (argument.number, str(argument.value)) if argument else (1, "")
     path = expand(name)
     if path.suffix == SUFFIX and exists(selection.cwd / path):
-        file = (selection.cwd / path).resolve()
-        folders = selection.folders
-        selection.folders = replace(folders, recipes=tuple(dict.fromkeys((file.parent, *folders.recipes))))
-        selection.recipe = file.stem
+        folder, folders = (selection.cwd / path).parent.resolve(), selection.folders
+        selection.folders = replace(folders, recipes=tuple(dict.fromkeys((folder, *folders.recipes))))
+        selection.recipe = path.stem
     elif name and selection.folders.find_config(f"{RECIPE}/{name}"):
         selection.recipe = name
     else:

@@ -18,7 +18,7 @@ class Fault:
     """kill: SIGKILL. stop: SIGSTOP. hang: the worker waits for ever. exception, oom: it raises one. slow: it sleeps.
 
     bitflip: one bit of a parameter changes. disk_full: no file that it writes grows beyond a page. lighthouse: the
-    process that keeps the groups' membership is killed.
+    rendezvous server, where the groups meet, is killed.
     """
     step: int
     group: int = 0
