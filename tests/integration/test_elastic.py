@@ -134,6 +134,23 @@ def test_a_lighthouse_that_is_killed_costs_no_step(trainspec, tmp_path):
 
 
 @pytest.mark.slow
+def test_groups_whose_supervisor_is_killed_save_and_end(start_trainspec, tmp_path):
+    """They agree on the step to stop at through the rendezvous server, which outlives its supervisor for that."""
+    run = RunDir(tmp_path / "elastic")
+    process = start_trainspec(
+        "launch", *ELASTIC, ENDLESS, "run.dir=elastic", "fault=slow(step=5,seconds=0.1,steps=9999)"
+    )
+    wait_for(process, lambda: max(losses(run), default=0) >= 10)
+    process.kill()
+    process.wait(20)
+    deadline = time.monotonic() + 60
+    while not run.checkpoint_steps():
+        assert time.monotonic() < deadline, "nothing was saved"
+        time.sleep(0.1)
+    check_nothing_was_lost(run)
+
+
+@pytest.mark.slow
 def test_a_run_restarts_from_its_last_checkpoint_as_long_as_there_is_a_newer_one(trainspec, tmp_path):
     plain = trainspec("launch", "recipe=tiny", "checkpoint.interval_steps=4", "run.dir=plain")
     ended = trainspec(

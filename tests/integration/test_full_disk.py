@@ -22,7 +22,7 @@ def small_disk(tmp_path):
         pytest.skip("mounts a small disk")
     folder = tmp_path / "disk"
     folder.mkdir()
-    size = f"size={int(1.6 * CHECKPOINT_KB)}k"
+    size = f"mode=700,size={int(1.6 * CHECKPOINT_KB)}k"
     if subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", folder], capture_output=True).returncode:
         pytest.skip("may not mount")
     yield folder

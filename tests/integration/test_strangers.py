@@ -6,8 +6,9 @@ import json
 import pickle
 import signal
 import socket
+import subprocess
+import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -87,20 +88,36 @@ def molest(ports: set[tuple[str, int]], marker: Path) -> list[socket.socket]:
     return idle
 
 
-def speaks_torch_store(address: tuple[str, int]) -> bool:
-    """Whether torch's own store answers there, which believes whoever connects."""
-    timeout = timedelta(seconds=0.5)
-    try:
-        store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
-        store.set("k", "v")
-    except (dist.DistError, RuntimeError):
-        return False
-    return store.get("k") == b"v"
+STORE_CLIENT = """
+import os, sys, threading, torch.distributed as dist
+
+def ask(address):
+    host, port = address.split(":")
+    store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    store.set("k", "v")
+    if store.get("k") == b"v":
+        print(address, flush=True)
+
+asking = [threading.Thread(target=ask, args=(address,), daemon=True) for address in sys.argv[1:]]
+for thread in asking:
+    thread.start()
+for thread in asking:
+    thread.join(2)
+os._exit(0)
+"""
+"""Prints where torch's own store answers, which believes whoever connects; elsewhere its client waits in vain."""
+
+
+def find_torch_stores(ports: set[tuple[str, int]]) -> list[str]:
+    command = [sys.executable, "-c", STORE_CLIENT, *(f"{host}:{port}" for host, port in ports)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stdout.split()
 
 
 def test_torchs_own_store_would_be_found():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert speaks_torch_store(("127.0.0.1", store.port))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        ports = {("127.0.0.1", store.port), ("127.0.0.1", other.getsockname()[1])}
+        assert find_torch_stores(ports) == [f"127.0.0.1:{store.port}"]
 
 
 @pytest.mark.parametrize("recipe", [PLAIN, GROUPS], ids=["plain", "groups"])
@@ -110,7 +127,7 @@ def test_strangers_neither_end_nor_change_a_run(start_trainspec, tmp_path, recip
     await_step(run, started, 3)
     ports = listening(psutil.Process(started.pid))
     assert {address for address, _ in ports} == {"127.0.0.1"}, "nothing listens beyond this host"
-    assert not any(speaks_torch_store(port) for port in ports)
+    assert find_torch_stores(ports) == []
     stores = stores_of(psutil.Process(started.pid))
     assert all(store.parent.stat().st_mode & 0o777 == 0o700 for store in stores)
     idle = molest(ports, marker)
@@ -141,7 +158,7 @@ def test_strangers_do_not_disturb_a_job_of_two_hosts(start_trainspec, tmp_path):
     await_step(run, hosts[0], 3)
     ports = set().union(*(listening(psutil.Process(host.pid)) for host in hosts))
     assert {address for address, _ in ports} == {"127.0.0.1"}, "the job's interface"
-    assert not any(speaks_torch_store(port) for port in ports)
+    assert find_torch_stores(ports) == []
     idle = molest(ports, marker)
     await_step(run, hosts[0], last_step(run) + 10)
     hosts[0].send_signal(signal.SIGINT)

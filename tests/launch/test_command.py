@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from trainspec_cli.errors import MachineError
 from trainspec_cli.launch.command import render_command, torchrun_command
 from trainspec_cli.launch.environment import LAUNCH_ID, job_environment
+from trainspec_cli.launch.nodes.executor import Reach, build_nodes_job
 from trainspec_cli.spec.cluster import Machine
 
 
@@ -50,6 +52,24 @@ def test_the_workers_import_this_very_copy(make_plan, machine: Machine, tmp_path
 
     assert shown.strip() == trainspec_cli.__file__
     assert environment[LAUNCH_ID] == "id"
+
+
+def test_a_compile_cache_that_another_may_write_is_refused(
+    make_plan, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.compile loads code from it, under a name that anyone can guess."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = Path(job_environment(make_plan(), machine, "id")["TORCHINDUCTOR_CACHE_DIR"])
+    assert (folder.parent, folder.stat().st_mode & 0o777) == (tmp_path, 0o700)
+    folder.chmod(0o777)
+    with pytest.raises(MachineError, match="may be written by every user"):
+        job_environment(make_plan(), machine, "id")
+
+
+def test_a_job_on_several_nodes_takes_no_module_from_the_folder_one_stands_in(make_plan, tmp_path: Path) -> None:
+    job = build_nodes_job(make_plan(), tmp_path, Reach("127.0.0.1", ("true",)))
+    assert job.environment["PYTHONSAFEPATH"] == "1"
 
 
 @pytest.mark.parametrize("inherited", [None, "/elsewhere"])

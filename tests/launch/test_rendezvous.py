@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from trainspec_cli.errors import MachineError
 from trainspec_cli.launch.environment import LAUNCH_ID
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.rendezvous import Rendezvous
@@ -140,7 +141,7 @@ def test_it_listens_at_its_address_alone(rendezvous: Rendezvous) -> None:
 
 
 def join(client: JsonClient, name: str, step: int, failures: int = 0) -> None:
-    client.send({"op": "join", "name": name, "step": step, "failures": failures})
+    client.send({"op": "join", "name": name, "step": step, "failures": failures, "number": 1})
 
 
 def receive_beating(client: JsonClient, name: str) -> dict[str, object]:
@@ -192,7 +193,10 @@ def test_it_starts_again_on_its_own_port(rendezvous: Rendezvous, connect) -> Non
     number = first.receive(20)["quorum"]
     rendezvous.kill()
     rendezvous._process.wait(20)
-    assert rendezvous.keep_alive()
+    deadline = time.monotonic() + 20
+    while not rendezvous.keep_alive():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
     assert not rendezvous.keep_alive()
     assert rendezvous.address == before
     again = connect()
@@ -205,3 +209,28 @@ def test_the_secret_goes_with_the_server(tmp_path: Path, rendezvous: Rendezvous)
     assert rendezvous._secret_file.read_bytes().hex() not in json.dumps(rendezvous.environment)
     rendezvous.close()
     assert not rendezvous._secret_file.exists()
+
+
+def test_a_server_that_cannot_start_is_given_up(rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainspec_cli.launch.rendezvous.RESTART_INTERVAL_S", 0.2)
+    rendezvous._secret_file.chmod(0o644)
+    rendezvous.kill()
+    deadline = time.monotonic() + 60
+    with pytest.raises(MachineError, match="ends as soon as it is started"):
+        while time.monotonic() < deadline:
+            rendezvous.keep_alive()
+            time.sleep(0.02)
+
+
+def test_a_word_to_the_whole_job_does_not_end_it(rendezvous: Rendezvous, connect) -> None:
+    """Slurm tells every process of a job that its time is over, and the workers still have to save."""
+    client = connect()
+    rendezvous._process.terminate()
+    assert ask(client, "count") == {"value": 0}
+    assert rendezvous._process.poll() is None
+
+
+def test_an_answer_says_what_it_answers(connect) -> None:
+    client = connect()
+    client.send({"op": "join", "name": "a", "step": 1, "failures": 0, "number": 7})
+    assert client.receive(20)["number"] == 7

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainspec_cli.doctor.checks import Check, check_host
+from trainspec_cli.launch.environment import own_modules
 from trainspec_cli.spec.json_text import json_text
 
 SPEED = ("-m", "trainspec_cli.engine.speed")
@@ -41,7 +42,11 @@ def measure_speed(device: str, compute: str) -> dict[str, Any]:
     """In a process of its own, since only the engine imports torch; `error` where it failed."""
     try:
         done = subprocess.run(
-            [sys.executable, *SPEED, device, compute], capture_output=True, text=True, timeout=SPEED_TIMEOUT_S
+            [sys.executable, *SPEED, device, compute],
+            env=os.environ | own_modules(),
+            capture_output=True,
+            text=True,
+            timeout=SPEED_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
         return {"error": f"the devices did not answer within {SPEED_TIMEOUT_S:g} s"}

@@ -36,7 +36,9 @@ def join_processes(device_type: str) -> torch.device:
 def _open_store(world_size: int) -> dist.Store:
     """Return a file that the user alone may read, or several nodes' rendezvous server (`engine/torchrun.py`)."""
     if STORE_FILE in os.environ:
-        return dist.FileStore(os.environ[STORE_FILE], world_size)
+        file_store = dist.FileStore(os.environ[STORE_FILE], world_size)
+        file_store.set_timeout(COLLECTIVE_TIMEOUT)
+        return file_store
     from trainspec_cli.engine.rendezvous import RendezvousStore
 
     store = RendezvousStore(COLLECTIVE_TIMEOUT)

@@ -42,7 +42,9 @@ class RendezvousStore(dist.Store):
     def __init__(self, timeout: timedelta):
         super().__init__()
         self.set_timeout(timeout)
-        self._connections = threading.local()
+        self._secret = read_secret(Path(os.environ[SECRET_FILE]))
+        self._connections: dict[int, JsonClient] = {}
+        """By the system's number of the thread: torch's own threads have no Python state that lasts."""
         self._clones: list[RendezvousStore] = []
         self._ask("check", keys=[])
 
@@ -100,18 +102,22 @@ class RendezvousStore(dist.Store):
         return self._answer({"op": operation, **request}, ANSWER_TIMEOUT_S)["value"]
 
     def _answer(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        if not hasattr(self._connections, "client"):
-            self._connections.client = connect()
+        thread = threading.get_native_id()
         try:
-            return dict(self._connections.client.ask(request, timeout_s))
-        except OSError as error:
-            del self._connections.client  # what comes late is no answer to the next request
+            if thread not in self._connections:
+                self._connections[thread] = JsonClient(os.environ[RENDEZVOUS], self._secret, CONNECT_TIMEOUT_S)
+            return self._connections[thread].ask(request, timeout_s)
+        except BaseException as error:
+            if client := self._connections.pop(thread, None):
+                client.close()  # what comes late is no answer to the next request
+            if not isinstance(error, OSError):
+                raise
             raise dist.DistNetworkError(f"the job's rendezvous server, {os.environ[RENDEZVOUS]}: {error}") from error
 
 
 def _as_text(value: str | bytes | Sequence[int]) -> str:
     """Every byte becomes the character of its number."""
-    return value if isinstance(value, str) else bytes(value).decode("latin-1")
+    return (value.encode() if isinstance(value, str) else bytes(value)).decode("latin-1")
 
 
 def _as_bytes(value: str) -> bytes:

@@ -68,6 +68,7 @@ def main() -> None:
 
     rendezvous_handler_registry.register(BACKEND, PrivateRendezvous)
     with tempfile.TemporaryDirectory(prefix="trainspec-") as folder:
+        os.environ.pop(STORE_FILE, None)
         if _is_alone(sys.argv):
             os.environ[STORE_FILE] = str(Path(folder, "store"))
         run.main()

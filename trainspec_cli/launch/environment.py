@@ -32,8 +32,6 @@ def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, s
         "OMP_NUM_THREADS": str(max(1, machine.cpu_cores // plan.devices_per_node)),
         # A crash in native code leaves its Python stack in the log.
         "PYTHONFAULTHANDLER": "1",
-        # Files in the user's folder (random.py, queue.py) must not stand in for modules in the workers.
-        "PYTHONSAFEPATH": "1",
         # Each rank's last collectives, for the report of a step that hangs; it costs nothing that can be measured.
         "TORCH_FR_BUFFER_SIZE": "200",
         # torch 2.11 does not know it and waits 30 s.
@@ -41,7 +39,7 @@ def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, s
         # One host talks to itself: no host name to resolve, and gloo's data sockets listen on the loopback alone.
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         **(_KEEP_FREED_MEMORY if plan.device == "cpu" else _growing_segments()),
-        **python_path(),
+        **own_modules(),
     }
 
 
@@ -76,6 +74,12 @@ def _growing_segments() -> dict[str, str]:
     """On a GPU: tensors whose sizes change (experts' tokens, documents) leave no holes; what the user has set stays."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     return {} if any(name in os.environ for name in names) else {names[0]: "expandable_segments:True"}
+
+
+def own_modules() -> dict[str, str]:
+    """Return what every Python that trainspec starts needs: its modules, and none from the folder one stands in, where
+    a file such as random.py would stand in for the library's."""
+    return {"PYTHONSAFEPATH": "1", **python_path()}
 
 
 def python_path() -> dict[str, str]:

@@ -19,7 +19,7 @@ from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.huggingface.adapters import ADAPTER_CONFIG, adapter_config
 from trainspec_cli.huggingface.config import write_config
 from trainspec_cli.huggingface.folder import CONFIG, GENERATION, SMALL_FILES, TOKENIZER, TOKENIZER_CONFIG, read_config
-from trainspec_cli.launch.environment import python_path
+from trainspec_cli.launch.environment import own_modules
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_data_dir, read_plan
@@ -127,7 +127,7 @@ def _write_tensors(wanted: Export, folder: Path, *, adapters_alone: bool = False
     with tempfile.TemporaryDirectory(prefix="trainspec-export-") as scratch:
         write_json(Path(scratch) / "order.json", order)
         command = [sys.executable, *EXPORT, str(Path(scratch) / "order.json")]
-        environment = os.environ | {"PYTHONSAFEPATH": "1", **python_path()}
+        environment = os.environ | {**own_modules()}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
         tail = "\n".join(done.stderr.strip().splitlines()[-8:])

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+from trainspec_cli.errors import MachineError, Problem
 from trainspec_cli.launch import rendezvous_server
 from trainspec_cli.launch.job import Job
 from trainspec_cli.launch.place import listen
+from trainspec_cli.launch.processes import KILL_TIMEOUT_S
 from trainspec_cli.launch.spawn import start
 from trainspec_cli.rundir.secret import SECRET_FILE
 from trainspec_cli.spec.resilience import ResilienceSpec
 
+RESTART_INTERVAL_S = 1.0
+MAX_FAILURES = 5
 RENDEZVOUS = "TRAINSPEC_RENDEZVOUS"
 """The environment variable that tells a process where the server listens (host:port)."""
 
@@ -30,6 +36,7 @@ class Rendezvous:
         self._silence_s, self._patience_s = resilience.heartbeat_timeout_s, resilience.exchange_timeout_s
         self._listener = listen(host, port)
         self.address = f"{name or host}:{self._listener.getsockname()[1]}"
+        self._failures = 0
         self._process = self._start(pause_s=0.0)
 
     @property
@@ -38,9 +45,15 @@ class Rendezvous:
         return {RENDEZVOUS: self.address, SECRET_FILE: str(self._secret_file)}
 
     def keep_alive(self) -> bool:
-        """Start it again where it has ended; return whether it had."""
-        if self._process.poll() is None:
+        """Start it again where it has ended, and return whether that was done. Raises MachineError where it ends as
+        soon as it is started."""
+        lived_s = time.monotonic() - self._started_s
+        if self._process.poll() is None or lived_s < RESTART_INTERVAL_S:
             return False
+        self._failures = self._failures + 1 if lived_s < 2 * RESTART_INTERVAL_S else 0
+        if self._failures > MAX_FAILURES:
+            message, hint = "the rendezvous server ends as soon as it is started", f"look at {self._job.torchrun_log}"
+            raise MachineError(Problem("rendezvous", message, hint=hint, environment=True))
         self._process = self._start(pause_s=self._silence_s)
         return True
 
@@ -50,13 +63,15 @@ class Rendezvous:
     def close(self) -> None:
         """End the server and give the port back; the secret has served."""
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_TIMEOUT_S)
         self._listener.close()
         with contextlib.suppress(FileNotFoundError):
             self._secret_file.unlink()
 
     def _start(self, pause_s: float) -> subprocess.Popen[bytes]:
-        descriptor, times_s = self._listener.fileno(), (self._silence_s, self._patience_s, pause_s)
-        arguments = [descriptor, self._secret_file, *times_s]
+        self._started_s, descriptor = time.monotonic(), self._listener.fileno()
+        times_s = (self._silence_s, self._patience_s, pause_s, self._job.stop_grace_s)
+        arguments = [descriptor, os.getpid(), self._secret_file, *times_s]
         command = [sys.executable, "-m", rendezvous_server.__name__, *map(str, arguments)]
         return start(command, self._job, pass_fds=(descriptor,))

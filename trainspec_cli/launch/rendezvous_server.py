@@ -1,5 +1,5 @@
-"""`python -m trainspec_cli.launch.rendezvous_server DESCRIPTOR SECRET_FILE SILENCE_S PATIENCE_S PAUSE_S`: where
-processes meet.
+"""`python -m trainspec_cli.launch.rendezvous_server DESCRIPTOR SUPERVISOR SECRET_FILE SILENCE_S PATIENCE_S PAUSE_S
+GRACE_S`: where processes meet.
 
 Serves, on a listening socket that it inherits, a store of keys and values (torch.distributed's) and the replica groups'
 quorum. Nothing of a connection is believed before its handshake; connections that have not made it are few and
@@ -12,6 +12,7 @@ import asyncio
 import json
 import math
 import os
+import resource
 import signal
 import socket
 import sys
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from trainspec_cli.launch.key_value import KeyValueStore
-from trainspec_cli.launch.place import allow_connections
+from trainspec_cli.launch.place import BACKLOG, allow_connections
 from trainspec_cli.policy.quorum import Candidate, QuorumRules, choose_members
 from trainspec_cli.rundir.secret import read_secret
 from trainspec_cli.wire.client import LINE_BYTES, RENDEZVOUS_PURPOSE
@@ -54,13 +55,15 @@ class Quorums:
         self._epoch, self._number = time.time_ns(), 0
 
     def hear(self, name: str, write: Write, request: dict[str, Any]) -> None:
-        """`request` asks for a place in the next step (`step`, `failures`), or is a sign of life without them."""
+        """`request` asks for a place in the next step (`step`, `failures`, and a `number` that the answer repeats), or
+        is a sign of life without them."""
         now_s = time.monotonic()
+        if self._writers.get(name) is not write:
+            self._candidates.pop(name, None)  # what it asked on a lost connection it asks again
         self._writers[name] = write
         self._candidates[name] = replace(self._candidates.get(name, Candidate(now_s)), heard_at_s=now_s)
         if request["op"] == "join":
-            step, failures = int(request["step"]), int(request["failures"])
-            self._requests[name] = {"step": step, "failures": failures}
+            self._requests[name] = {field: int(request[field]) for field in ("step", "failures", "number")}
             self._candidates[name] = Candidate(now_s, asked_at_s=now_s)
             self.form()
 
@@ -86,9 +89,9 @@ class Quorums:
             "names": members,
             "steps": [request["step"] for request in requests],
         }
-        for name in members:
+        for name, request in zip(members, requests, strict=True):
             self._candidates[name] = replace(self._candidates[name], asked_at_s=math.inf)
-            self._writers[name](answer)
+            self._writers[name](answer | {"number": request["number"]})
 
 
 class RendezvousServer:
@@ -96,17 +99,19 @@ class RendezvousServer:
         self._secret = secret
         self.store, self.quorums = KeyValueStore(), quorums
         self._unproven: dict[asyncio.Task[Any], None] = {}
-        self._refusals = 0
+        self._refusals = self._proven = 0
+        self._max_unproven = min(MAX_UNPROVEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 
-    async def serve(self, listener: socket.socket) -> None:
-        """Until SIGTERM or SIGINT, or the end of the supervisor that started this process."""
-        supervisor, stopped = os.getppid(), asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-        server = await asyncio.start_server(self._serve_connection, sock=listener, limit=LINE_BYTES)
-        while not stopped.is_set() and os.getppid() == supervisor:
+    async def serve(self, listener: socket.socket, supervisor: int, grace_s: float) -> None:
+        """Until the supervisor kills this process. When the supervisor itself is killed, the workers save and end in
+        `grace_s`, and need the server until then."""
+        server = await asyncio.start_server(self._serve_connection, sock=listener, limit=LINE_BYTES, backlog=BACKLOG)
+        orphaned_s = 0.0
+        while not orphaned_s or (self._proven and time.monotonic() < orphaned_s + grace_s):
             self.quorums.form()
             await asyncio.sleep(TICK_S)
+            if os.getppid() != supervisor:
+                orphaned_s = orphaned_s or time.monotonic()
         server.close()
 
     async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -122,7 +127,7 @@ class RendezvousServer:
     async def _shake_hands(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None, "a connection is served by a task"
-        if len(self._unproven) >= MAX_UNPROVEN:
+        if len(self._unproven) >= self._max_unproven:
             oldest = next(iter(self._unproven))
             del self._unproven[oldest]
             oldest.cancel()
@@ -140,6 +145,7 @@ class RendezvousServer:
             writer.write(json.dumps(answer, allow_nan=False).encode() + b"\n")
 
         name = ""
+        self._proven += 1
         try:
             while line := await reader.readline():
                 request = json.loads(line)
@@ -150,6 +156,7 @@ class RendezvousServer:
                     write(await self.store.answer(request))
                 await writer.drain()
         finally:
+            self._proven -= 1
             self.quorums.leave(name, write)
 
     def _note_refusal(self, writer: asyncio.StreamWriter, error: BaseException) -> None:
@@ -160,11 +167,14 @@ class RendezvousServer:
 
 
 def main() -> None:
-    descriptor, secret_file, silence_s, patience_s, pause_s = sys.argv[1:]
+    descriptor, supervisor, secret_file, *times_s = sys.argv[1:]
+    silence_s, patience_s, pause_s, grace_s = map(float, times_s)
+    for number in (signal.SIGTERM, signal.SIGINT):  # of a whole job: its workers still need this process
+        signal.signal(number, signal.SIG_IGN)
     allow_connections(MAX_CONNECTIONS)
-    quorums = Quorums(QuorumRules(float(silence_s), float(patience_s)), float(pause_s))
+    quorums = Quorums(QuorumRules(silence_s, patience_s), pause_s)
     server = RendezvousServer(read_secret(Path(secret_file)), quorums)
-    asyncio.run(server.serve(socket.socket(fileno=int(descriptor))))
+    asyncio.run(server.serve(socket.socket(fileno=int(descriptor)), int(supervisor), grace_s))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainspec_cli.errors import MachineError, Problem
-from trainspec_cli.launch.environment import python_path
+from trainspec_cli.launch.environment import own_modules
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.plan import Plan
@@ -38,7 +38,7 @@ def trace_plan(plan: Plan) -> dict[str, Any]:
 
 def _trace_rank(folder: Path, rank: int) -> dict[str, Any]:
     command = [sys.executable, *TRACE, str(folder), str(rank)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", **python_path()}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", **own_modules()}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
         tail = "\n".join(done.stderr.strip().splitlines()[-8:])

@@ -36,16 +36,17 @@ def choose_members(
 ) -> list[str]:
     """Return the names of the groups that make the next step, in order; empty while they have to wait.
 
-    More than half of those that live must ask, so that no two quorums exist at once. They go at once when all that
-    live ask, or all of the previous quorum; else when the first of them has waited long enough.
+    They go at once when all of the previous quorum ask. Else more than half of those that live must ask; they go when
+    all that live ask, or when the first of them has waited long enough.
     """
     living = {name: each for name, each in candidates.items() if now_s - each.heard_at_s <= rules.silence_s}
     asking = {name: each for name, each in living.items() if each.asks}
+    if previous and all(name in asking for name in previous):
+        return sorted(asking)
     if not asking or 2 * len(asking) <= len(living):
         return []
-    complete = len(asking) == len(living) or (previous and all(name in asking for name in previous))
     waited_s = now_s - min(each.asked_at_s for each in asking.values())
-    return sorted(asking) if complete or waited_s >= rules.patience_s else []
+    return sorted(asking) if len(asking) == len(living) or waited_s >= rules.patience_s else []
 
 
 @dataclass(frozen=True)

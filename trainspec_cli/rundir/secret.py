@@ -15,15 +15,15 @@ SECRET_BYTES = 32
 
 
 def create_secret(path: Path) -> bytes:
-    """Write a fresh secret to a file that must not exist yet, and return it."""
+    """Write a fresh secret to a file that must not exist yet, and return it. Raises MachineError where the file system
+    does not keep it private."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    secret = secrets.token_bytes(SECRET_BYTES)
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(secret)
+        file.write(secrets.token_bytes(SECRET_BYTES))
         file.flush()
         os.fsync(file.fileno())
-    return secret
+    return read_secret(path)
 
 
 def read_secret(path: Path) -> bytes:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from lab.agents import SECRET, connect_agent
 
+from trainspec_cli.launch.nodes import hub as hub_module
 from trainspec_cli.launch.nodes.hub import Hub
 from trainspec_cli.launch.nodes.wire import LINE_BYTES, Wire
 from trainspec_cli.launch.place import listen
@@ -76,7 +77,7 @@ def test_a_word_reaches_every_agent(hub: Hub, call) -> None:
 
 
 def test_who_does_not_know_the_secret_is_sent_away(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainspec_cli.launch.nodes.wire.TIMEOUT_S", 0.0)
+    monkeypatch.setattr("trainspec_cli.launch.nodes.wire.CALL_TIMEOUT_S", 0.0)
     with pytest.raises(ConnectionError):
         connect_agent(hub, secret=b"x" * 32)
     assert [member.wire for member in hub.members] == [None, None]
@@ -89,7 +90,7 @@ def test_a_recorded_handshake_opens_nothing(hub: Hub) -> None:
     for _ in range(2):
         with socket.create_connection((HERE, hub.port)) as connection:
             connection.settimeout(20)
-            poll_until(hub, lambda: hub._knocks and hub._knocks[-1]._nonce_sent)
+            poll_until(hub, lambda: hub._knocks)
             nonce = connection.recv(32)
             own = b"n" * 32
             answers.append(own + handshake._prove(SECRET, "client", "hub", nonce, own))
@@ -102,13 +103,38 @@ def test_a_recorded_handshake_opens_nothing(hub: Hub) -> None:
 
 def test_idle_strangers_keep_no_agent_out(hub: Hub, call) -> None:
     """More of them than a process may have open files by default, on some systems."""
-    strangers = [socket.create_connection((HERE, hub.port)) for _ in range(400)]
+    strangers = [socket.create_connection((HERE, hub.port)) for _ in range(700)]
     poll_until(hub, lambda: len(hub._knocks) == hub._max_knocks)
     agent = call("hello 0 host")
     poll_until(hub, lambda: hub.members[0].wire, agent)
     assert len(hub._knocks) <= hub._max_knocks
     for stranger in strangers:
         stranger.close()
+
+
+def test_a_lasting_flood_keeps_no_agent_out(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two looks come more strangers than are taken in at once; a bound of one look would drop every agent."""
+    monkeypatch.setattr(hub_module, "MAX_ACCEPTED", 16)
+    hub._max_knocks = hub_module.max_knocks(2)
+    over = threading.Event()
+
+    def flood() -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError), socket.create_connection((HERE, hub.port), 1):
+                pass
+
+    flooding = [threading.Thread(target=flood) for _ in range(2)]
+    for thread in flooding:
+        thread.start()
+    try:
+        wire = connect_agent(hub)
+        wire.say("hello 0 host")
+        poll_until(hub, lambda: hub.members[0].wire, wire)
+        wire.close()
+    finally:
+        over.set()
+        for thread in flooding:
+            thread.join(20)
 
 
 def test_a_hub_without_descriptors_goes_on(hub: Hub, call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,10 +66,9 @@ class Membership:
         self._failures = 0
         self.failed_anywhere = False
         """Whether any rank of this group had met an error when they last settled."""
+        self._name = broadcast_json(f"{place.group:05d}:{uuid.uuid4()}", str)
         # From here on the others wait for this group: all that takes time must be done before.
-        own_name = f"{place.group:05d}:{uuid.uuid4()}"
-        self._client = QuorumClient(own_name, connect) if place.rank == 0 else None
-        self._name = broadcast_json(own_name, str)
+        self._client = QuorumClient(self._name, connect) if place.rank == 0 else None
 
     def agree(self, step: int) -> Seat:
         """Wait for the groups that are there, and connect to them; heal from one that has come further than `step`."""

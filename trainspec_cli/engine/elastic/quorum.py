@@ -33,15 +33,18 @@ class QuorumClient:
         self._name, self._connect = name, connect
         self._connection = connect()
         self._lock, self._closed = threading.Lock(), threading.Event()
+        self._asked = 0
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def join(self, step: int, failures: int) -> Quorum:
         """Ask for a place in the step after `step`, and wait for the quorum. Raises OSError."""
+        self._asked += 1
         while True:
             connection = self._connection
             try:
-                self._say(connection, op="join", step=step, failures=failures)
-                answer = connection.receive(ANSWER_TIMEOUT_S)
+                self._say(connection, op="join", step=step, failures=failures, number=self._asked)
+                while (answer := connection.receive(ANSWER_TIMEOUT_S))["number"] != self._asked:
+                    pass  # what was asked on a connection that was lost
             except TimeoutError:
                 raise
             except OSError:
@@ -65,7 +68,8 @@ class QuorumClient:
     def _replace(self, broken: JsonClient) -> None:
         """The server has ended, and is started again on the same port: connect anew, unless that is done already."""
         with self._lock:
-            if self._connection is broken and not self._closed.is_set():
+            if self._connection is broken:
+                broken.close()
                 self._connection = self._connect()
 
     def _say(self, connection: JsonClient, **request: str | int) -> None:

@@ -82,8 +82,8 @@ def _keep_serving(serve: Callable[[], int], goes_on: Callable[[], bool]) -> int:
         try:
             code, deadline = serve(), time.monotonic() + RETURN_TIMEOUT_S
         except MachineError as error:
-            if isinstance(error.__cause__, ConnectionRefusedError):
-                break  # the first host is there, and its hub is not
+            if isinstance(error.__cause__, (ConnectionRefusedError, FileNotFoundError)):
+                break  # the first host is there, and its hub, or this start's secret, is not
     return code
 
 

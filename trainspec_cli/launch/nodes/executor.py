@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainspec_cli.launch.command import ENGINE
-from trainspec_cli.launch.environment import FAILURE_GRACE_S, LAUNCH_ID, python_path
+from trainspec_cli.launch.environment import FAILURE_GRACE_S, LAUNCH_ID, own_modules
 from trainspec_cli.launch.job import Job, next_log_folder
 from trainspec_cli.launch.nodes.agents import DRAIN_S, Agents, Examination
 from trainspec_cli.launch.nodes.groups import NodesGroups
-from trainspec_cli.launch.nodes.hub import Hub
+from trainspec_cli.launch.nodes.hub import Hub, max_knocks
 from trainspec_cli.launch.place import allow_connections, listen, listening_address
 from trainspec_cli.launch.rendezvous import Rendezvous
 from trainspec_cli.rundir import generations
@@ -54,7 +54,7 @@ def build_nodes_job(plan: Plan, root: Path, reach: Reach) -> Job:
     return Job(
         root=root,
         command=reach.start,
-        environment={LAUNCH_ID: secrets.token_hex(8), **python_path()},
+        environment={LAUNCH_ID: secrets.token_hex(8), **own_modules()},
         world_size=plan.world_size,
         stop_grace_s=plan.spec.run.stop_grace_s,
         logs=next_log_folder(RunDir(root).logs),
@@ -78,7 +78,7 @@ class NodesExecutor:
         """Own the run, say where the hub is, start the agents."""
         job.logs.mkdir(parents=True, exist_ok=True)
         generation = generations.begin(job.run)
-        allow_connections(self._plan.num_nodes)
+        allow_connections(max_knocks(self._plan.num_nodes) + self._plan.num_nodes)
         secret_file = job.run.secret(generation)
         secret = create_secret(secret_file)
         head, spec = self._reach.head, self._plan.spec
@@ -134,6 +134,7 @@ class Nodes:
         Raises MachineError for an unfit host, WorkerError where the run was begun anew elsewhere.
         """
         self._agents.poll()
+        self._agents.rendezvous.keep_alive()
         self._agents.note_losses()
         self._end_others()
         if not self._hub.all_gone:

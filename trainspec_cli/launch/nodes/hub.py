@@ -12,10 +12,14 @@ from typing import Any
 
 from trainspec_cli.launch.nodes.wire import Knock, Wire
 
-SPARE_KNOCKS = 64
-"""So many connections more than there are nodes may be in their handshake at once; one more ends the oldest."""
-MAX_ACCEPTED = 1024
+MAX_ACCEPTED = 256
 """In one look: a flood of connections does not keep the hub from its members."""
+
+
+def max_knocks(num_nodes: int) -> int:
+    """Return how many connections may be in their handshake at once; one more ends the oldest. Each is looked at twice
+    at least, so that an agent has the time between two looks to answer in."""
+    return num_nodes + 2 * MAX_ACCEPTED
 
 
 @dataclass
@@ -70,7 +74,7 @@ class Hub:
         self._join_timeout_s = join_timeout_s
         self.members = [Member(node) for node in range(num_nodes)]
         self._knocks: deque[Knock] = deque()
-        self._max_knocks = num_nodes + SPARE_KNOCKS
+        self._max_knocks = max_knocks(num_nodes)
         self._newcomers: deque[Wire] = deque()
         self._server = listener
         self._server.setblocking(False)
@@ -108,7 +112,6 @@ class Hub:
             wire.close()
 
     def _welcome(self) -> None:
-        self._accept()
         for knock in list(self._knocks):
             try:
                 wire = knock.advance()
@@ -127,6 +130,7 @@ class Hub:
                 wire.close()
             if said or wire.closed:
                 self._newcomers.remove(wire)
+        self._accept()
 
     def _accept(self) -> None:
         """Take in who has connected. Where that leaves no descriptors, or too many knock, the oldest are sent away."""
@@ -142,7 +146,10 @@ class Hub:
                 continue
             if len(self._knocks) >= self._max_knocks:
                 self._knocks.popleft().close()
-            self._knocks.append(Knock(connection, self._secret))
+            try:
+                self._knocks.append(Knock(connection, self._secret))
+            except OSError:  # it is gone already
+                connection.close()
 
     def _seat(self, wire: Wire, said: list[list[str]]) -> None:
         """Give the agent its place where nobody has it yet; others are sent away."""

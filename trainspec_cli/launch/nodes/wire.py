@@ -23,13 +23,15 @@ PURPOSE = "hub"
 BEAT_INTERVAL_S = 1.0
 PIECE_BYTES = 65536
 RETRY_S = 0.2
+CALL_TIMEOUT_S = 60.0
+"""So long an agent calls again that the hub has sent away, as it does when too many knock at once."""
 LINE_BYTES = 2**22
 """A peer that says a longer line, or leaves as much unread, is cut off."""
 
 
 def call_hub(address: tuple[str, int], secret: bytes) -> Wire:
     """Raises OSError where the hub is not reached, or does not know the secret."""
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + CALL_TIMEOUT_S
     while True:
         try:
             return Wire(connect(address, secret, PURPOSE))
@@ -43,10 +45,11 @@ class Knock:
     """A connection to the hub that has proved nothing yet."""
 
     def __init__(self, connection: socket.socket, secret: bytes):
+        """Raises OSError where the other end has gone already."""
         connection.setblocking(False)
         self._connection, self._challenge = connection, Challenge(secret, PURPOSE)
         self._answer, self._deadline = b"", time.monotonic() + TIMEOUT_S
-        self._nonce_sent = False
+        connection.send(self._challenge.nonce)  # an empty buffer takes 32 bytes
 
     def advance(self) -> Wire | None:
         """Return the wire once the other end has proved itself; None until then.
@@ -55,9 +58,6 @@ class Knock:
         """
         if time.monotonic() > self._deadline:
             raise HandshakeError("the connection has proved nothing in time")
-        if not self._nonce_sent:
-            self._connection.send(self._challenge.nonce)  # an empty buffer takes 32 bytes
-            self._nonce_sent = True
         try:
             piece = self._connection.recv(ANSWER_BYTES - len(self._answer))
         except BlockingIOError:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.launch.environment import python_path
+from trainspec_cli.launch.environment import own_modules
 from trainspec_cli.launch.nodes.executor import agent_command
 from trainspec_cli.printable import on_one_line
 from trainspec_cli.spec.plan import Plan
@@ -116,7 +116,7 @@ def _pattern(log: Path) -> str:
 
 def _variables() -> dict[str, str]:
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-    return {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", **python_path(), **kept}
+    return {"PYTHONUNBUFFERED": "1", **own_modules(), **kept}
 
 
 def _choose_root(roots: Sequence[Path]) -> Iterator[str]:
