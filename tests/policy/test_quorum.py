@@ -7,18 +7,18 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainspec_cli.policy.quorum import Candidate, QuorumRules, choose_members, plan_healing
+from trainspec_cli.policy.quorum import ConnectedGroup, QuorumRules, choose_members, plan_healing
 
 RULES = QuorumRules(silence_s=1.0, patience_s=10.0)
 NOW = 100.0
 
 
-def asks(since_s: float = 0.0, heard_s: float = 0.0) -> Candidate:
-    return Candidate(NOW - heard_s, NOW - since_s)
+def asks(since_s: float = 0.0, heard_s: float = 0.0) -> ConnectedGroup:
+    return ConnectedGroup(NOW - heard_s, NOW - since_s)
 
 
-def computes(heard_s: float = 0.0) -> Candidate:
-    return Candidate(NOW - heard_s)
+def computes(heard_s: float = 0.0) -> ConnectedGroup:
+    return ConnectedGroup(NOW - heard_s)
 
 
 def test_all_that_live_go_at_once() -> None:
@@ -55,23 +55,23 @@ def test_nobody_asks() -> None:
     assert choose_members({}, [], NOW, RULES) == []
 
 
-candidates = st.builds(
-    Candidate,
+group = st.builds(
+    ConnectedGroup,
     heard_at_s=st.floats(NOW - 3, NOW),
     asked_at_s=st.one_of(st.just(math.inf), st.floats(NOW - 20, NOW)),
 )
-groups = st.dictionaries(st.sampled_from("abcdef"), candidates)
+groups = st.dictionaries(st.sampled_from("abcdef"), group)
 
 
 @settings(max_examples=500, derandomize=True)
 @given(groups, st.lists(st.sampled_from("abcdef"), unique=True))
 def test_members_live_ask_and_are_the_last_quorum_or_more_than_half(
-    candidates: dict[str, Candidate], previous: list[str]
+    groups: dict[str, ConnectedGroup], previous: list[str]
 ) -> None:
-    members = choose_members(candidates, previous, NOW, RULES)
-    living = [name for name, each in candidates.items() if NOW - each.heard_at_s <= RULES.silence_s]
+    members = choose_members(groups, previous, NOW, RULES)
+    living = [name for name, each in groups.items() if NOW - each.heard_at_s <= RULES.silence_s]
     assert set(members) <= set(living)
-    assert all(candidates[name].asks for name in members)
+    assert all(groups[name].asks for name in members)
     went_on = previous and set(previous) <= set(members)
     assert not members or went_on or 2 * len(members) > len(living)
     assert members == sorted(members)
@@ -79,13 +79,13 @@ def test_members_live_ask_and_are_the_last_quorum_or_more_than_half(
 
 @settings(max_examples=500, derandomize=True)
 @given(groups)
-def test_whoever_asks_for_long_enough_goes(candidates: dict[str, Candidate]) -> None:
+def test_whoever_asks_for_long_enough_goes(groups: dict[str, ConnectedGroup]) -> None:
     """As soon as more than half ask and one of them has waited its time, nobody can hold them up."""
-    living = {name: each for name, each in candidates.items() if NOW - each.heard_at_s <= RULES.silence_s}
+    living = {name: each for name, each in groups.items() if NOW - each.heard_at_s <= RULES.silence_s}
     asking = {name: each for name, each in living.items() if each.asks}
     waited = any(NOW - each.asked_at_s >= RULES.patience_s for each in asking.values())
     if 2 * len(asking) > len(living) and waited:
-        assert choose_members(candidates, [], NOW, RULES) == sorted(asking)
+        assert choose_members(groups, [], NOW, RULES) == sorted(asking)
 
 
 @settings(max_examples=500, derandomize=True)

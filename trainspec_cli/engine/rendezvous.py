@@ -16,9 +16,8 @@ from typing import Any
 import torch.distributed as dist
 
 from trainspec_cli.rundir.secret import SECRET_FILE, read_secret
-from trainspec_cli.wire.client import JsonClient
+from trainspec_cli.wire.client import RENDEZVOUS, JsonClient
 
-RENDEZVOUS = "TRAINSPEC_RENDEZVOUS"
 CONNECT_TIMEOUT_S = 60.0
 """The server may be just being started again."""
 ANSWER_TIMEOUT_S = 60.0

@@ -17,11 +17,10 @@ from trainspec_cli.launch.processes import KILL_TIMEOUT_S
 from trainspec_cli.launch.spawn import start
 from trainspec_cli.rundir.secret import SECRET_FILE
 from trainspec_cli.spec.resilience import ResilienceSpec
+from trainspec_cli.wire.client import RENDEZVOUS
 
 RESTART_INTERVAL_S = 1.0
 MAX_FAILURES = 5
-RENDEZVOUS = "TRAINSPEC_RENDEZVOUS"
-"""The environment variable that tells a process where the server listens (host:port)."""
 
 
 class Rendezvous:

@@ -24,7 +24,7 @@ from typing import Any
 
 from trainspec_cli.launch.key_value import KeyValueStore
 from trainspec_cli.launch.place import BACKLOG, allow_connections
-from trainspec_cli.policy.quorum import Candidate, QuorumRules, choose_members
+from trainspec_cli.policy.quorum import ConnectedGroup, QuorumRules, choose_members
 from trainspec_cli.rundir.secret import read_secret
 from trainspec_cli.wire.client import LINE_BYTES, RENDEZVOUS_PURPOSE
 from trainspec_cli.wire.handshake import ANSWER_BYTES, TIMEOUT_S, Challenge
@@ -48,7 +48,7 @@ class Quorums:
     def __init__(self, rules: QuorumRules, pause_s: float):
         """For `pause_s` no quorum is formed: groups that knew the server before it was started again come back."""
         self._rules, self._begin_s = rules, time.monotonic() + pause_s
-        self._candidates: dict[str, Candidate] = {}
+        self._groups: dict[str, ConnectedGroup] = {}
         self._requests: dict[str, dict[str, Any]] = {}
         self._writers: dict[str, Write] = {}
         self._previous: list[str] = []
@@ -59,25 +59,25 @@ class Quorums:
         is a sign of life without them."""
         now_s = time.monotonic()
         if self._writers.get(name) is not write:
-            self._candidates.pop(name, None)  # what it asked on a lost connection it asks again
+            self._groups.pop(name, None)  # what it asked on a lost connection it asks again
         self._writers[name] = write
-        self._candidates[name] = replace(self._candidates.get(name, Candidate(now_s)), heard_at_s=now_s)
+        self._groups[name] = replace(self._groups.get(name, ConnectedGroup(now_s)), heard_at_s=now_s)
         if request["op"] == "join":
             self._requests[name] = {field: int(request[field]) for field in ("step", "failures", "number")}
-            self._candidates[name] = Candidate(now_s, asked_at_s=now_s)
+            self._groups[name] = ConnectedGroup(now_s, asked_at_s=now_s)
             self.form()
 
     def leave(self, name: str, write: Write) -> None:
         """Forget the group when this connection is still its own."""
         if self._writers.get(name) is write:
-            del self._writers[name], self._candidates[name]
+            del self._writers[name], self._groups[name]
             self._requests.pop(name, None)
             self.form()
 
     def form(self) -> None:
         """Answer those that ask, if a quorum can be formed now."""
         now_s = time.monotonic()
-        members = choose_members(self._candidates, self._previous, now_s, self._rules)
+        members = choose_members(self._groups, self._previous, now_s, self._rules)
         if not members or now_s < self._begin_s:
             return
         requests = [self._requests.pop(name) for name in members]
@@ -90,7 +90,7 @@ class Quorums:
             "steps": [request["step"] for request in requests],
         }
         for name, request in zip(members, requests, strict=True):
-            self._candidates[name] = replace(self._candidates[name], asked_at_s=math.inf)
+            self._groups[name] = replace(self._groups[name], asked_at_s=math.inf)
             self._writers[name](answer | {"number": request["number"]})
 
 

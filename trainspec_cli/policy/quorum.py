@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ConnectedGroup:
     """A replica group that is connected."""
 
     heard_at_s: float
@@ -32,14 +32,14 @@ class QuorumRules:
 
 
 def choose_members(
-    candidates: Mapping[str, Candidate], previous: Collection[str], now_s: float, rules: QuorumRules
+    groups: Mapping[str, ConnectedGroup], previous: Collection[str], now_s: float, rules: QuorumRules
 ) -> list[str]:
     """Return the names of the groups that make the next step, in order; empty while they have to wait.
 
     They go at once when all of the previous quorum ask. Else more than half of those that live must ask; they go when
     all that live ask, or when the first of them has waited long enough.
     """
-    living = {name: each for name, each in candidates.items() if now_s - each.heard_at_s <= rules.silence_s}
+    living = {name: each for name, each in groups.items() if now_s - each.heard_at_s <= rules.silence_s}
     asking = {name: each for name, each in living.items() if each.asks}
     if previous and all(name in asking for name in previous):
         return sorted(asking)
