@@ -8,8 +8,8 @@ RUN/
   checkpoints/step_00000020/                     logs/        the workers' output
   result.json     how it ended                   groups.json  the replica groups that a start waits for
   faults/         the injected faults that have struck  huggingface/  config and tokenizer of the folder it began with
-  generations/    one file a start: the newest owns the run; the secret of its processes
-  stops/          one file a start that was asked to stop
+  generations/    one file a start: the newest owns the run
+  stops/          one file a start that was asked to stop        secrets/     what its processes share, while it lasts
   job.sbatch      what Slurm was given           errors/node00001.json  what became of a lost host
   slurm.json      the job it was last given to
   kernels.json    the kernels that were measured for `kernels=auto`, and which were chosen
@@ -101,7 +101,7 @@ class RunDir:
 
     def secret(self, generation: int) -> Path:
         """What the processes of one start prove to one another that they know."""
-        return self.generations / f"{generation:08d}.secret"
+        return self.root / "secrets" / f"{generation:08d}"
 
     def stop(self, generation: int) -> Path:
         return self.root / "stops" / f"{generation:08d}.json"
