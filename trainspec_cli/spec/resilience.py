@@ -33,8 +33,9 @@ class ResilienceSpec:
     """A step that takes this long, and five times as long as the slowest before it, is hung, and ends the run with the
     ranks' stacks; null waits for ever."""
     heartbeat_timeout_s: float = 3.0
-    """elastic: a group that is silent for this long counts as dead (its host is off, its link cut, its process stopped). A
-    killed one is noticed at once, by its closed connection. The heartbeat comes from a Python thread, which a native call
+    """elastic: a group that is silent for this long counts as dead: its host is off, its link cut, its process stopped.
+
+    A killed one is noticed at once, by its closed connection. Heartbeats come from a Python thread, which a native call
     that holds the interpreter keeps waiting."""
     exchange_timeout_s: float = 60.0
     """elastic: in an exchange of gradients the groups wait this long for one that lives, but does not come."""
