@@ -96,6 +96,7 @@ def test_a_reader_that_goes_away_before_there_is_a_run_ends_the_command(environm
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_over_leaves_no_copies_in_memory(trainspec, tmp_path):
     """The first start is killed and leaves some; the second keeps none, and so has no worker that would clear them."""
     first = ("recipe=tiny", "train.max_steps=8", "checkpoint.memory_interval_steps=2", "run.dir=run")

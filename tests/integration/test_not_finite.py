@@ -58,6 +58,7 @@ def test_nan_in_a_checkpoint_to_begin_with_is_refused_by_all_ranks_alike(trainsp
     assert check_all_json(tmp_path / "run") > 5
 
 
+@pytest.mark.slow
 def test_a_run_that_has_diverged_is_not_done(trainspec, tmp_path):
     launched = trainspec("launch", *DIVERGING, "train.max_steps=4", "--json")
     assert launched.returncode == 5, launched.stdout + launched.stderr

@@ -120,7 +120,9 @@ def test_torchs_own_store_would_be_found():
         assert find_torch_stores(ports) == [f"127.0.0.1:{store.port}"]
 
 
-@pytest.mark.parametrize("recipe", [PLAIN, GROUPS], ids=["plain", "groups"])
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(PLAIN, id="plain"), pytest.param(GROUPS, id="groups", marks=pytest.mark.slow)]
+)
 def test_strangers_neither_end_nor_change_a_run(start_trainspec, tmp_path, recipe):
     run, marker = RunDir(tmp_path / "run"), tmp_path / "unpickled"
     started = start_trainspec("launch", *recipe, "run.dir=run")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainspec_cli.launch.failure import explain, find_failures, tail
+from trainspec_cli.launch.failure import explain, find_failures, find_listed, tail
 from trainspec_cli.launch.job import Job
 from trainspec_cli.rundir.files import write_json
 
@@ -109,3 +110,21 @@ def test_the_end_of_a_log_comes_without_its_colours(tmp_path: Path) -> None:
     log = tmp_path / "stderr.log"
     log.write_bytes(b"first\n\x1b[1;31mERROR\x1b[0m it broke\x1b[K\r\n10%\r20%\n\xff\x1b]0;owned\n")
     assert tail(log, 4).splitlines() == ["ERROR it broke", "10%", "20%", "\ufffd\x1b]0;owned"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "listed", "local", "rank"),
+    [
+        (None, 3, 1, 3),
+        (range(4, 8), 3, 1, 7),  # a group as its supervisor sees it
+        (range(4, 6), 1, 1, 5),  # its part on the group's first host
+        (range(6, 8), 3, 1, 7),  # its part on the second
+        (range(3, 4), 1, 0, 3),
+    ],
+)
+def test_a_rank_that_torchrun_lists_is_told_as_the_runs(
+    job: Job, ranks: range | None, listed: int, local: int, rank: int
+) -> None:
+    block = SUMMARY.replace("(local_rank: {rank})", "(local_rank: {local})")
+    job.torchrun_log.write_text(block.format(index=0, rank=listed, local=local, code=-9, pid=1))
+    assert [failure.rank for failure in find_listed(replace(job, ranks=ranks))] == [rank]

@@ -127,7 +127,7 @@ def _silent(job: Job, torchrun_log: Path) -> Iterator[WorkerFailure]:
     for host, rank, local_rank, code, pid in _EXIT.findall(text):
         log = worker_log(torchrun_log.parent, int(local_rank))
         yield WorkerFailure(
-            rank=job.ranks[int(rank)] if job.ranks else int(rank),
+            rank=_rank_in_run(job, int(rank), int(local_rank)),
             host=socket.gethostname() if host == LOOPBACK else host,
             summary=describe_exit(int(code)),
             detail=tail(log) if log else "",
@@ -135,6 +135,13 @@ def _silent(job: Job, torchrun_log: Path) -> Iterator[WorkerFailure]:
             time=0.0 if int(code) == -signal.SIGKILL else math.inf,
             consequence=pid in forced or -int(code) in _ENDED_BY_OTHERS,
         )
+
+
+def _rank_in_run(job: Job, rank: int, local_rank: int) -> int:
+    """`rank` is torchrun's. Of a replica group on several hosts, a host's part of it holds the ranks of that host."""
+    if not job.ranks:
+        return rank
+    return job.ranks[rank if rank < len(job.ranks) else local_rank]
 
 
 def describe_exit(code: int) -> str:
