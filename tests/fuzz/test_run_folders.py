@@ -88,7 +88,7 @@ def ask_all() -> None:
         tell(*command)
 
 
-COUNTS = [3, pytest.param(400, marks=pytest.mark.slow)]
+COUNTS = [3, pytest.param(12, marks=pytest.mark.slow)]
 """Damages of each file."""
 
 
@@ -115,7 +115,7 @@ def test_a_file_of_a_run_with_damaged_bytes(project: Path, name: str, count: int
         ask_all()
 
 
-@pytest.mark.parametrize("count", [15, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [15, pytest.param(40, marks=pytest.mark.slow)])
 def test_events_with_strange_values(project: Path, count: int) -> None:
     run = make_run(project / "runs/tiny/one")
     events = [json.loads(line) for line in run.events(0).read_text().splitlines()]
@@ -127,7 +127,7 @@ def test_events_with_strange_values(project: Path, count: int) -> None:
             tell(*command)
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [6, pytest.param(20, marks=pytest.mark.slow)])
 def test_events_with_damaged_bytes(project: Path, count: int) -> None:
     run = make_run(project / "runs/tiny/one")
     for path in (run.events(0), run.supervisor_events):

@@ -28,6 +28,8 @@ def run_folder(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _check_text(path: str, text: str, *, may_have_lines: bool = False) -> Iterator[Problem]:
+    if not isinstance(text, str):  # of another type, which is told by itself
+        return
     if is_printable(text) if may_have_lines else text == on_one_line(text):
         return
     what = "control characters" if may_have_lines else "line breaks or other control characters"
