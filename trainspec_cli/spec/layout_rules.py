@@ -104,7 +104,7 @@ def _whole_attention(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _sequence(spec: RunSpec, parts: int, what: str) -> Iterator[Problem]:
-    if spec.data.seq_len % parts:
+    if parts and spec.data.seq_len % parts:  # a size of 0 is refused elsewhere
         near = max(parts, spec.data.seq_len // parts * parts)
         message = f"a sequence of {spec.data.seq_len} tokens does not divide by {parts} ({what})"
         yield Problem("not_divisible", message, "data.seq_len", f"type data.seq_len={near}")

@@ -69,6 +69,9 @@ def apply(rules: Iterable[Rule], spec: RunSpec) -> list[Problem]:
             problems.extend(rule(spec))
         except UnknownTouched:
             continue
+        except ArithmeticError:  # a rule met a value that an earlier one refused, such as a size of 0
+            if not problems:
+                raise
     return problems
 
 
