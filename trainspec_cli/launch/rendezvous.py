@@ -65,8 +65,7 @@ class Rendezvous:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(KILL_TIMEOUT_S)
         self._listener.close()
-        with contextlib.suppress(FileNotFoundError):
-            self._secret_file.unlink()
+        self._secret_file.unlink(missing_ok=True)
 
     def _start(self, pause_s: float) -> subprocess.Popen[bytes]:
         self._started_s, descriptor = time.monotonic(), self._listener.fileno()

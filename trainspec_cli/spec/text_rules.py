@@ -19,16 +19,15 @@ def slurm_text(spec: RunSpec) -> Iterator[Problem]:
     for field in fields(slurm):
         value, path = getattr(slurm, field.name), f"cluster.slurm.{field.name}"
         for text in value if isinstance(value, tuple) else (value,):
-            if isinstance(text, str):
-                yield from _check_text(path, text, may_have_lines=field.name == "setup")
+            yield from _check_text(path, text, may_have_lines=field.name == "setup")
 
 
 def run_folder(spec: RunSpec) -> Iterator[Problem]:
     yield from _check_text("run.dir", spec.run.dir)
 
 
-def _check_text(path: str, text: str, *, may_have_lines: bool = False) -> Iterator[Problem]:
-    if not isinstance(text, str):  # of another type, which is told by itself
+def _check_text(path: str, text: object, *, may_have_lines: bool = False) -> Iterator[Problem]:
+    if not isinstance(text, str):  # a number, or of a wrong type, which is told by itself
         return
     if is_printable(text) if may_have_lines else text == on_one_line(text):
         return
