@@ -12,13 +12,13 @@ from lab import strangers
 from trainspec_cli.corpus import bpe
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.rundir.events import PARTS
-from trainspec_cli.spec.batching import BatchingSpec
-from trainspec_cli.spec.cluster import ClusterSpec, Machine
-from trainspec_cli.spec.data import DataSpec
-from trainspec_cli.spec.model import DecoderModel
-from trainspec_cli.spec.optim import OptimSpec
-from trainspec_cli.spec.probe import Curve, MachineProbe, MatmulCurves, Passes, Reference
-from trainspec_cli.spec.run import RunSpec, TrainSection
+from trainspec_cli.spec.recipe.batching import BatchingSpec
+from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
+from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.optim import OptimSpec
+from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
+from trainspec_cli.spec.results.probe import Curve, MachineProbe, MatmulCurves, Passes, Reference
 
 MACHINE = Machine("host", cpu_cores=2, memory_bytes=2**34, bf16=True)
 SPEC = RunSpec(

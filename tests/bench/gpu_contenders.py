@@ -19,7 +19,7 @@ from gpu_workloads import Workload
 
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.model import DecoderModel
+from trainspec_cli.spec.recipe.model import DecoderModel
 
 WARMUP_STEPS = 5
 CLIP_NORM, LEARNING_RATE = 1.0, 3e-4

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
-from trainspec_cli.planner.catalogue import models
+from trainspec_cli.planner.hardware.catalogue import models
 from trainspec_cli.planner.workload import count_params, flops_per_token
-from trainspec_cli.spec.model import DecoderModel, HybridModel
+from trainspec_cli.spec.recipe.model import DecoderModel, HybridModel
 
 Changes = Mapping[str, Any]
 """Dotted keys of a model's file."""

@@ -15,15 +15,15 @@ import torch
 from rich.console import Console
 
 from trainspec_cli.cli.load import detect_machine, load, plan_on
-from trainspec_cli.engine.kernel_calls import calls_of
-from trainspec_cli.engine.kernel_loading import load_kernel
-from trainspec_cli.engine.kernel_probe import workloads_of
-from trainspec_cli.engine.kernel_trial import try_kernels
-from trainspec_cli.launch.machine import cpu_model
+from trainspec_cli.engine.build.kernel_loading import load_kernel
+from trainspec_cli.engine.tools.kernel_calls import calls_of
+from trainspec_cli.engine.tools.kernel_probe import workloads_of
+from trainspec_cli.engine.tools.kernel_trial import try_kernels
+from trainspec_cli.launch.job.machine import cpu_model
 from trainspec_cli.policy.kernels import judge_operation
 from trainspec_cli.report.kernels_text import render_table
-from trainspec_cli.spec.kernel_rules import explain
-from trainspec_cli.spec.kernels import KERNELS, KernelTable
+from trainspec_cli.spec.recipe.kernels import KERNELS, KernelTable
+from trainspec_cli.spec.rules.kernels import explain
 
 RUNS = {
     "llama": ["recipe=quickstart", "data.seq_len=512"],

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from trainspec_cli.planner.backtest import Backtest, Prediction, backtest, cases_of
-from trainspec_cli.planner.fit import fit
-from trainspec_cli.planner.hardware import Efficiency
+from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.validation.backtest import Backtest, Prediction, backtest, cases_of
+from trainspec_cli.planner.validation.fit import fit
 
 TABLE = Path(__file__).parents[1] / "data" / "measured" / "throughput.csv"
 GUESS = Efficiency(

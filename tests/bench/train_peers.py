@@ -147,7 +147,7 @@ def run_one(contender: str, token_dir: str, steps: int) -> float:
 
 def prepare_tokens() -> str:
     from trainspec_cli.corpus.prepare import prepare
-    from trainspec_cli.spec.data import DataSpec, TokenizerSpec
+    from trainspec_cli.spec.recipe.data import DataSpec, TokenizerSpec
 
     return str(prepare(DataSpec(SEQ_LEN, "python_stdlib", tokenizer=TokenizerSpec(MODEL["vocab_size"]))))
 

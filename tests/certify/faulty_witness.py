@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from trainspec_cli.engine import passes, step, witness
-from trainspec_cli.engine.parallel import data_parallel, exchange
+from trainspec_cli.engine.comm import exchange
+from trainspec_cli.engine.parallel import data_parallel
+from trainspec_cli.engine.run import passes, step
+from trainspec_cli.engine.tools import certify_worker as witness
 
 
 def wrong_gradient_scale() -> None:

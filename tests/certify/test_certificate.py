@@ -16,8 +16,8 @@ from trainspec_cli.certify.judge import Finding, checks, judge_refusals
 from trainspec_cli.certify.runs import gradient_errors, loss_error
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.rundir.files import write_json
-from trainspec_cli.spec.cluster import Machine
-from trainspec_cli.spec.layout import Layout
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.layout import Layout
 
 MACHINE = Machine("box", 2, 2**34)
 GOOD = Finding("NUM-1", "dense-fp32-tp2", True, {"worst_gradient_error": 5e-7, "parameter": "embed.weight"}, 1e-5)

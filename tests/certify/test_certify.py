@@ -9,8 +9,8 @@ import pytest
 from trainspec_cli.certify.cases import Case
 from trainspec_cli.certify.judge import Check, Finding, judge
 from trainspec_cli.certify.runs import WITNESS, Run, hear
-from trainspec_cli.launch.machine import detect
-from trainspec_cli.spec.layout import Layout
+from trainspec_cli.launch.job.machine import detect
+from trainspec_cli.spec.recipe.layout import Layout
 
 FAULTY = str(Path(__file__).with_name("faulty_witness.py"))
 REPLICATED, SHARDED = Case("dense", Layout(dp_replicate=2)), Case("dense", Layout(dp_shard=2))

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from trainspec_cli.__main__ import main
-from trainspec_cli.spec.cluster import Machine
+from trainspec_cli.spec.recipe.cluster import Machine
 
 
 @pytest.fixture

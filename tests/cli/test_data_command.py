@@ -11,7 +11,7 @@ from trainspec_cli.cli.data import READY, Source, app
 from trainspec_cli.corpus import bpe
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.errors import MachineError, RecipeError
-from trainspec_cli.spec.data import DataSpec
+from trainspec_cli.spec.recipe.data import DataSpec
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from trainspec_cli.launch.probing import probe_path
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.probe import MachineProbe
+from trainspec_cli.spec.results.probe import MachineProbe
 
 CLI = (sys.executable, "-m", "trainspec_cli")
 TINY = ("recipe=tiny", "data.max_bytes=200000", "train.log_interval_steps=5")
@@ -170,7 +170,7 @@ def test_a_dry_run_shows_everything_and_leaves_nothing(trainspec: Command, place
     before = sorted(place.rglob("*"))
     shown = trainspec("launch", *TINY, "--dry-run")
     assert shown.returncode == 0
-    assert "trainspec_cli.engine.torchrun" in shown.stdout
+    assert "trainspec_cli.engine.comm.torchrun" in shown.stdout
     assert "OMP_NUM_THREADS=" in shown.stdout
     plan = json.loads(trainspec("launch", *TINY, "--dry-run", "--json", "run.dir=somewhere").stdout)
     assert plan["plan"]["devices_per_node"] == 2

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.__main__ import run
-from trainspec_cli.launch.machine import Gpu
+from trainspec_cli.launch.job.machine import Gpu
 
 ON_GPU = ("launch", "recipe=tiny", "cluster=auto", "--dry-run", "--json")
 
 
 def plug_in(monkeypatch: pytest.MonkeyPatch, name: str, memory_bytes: int) -> None:
     gpus = (Gpu(name, memory_bytes, (9, 0), memory_bytes),) * 2
-    monkeypatch.setattr("trainspec_cli.launch.machine.visible_gpus", lambda: gpus)
+    monkeypatch.setattr("trainspec_cli.launch.job.machine.visible_gpus", lambda: gpus)
 
 
 def test_a_gpus_plan_has_its_prediction(capsys, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from trainspec_cli.__main__ import run
 from trainspec_cli.cli.preflight import examine_all, examine_here
 from trainspec_cli.errors import MachineError
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.plan import Plan
-from trainspec_cli.spec.probe import MachineProbe
+from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.probe import MachineProbe
 
 Usage = namedtuple("Usage", "total used free")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainspec_cli.__main__ import run as trainspec
-from trainspec_cli.launch.claim import claim
+from trainspec_cli.launch.job.claim import claim
 from trainspec_cli.rundir import memory
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir

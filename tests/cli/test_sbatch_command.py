@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.spec.canonical import from_plain
-from trainspec_cli.spec.plan import Plan
+from trainspec_cli.spec.results.plan import Plan
 
 HOME = Path(__file__).resolve().parents[2]
 TWO = ("recipe=tiny", "data.max_bytes=200000", "cluster.num_nodes=2")

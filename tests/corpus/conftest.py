@@ -12,7 +12,7 @@ from trainspec_cli.corpus import bpe
 from trainspec_cli.corpus.prepare import prepare
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.corpus.sources import documents, find_files
-from trainspec_cli.spec.data import DataSpec, TokenizerSpec
+from trainspec_cli.spec.recipe.data import DataSpec, TokenizerSpec
 
 STDLIB = DataSpec(
     seq_len=64, source="python_stdlib", max_bytes=300_000, tokenizer=TokenizerSpec(vocab_size=600), heldout_fraction=0.1

@@ -8,7 +8,7 @@ import pytest
 
 from trainspec_cli.corpus import bpe
 from trainspec_cli.errors import RecipeError
-from trainspec_cli.spec.data import TokenizerSpec
+from trainspec_cli.spec.recipe.data import TokenizerSpec
 
 
 def test_it_fills_the_vocabulary_and_gives_every_text_back(tokenizer, stdlib_texts):

@@ -8,7 +8,7 @@ import pytest
 from trainspec_cli.corpus.cache import cache_dir, cached_folder, make_cache
 from trainspec_cli.corpus.sources import find_files
 from trainspec_cli.errors import MachineError
-from trainspec_cli.spec.data import TokenizerSpec
+from trainspec_cli.spec.recipe.data import TokenizerSpec
 
 
 def test_the_place_follows_the_environment(monkeypatch, tmp_path):

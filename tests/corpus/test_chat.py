@@ -11,7 +11,7 @@ from trainspec_cli.corpus.prepare import prepare
 from trainspec_cli.corpus.rows import IGNORED, PADDING_DOCUMENT, Packed
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.errors import RecipeError
-from trainspec_cli.spec.data import DataSpec, TokenizerSpec
+from trainspec_cli.spec.recipe.data import DataSpec, TokenizerSpec
 
 TALK = {"messages": [{"role": "user", "content": "what is it"}, {"role": "assistant", "content": "a fox"}]}
 

@@ -10,7 +10,7 @@ from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.corpus.prepare import prepare
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.errors import RecipeError
-from trainspec_cli.spec.data import DataSpec, PartSpec, TokenizerSpec
+from trainspec_cli.spec.recipe.data import DataSpec, PartSpec, TokenizerSpec
 
 pyarrow = pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.usefixtures("cache")

@@ -11,8 +11,8 @@ import pytest
 from trainspec_cli.corpus.images import ImageFolder, resize
 from trainspec_cli.corpus.labelled import find_samples
 from trainspec_cli.errors import MachineError, RecipeError
-from trainspec_cli.spec.data import DataSpec
-from trainspec_cli.spec.model import ConvModel
+from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.model import ConvModel
 
 MODEL = ConvModel("resnet", (8, 12), widths=(4,), blocks=(1,), in_channels=3, num_classes=3)
 

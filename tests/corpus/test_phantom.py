@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from trainspec_cli.corpus.phantom import Phantoms, acquire, contrast, draw_tissues, ellipsoid
-from trainspec_cli.spec.data import DataSpec, PhantomSpec
-from trainspec_cli.spec.model import ConvModel
+from trainspec_cli.spec.recipe.data import DataSpec, PhantomSpec
+from trainspec_cli.spec.recipe.model import ConvModel
 
 UNET = ConvModel("unet", (16, 24, 16), widths=(4,), in_channels=2, num_classes=4)
 RESNET = ConvModel("resnet", (32, 32), widths=(4,), blocks=(1,), in_channels=1, num_classes=8)

@@ -12,7 +12,7 @@ from trainspec_cli.corpus.decode import decode
 from trainspec_cli.corpus.prepare import prepare
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.errors import MachineError, RecipeError
-from trainspec_cli.spec.data import DataSpec, TokenizerSpec
+from trainspec_cli.spec.recipe.data import DataSpec, TokenizerSpec
 
 END = "<|endoftext|>"
 POEMS = [
@@ -140,7 +140,7 @@ PROGRAM = """
 import os, resource, signal, sys
 from trainspec_cli.corpus.prepare import prepare
 from trainspec_cli.errors import TrainspecError
-from trainspec_cli.spec.data import DataSpec, TokenizerSpec
+from trainspec_cli.spec.recipe.data import DataSpec, TokenizerSpec
 
 def on_progress(phase, done):
     if sys.argv[1] == "die" and phase == "encoding":

@@ -8,7 +8,7 @@ import pytest
 
 from trainspec_cli.corpus.sources import documents, find_files
 from trainspec_cli.errors import MachineError, RecipeError
-from trainspec_cli.spec.data import DataSpec
+from trainspec_cli.spec.recipe.data import DataSpec
 
 
 def read(**fields) -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ import pytest
 from trainspec_cli.corpus.prepare import prepare
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.errors import MachineError, RecipeError
-from trainspec_cli.spec.data import DataSpec
+from trainspec_cli.spec.recipe.data import DataSpec
 
 pytestmark = pytest.mark.usefixtures("cache")
 

@@ -11,8 +11,8 @@ import pytest
 from trainspec_cli.corpus.labelled import find_samples
 from trainspec_cli.corpus.volumes import VolumeFolder
 from trainspec_cli.errors import MachineError, RecipeError
-from trainspec_cli.spec.data import DataSpec
-from trainspec_cli.spec.model import ConvModel
+from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.model import ConvModel
 
 MODEL = ConvModel("unet", (8, 8, 8), widths=(4,), in_channels=1, num_classes=4)
 SHAPE = (12, 10, 6)

@@ -190,8 +190,8 @@ def test_pictures_and_volumes(project: Path) -> None:
     image.fromarray(array).save(project / "pictures/two/b.png")
     files = ["pictures/one/a.npy", "pictures/two/b.png", "volumes/images/a.nii", "volumes/labels/a.nii"]
     from trainspec_cli.corpus.labelled import open_samples
-    from trainspec_cli.spec.data import DataSpec
-    from trainspec_cli.spec.model import ConvModel
+    from trainspec_cli.spec.recipe.data import DataSpec
+    from trainspec_cli.spec.recipe.model import ConvModel
 
     def look(name: str) -> None:
         kind = name.partition("/")[0]

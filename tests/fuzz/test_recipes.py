@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainspec_cli.compose.arguments import parse_arguments
-from trainspec_cli.spec.run import RunSpec
+from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.structure import known_paths
 
 RECIPE = """\

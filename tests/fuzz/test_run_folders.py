@@ -16,13 +16,13 @@ from trainspec_cli.planner.plan import plan
 from trainspec_cli.rundir.events import PARTS, EventWriter
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.batching import BatchingSpec
 from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.cluster import ClusterSpec, Machine
-from trainspec_cli.spec.data import DataSpec
-from trainspec_cli.spec.model import DecoderModel
-from trainspec_cli.spec.optim import OptimSpec
-from trainspec_cli.spec.run import RunSpec, TrainSection
+from trainspec_cli.spec.recipe.batching import BatchingSpec
+from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
+from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.optim import OptimSpec
+from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
 
 SPEC = RunSpec(
     model=DecoderModel(1, 64, 2, 2, 32, 128, 512),

@@ -4,7 +4,7 @@ import pytest
 
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.huggingface.config import differences, model_type, read_model, write_config
-from trainspec_cli.spec.model import DecoderModel, ExpertSpec, HybridModel, LatentAttention, RopeScaling
+from trainspec_cli.spec.recipe.model import DecoderModel, ExpertSpec, HybridModel, LatentAttention, RopeScaling
 from trainspec_cli.spec.structure import build
 
 LLAMA = DecoderModel(2, 64, 4, 2, 16, 160, 512, rope_theta=5e5)

@@ -104,7 +104,7 @@ def _is_worker(process: psutil.Process) -> bool:
         command = process.cmdline()
     except psutil.NoSuchProcess:
         return False
-    return "trainspec_cli.engine" in command and "trainspec_cli.engine.torchrun" not in command
+    return "trainspec_cli.engine" in command and "trainspec_cli.engine.comm.torchrun" not in command
 
 
 def _kill_everything(process: subprocess.Popen[str]) -> None:

@@ -9,7 +9,7 @@ from trainspec_cli.cli.load import detect_machine, load, plan_on
 from trainspec_cli.launch.kernels import table_path
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.kernels import TORCH, KernelFigure, KernelSpec, KernelTable
+from trainspec_cli.spec.recipe.kernels import TORCH, KernelFigure, KernelSpec, KernelTable
 
 RECIPE = ("recipe=tiny", "train.max_steps=6", "checkpoint.interval_steps=3", "sample.max_new_tokens=0", "kernels=auto")
 

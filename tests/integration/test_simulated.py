@@ -5,11 +5,11 @@ import statistics
 
 import pytest
 
-from trainspec_cli.planner.goodput import Job, simulate
+from trainspec_cli.planner.run.goodput import Job, simulate
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.reliability import ReliabilitySpec
-from trainspec_cli.spec.resilience import ResilienceSpec
+from trainspec_cli.spec.recipe.reliability import ReliabilitySpec
+from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 
 INTERVAL_STEPS, STEPS = 15, 60
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
-from trainspec_cli.launch.nodes.hub import Hub
-from trainspec_cli.launch.nodes.wire import Wire, call_hub
+from trainspec_cli.launch.backend.nodes.hub import Hub
+from trainspec_cli.launch.backend.nodes.wire import Wire, call_hub
 
 SECRET = b"s" * 32
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.launch.job import Job, build_job
-from trainspec_cli.spec.batching import BatchingSpec
-from trainspec_cli.spec.cluster import Machine
-from trainspec_cli.spec.data import DataSpec
-from trainspec_cli.spec.layout import Layout
-from trainspec_cli.spec.model import DecoderModel
-from trainspec_cli.spec.optim import OptimSpec
-from trainspec_cli.spec.plan import Plan
-from trainspec_cli.spec.run import RunSection, RunSpec, TrainSection
+from trainspec_cli.launch.job.job import Job, build_job
+from trainspec_cli.spec.recipe.batching import BatchingSpec
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.optim import OptimSpec
+from trainspec_cli.spec.recipe.run import RunSection, RunSpec, TrainSection
+from trainspec_cli.spec.results.plan import Plan
 
 STANDIN = str(Path(__file__).with_name("standin_worker.py"))
 

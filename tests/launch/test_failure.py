@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trainspec_cli.launch.failure import explain, find_failures, find_listed, tail
-from trainspec_cli.launch.job import Job
+from trainspec_cli.launch.job.job import Job
 from trainspec_cli.rundir.files import write_json
 
 SUMMARY = """

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from trainspec_cli.launch.failure import WorkerFailure, explain
 from trainspec_cli.launch.groups import failures_of
-from trainspec_cli.launch.job import Job
+from trainspec_cli.launch.job.job import Job
 from trainspec_cli.rundir.files import write_json
 
 

@@ -12,9 +12,9 @@ import pytest
 from trainspec_cli.launch import kernels
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.spec.canonical import from_plain, to_plain
-from trainspec_cli.spec.cluster import Machine
-from trainspec_cli.spec.kernels import TORCH, KernelSpec, KernelTable, KernelTrial, KernelTrials
-from trainspec_cli.spec.plan import Plan
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.kernels import TORCH, KernelSpec, KernelTable, KernelTrial, KernelTrials
+from trainspec_cli.spec.results.plan import Plan
 
 TRIALS = KernelTrials(
     {"rope": ("2 x (2, 8, 4, 16)",)},

@@ -13,8 +13,8 @@ import pytest
 from trainspec_cli.launch import probing
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.cluster import Machine
-from trainspec_cli.spec.probe import BUSY, MachineProbe
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.results.probe import BUSY, MachineProbe
 
 MACHINE = Machine("host", cpu_cores=2, memory_bytes=2**34, bf16=True)
 

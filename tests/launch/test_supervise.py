@@ -12,14 +12,14 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from trainspec_cli.launch import processes
-from trainspec_cli.launch.job import Job
-from trainspec_cli.launch.local import LocalExecutor
+from trainspec_cli.launch.backend import processes
+from trainspec_cli.launch.backend.local import LocalExecutor
+from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.outcome import Outcome, conclude
 from trainspec_cli.launch.restarts import supervise_with_restarts
 from trainspec_cli.launch.supervise import supervise
 from trainspec_cli.rundir.events import read_events
-from trainspec_cli.spec.resilience import ResilienceSpec
+from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 
 MakeJob = Callable[..., Job]
 
@@ -170,8 +170,8 @@ def test_a_killed_torchrun_fails_a_run_that_is_not_started_again(make_job: MakeJ
 
 SUPERVISOR = """
 from pathlib import Path
-from trainspec_cli.launch.job import Job
-from trainspec_cli.launch.local import LocalExecutor
+from trainspec_cli.launch.job.job import Job
+from trainspec_cli.launch.backend.local import LocalExecutor
 from trainspec_cli.launch.supervise import supervise
 supervise(Job(Path({root!r}), {command!r}, {environment!r}, 2, {grace!r}, Path({logs!r})), LocalExecutor(), int)
 """

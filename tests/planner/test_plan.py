@@ -8,14 +8,14 @@ import pytest
 
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.spec.batching import BatchingSpec
-from trainspec_cli.spec.cluster import ClusterSpec, Machine
-from trainspec_cli.spec.data import DataSpec
-from trainspec_cli.spec.layout import LayoutSpec
-from trainspec_cli.spec.model import DecoderModel
-from trainspec_cli.spec.optim import OptimSpec
-from trainspec_cli.spec.precision import PrecisionSpec
-from trainspec_cli.spec.run import RunSpec, TrainSection
+from trainspec_cli.spec.recipe.batching import BatchingSpec
+from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
+from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.layout import LayoutSpec
+from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.optim import OptimSpec
+from trainspec_cli.spec.recipe.precision import PrecisionSpec
+from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
 
 SPEC = RunSpec(
     model=DecoderModel(2, 64, 4, 2, 16, 160, 512),

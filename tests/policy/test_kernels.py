@@ -9,7 +9,7 @@ import pytest
 from trainspec_cli.policy.kernels import MARGIN, judge, judge_operation
 from trainspec_cli.spec.canonical import from_plain, to_plain
 from trainspec_cli.spec.json_text import json_text
-from trainspec_cli.spec.kernels import TORCH, KernelTrial, KernelTrials
+from trainspec_cli.spec.recipe.kernels import TORCH, KernelTrial, KernelTrials
 
 
 def trial(*ratios: float, error: float = 1e-3) -> KernelTrial:

@@ -13,7 +13,7 @@ from trainspec_cli.policy.pipeline import (
     rank_of_stage,
     stages_of_rank,
 )
-from trainspec_cli.spec.layout import Layout
+from trainspec_cli.spec.recipe.layout import Layout
 
 TICKS = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
 

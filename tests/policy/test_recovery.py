@@ -14,8 +14,8 @@ from trainspec_cli.policy.recovery import (
     pause_s,
     rollback_mtbf_s,
 )
-from trainspec_cli.spec.reliability import ReliabilitySpec
-from trainspec_cli.spec.resilience import ResilienceSpec
+from trainspec_cli.spec.recipe.reliability import ReliabilitySpec
+from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 
 RESTART = ResilienceSpec(mode="restart")
 ELASTIC = ResilienceSpec(mode="elastic", min_groups=2)

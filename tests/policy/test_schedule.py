@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 
 from trainspec_cli.policy.schedule import learning_rate
-from trainspec_cli.spec.optim import ScheduleSpec
+from trainspec_cli.spec.recipe.optim import ScheduleSpec
 
 
 def rates(schedule: ScheduleSpec, max_steps: int = 100) -> list[float]:

@@ -3,7 +3,7 @@
 import pytest
 
 from trainspec_cli.policy.spread import lr_factor, take_portion
-from trainspec_cli.spec.batching import BatchingSpec
+from trainspec_cli.spec.recipe.batching import BatchingSpec
 
 KEEP = BatchingSpec(global_batch_size=48)
 SHRINK = BatchingSpec(global_batch_size=48, on_loss="shrink")

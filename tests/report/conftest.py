@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.report.plan_json import plan_as_json, sweep_as_json
+from trainspec_cli.report.plan.json import plan_as_json, sweep_as_json
 from trainspec_cli.rundir.events import PARTS, EventWriter
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.batching import BatchingSpec
-from trainspec_cli.spec.cluster import AcceleratorSpec, ClusterSpec
-from trainspec_cli.spec.cost import SiteSpec
-from trainspec_cli.spec.data import DataSpec
-from trainspec_cli.spec.forecast import Assumption, Goodput, Interval, RunForecast
-from trainspec_cli.spec.layout import Layout
-from trainspec_cli.spec.model import DecoderModel
-from trainspec_cli.spec.optim import OptimSpec
-from trainspec_cli.spec.prediction import Candidate, CapacityPlan, MemoryBreakdown, StepTime
-from trainspec_cli.spec.run import RunSpec, TrainSection
+from trainspec_cli.spec.recipe.batching import BatchingSpec
+from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec
+from trainspec_cli.spec.recipe.cost import SiteSpec
+from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.optim import OptimSpec
+from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
+from trainspec_cli.spec.results.forecast import Assumption, Goodput, Interval, RunForecast
+from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan, MemoryBreakdown, StepTime
 from trainspec_cli.units import GIB
 
 CHIP = AcceleratorSpec("H100-SXM-80GB", "nvidia", 989, 80, 3.35)

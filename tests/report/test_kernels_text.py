@@ -7,7 +7,7 @@ import re
 from rich.console import Console
 
 from trainspec_cli.report.kernels_text import describe_choice, render_table
-from trainspec_cli.spec.kernels import TORCH, KernelFigure, KernelSpec, KernelTable
+from trainspec_cli.spec.recipe.kernels import TORCH, KernelFigure, KernelSpec, KernelTable
 
 UNTRIED = KernelFigure("not tried", "it runs on CUDA alone")
 TABLE = KernelTable(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.spec.run import RunSpec
+from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.structure import structure
 
 

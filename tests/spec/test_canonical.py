@@ -6,10 +6,10 @@ import pytest
 
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.spec.canonical import canonical_json, digest, from_plain, to_plain
-from trainspec_cli.spec.cluster import Machine
-from trainspec_cli.spec.layout import Layout
-from trainspec_cli.spec.plan import Plan
-from trainspec_cli.spec.run import RunSpec
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.structure import structure
 
 

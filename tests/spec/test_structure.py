@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.spec.data import DataSpec
-from trainspec_cli.spec.run import RunSpec
+from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.structure import build, describe, known_paths, structure
 from trainspec_cli.spec.unknown import UNKNOWN
 

@@ -9,15 +9,15 @@ from typing import Literal
 
 from trainspec_cli.certify.families import FAMILIES, SAMPLES, SEQ_LEN
 from trainspec_cli.errors import Problem
-from trainspec_cli.spec.batching import BatchingSpec
-from trainspec_cli.spec.data import DataSpec
-from trainspec_cli.spec.engine_rules import check_engine
-from trainspec_cli.spec.layout import Layout, LayoutSpec
-from trainspec_cli.spec.model import ConvModel
-from trainspec_cli.spec.optim import OptimSpec, ScheduleSpec
-from trainspec_cli.spec.plan import Plan
-from trainspec_cli.spec.precision import PrecisionSpec
-from trainspec_cli.spec.run import Offload, Recompute, RunSpec, TrainSection
+from trainspec_cli.spec.recipe.batching import BatchingSpec
+from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
+from trainspec_cli.spec.recipe.model import ConvModel
+from trainspec_cli.spec.recipe.optim import OptimSpec, ScheduleSpec
+from trainspec_cli.spec.recipe.precision import PrecisionSpec
+from trainspec_cli.spec.recipe.run import Offload, Recompute, RunSpec, TrainSection
+from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.rules.engine import check_engine
 
 Compute = Literal["fp32", "bf16", "fp64", "fp8"]
 """fp8: linear layers multiply in it, the rest is bf16."""

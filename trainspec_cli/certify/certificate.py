@@ -12,11 +12,11 @@ from typing import Any
 from trainspec_cli.certify.clauses import SPEC, read_clauses, spec_version
 from trainspec_cli.certify.judge import Finding
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.launch.provenance import versions
+from trainspec_cli.launch.job.provenance import versions
 from trainspec_cli.reading.files import UnreadableFileError
 from trainspec_cli.reading.json_file import Kind, check_field, read_object
 from trainspec_cli.spec.canonical import canonical_json, to_plain
-from trainspec_cli.spec.cluster import Machine
+from trainspec_cli.spec.recipe.cluster import Machine
 
 SCHEMA = "trainspec.certificate/1"
 _HEAD: dict[str, Kind] = {"schema": str, "digest": str}

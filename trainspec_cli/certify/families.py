@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainspec_cli.spec.model import ConvModel, DecoderModel, ExpertSpec, HybridModel, LatentAttention, ModelSpec
+from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel, ExpertSpec, HybridModel, LatentAttention, ModelSpec
 
 SEQ_LEN = 64
 SAMPLES = 8

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from trainspec_cli.certify.cases import SAVE_AT, Case, cases, refused
 from trainspec_cli.certify.families import FAMILIES
 from trainspec_cli.certify.runs import Run, Testimony, gradient_errors, loss_error
-from trainspec_cli.spec.layout import Layout
+from trainspec_cli.spec.recipe.layout import Layout
 
 GRADIENT_BOUND = 1e-5
 LOSS_BOUND = 1e-5

@@ -13,15 +13,15 @@ import numpy as np
 
 from trainspec_cli.certify.cases import SAVE_AT, STEPS, Case, build_plan
 from trainspec_cli.errors import Interrupted, MachineError, Problem
+from trainspec_cli.launch.backend.local import LocalExecutor
 from trainspec_cli.launch.failure import tail
-from trainspec_cli.launch.job import build_job
-from trainspec_cli.launch.local import LocalExecutor
+from trainspec_cli.launch.job.job import build_job
 from trainspec_cli.launch.supervise import supervise
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.cluster import Machine
+from trainspec_cli.spec.recipe.cluster import Machine
 
-WITNESS = ("-m", "trainspec_cli.engine.witness")
+WITNESS = ("-m", "trainspec_cli.engine.tools.certify_worker")
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from trainspec_cli.reading.yaml_file import read_yaml
 from trainspec_cli.spec.json_text import json_text
 
 if TYPE_CHECKING:
-    from trainspec_cli.planner.backtest import Backtest
-    from trainspec_cli.planner.hardware import Efficiency
+    from trainspec_cli.planner.hardware.rates import Efficiency
+    from trainspec_cli.planner.validation.backtest import Backtest
 
 app = typer.Typer(add_completion=False)
 
@@ -30,8 +30,8 @@ def backtest(
     plot: Annotated[Path | None, typer.Option(help="Draw predicted against measured to this SVG file.")] = None,
 ) -> None:
     """Predict every row with exactly the layout it states; print the error by source, model and chip."""
-    from trainspec_cli.planner.backtest import as_json as result_as_json
-    from trainspec_cli.planner.backtest import backtest as run_backtest
+    from trainspec_cli.planner.validation.backtest import as_json as result_as_json
+    from trainspec_cli.planner.validation.backtest import backtest as run_backtest
     from trainspec_cli.report.backtest_text import render_backtest
 
     eff = _read_profile(profile)
@@ -70,7 +70,7 @@ def _row(row: dict[str | None, Any]) -> dict[str, str]:
 
 
 def _read_profile(profile: Path | None) -> Efficiency:
-    from trainspec_cli.planner.hardware import Efficiency
+    from trainspec_cli.planner.hardware.rates import Efficiency
 
     if profile is None:
         return Efficiency()
@@ -86,7 +86,7 @@ def _read_profile(profile: Path | None) -> Efficiency:
 
 
 def _write_profile(file: Path, result: Backtest, start: Efficiency) -> None:
-    from trainspec_cli.planner.backtest import fit_table
+    from trainspec_cli.planner.validation.backtest import fit_table
 
     fitted = fit_table(result, start).as_dict()
     lines = [f"  {name}: {value:.4e}" for name, value in fitted.items()]

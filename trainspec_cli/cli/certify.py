@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from trainspec_cli.certify.judge import Check, Finding
-    from trainspec_cli.spec.cluster import Machine
+    from trainspec_cli.spec.recipe.cluster import Machine
 
 app = typer.Typer(add_completion=False)
 
@@ -85,7 +85,7 @@ def _check_writable(output: Path) -> None:
 
 
 def _machine() -> Machine:
-    from trainspec_cli.launch.machine import detect
+    from trainspec_cli.launch.job.machine import detect
 
     return detect(look_for_gpus=True)
 

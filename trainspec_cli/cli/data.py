@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 
 from trainspec_cli.errors import Problem, RecipeError, TrainspecError
-from trainspec_cli.spec.data import SAMPLE_SOURCES, DataSpec, TokenizerSpec
 from trainspec_cli.spec.json_text import json_text
+from trainspec_cli.spec.recipe.data import SAMPLE_SOURCES, DataSpec, TokenizerSpec
 from trainspec_cli.units import format_bytes, format_count
 
 if TYPE_CHECKING:

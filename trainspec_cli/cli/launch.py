@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from trainspec_cli.cli.load import Loaded
-    from trainspec_cli.launch.folder import Origin
-    from trainspec_cli.spec.cluster import Machine
-    from trainspec_cli.spec.plan import Plan
-    from trainspec_cli.spec.run import RunSpec
+    from trainspec_cli.launch.job.folder import Origin
+    from trainspec_cli.spec.recipe.cluster import Machine
+    from trainspec_cli.spec.recipe.run import RunSpec
+    from trainspec_cli.spec.results.plan import Plan
 
 app = typer.Typer(add_completion=False)
 
@@ -91,8 +91,8 @@ def _launch_on_several(loaded: Loaded, plan: Plan, endpoint: str, *, as_json: bo
     """As the first of them."""
     from trainspec_cli.cli.nodes import drive
     from trainspec_cli.cli.train import make_console
-    from trainspec_cli.launch.folder import check_free, make_folder, storage, write_launch
-    from trainspec_cli.launch.nodes.executor import build_nodes_job, reach_from_here
+    from trainspec_cli.launch.backend.nodes.executor import build_nodes_job, reach_from_here
+    from trainspec_cli.launch.job.folder import check_free, make_folder, storage, write_launch
 
     console, wanted = make_console(as_json=as_json), plan.spec.run.dir
     reach = reach_from_here(endpoint)
@@ -109,9 +109,9 @@ def _launch(loaded: Loaded, plan: Plan, machine: Machine, *, force: bool, as_jso
     from trainspec_cli.cli.preflight import examine_here
     from trainspec_cli.cli.settle_kernels import settle_kernels
     from trainspec_cli.cli.train import make_console, train
-    from trainspec_cli.launch.claim import claim
-    from trainspec_cli.launch.folder import RUNS, check_free, make_folder, storage, write_launch
-    from trainspec_cli.launch.job import build_job
+    from trainspec_cli.launch.job.claim import claim
+    from trainspec_cli.launch.job.folder import RUNS, check_free, make_folder, storage, write_launch
+    from trainspec_cli.launch.job.job import build_job
 
     console, wanted = make_console(as_json=as_json), plan.spec.run.dir
     check_free(wanted)
@@ -133,7 +133,7 @@ def prepare_data(loaded: Loaded, console: Console) -> Path | None:
     from trainspec_cli.corpus.labelled import find_samples
     from trainspec_cli.corpus.prepare import prepare
     from trainspec_cli.report.live import showing_progress
-    from trainspec_cli.spec.model import ConvModel
+    from trainspec_cli.spec.recipe.model import ConvModel
 
     spec = loaded.spec
     try:
@@ -150,7 +150,7 @@ def prepare_data(loaded: Loaded, console: Console) -> Path | None:
 
 def origin_of(loaded: Loaded) -> Origin:
     from trainspec_cli.compose.render import render_yaml
-    from trainspec_cli.launch.folder import Origin
+    from trainspec_cli.launch.job.folder import Origin
 
     return Origin(loaded.composed.recipe, sys.argv[1:], render_yaml(loaded.composed))
 
@@ -160,10 +160,10 @@ def _show(loaded: Loaded, plan: Plan, machine: Machine, *, force: bool, as_json:
     from trainspec_cli.cli.predict import predict
     from trainspec_cli.cli.settle_kernels import settle_kernels
     from trainspec_cli.cli.train import make_console
-    from trainspec_cli.launch.command import render_command
-    from trainspec_cli.launch.dry import describe
-    from trainspec_cli.launch.folder import RUNS
-    from trainspec_cli.launch.job import build_job
+    from trainspec_cli.launch.job.command import render_command
+    from trainspec_cli.launch.job.dry import describe
+    from trainspec_cli.launch.job.folder import RUNS
+    from trainspec_cli.launch.job.job import build_job
     from trainspec_cli.report.text import describe_plan
 
     wanted = plan.spec.run.dir

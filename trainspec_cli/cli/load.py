@@ -11,11 +11,11 @@ from trainspec_cli.compose.arguments import RECIPE
 from trainspec_cli.compose.compose import Composed, compose_arguments
 from trainspec_cli.compose.origins import COMMAND_LINE
 from trainspec_cli.errors import MachineError, Problem, RecipeError, TrainspecError
-from trainspec_cli.spec.cluster import Machine
-from trainspec_cli.spec.engine_rules import check_engine, close_axes
-from trainspec_cli.spec.plan import Plan
-from trainspec_cli.spec.rules import apply, check, check_machine
-from trainspec_cli.spec.run import RunSpec
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.rules.engine import check_engine, close_axes
+from trainspec_cli.spec.rules.rules import apply, check, check_machine
 from trainspec_cli.spec.structure import build
 from trainspec_cli.spec.unknown import UNKNOWN, UnknownTouched
 
@@ -86,7 +86,7 @@ def plan_for(loaded: Loaded, machine: Machine) -> Plan:
 
 def detect_machine(spec: RunSpec) -> Machine | None:
     """This host as `spec` would use it; None for a draft that does not say whether it wants GPUs."""
-    from trainspec_cli.launch.machine import detect
+    from trainspec_cli.launch.job.machine import detect
 
     try:
         return detect(look_for_gpus=spec.cluster.device != "cpu")

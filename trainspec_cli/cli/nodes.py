@@ -13,18 +13,18 @@ from trainspec_cli.cli.resume import check_unfinished, newest_step
 from trainspec_cli.cli.settle_kernels import settle_kernels
 from trainspec_cli.cli.train import train
 from trainspec_cli.errors import MachineError, Problem, WorkerError
-from trainspec_cli.launch.claim import claim
-from trainspec_cli.launch.folder import storage, write_resume
-from trainspec_cli.launch.machine import detect
-from trainspec_cli.launch.nodes.agent import run_agent
-from trainspec_cli.launch.nodes.executor import JOIN_TIMEOUT_S, NodesExecutor, Reach, build_nodes_job
+from trainspec_cli.launch.backend.nodes.agent import run_agent
+from trainspec_cli.launch.backend.nodes.executor import JOIN_TIMEOUT_S, NodesExecutor, Reach, build_nodes_job
+from trainspec_cli.launch.job.claim import claim
+from trainspec_cli.launch.job.folder import storage, write_resume
+from trainspec_cli.launch.job.machine import detect
 from trainspec_cli.launch.signals import StopRequests
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan
 from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.plan import Plan
+from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.trust import check_tree
 
 RETRY_S = 0.5

@@ -17,9 +17,9 @@ from trainspec_cli.spec.json_text import json_text
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from trainspec_cli.spec.cluster import Machine
-    from trainspec_cli.spec.prediction import CapacityPlan
-    from trainspec_cli.spec.run import RunSpec
+    from trainspec_cli.spec.recipe.cluster import Machine
+    from trainspec_cli.spec.recipe.run import RunSpec
+    from trainspec_cli.spec.results.prediction import CapacityPlan
 
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write one page with charts.")]
 Sweep = Annotated[
@@ -54,8 +54,8 @@ def plan(
 
 
 def _plan_one(arguments: Sequence[str], as_json: bool, html: Path | None, trace: bool) -> None:
-    from trainspec_cli.report.plan_page import render_plan_page
-    from trainspec_cli.report.plan_text import render_plan
+    from trainspec_cli.report.plan.page import render_plan_page
+    from trainspec_cli.report.plan.text import render_plan
 
     planned = _plan(arguments, trace=trace)
     if html:
@@ -66,9 +66,9 @@ def _plan_one(arguments: Sequence[str], as_json: bool, html: Path | None, trace:
 
 
 def _plan_many(arguments: Sequence[str], sweep: str, as_json: bool, html: Path | None) -> None:
-    from trainspec_cli.report.plan_json import sweep_as_json
-    from trainspec_cli.report.plan_page import render_sweep_page
-    from trainspec_cli.report.plan_text import render_sweep
+    from trainspec_cli.report.plan.json import sweep_as_json
+    from trainspec_cli.report.plan.page import render_sweep_page
+    from trainspec_cli.report.plan.text import render_sweep
 
     key, values = read_sweep(sweep)
     others = [argument for argument in arguments if argument.partition("=")[0] != key]
@@ -82,10 +82,10 @@ def _plan_many(arguments: Sequence[str], sweep: str, as_json: bool, html: Path |
 
 def _plan(arguments: Sequence[str], *, trace: bool = False) -> dict[str, Any]:
     from trainspec_cli.cli.load import load_for_planning
-    from trainspec_cli.planner.elastic import in_replica_groups
-    from trainspec_cli.planner.forecast import forecast_run
-    from trainspec_cli.planner.spares import plan_on_what_divides
-    from trainspec_cli.report.plan_json import plan_as_json
+    from trainspec_cli.planner.run.elastic import in_replica_groups
+    from trainspec_cli.planner.run.forecast import forecast_run
+    from trainspec_cli.planner.search.spares import plan_on_what_divides
+    from trainspec_cli.report.plan.json import plan_as_json
 
     loaded = load_for_planning(arguments)
     spec, machine = _on_machine(loaded.spec)
@@ -102,10 +102,10 @@ def _plan(arguments: Sequence[str], *, trace: bool = False) -> dict[str, Any]:
 def _trace(spec: RunSpec, capacity: CapacityPlan) -> dict[str, Any]:
     """Of the fastest candidate that the engine runs. Raises PlanError where it runs none of those shown."""
     from trainspec_cli.launch.tracing import trace_plan
-    from trainspec_cli.planner.auto import as_plan, is_run
-    from trainspec_cli.planner.engine_memory import tensors_by_cause
-    from trainspec_cli.report.plan_trace import trace_as_json
-    from trainspec_cli.spec.engine_rules import check_built
+    from trainspec_cli.planner.memory.engine import tensors_by_cause
+    from trainspec_cli.planner.search.auto import as_plan, is_run
+    from trainspec_cli.report.plan.trace import trace_as_json
+    from trainspec_cli.spec.rules.engine import check_built
 
     candidate = next((candidate for candidate in capacity.candidates if is_run(candidate, spec)), None)
     if candidate is None:

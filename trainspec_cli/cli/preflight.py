@@ -11,10 +11,10 @@ from rich.console import Console
 from trainspec_cli.doctor.examine import host_command
 from trainspec_cli.doctor.judge import refuse_unfit
 from trainspec_cli.doctor.preflight import Needs, preflight
-from trainspec_cli.launch.nodes.executor import Examination
-from trainspec_cli.planner.forecast import checkpoint_bytes
+from trainspec_cli.launch.backend.nodes.executor import Examination
+from trainspec_cli.planner.run.forecast import checkpoint_bytes
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.plan import Plan
+from trainspec_cli.spec.results.plan import Plan
 
 
 def examine_here(plan: Plan, folder: Path, console: Console, *, force: bool = False) -> None:

@@ -18,7 +18,7 @@ def report(run: RunArgument, as_json: AsJson = False) -> None:
     """Show how a run ended (or stands), its curves, its speed and where the time went."""
     from trainspec_cli.cli.console import PrintableConsole
     from trainspec_cli.cli.runs import find_run, refusing_closed
-    from trainspec_cli.launch.claim import is_running
+    from trainspec_cli.launch.job.claim import is_running
     from trainspec_cli.launch.slurm.queue import Queue
     from trainspec_cli.report.collect import collect
     from trainspec_cli.report.render import render_report

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from trainspec_cli.cli.load import Loaded
-    from trainspec_cli.launch.job import Job
+    from trainspec_cli.launch.job.job import Job
     from trainspec_cli.rundir.paths import RunDir
-    from trainspec_cli.spec.cluster import Machine
-    from trainspec_cli.spec.plan import Plan
+    from trainspec_cli.spec.recipe.cluster import Machine
+    from trainspec_cli.spec.results.plan import Plan
 
 app = typer.Typer(add_completion=False)
 
@@ -56,9 +56,9 @@ def resume(
     from trainspec_cli.cli.runs import find_own_run
     from trainspec_cli.cli.settle_kernels import settle_kernels
     from trainspec_cli.cli.train import make_console, train
-    from trainspec_cli.launch.claim import claim
-    from trainspec_cli.launch.folder import storage, write_resume
-    from trainspec_cli.launch.job import build_job
+    from trainspec_cli.launch.job.claim import claim
+    from trainspec_cli.launch.job.folder import storage, write_resume
+    from trainspec_cli.launch.job.job import build_job
     from trainspec_cli.launch.signals import interrupt, on_stop_signal
     from trainspec_cli.rundir.record import read_plan
 
@@ -103,7 +103,7 @@ def _check_several(
 
 def _resume_on_several(run_dir: RunDir, node_rank: int, endpoint: str, console: Console, *, as_json: bool) -> int:
     from trainspec_cli.cli.nodes import drive, join
-    from trainspec_cli.launch.nodes.executor import reach_from_here
+    from trainspec_cli.launch.backend.nodes.executor import reach_from_here
 
     if node_rank:
         return join(str(run_dir.root), node_rank, console)
@@ -121,9 +121,9 @@ def _change(run_dir: RunDir, old: Plan, changes: list[str]) -> Loaded:
     from trainspec_cli.compose.amend import amend
     from trainspec_cli.rundir.record import read_about
     from trainspec_cli.spec.canonical import to_plain
-    from trainspec_cli.spec.engine_rules import check_engine
-    from trainspec_cli.spec.rules import check
-    from trainspec_cli.spec.run import RunSpec
+    from trainspec_cli.spec.recipe.run import RunSpec
+    from trainspec_cli.spec.rules.engine import check_engine
+    from trainspec_cli.spec.rules.rules import check
     from trainspec_cli.spec.structure import build
 
     values = to_plain(old.spec)
@@ -140,7 +140,7 @@ def _keep_kernels(plan: Plan, old: Plan, machine: Machine) -> Plan:
     """What was chosen when the run began holds for all of it, unless another choice is asked for now. Raises
     MachineError where this machine cannot run it."""
     from trainspec_cli.cli.load import require
-    from trainspec_cli.spec.kernel_rules import check_kernels
+    from trainspec_cli.spec.rules.kernels import check_kernels
 
     if plan.spec.kernels != old.spec.kernels:
         return plan

@@ -122,8 +122,8 @@ def _is_there(run: RunDir) -> bool:
 
 
 def _lines() -> list[RunLine]:
-    from trainspec_cli.launch.claim import is_running
-    from trainspec_cli.launch.folder import RUNS
+    from trainspec_cli.launch.job.claim import is_running
+    from trainspec_cli.launch.job.folder import RUNS
     from trainspec_cli.launch.slurm.queue import Queue
     from trainspec_cli.report.runs import list_runs
 
@@ -152,7 +152,7 @@ def _show_copies(*, clear: bool, as_json: bool) -> None:
 
 
 def _status_of_owner(run: RunDir | None) -> str:
-    from trainspec_cli.launch.claim import is_running
+    from trainspec_cli.launch.job.claim import is_running
     from trainspec_cli.launch.slurm.queue import Queue
     from trainspec_cli.report.status import status_of
 

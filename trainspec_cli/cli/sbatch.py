@@ -18,8 +18,8 @@ from trainspec_cli.trust import private_files
 
 if TYPE_CHECKING:
     from trainspec_cli.cli.load import Loaded
-    from trainspec_cli.spec.cluster import Machine
-    from trainspec_cli.spec.plan import Plan
+    from trainspec_cli.spec.recipe.cluster import Machine
+    from trainspec_cli.spec.results.plan import Plan
 
 app = typer.Typer(add_completion=False)
 
@@ -104,8 +104,8 @@ def _plan(loaded: Loaded) -> Plan:
 
 def _machine_of_job(loaded: Loaded) -> Machine:
     """Raises RecipeError where the recipe leaves open what only the job's hosts could tell."""
-    from trainspec_cli.launch.machine import detect
-    from trainspec_cli.spec.cluster import Machine
+    from trainspec_cli.launch.job.machine import detect
+    from trainspec_cli.spec.recipe.cluster import Machine
 
     cluster = loaded.spec.cluster
     open_keys = [key for key in ("device", "devices_per_node") if getattr(cluster, key) == AUTO]
@@ -145,8 +145,8 @@ def _make_run(loaded: Loaded, plan: Plan) -> Path:
     """The run on paper: all that a launch writes before its workers start, and the folder of the job's logs."""
     from trainspec_cli.cli.console import PrintableConsole
     from trainspec_cli.cli.launch import origin_of, prepare_data
-    from trainspec_cli.launch.folder import make_folder, storage, write_launch
-    from trainspec_cli.launch.nodes.executor import Reach, build_nodes_job
+    from trainspec_cli.launch.backend.nodes.executor import Reach, build_nodes_job
+    from trainspec_cli.launch.job.folder import make_folder, storage, write_launch
     from trainspec_cli.launch.slurm.script import check_folder, log_of
 
     wanted = plan.spec.run.dir

@@ -8,9 +8,9 @@ from rich.console import Console
 
 from trainspec_cli.launch.kernels import measure_kernels, read_table, table_path
 from trainspec_cli.report.kernels_text import describe_choice
-from trainspec_cli.spec.cluster import Machine
-from trainspec_cli.spec.kernels import KernelTable
-from trainspec_cli.spec.plan import Plan
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.kernels import KernelTable
+from trainspec_cli.spec.results.plan import Plan
 
 
 def settle_kernels(

@@ -15,7 +15,7 @@ from textwrap import indent
 from trainspec_cli.cli.load import Loaded
 from trainspec_cli.compose.origins import COMMAND_LINE, Origin, find_origin
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.spec.run import RunSpec
+from trainspec_cli.spec.recipe.run import RunSpec
 
 ROOT = 0
 

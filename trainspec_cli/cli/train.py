@@ -13,10 +13,10 @@ from rich.console import Console
 from trainspec_cli.cli.console import PrintableConsole
 from trainspec_cli.compose.origins import show_path
 from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, Stopped, WorkerError
-from trainspec_cli.launch.executor import Executor
+from trainspec_cli.launch.backend.executor import Executor
+from trainspec_cli.launch.backend.local import LocalExecutor
 from trainspec_cli.launch.groups import supervise_groups
-from trainspec_cli.launch.job import Job
-from trainspec_cli.launch.local import LocalExecutor
+from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.outcome import Explanation, Outcome, conclude
 from trainspec_cli.launch.restarts import supervise_with_restarts
 from trainspec_cli.launch.signals import StopRequests, on_stop_signal
@@ -28,7 +28,7 @@ from trainspec_cli.report.text import describe_recovery
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.json_text import json_text
-from trainspec_cli.spec.plan import Plan
+from trainspec_cli.spec.results.plan import Plan
 
 
 class ViewConsole(PrintableConsole):

@@ -10,7 +10,7 @@ from trainspec_cli.cli.options import AsJson, RecipeArguments
 from trainspec_cli.units import format_count
 
 if TYPE_CHECKING:
-    from trainspec_cli.spec.plan import Plan
+    from trainspec_cli.spec.results.plan import Plan
 
 app = typer.Typer(add_completion=False)
 
@@ -20,7 +20,7 @@ def validate(arguments: RecipeArguments, as_json: AsJson = False) -> None:
     """Find every problem of a recipe at once: keys, types, sizes that do not divide, files and GPUs that lack."""
     from trainspec_cli.cli.load import Loaded, detect_machine, examine, plan_on, require
     from trainspec_cli.cli.problems import render_json
-    from trainspec_cli.spec.rules import check_machine
+    from trainspec_cli.spec.rules.rules import check_machine
 
     examined = examine(arguments)
     machine = detect_machine(examined.draft)

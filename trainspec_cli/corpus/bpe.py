@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.reading.files import exists, read_text
-from trainspec_cli.spec.data import TokenizerSpec
+from trainspec_cli.spec.recipe.data import TokenizerSpec
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

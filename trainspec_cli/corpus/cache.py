@@ -12,7 +12,7 @@ from trainspec_cli.corpus.chat import describe
 from trainspec_cli.corpus.manifest import SCHEMA
 from trainspec_cli.corpus.publish import cannot_write
 from trainspec_cli.reading.files import expand
-from trainspec_cli.spec.data import DataSpec
+from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.trust import check_folder, make_folder
 
 CHOOSE_ANOTHER = "choose a folder of your own for prepared data and measured figures: TRAINSPEC_CACHE=FOLDER"

@@ -11,7 +11,7 @@ from trainspec_cli.errors import RecipeError
 from trainspec_cli.huggingface.chat_template import ChatTemplate, Span, find_template
 from trainspec_cli.huggingface.folder import CHAT_TEMPLATE, TOKENIZER_CONFIG
 from trainspec_cli.reading.files import exists, expand, read_text
-from trainspec_cli.spec.data import DataSpec
+from trainspec_cli.spec.recipe.data import DataSpec
 
 FIELDS = ("messages", "prompt", "completion", "tools", "documents")
 SHAPES = 'each line must be {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}'

@@ -17,8 +17,8 @@ from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.reading.files import expand
 from trainspec_cli.reading.json_file import check_field, read_object
-from trainspec_cli.spec.data import DataSpec
 from trainspec_cli.spec.json_text import json_text
+from trainspec_cli.spec.recipe.data import DataSpec
 
 COLLECTION = "collection.json"
 

@@ -11,8 +11,8 @@ from trainspec_cli.corpus.damage import ANY_DAMAGE, check_folder
 from trainspec_cli.corpus.split import hold_out
 from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.reading.files import check_regular
-from trainspec_cli.spec.data import DataSpec
-from trainspec_cli.spec.model import ConvModel
+from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.model import ConvModel
 
 MAX_PIXELS = 2**28
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")

@@ -14,8 +14,8 @@ from trainspec_cli.corpus.images import ImageFolder
 from trainspec_cli.corpus.phantom import Phantoms
 from trainspec_cli.corpus.volumes import VolumeFolder
 from trainspec_cli.reading.files import expand
-from trainspec_cli.spec.data import DataSpec
-from trainspec_cli.spec.model import ConvModel
+from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.model import ConvModel
 
 Labelled = tuple[np.ndarray, np.ndarray]
 """(image, label)"""

@@ -11,8 +11,8 @@ from typing import Literal
 
 import numpy as np
 
-from trainspec_cli.spec.data import DataSpec
-from trainspec_cli.spec.model import ConvModel
+from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.model import ConvModel
 
 NOISE_STD = 0.05
 """Of each of the two channels of the receiver (Gudbjartsson and Patz 1995), where tissues lie between 0 and 1."""

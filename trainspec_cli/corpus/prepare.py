@@ -17,7 +17,7 @@ from trainspec_cli.corpus.sources import find_files
 from trainspec_cli.corpus.tokenise import OnProgress, write_tokens
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.reading.files import expand
-from trainspec_cli.spec.data import DataSpec
+from trainspec_cli.spec.recipe.data import DataSpec
 
 
 def prepare(data: DataSpec, on_progress: OnProgress | None = None) -> Path:

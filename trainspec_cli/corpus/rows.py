@@ -18,7 +18,7 @@ import numpy as np
 
 from trainspec_cli.corpus.manifest import Split
 from trainspec_cli.corpus.shards import TokenFolder
-from trainspec_cli.spec.data import DataSpec
+from trainspec_cli.spec.recipe.data import DataSpec
 
 IGNORED = -1
 """A target that takes no part in the loss."""

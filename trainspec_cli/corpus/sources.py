@@ -22,7 +22,7 @@ from trainspec_cli.corpus.tables import SUFFIXES, table_rows
 from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.reading.files import UnreadableFileError, exists, expand, open_regular
 from trainspec_cli.reading.json_file import parse_json
-from trainspec_cli.spec.data import DataSpec
+from trainspec_cli.spec.recipe.data import DataSpec
 
 STDLIB_LEFT_OUT = frozenset({
     "site-packages", "dist-packages",  # not the standard library

@@ -16,7 +16,7 @@ from trainspec_cli.corpus import bpe
 from trainspec_cli.corpus.manifest import SCHEMA, TOKENIZER_FILE, Dtype, Manifest, Shard, SplitSummary, write_manifest
 from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.reading.files import expand, open_regular, read_bytes
-from trainspec_cli.spec.data import DataSpec
+from trainspec_cli.spec.recipe.data import DataSpec
 
 LLMC_MAGIC, LLMC_HEADER_BYTES = 20240520, 1024
 """llm.c's files of the same kind begin with a header of 256 int32."""

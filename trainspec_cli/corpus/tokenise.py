@@ -18,7 +18,7 @@ from trainspec_cli.corpus.xz import XzMeter
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.huggingface.chat_template import CHATML_TOKENS
 from trainspec_cli.reading.files import expand
-from trainspec_cli.spec.data import DataSpec
+from trainspec_cli.spec.recipe.data import DataSpec
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -17,8 +17,8 @@ from typing import Literal
 
 import psutil
 
-from trainspec_cli.launch.machine import cpu_model, detect, visible_gpus
-from trainspec_cli.launch.provenance import versions
+from trainspec_cli.launch.job.machine import cpu_model, detect, visible_gpus
+from trainspec_cli.launch.job.provenance import versions
 from trainspec_cli.units import format_bytes
 
 Status = Literal["ok", "warn", "fail"]

@@ -9,19 +9,19 @@ from typing import Any
 
 from trainspec_cli.doctor import host
 from trainspec_cli.errors import Interrupted, MachineError, Problem
-from trainspec_cli.launch.executor import Executor
+from trainspec_cli.launch.backend.executor import Executor
+from trainspec_cli.launch.backend.local import LocalExecutor
+from trainspec_cli.launch.backend.nodes.executor import Examination, NodesExecutor, Reach, build_nodes_job
 from trainspec_cli.launch.failure import tail
-from trainspec_cli.launch.job import Job, build_job
-from trainspec_cli.launch.local import LocalExecutor
-from trainspec_cli.launch.nodes.executor import Examination, NodesExecutor, Reach, build_nodes_job
+from trainspec_cli.launch.job.job import Job, build_job
 from trainspec_cli.launch.supervise import supervise
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.cluster import Machine
-from trainspec_cli.spec.plan import Plan
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.results.plan import Plan
 
-LINKS = ("-m", "trainspec_cli.engine.links")
+LINKS = ("-m", "trainspec_cli.engine.tools.links")
 
 
 def examine_here(plan: Plan, machine: Machine, root: Path) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:

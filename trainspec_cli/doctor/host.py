@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from trainspec_cli.doctor.checks import Check, check_host
-from trainspec_cli.launch.environment import own_modules
+from trainspec_cli.launch.job.environment import own_modules
 from trainspec_cli.spec.json_text import json_text
 
-SPEED = ("-m", "trainspec_cli.engine.speed")
+SPEED = ("-m", "trainspec_cli.engine.tools.speed")
 SPEED_TIMEOUT_S = 120.0
 
 

@@ -9,16 +9,16 @@ import time
 import traceback
 from typing import TYPE_CHECKING
 
-from trainspec_cli.engine.signals import StopRequest
+from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.errors import TrainspecError
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import from_plain
-from trainspec_cli.spec.plan import Plan
+from trainspec_cli.spec.results.plan import Plan
 
 if TYPE_CHECKING:
-    from trainspec_cli.engine.trainer import Trainer
+    from trainspec_cli.engine.run.trainer import Trainer
 
 
 def main() -> None:
@@ -33,10 +33,10 @@ def main() -> None:
 
 def work(run_dir: RunDir, stop: StopRequest) -> None:
     """Torch is imported here, when a request to stop is already heard."""
-    from trainspec_cli.engine.build import build_machinery
-    from trainspec_cli.engine.initial import load_initial
-    from trainspec_cli.engine.joining import join_processes, leave_processes
-    from trainspec_cli.engine.sources import open_source
+    from trainspec_cli.engine.build.initial import load_initial
+    from trainspec_cli.engine.build.train_state import build_machinery
+    from trainspec_cli.engine.comm.joining import join_processes, leave_processes
+    from trainspec_cli.engine.run.sources import open_source
 
     plan = from_plain(Plan, read_json(run_dir.plan_json))
     run = read_json(run_dir.run_json)
@@ -53,10 +53,10 @@ def work(run_dir: RunDir, stop: StopRequest) -> None:
 def trainer_of(plan: Plan) -> type[Trainer]:
     """Replica groups are imported where there are some, and not elsewhere."""
     if plan.replica_groups > 1:
-        from trainspec_cli.engine.elastic_trainer import ElasticTrainer
+        from trainspec_cli.engine.run.elastic_trainer import ElasticTrainer
 
         return ElasticTrainer
-    from trainspec_cli.engine.trainer import Trainer
+    from trainspec_cli.engine.run.trainer import Trainer
 
     return Trainer
 

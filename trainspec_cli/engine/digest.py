@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainspec_cli.engine.json_collectives import gather_json
+from trainspec_cli.engine.comm.json_collectives import gather_json
 from trainspec_cli.engine.shares import Share, unique_shares
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainspec_cli.policy.pipeline import num_stages, rank_of_stage
-from trainspec_cli.spec.layout import MESH_AXES, Layout
+from trainspec_cli.spec.recipe.layout import MESH_AXES, Layout
 
 
 @dataclass(frozen=True)

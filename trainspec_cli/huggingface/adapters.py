@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trainspec_cli.huggingface.tensors import Parameter, Piece
-from trainspec_cli.spec.lora import LoraSpec
+from trainspec_cli.spec.recipe.lora import LoraSpec
 
 ADAPTERS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."

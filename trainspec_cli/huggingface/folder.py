@@ -13,7 +13,7 @@ from trainspec_cli.huggingface.safetensors import Entry, open_checkpoint
 from trainspec_cli.huggingface.tensors import HEAD, parameters
 from trainspec_cli.reading.files import UnreadableFileError
 from trainspec_cli.reading.json_file import read_object
-from trainspec_cli.spec.model import DecoderModel
+from trainspec_cli.spec.recipe.model import DecoderModel
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"

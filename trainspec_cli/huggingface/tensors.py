@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trainspec_cli.spec.model import DecoderModel, ExpertSpec
+from trainspec_cli.spec.recipe.model import DecoderModel, ExpertSpec
 
 Shape = tuple[int, ...]
 

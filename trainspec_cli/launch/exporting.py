@@ -19,14 +19,14 @@ from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.huggingface.adapters import ADAPTER_CONFIG, adapter_config
 from trainspec_cli.huggingface.config import write_config
 from trainspec_cli.huggingface.folder import CONFIG, GENERATION, SMALL_FILES, TOKENIZER, TOKENIZER_CONFIG, read_config
-from trainspec_cli.launch.environment import own_modules
+from trainspec_cli.launch.job.environment import own_modules
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_data_dir, read_plan
-from trainspec_cli.spec.model import DecoderModel
-from trainspec_cli.spec.plan import Plan
+from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.results.plan import Plan
 
-EXPORT = ("-m", "trainspec_cli.engine.export")
+EXPORT = ("-m", "trainspec_cli.engine.tools.export")
 DTYPES = {"fp32": ("F32", "float32"), "bf16": ("BF16", "bfloat16"), "fp16": ("F16", "float16")}
 """-> (as safetensors names it, as config.json does)"""
 KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainspec_cli.errors import WorkerError
-from trainspec_cli.launch.command import LOOPBACK
-from trainspec_cli.launch.job import Job
+from trainspec_cli.launch.job.command import LOOPBACK
+from trainspec_cli.launch.job.job import Job
 from trainspec_cli.printable import without_colours
 from trainspec_cli.rundir.files import read_json
 

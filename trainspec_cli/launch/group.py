@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Literal
 
-from trainspec_cli.launch.executor import GroupExecutor, RunningGroup
+from trainspec_cli.launch.backend.executor import GroupExecutor, RunningGroup
 from trainspec_cli.launch.failure import WorkerFailure
 from trainspec_cli.rundir.events import EventTail
 from trainspec_cli.rundir.paths import RunDir

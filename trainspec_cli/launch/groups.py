@@ -6,18 +6,18 @@ import math
 import time
 from collections.abc import Callable
 
-from trainspec_cli.launch.executor import Executor, GroupExecutor
+from trainspec_cli.launch.backend.executor import Executor, GroupExecutor
+from trainspec_cli.launch.backend.processes import POLL_S
 from trainspec_cli.launch.failure import Explanation, WorkerFailure, explain, find_failures, first_causes
 from trainspec_cli.launch.group import ReplicaGroup, State
-from trainspec_cli.launch.job import Job
-from trainspec_cli.launch.processes import POLL_S
+from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.signals import StopRequests, on_stop_signal
 from trainspec_cli.launch.supervise import SUPERVISOR, Ending, was_stopped
 from trainspec_cli.policy.recovery import enough_groups, may_restart, pause_s
 from trainspec_cli.rundir.events import EventTail, EventWriter
 from trainspec_cli.rundir.files import write_json
-from trainspec_cli.spec.fault import parse_faults
-from trainspec_cli.spec.plan import Plan
+from trainspec_cli.spec.recipe.fault import parse_faults
+from trainspec_cli.spec.results.plan import Plan
 
 Watch = Callable[[bool], None]
 STUCK = 0.9

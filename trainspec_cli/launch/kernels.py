@@ -10,17 +10,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trainspec_cli.launch.job import build_job
-from trainspec_cli.launch.machine import cpu_model
+from trainspec_cli.launch.job.job import build_job
+from trainspec_cli.launch.job.machine import cpu_model
 from trainspec_cli.launch.probing import figures_path, keep_figures, read_figures, run_probe
 from trainspec_cli.policy.kernels import judge
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.spec.canonical import from_plain, to_plain
-from trainspec_cli.spec.cluster import Machine
-from trainspec_cli.spec.kernels import KernelTable, KernelTrials
-from trainspec_cli.spec.plan import Plan
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.kernels import KernelTable, KernelTrials
+from trainspec_cli.spec.results.plan import Plan
 
-PROBE = ("-m", "trainspec_cli.engine.kernel_probe")
+PROBE = ("-m", "trainspec_cli.engine.tools.kernel_probe")
 LIBRARIES = ("triton", "liger-kernel", "fla-core", "torchao")
 
 

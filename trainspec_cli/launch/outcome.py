@@ -8,7 +8,7 @@ from typing import Any
 
 from trainspec_cli.errors import Interrupted, Stopped, WorkerError
 from trainspec_cli.launch.failure import Explanation, WorkerFailure, explain, find_failures, tail, torchrun_logs
-from trainspec_cli.launch.job import Job
+from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.supervise import Ending
 from trainspec_cli.rundir.accounting import account_run, goodput
 from trainspec_cli.rundir.events import read_sound, tail_events

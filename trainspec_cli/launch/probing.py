@@ -15,18 +15,18 @@ from typing import Any, TypeVar
 from trainspec_cli import __version__
 from trainspec_cli.corpus.cache import cache_dir, make_cache
 from trainspec_cli.errors import Interrupted, MachineError, Problem, RecipeError
+from trainspec_cli.launch.backend.local import LocalExecutor
 from trainspec_cli.launch.failure import tail
-from trainspec_cli.launch.job import Job, build_job
-from trainspec_cli.launch.local import LocalExecutor
-from trainspec_cli.launch.machine import cpu_model
+from trainspec_cli.launch.job.job import Job, build_job
+from trainspec_cli.launch.job.machine import cpu_model
 from trainspec_cli.launch.supervise import supervise
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.spec.canonical import canonical_json, from_plain
-from trainspec_cli.spec.cluster import Machine
-from trainspec_cli.spec.plan import Plan
-from trainspec_cli.spec.probe import MachineProbe
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.probe import MachineProbe
 
-PROBE = ("-m", "trainspec_cli.engine.probe")
+PROBE = ("-m", "trainspec_cli.engine.tools.probe")
 DISTURBED_HOLDS_S = 900.0
 """A probe that other programs disturbed tells what a run gets beside them; they may be gone later."""
 Figures = TypeVar("Figures")

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from trainspec_cli.launch.command import torchrun_command
-from trainspec_cli.launch.executor import Executor
+from trainspec_cli.launch.backend.executor import Executor
 from trainspec_cli.launch.failure import WorkerFailure, find_failures
-from trainspec_cli.launch.job import Job
+from trainspec_cli.launch.job.command import torchrun_command
+from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.outcome import explain_ending
 from trainspec_cli.launch.signals import StopRequests
 from trainspec_cli.launch.supervise import Ending, supervise
@@ -17,7 +17,7 @@ from trainspec_cli.policy.recovery import may_restart
 from trainspec_cli.rundir.events import EventWriter, read_sound
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.memory import newest_copy
-from trainspec_cli.spec.resilience import ResilienceSpec
+from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 
 
 def supervise_with_restarts(

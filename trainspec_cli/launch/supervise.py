@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trainspec_cli.launch.environment import FAILURE_GRACE_S
-from trainspec_cli.launch.executor import Executor, Running
-from trainspec_cli.launch.job import Job
-from trainspec_cli.launch.processes import POLL_S
+from trainspec_cli.launch.backend.executor import Executor, Running
+from trainspec_cli.launch.backend.processes import POLL_S
+from trainspec_cli.launch.job.environment import FAILURE_GRACE_S
+from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.signals import StopRequests, on_stop_signal
 from trainspec_cli.rundir.events import EventWriter, spoken_bytes
 from trainspec_cli.rundir.paths import RunDir

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from trainspec_cli.errors import MachineError, Problem
-from trainspec_cli.launch.environment import own_modules
+from trainspec_cli.launch.job.environment import own_modules
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.plan import Plan
+from trainspec_cli.spec.results.plan import Plan
 
-TRACE = ("-m", "trainspec_cli.engine.trace")
+TRACE = ("-m", "trainspec_cli.engine.tools.trace")
 
 
 def traced_ranks(plan: Plan) -> list[int]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from trainspec_cli.planner.memory import DEFAULT_MEMORY, MemoryModel
-from trainspec_cli.spec.forecast import Assumption
-from trainspec_cli.spec.prediction import Candidate
-from trainspec_cli.spec.run import RunSpec
+from trainspec_cli.planner.memory.frameworks import DEFAULT_MEMORY, MemoryModel
+from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.forecast import Assumption
+from trainspec_cli.spec.results.prediction import Candidate
 from trainspec_cli.units import GIB
 
 RESTART_KEYS = ("mtbf_device_hours", "detect_s", "swap_s", "start_s")

@@ -7,21 +7,21 @@ from dataclasses import replace
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner import workload
-from trainspec_cli.planner.engine_memory.stages import layer_memory, stages_memory
-from trainspec_cli.planner.hardware import Efficiency, peak_flops_per_s
-from trainspec_cli.planner.memory import memory_limit_bytes
-from trainspec_cli.planner.prose import usual_gbit
-from trainspec_cli.planner.search import SLOWER, TOO_LARGE, Found, Search, recompute_names, share_recomputed
+from trainspec_cli.planner.hardware.rates import Efficiency, peak_flops_per_s
+from trainspec_cli.planner.hardware.topology import Fabric
+from trainspec_cli.planner.memory.engine.stages import layer_memory, stages_memory
+from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
+from trainspec_cli.planner.search.search import SLOWER, TOO_LARGE, Found, Search, recompute_names, share_recomputed
+from trainspec_cli.planner.search.space import Space
 from trainspec_cli.planner.setup import Setup, Software
-from trainspec_cli.planner.space import Space
-from trainspec_cli.planner.step import estimate_step
-from trainspec_cli.planner.topology import Fabric
+from trainspec_cli.planner.time.step import estimate_step
+from trainspec_cli.planner.validation.prose import usual_gbit
 from trainspec_cli.spec.auto import AUTO
-from trainspec_cli.spec.cluster import AcceleratorSpec, ClusterSpec, Machine
-from trainspec_cli.spec.layout import Layout, LayoutSpec
-from trainspec_cli.spec.model import ConvModel
-from trainspec_cli.spec.prediction import Candidate, CapacityPlan
-from trainspec_cli.spec.run import RunSpec
+from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, Machine
+from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
+from trainspec_cli.spec.recipe.model import ConvModel
+from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
 from trainspec_cli.units import GIB, format_bytes
 
 SHOWN = 10
@@ -147,7 +147,7 @@ def describe_fabric(cluster: ClusterSpec, machine: Machine | None) -> Fabric:
 
 def accelerator_of(machine: Machine | None) -> AcceleratorSpec:
     """The catalogue's entry for this machine's GPU, or a rough description of its CPU."""
-    from trainspec_cli.planner.catalogue import find_accelerator
+    from trainspec_cli.planner.hardware.catalogue import find_accelerator
 
     hint = "choose one: cluster=h100, or describe your own in conf/accelerator and conf/cluster"
     if machine is None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from trainspec_cli.planner.local_memory import peak_memory
-from trainspec_cli.planner.local_time import step_parts_s
-from trainspec_cli.spec.local import LocalPrediction
-from trainspec_cli.spec.model import DecoderModel, ModelSpec
-from trainspec_cli.spec.plan import Plan
-from trainspec_cli.spec.probe import MachineProbe
+from trainspec_cli.planner.memory.local import peak_memory
+from trainspec_cli.planner.time.local import step_parts_s
+from trainspec_cli.spec.recipe.model import DecoderModel, ModelSpec
+from trainspec_cli.spec.results.local import LocalPrediction
+from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.probe import MachineProbe
 
 DEPARTURES = (
     *("gated_mlp", "activation", "gate_limit", "learned_positions", "sliding_window", "mla", "experts"),

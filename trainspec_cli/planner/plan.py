@@ -7,14 +7,14 @@ from typing import Literal
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner import workload
-from trainspec_cli.planner.auto import best_candidate, is_searched
-from trainspec_cli.planner.catalogue import find_accelerator
+from trainspec_cli.planner.hardware.catalogue import find_accelerator
+from trainspec_cli.planner.search.auto import best_candidate, is_searched
 from trainspec_cli.spec.auto import AUTO
-from trainspec_cli.spec.cluster import ClusterSpec, Machine
-from trainspec_cli.spec.elastic_rules import wanted_groups, whole_hosts
-from trainspec_cli.spec.layout import Layout, LayoutSpec, PipelineSchedule
-from trainspec_cli.spec.plan import Plan
-from trainspec_cli.spec.run import Recompute, RunSpec
+from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
+from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec, PipelineSchedule
+from trainspec_cli.spec.recipe.run import Recompute, RunSpec
+from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.rules.elastic import wanted_groups, whole_hosts
 
 MAX_MICRO_BATCH_TOKENS = 8192
 """`micro_batch_size: auto` takes the largest divisor of a rank's batch whose tokens stay below this."""

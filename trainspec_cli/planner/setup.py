@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trainspec_cli.planner.topology import Fabric
-from trainspec_cli.spec.layout import Layout
-from trainspec_cli.spec.lora import LoraSpec
-from trainspec_cli.spec.model import ModelSpec
+from trainspec_cli.planner.hardware.topology import Fabric
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.lora import LoraSpec
+from trainspec_cli.spec.recipe.model import ModelSpec
 from trainspec_cli.units import GIB
 
 

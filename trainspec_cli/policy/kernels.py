@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median, quantiles
 
-from trainspec_cli.spec.kernels import TORCH, KernelFigure, KernelTrial, KernelTrials
+from trainspec_cli.spec.recipe.kernels import TORCH, KernelFigure, KernelTrial, KernelTrials
 
 MARGIN = 0.03
 """By so much a backend must be faster: less is the measurement's own unrest."""

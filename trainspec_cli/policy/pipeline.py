@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from trainspec_cli.spec.layout import Layout, PipelineSchedule
+from trainspec_cli.spec.recipe.layout import Layout, PipelineSchedule
 
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
 SPLIT_SCHEDULES: tuple[PipelineSchedule, ...] = ("zero_bubble", "zbv")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trainspec_cli.spec.reliability import ReliabilitySpec
-from trainspec_cli.spec.resilience import ResilienceSpec
+from trainspec_cli.spec.recipe.reliability import ReliabilitySpec
+from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 
 Action = Literal["restart", "shrink", "wait"]
 

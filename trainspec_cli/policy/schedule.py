@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from trainspec_cli.spec.optim import ScheduleSpec
+from trainspec_cli.spec.recipe.optim import ScheduleSpec
 
 
 def learning_rate(schedule: ScheduleSpec, peak_lr: float, step: int, max_steps: int) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trainspec_cli.spec.batching import BatchingSpec, ShrinkRule
+from trainspec_cli.spec.recipe.batching import BatchingSpec, ShrinkRule
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_about, read_plain_plan, read_result
 from trainspec_cli.rundir.throughput import measure_throughput
 from trainspec_cli.spec.canonical import from_plain
-from trainspec_cli.spec.kernels import KernelSpec, KernelTable
-from trainspec_cli.spec.local import LocalPrediction
+from trainspec_cli.spec.recipe.kernels import KernelSpec, KernelTable
+from trainspec_cli.spec.results.local import LocalPrediction
 
 Curve = tuple[tuple[int, float | None], ...]
 """(step, value); None where the value was not finite."""

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from trainspec_cli.report.rich_text import Text
-from trainspec_cli.spec.kernels import TORCH, KernelFigure, KernelSpec, KernelTable
+from trainspec_cli.spec.recipe.kernels import TORCH, KernelFigure, KernelSpec, KernelTable
 
 STYLES = {"chosen": "green", "wrong": "red", "failed": "red"}
 

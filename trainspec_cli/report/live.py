@@ -16,7 +16,7 @@ from trainspec_cli.report.progress import Progress
 from trainspec_cli.report.text import describe_event, describe_progress
 from trainspec_cli.rundir.events import EventTail
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.plan import Plan
+from trainspec_cli.spec.results.plan import Plan
 
 REFRESH_PER_S = 4
 """Drawing takes time from the workers on a small machine."""

@@ -8,8 +8,8 @@ from typing import Any
 from trainspec_cli.report.history import Event
 from trainspec_cli.report.kernels_text import describe_choice
 from trainspec_cli.report.progress import Progress
-from trainspec_cli.spec.local import LocalPrediction
-from trainspec_cli.spec.plan import Plan
+from trainspec_cli.spec.results.local import LocalPrediction
+from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
 
 SAMPLE_METRICS = {"heldout_accuracy": "accuracy", "heldout_dice": "Dice"}

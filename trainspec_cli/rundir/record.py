@@ -10,7 +10,7 @@ from trainspec_cli.reading.files import unreadable
 from trainspec_cli.reading.json_file import Kind, check_field, read_object, show_kind
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import from_plain
-from trainspec_cli.spec.plan import Plan
+from trainspec_cli.spec.results.plan import Plan
 
 ABOUT: dict[str, Kind] = {"recipe": str, "created_at": float}
 LATEST_S = 1e11

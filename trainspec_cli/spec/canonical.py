@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from trainspec_cli.errors import RecipeError
-from trainspec_cli.spec.run import RunSpec
+from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.structure import build, key_of
 
 T = TypeVar("T")

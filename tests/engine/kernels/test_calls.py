@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.engine.kernel_calls import calls_of
-from trainspec_cli.planner.catalogue import models
-from trainspec_cli.spec.batching import BatchingSpec
+from trainspec_cli.engine.tools.kernel_calls import calls_of
+from trainspec_cli.planner.hardware.catalogue import models
 from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.data import DataSpec
-from trainspec_cli.spec.layout import Layout
-from trainspec_cli.spec.optim import OptimSpec
-from trainspec_cli.spec.plan import Plan
-from trainspec_cli.spec.run import RunSpec, TrainSection
+from trainspec_cli.spec.recipe.batching import BatchingSpec
+from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.optim import OptimSpec
+from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
+from trainspec_cli.spec.results.plan import Plan
 
 LLAMA = models()["llama_tiny"]  # 2 layers of 4 heads of 16, 2 of keys; hidden 64, feed-forward 160, 512 words
 UNTIED = replace(LLAMA, tied_embeddings=False)
@@ -78,8 +78,8 @@ def test_tensor_parallel_ranks_have_their_parts() -> None:
 def counted_apart(plan: Plan, rank: int) -> dict[str, int]:
     """Calls by operation, counted in a process of its own: groups of a pipeline cannot be made twice in one."""
     code = (
-        "import json, sys; from trainspec_cli.engine.kernel_calls import calls_of;"
-        "from trainspec_cli.spec.canonical import from_plain; from trainspec_cli.spec.plan import Plan;"
+        "import json, sys; from trainspec_cli.engine.tools.kernel_calls import calls_of;"
+        "from trainspec_cli.spec.canonical import from_plain; from trainspec_cli.spec.results.plan import Plan;"
         "calls = calls_of(from_plain(Plan, json.loads(sys.argv[1])), int(sys.argv[2]));"
         "print(json.dumps({op: numbers.total() for op, numbers in calls.by_op.items()}))"
     )

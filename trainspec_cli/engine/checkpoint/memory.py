@@ -34,7 +34,7 @@ from trainspec_cli.engine.checkpoint.manifest import (
     join_parts,
     part_from,
 )
-from trainspec_cli.engine.json_collectives import gather_json
+from trainspec_cli.engine.comm.json_collectives import gather_json
 from trainspec_cli.errors import MachineError
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.spec.structure import convert

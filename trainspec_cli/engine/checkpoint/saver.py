@@ -29,8 +29,8 @@ from trainspec_cli.engine.checkpoint.manifest import About, WrittenPart
 from trainspec_cli.engine.checkpoint.memory import MemoryCopies, Place
 from trainspec_cli.engine.checkpoint.ownership import choose_owners, read_held
 from trainspec_cli.engine.checkpoint.parts import Held, Part, rng_parts
-from trainspec_cli.engine.joint_errors import agree_on_error
-from trainspec_cli.engine.json_collectives import broadcast_json, gather_json
+from trainspec_cli.engine.comm.joint_errors import agree_on_error
+from trainspec_cli.engine.comm.json_collectives import broadcast_json, gather_json
 from trainspec_cli.engine.marks import Mark, elapsed_s, mark, wait_for
 from trainspec_cli.errors import MachineError, TrainspecError
 from trainspec_cli.rundir.generations import Fence

@@ -12,7 +12,7 @@ from trainspec_cli.engine.checkpoint.manifest import Manifest, read_manifest, ve
 from trainspec_cli.engine.checkpoint.memory import Place, fetch, find_newest
 from trainspec_cli.engine.checkpoint.parts import Held, Part, copy_twins, rng_parts, set_rng
 from trainspec_cli.engine.checkpoint.reading import files_needed, fill_parts
-from trainspec_cli.engine.joint_errors import errors_together
+from trainspec_cli.engine.comm.joint_errors import errors_together
 from trainspec_cli.rundir.paths import RunDir
 
 

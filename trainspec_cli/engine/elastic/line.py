@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainspec_cli.engine.rendezvous import RendezvousStore
+from trainspec_cli.engine.comm.rendezvous import RendezvousStore
 
 HEAL_TAG = 0
 

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainspec_cli.engine.comm.json_collectives import broadcast_json
+from trainspec_cli.engine.comm.rendezvous import connect
 from trainspec_cli.engine.elastic.line import Line
 from trainspec_cli.engine.elastic.quorum import Quorum, QuorumClient
-from trainspec_cli.engine.json_collectives import broadcast_json
-from trainspec_cli.engine.rendezvous import connect
 from trainspec_cli.policy.quorum import plan_healing
 from trainspec_cli.spec.canonical import from_plain
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainspec_cli.engine.models.norm import RMSNorm
 from trainspec_cli.engine.models.rope import apply_rope, score_factor
-from trainspec_cli.spec.model import DecoderModel
+from trainspec_cli.spec.recipe.model import DecoderModel
 
 SINK_DIMS = 8
 """By so much heads grow where a sink's logit travels with the queries: kernels want multiples of 8."""

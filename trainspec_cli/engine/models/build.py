@@ -8,7 +8,7 @@ from trainspec_cli.engine.models.decoder import Decoder
 from trainspec_cli.engine.models.hybrid import Hybrid
 from trainspec_cli.engine.models.resnet import ResNet
 from trainspec_cli.engine.models.unet import UNet
-from trainspec_cli.spec.model import ConvModel, DecoderModel, HybridModel, ModelSpec
+from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel, HybridModel, ModelSpec
 
 
 def build_model(model: ModelSpec, seq_len: int, layers: range | None = None) -> Any:

@@ -17,7 +17,7 @@ from trainspec_cli.engine.models.latent_attention import LatentAttention
 from trainspec_cli.engine.models.moe import MixtureOfExperts
 from trainspec_cli.engine.models.norm import RMSNorm
 from trainspec_cli.engine.models.rope import rope_angles
-from trainspec_cli.spec.model import DecoderModel
+from trainspec_cli.spec.recipe.model import DecoderModel
 
 
 class Block(nn.Module):

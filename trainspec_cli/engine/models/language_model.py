@@ -21,7 +21,7 @@ from trainspec_cli.engine.models.mamba2 import MAMBA_INIT, Mamba2
 from trainspec_cli.engine.models.moe import MixtureOfExperts
 from trainspec_cli.engine.models.norm import RMSNorm
 from trainspec_cli.engine.models.router import Router
-from trainspec_cli.spec.model import DecoderModel, HybridModel
+from trainspec_cli.spec.recipe.model import DecoderModel, HybridModel
 
 INIT_STD = 0.02
 

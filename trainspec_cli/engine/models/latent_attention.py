@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainspec_cli.engine.models.attention import CausalCore
 from trainspec_cli.engine.models.norm import RMSNorm
 from trainspec_cli.engine.models.rope import apply_rope, score_factor
-from trainspec_cli.spec.model import DecoderModel
+from trainspec_cli.spec.recipe.model import DecoderModel
 
 
 class LatentAttention(nn.Module):

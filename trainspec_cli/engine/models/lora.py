@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainspec_cli.spec.lora import LoraSpec
+from trainspec_cli.spec.recipe.lora import LoraSpec
 
 
 class LoraLinear(nn.Linear):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainspec_cli.spec.model import HybridModel
+from trainspec_cli.spec.recipe.model import HybridModel
 
 CONV_TAPS = 4
 SCAN_BLOCK = 128

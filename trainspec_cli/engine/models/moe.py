@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainspec_cli.engine.models.experts import Experts, LocalDispatch
 from trainspec_cli.engine.models.feed_forward import FeedForward
 from trainspec_cli.engine.models.router import Router
-from trainspec_cli.spec.model import DecoderModel
+from trainspec_cli.spec.recipe.model import DecoderModel
 
 
 class MixtureOfExperts(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainspec_cli.engine.models.batch_norm import BatchNorm, precise
 from trainspec_cli.engine.models.conv import ConvNet
-from trainspec_cli.spec.model import ConvModel
+from trainspec_cli.spec.recipe.model import ConvModel
 
 STEM_CHANNELS = 64
 

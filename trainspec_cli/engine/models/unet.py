@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainspec_cli.engine.models.batch_norm import precise
 from trainspec_cli.engine.models.conv import ConvNet
-from trainspec_cli.spec.model import ConvModel
+from trainspec_cli.spec.recipe.model import ConvModel
 
 CONV: dict[int, type[nn.Conv2d | nn.Conv3d]] = {2: nn.Conv2d, 3: nn.Conv3d}
 CONV_UP: dict[int, type[nn.ConvTranspose2d | nn.ConvTranspose3d]] = {2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}

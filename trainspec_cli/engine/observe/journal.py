@@ -12,7 +12,7 @@ from trainspec_cli.engine.observe.wandb import WandbLog
 from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.run import RunSpec
+from trainspec_cli.spec.recipe.run import RunSpec
 
 
 class Tracker(Protocol):

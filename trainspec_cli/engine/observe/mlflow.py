@@ -8,7 +8,7 @@ from typing import Any
 from trainspec_cli.engine.observe.scalars import scalars_of
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import digest
-from trainspec_cli.spec.run import RunSpec
+from trainspec_cli.spec.recipe.run import RunSpec
 
 
 class MlflowLog:

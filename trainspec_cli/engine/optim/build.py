@@ -9,7 +9,7 @@ import torch
 
 from trainspec_cli.engine.optim.adamw import fused
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.spec.optim import OptimSpec
+from trainspec_cli.spec.recipe.optim import OptimSpec
 
 
 def build_optimizer(

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainspec_cli.engine.parallel.exchange import Peers, exchange
-from trainspec_cli.spec.layout import ContextMethod
+from trainspec_cli.engine.comm.exchange import Peers, exchange
+from trainspec_cli.spec.recipe.layout import ContextMethod
 
 
 def held_positions(seq_len: int, method: ContextMethod, rank: int, size: int) -> Tensor:

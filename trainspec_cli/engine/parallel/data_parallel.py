@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from trainspec_cli.engine.parallel.exchange import Peers, TimeCollective, all_gather, reduce_scatter
+from trainspec_cli.engine.comm.exchange import Peers, TimeCollective, all_gather, reduce_scatter
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainspec_cli.engine.parallel.exchange import Peers, exchange
+from trainspec_cli.engine.comm.exchange import Peers, exchange
 from trainspec_cli.engine.shares import Cut
 
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainspec_cli.engine.parallel.exchange import TimeCollective
+from trainspec_cli.engine.comm.exchange import TimeCollective
 from trainspec_cli.policy.pipeline import Action, num_stages, rank_of_stage
-from trainspec_cli.spec.layout import Layout
+from trainspec_cli.spec.recipe.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainspec_cli.engine.batch import IGNORED_TARGET
-from trainspec_cli.engine.parallel.exchange import Peers, enter_region, leave_region
+from trainspec_cli.engine.comm.exchange import Peers, enter_region, leave_region
 from trainspec_cli.engine.shares import Cut
 
 

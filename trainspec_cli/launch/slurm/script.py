@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.launch.environment import own_modules
-from trainspec_cli.launch.nodes.executor import agent_command
+from trainspec_cli.launch.backend.nodes.executor import agent_command
+from trainspec_cli.launch.job.environment import own_modules
 from trainspec_cli.printable import on_one_line
-from trainspec_cli.spec.plan import Plan
+from trainspec_cli.spec.results.plan import Plan
 
 DRIVER = "trainspec_cli.cli.job"
 """The module that the script ends in."""

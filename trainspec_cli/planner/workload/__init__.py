@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from trainspec_cli.planner.workload import cnn, ssm, transformer
 from trainspec_cli.planner.workload.adapters import adapter_params, trained_share
-from trainspec_cli.spec.lora import LoraSpec
-from trainspec_cli.spec.model import ConvModel, HybridModel, ModelSpec
+from trainspec_cli.spec.recipe.lora import LoraSpec
+from trainspec_cli.spec.recipe.model import ConvModel, HybridModel, ModelSpec
 
 
 def count_params(model: ModelSpec) -> int:

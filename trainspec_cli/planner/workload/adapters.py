@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainspec_cli.planner.workload.transformer import count_params
-from trainspec_cli.spec.lora import LoraSpec
-from trainspec_cli.spec.model import DecoderModel, ModelSpec
+from trainspec_cli.spec.recipe.lora import LoraSpec
+from trainspec_cli.spec.recipe.model import DecoderModel, ModelSpec
 
 
 def adapted_matrices(

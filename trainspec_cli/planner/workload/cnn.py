@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from trainspec_cli.planner.workload.work import Gemm, Kinds, Work
-from trainspec_cli.spec.model import ConvModel
+from trainspec_cli.spec.recipe.model import ConvModel
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from functools import lru_cache
 
 from trainspec_cli.planner.workload import cnn, ssm, transformer
 from trainspec_cli.planner.workload.work import Gemm, Kinds, Work
-from trainspec_cli.spec.layout import Layout
-from trainspec_cli.spec.model import ConvModel, HybridModel, ModelSpec
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.model import ConvModel, HybridModel, ModelSpec
 
 LOSS_BYTES = 12.0
 """Memory traffic of a logit's softmax and loss, forward: written in 2 bytes, read, kept in 4, read."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trainspec_cli.planner.workload.work import Gemm, Work
-from trainspec_cli.spec.layout import Layout
-from trainspec_cli.spec.model import ExpertSpec
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.model import ExpertSpec
 
 
 def shared_width(experts: ExpertSpec) -> int:

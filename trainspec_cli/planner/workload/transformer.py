@@ -6,8 +6,8 @@ from functools import lru_cache
 
 from trainspec_cli.planner.workload.moe import active_expert_params, expert_layer_params, expert_work
 from trainspec_cli.planner.workload.work import Gemm, Kinds, Work
-from trainspec_cli.spec.layout import Layout
-from trainspec_cli.spec.model import DecoderModel
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.model import DecoderModel
 
 
 def attention_params(model: DecoderModel) -> int:

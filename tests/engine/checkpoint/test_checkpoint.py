@@ -1,0 +1,393 @@
+"""Checkpoints of a small model in this process; killed and resumed runs are in tests/integration."""
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from trainspec_cli.engine.checkpoint import files, manifest, saver
+from trainspec_cli.engine.checkpoint.image import plan_image
+from trainspec_cli.engine.checkpoint.manifest import MANIFEST, About, Chunk, Manifest, TensorEntry, read_manifest
+from trainspec_cli.engine.checkpoint.ownership import choose_owners
+from trainspec_cli.engine.checkpoint.parts import Held, Part
+from trainspec_cli.engine.checkpoint.reading import fill_parts
+from trainspec_cli.engine.checkpoint.saver import Saver
+from trainspec_cli.engine.checkpoint.store import load_newest
+from trainspec_cli.engine.checkpoint.weights import read_weights
+from trainspec_cli.engine.optim.build import build_optimizer
+from trainspec_cli.engine.optim.update import guarded_update
+from trainspec_cli.engine.shares import Share
+from trainspec_cli.errors import MachineError, RecipeError
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.recipe.optim import OptimSpec
+
+CPU = torch.device("cpu")
+NAME = "rank00000.safetensors"
+pytestmark = pytest.mark.usefixtures("one_process")
+
+
+def trained(steps: int = 3, lr: float = 0.1, width: int = 7) -> Held:
+    torch.manual_seed(steps)
+    model = torch.nn.Sequential(torch.nn.Linear(5, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 2))
+    shares = [Share(name, parameter) for name, parameter in model.named_parameters()]
+    optimizer = build_optimizer(shares, OptimSpec(lr=lr))
+    for _ in range(steps):
+        model(torch.randn(4, 5)).square().sum().backward()
+        guarded_update(optimizer, shares, torch.tensor(1.0), torch.tensor(1.0), None)
+    return Held(shares, [model], optimizer)
+
+
+def about(step):
+    return About(step, samples=step * 4, seed=1, recipe_digest="d")
+
+
+def save(run_dir, held, *steps, keep_last=2):
+    made = Saver(run_dir, held, CPU, keep_last)
+    return [made.save(about(step)) for step in steps]
+
+
+def everything(held):
+    states = held.optimizer.state.values()
+    return [*held.modules[0].state_dict().values(), *(t for s in states for t in s.values())]
+
+
+def assert_equal(ours, theirs):
+    for one, other in zip(everything(ours), everything(theirs), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_everything_comes_back_bit_for_bit(tmp_path):
+    held = trained()
+    (saved,) = save(RunDir(tmp_path), held, 3)
+    expected_random = torch.randn(3)
+    other = trained(1)
+    found = load_newest(RunDir(tmp_path), other, CPU).manifest
+    assert (found.step, found.about.samples, found.bytes) == (3, 12, saved.bytes)
+    assert found.bytes == sum(path.stat().st_size for path in RunDir(tmp_path).checkpoint(3).glob("rank*"))
+    assert_equal(other, held)
+    assert torch.equal(torch.randn(3), expected_random), "the random generator goes on where it was"
+
+
+def test_a_fresh_optimizer_without_state_takes_it(tmp_path):
+    save(RunDir(tmp_path), trained(), 3)
+    other = trained(0, lr=0.7)
+    load_newest(RunDir(tmp_path), other, CPU)
+    assert len(other.optimizer.state) == 6
+    assert all(state["step"] == 3 for state in other.optimizer.state.values())
+    assert {group["lr"] for group in other.optimizer.param_groups} == {0.7}, (
+        "the rate is the recipe's, not the checkpoint's"
+    )
+
+
+def test_its_files_are_safetensors_and_json_and_hold_no_pickle(tmp_path):
+    held = trained()
+    save(RunDir(tmp_path), held, 3)
+    folder = RunDir(tmp_path).checkpoint(3)
+    assert sorted(path.name for path in folder.iterdir()) == [MANIFEST, NAME]
+    with safe_open(folder / NAME, framework="pt") as file:
+        assert torch.equal(file.get_tensor("model.0.weight"), held.modules[0][0].weight)
+        assert file.get_tensor("model.1.num_batches_tracked").dtype == torch.int64
+
+
+def test_the_last_ones_are_kept_and_what_a_killed_save_left_is_cleared(tmp_path):
+    run_dir = RunDir(tmp_path)
+    held = trained()
+    (run_dir.checkpoints / ".step_00000003.killed.partial").mkdir(parents=True)
+    (run_dir.checkpoints / ".step_00000003.killed.partial" / "rank00000.json").write_text("{}")
+    save(run_dir, held, 1, 2, 3)
+    assert run_dir.checkpoint_steps() == [2, 3]
+    assert sorted(path.name for path in run_dir.checkpoints.iterdir()) == ["step_00000002", "step_00000003"]
+
+
+def test_no_checkpoint_is_no_error(tmp_path):
+    assert load_newest(RunDir(tmp_path), trained(), CPU) is None
+
+
+# Damage
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (flip_a_bit, "was altered: its sha256 is not the manifest's"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-10]), "bytes, the manifest says"),
+        (lambda path: path.unlink(), "is missing"),
+    ],
+    ids=["altered", "truncated", "missing"],
+)
+def test_a_damaged_file_is_refused_by_name(tmp_path, damage, words):
+    run_dir = RunDir(tmp_path)
+    save(run_dir, trained(), 3)
+    damage(run_dir.checkpoint(3) / NAME)
+    with pytest.raises(MachineError) as caught:
+        load_newest(run_dir, trained(), CPU)
+    message = str(caught.value)
+    assert f"step_00000003/{NAME}" in message
+    assert words in message
+    assert "remove the folder" in caught.value.problems[0].hint
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"schema": "trainspec.checkpoint/9"}, "its schema is not trainspec.checkpoint/2"),
+        ({"schema": "trainspec.checkpoint/1"}, "of an earlier version of trainspec"),
+        ({"world_size": 7}, "it was altered"),
+    ],
+)
+def test_a_manifest_that_cannot_be_read_is_refused_by_name(tmp_path, change, words):
+    run_dir = RunDir(tmp_path)
+    save(run_dir, trained(), 3)
+    path = run_dir.checkpoint(3) / MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(MachineError, match=rf"manifest.json cannot be read: .*{words}"):
+        read_manifest(run_dir.checkpoint(3))
+
+
+def test_another_models_checkpoint_is_refused_by_the_tensors_name(tmp_path):
+    save(RunDir(tmp_path), trained(), 3)
+    with pytest.raises(MachineError, match=r"model.0.weight is F32 \[7, 5\] there, and F32 \[9, 5\] in this run"):
+        load_newest(RunDir(tmp_path), trained(width=9), CPU)
+
+
+# Parts that do not lie as they were saved
+
+
+def test_parts_are_read_from_whatever_chunks_cover_them(tmp_path):
+    full = torch.arange(6 * 8, dtype=torch.float32).reshape(6, 8)
+    pieces = {"a": full[:4, :3], "b": full[:4, 3:], "c": full[4:]}
+    offsets = {"a": (0, 0), "b": (0, 3), "c": (4, 0)}
+    for name, piece in pieces.items():
+        image = plan_image([Part("w", piece, offsets[name], (6, 8))])
+        files.write_file(tmp_path / name, image.stream(image.parts))
+    chunks = tuple(Chunk(name, offsets[name], tuple(piece.shape)) for name, piece in pieces.items())
+    whole = Manifest(about(1), 3, (), {"w": TensorEntry((6, 8), "F32", chunks)})
+    for rows, columns in ((slice(0, 6), slice(0, 8)), (slice(3, 5), slice(2, 6)), (slice(5, 6), slice(0, 1))):
+        wanted = full[rows, columns]
+        part = Part("w", torch.zeros(wanted.shape), (rows.start, columns.start), (6, 8))
+        fill_parts(tmp_path, whole, [part])
+        assert torch.equal(part.tensor, wanted)
+    holed = Manifest(about(1), 3, (), {"w": TensorEntry((6, 8), "F32", chunks[:2])})
+    with pytest.raises(MachineError, match="of w it holds 8 of 16 elements"):
+        fill_parts(tmp_path, holed, [Part("w", torch.zeros(2, 8), (3, 0), (6, 8))])
+
+
+def test_every_part_has_one_owner_and_bytes_are_shared_out():
+    copies = {("embed", (0,)): 100, ("head", (0,)): 60, ("norm", (0,)): 40}
+    held = [copies | {("own", (rank,)): 10} for rank in range(2)]
+    owners = choose_owners(held)
+    assert {owners["own", (rank,)] for rank in range(2)} == {0, 1}
+    loads = [sum(held[rank][place] for place, owner in owners.items() if owner == rank) for rank in range(2)]
+    assert loads == [110, 110]
+
+
+# While training goes on
+
+
+def test_a_copy_is_written_while_training_goes_on(tmp_path):
+    run_dir, held = RunDir(tmp_path), trained()
+    before = [tensor.clone() for tensor in everything(held)]
+    made = Saver(run_dir, held, CPU, keep_last=2)
+    made.begin(about(3))
+    with torch.no_grad():
+        for tensor in everything(held):
+            tensor.add_(1)
+    saved = made.wait()
+    assert (saved.about.step, saved.error) == (3, None)
+    assert saved.blocked_s <= saved.written_s
+    assert made.take_finished() is None, "told once"
+    other = trained(1)
+    load_newest(run_dir, other, CPU)
+    for found, expected in zip(everything(other), before, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_it_is_busy_until_the_disk_has_it_and_the_last_one_stays_whole(tmp_path, monkeypatch):
+    """A slow disk: the flush waits for `release`."""
+    run_dir, release, sync = RunDir(tmp_path), threading.Event(), os.fsync
+    made = Saver(run_dir, trained(), CPU, keep_last=2)
+    made.save(about(1))
+    monkeypatch.setattr(files.os, "fsync", lambda descriptor: (release.wait(30), sync(descriptor)))
+    made.begin(about(2))
+    time.sleep(0.1)
+    assert made.busy
+    assert made.take_finished() is None
+    assert run_dir.checkpoint_steps() == [1]
+    release.set()
+    assert made.wait().error is None
+    assert run_dir.checkpoint_steps() == [1, 2]
+
+
+@contextlib.contextmanager
+def full_disk(largest_bytes=2000):
+    """No file may grow beyond 2 kB: a real error of the kernel, as on a full disk. Not a fixture: pytest writes a
+    test's letter before fixtures end, perhaps into a file that is longer."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+@pytest.mark.parametrize("way", ["save", "begin"])
+def test_what_cannot_be_written_is_told_and_the_one_before_it_stays(tmp_path, way):
+    run_dir, held = RunDir(tmp_path), trained()
+    made = Saver(run_dir, held, CPU, keep_last=1)
+    made.save(about(1))
+    with full_disk():
+        saved = made.save(about(2)) if way == "save" else (made.begin(about(2)), made.wait())[1]
+    assert "the checkpoint of step 2 could not be written: rank 0: File too large" in str(saved.error)
+    assert run_dir.checkpoint_steps() == [1]
+    assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step_00000001"], "nothing half-written stays"
+    load_newest(run_dir, held, CPU)
+
+
+def test_rank_0_waits_for_the_others_parts(tmp_path):
+    """Two ranks' threads, without any collective between them."""
+    run_dir = RunDir(tmp_path)
+    partial = files.partial_folder(run_dir, 5, "token")
+    partial.mkdir(parents=True)
+
+    def part(rank):
+        image = plan_image([Part("w", torch.full((2,), rank), (2 * rank,), (4,))])
+        digest = files.write_file(partial / files.file_name(rank), image.stream(image.parts))
+        files.leave_part(partial, rank, manifest.WrittenPart(digest, image.entries(files.file_name(rank))))
+
+    part(0)
+    late = threading.Timer(0.1, part, [1])
+    late.start()
+    whole = files.commit(run_dir, partial, about(5), world_size=2, keep_last=1)
+    late.join()
+    assert [chunk.offsets for chunk in whole.tensors["w"].chunks] == [(0,), (2,)]
+    assert whole == read_manifest(run_dir.checkpoint(5))
+
+
+def test_a_rank_that_failed_fails_the_whole(tmp_path):
+    run_dir = RunDir(tmp_path)
+    partial = files.partial_folder(run_dir, 5, "token")
+    partial.mkdir(parents=True)
+    for rank in (0, 1):
+        files.leave_failure(partial, rank, OSError(28, "No space left on device"))
+    with pytest.raises(MachineError, match="rank 0: No space left on device; rank 1: No space left on device"):
+        files.commit(run_dir, partial, about(5), world_size=2, keep_last=1)
+    assert not partial.exists()
+
+
+def test_the_writer_steps_back_for_training(tmp_path):
+    made = Saver(RunDir(tmp_path), trained(), CPU, keep_last=1)
+    thread = made._thread.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+    assert thread.result() == min(saver.MOST_NICENESS, os.getpriority(os.PRIO_PROCESS, 0) + saver.WRITER_NICENESS)
+
+
+def spoil(held, tensor, value):
+    with torch.no_grad():
+        tensor.view(-1)[2:4] = value
+    return held
+
+
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [
+        (lambda held: held.shares[0].local, "model.0.weight"),
+        (lambda held: held.modules[0][1].running_var, "model.1.running_var"),
+        (lambda held: held.optimizer.state[held.shares[0].local]["exp_avg"], "optimizer.state.0.weight.exp_avg"),
+    ],
+    ids=["weight", "buffer", "moment"],
+)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_refused_by_name_and_number(tmp_path, of, name, value):
+    held = trained()
+    save(RunDir(tmp_path), spoil(held, of(held), value), 3)
+    folder = RunDir(tmp_path).checkpoint(3)
+    with pytest.raises(MachineError) as raised:
+        load_newest(RunDir(tmp_path), trained(1), CPU)
+    (problem,) = raised.value.problems
+    words = "holds 2 values that are not finite (NaN or infinity) in"
+    assert problem.message == f"checkpoint refused: {folder / NAME} {words} {name}"
+    assert (problem.code, problem.hint) == (
+        "bad_checkpoint",
+        f"remove the folder {folder} to go on from the checkpoint before it",
+    )
+
+
+def test_a_part_of_a_tensor_is_refused_with_the_number_in_its_whole_file(tmp_path):
+    held = trained()
+    save(RunDir(tmp_path), spoil(held, held.shares[0].local, torch.nan), 3)
+    folder, full = RunDir(tmp_path).checkpoint(3), (7, 5)
+    whole = read_manifest(folder)
+    fill_parts(folder, whole, [Part("model.0.weight", torch.zeros(6, 5), (1, 0), full)])
+    with pytest.raises(MachineError, match="holds 2 values"):
+        fill_parts(folder, whole, [Part("model.0.weight", torch.zeros(7, 2), (0, 3), full)])
+
+
+@pytest.mark.parametrize("name", ["../rank00000.safetensors", "/etc/passwd", "rank0.safetensors", "", 7])
+def test_a_manifest_names_files_of_its_own_folder_alone(tmp_path, name):
+    told = {"name": name, "bytes": 1, "sha256": "0"}
+    with pytest.raises((ValueError, TypeError, RecipeError)):
+        manifest.part_from({"file": told, "tensors": {}})
+    chunk = {"file": name, "offsets": [0], "shape": [1]}
+    with pytest.raises((ValueError, TypeError, RecipeError)):
+        manifest.entries_from({"w": {"shape": [1], "dtype": "F32", "chunks": [chunk]}})
+
+
+# Names
+
+
+def rewrite(folder, **changes):
+    """A manifest whose own digest is right."""
+    manifest.write_manifest(folder, replace(read_manifest(folder), **changes))
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/outside.safetensors", "..", "", "a/../../outside"])
+def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path, name):
+    save(RunDir(tmp_path), trained(), 3)
+    folder = RunDir(tmp_path).checkpoint(3)
+    content = (folder / NAME).read_bytes()
+    (folder.parent / "outside.safetensors").write_bytes(content)
+    moved = {
+        key: replace(entry, chunks=tuple(replace(chunk, file=name) for chunk in entry.chunks))
+        for key, entry in read_manifest(folder).tensors.items()
+    }
+    digests = tuple(replace(digest, name=name) for digest in read_manifest(folder).files)
+    rewrite(folder, tensors=moved, files=digests)
+    with pytest.raises(MachineError, match="it names a file outside of its folder"):
+        load_newest(RunDir(tmp_path), trained(), CPU)
+
+
+def test_a_part_in_a_file_without_a_digest_is_refused(tmp_path):
+    save(RunDir(tmp_path), trained(), 3)
+    folder = RunDir(tmp_path).checkpoint(3)
+    (folder / "rank00007.safetensors").write_bytes((folder / NAME).read_bytes())
+    moved = {
+        key: replace(entry, chunks=tuple(replace(chunk, file="rank00007.safetensors") for chunk in entry.chunks))
+        for key, entry in read_manifest(folder).tensors.items()
+    }
+    rewrite(folder, tensors=moved)
+    with pytest.raises(MachineError, match=r"lies in a file that it does not list, 'rank00007\.safetensors'"):
+        read_weights(folder, {"0.weight": (7, 5)})
+
+
+def test_a_link_in_the_place_of_a_file_is_refused(tmp_path):
+    save(RunDir(tmp_path), trained(), 3)
+    file = RunDir(tmp_path).checkpoint(3) / NAME
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(MachineError, match=f"step_00000003/{NAME} is a link"):
+        load_newest(RunDir(tmp_path), trained(), CPU)

@@ -1,0 +1,61 @@
+"""Process groups of real processes, built through a real rendezvous server."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.launch.job.environment import LAUNCH_ID
+from trainspec_cli.launch.job.job import Job
+from trainspec_cli.launch.rendezvous.address import Rendezvous
+from trainspec_cli.rundir.secret import create_secret
+from trainspec_cli.spec.recipe.resilience import ResilienceSpec
+
+WORKER = Path(__file__).parent / "store_worker.py"
+HERE = "127.0.0.1"
+
+
+@pytest.fixture
+def rendezvous(tmp_path):
+    job = Job(tmp_path, (), {LAUNCH_ID: f"store-{os.getpid()}"}, 1, 1.0, tmp_path / "logs")
+    create_secret(job.run.secret(1))
+    made = Rendezvous(job, ResilienceSpec(), job.run.secret(1), HERE)
+    yield made
+    made.close()
+
+
+def run_ranks(environment, world=3):
+    command = [sys.executable, str(WORKER)]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(world)], env=environment, stdout=subprocess.PIPE, text=True)
+        for rank in range(world)
+    ]
+    printed = [rank.communicate(timeout=240)[0] for rank in ranks]
+    return [rank.returncode for rank in ranks], printed
+
+
+def test_groups_are_built_and_train_through_the_rendezvous_server(rendezvous):
+    environment = {**os.environ, **rendezvous.environment, "GLOO_SOCKET_IFNAME": "lo"}
+    codes, printed = run_ranks(environment)
+    assert codes == [0, 0, 0]
+    losses = [ast.literal_eval(text) for text in printed]
+    assert all(len(own) == 3 and own[2] > 0 for own in losses)
+
+
+def test_who_has_another_secret_builds_nothing(rendezvous, tmp_path):
+    create_secret(tmp_path / "guess")
+    script = (
+        "import trainspec_cli.engine.comm.rendezvous as r\n"
+        "r.CONNECT_TIMEOUT_S = 0\n"
+        "from datetime import timedelta\n"
+        "r.RendezvousStore(timedelta(seconds=1))"
+    )
+    environment = {**os.environ, **rendezvous.environment, "TRAINSPEC_SECRET_FILE": str(tmp_path / "guess")}
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 1
+    assert "the job's rendezvous server" in ended.stderr or "closed the connection" in ended.stderr

@@ -1,0 +1,182 @@
+"""A run on data that comes slowly: what its events and its report say of it."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from trainspec_cli.engine.batch import MicroBatch
+from trainspec_cli.engine.build.train_state import Machinery, build_machinery
+from trainspec_cli.engine.data.loader import read_ahead
+from trainspec_cli.engine.data.staging import SLOTS, Staging
+from trainspec_cli.engine.optim.update import clear_gradients
+from trainspec_cli.engine.run.signals import StopRequest
+from trainspec_cli.engine.run.step import compute_gradients
+from trainspec_cli.engine.run.trainer import Trainer
+from trainspec_cli.planner.plan import plan
+from trainspec_cli.report.collect import collect
+from trainspec_cli.report.render import render_report
+from trainspec_cli.rundir.accounting import account_run
+from trainspec_cli.rundir.events import read_events
+from trainspec_cli.rundir.files import write_json
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.recipe.batching import BatchingSpec
+from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
+from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.optim import OptimSpec
+from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
+
+STEPS, READ_S, TIMEOUT_S = 16, 0.1, 60
+MICRO_BATCHES = 2
+SPEC = RunSpec(
+    model=DecoderModel(2, 32, 2, 1, 16, 48, 50),
+    data=DataSpec(seq_len=16, source="python_stdlib"),
+    optim=OptimSpec(lr=1e-3),
+    batching=BatchingSpec(global_batch_size=2, micro_batch_size=1),
+    train=TrainSection(max_steps=STEPS),
+    cluster=ClusterSpec(devices_per_node=1, device="cpu"),
+)
+PLAN = replace(plan(SPEC, Machine("host", cpu_cores=1, memory_bytes=2**34, bf16=False)), peak_flops=1e9)
+
+
+@pytest.fixture
+def built(one_process: None) -> Machinery:
+    built = build_machinery(PLAN, torch.device("cpu"))
+    for share in built.shares:
+        torch.nn.init.normal_(share.local, std=0.1)
+    return built
+
+
+class Source:
+    """Tells how far the reader and the training are."""
+
+    def __init__(self) -> None:
+        self.staging = Staging(torch.device("cpu"))
+        self.asked, self.read = ([threading.Event() for _ in range(STEPS)] for _ in range(2))
+
+    def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
+        ahead = read_ahead(self._read, self.staging, start, end)
+        for asked in self.asked[start:end]:
+            asked.set()
+            yield next(ahead)
+
+    def _read(self, step: int) -> list[MicroBatch]:
+        self.prepare(step)
+        self.read[step].set()
+        return drawn(step)
+
+    def prepare(self, step: int) -> None:
+        """What comes before a step's batch is read."""
+
+    def counted(self, positions: np.ndarray) -> int:
+        return 16 * len(positions)
+
+    def evaluate(self) -> None:
+        return None
+
+    def summarise(self, evaluated: None) -> dict[str, Any]:
+        return {}
+
+    def write_sample(self) -> None:
+        return None
+
+
+class LateSource(Source):
+    """Begins to read when training already waits."""
+
+    def prepare(self, step: int) -> None:
+        assert self.asked[step].wait(TIMEOUT_S)
+        time.sleep(READ_S)
+
+
+def drawn(step: int) -> list[MicroBatch]:
+    generator = torch.Generator().manual_seed(step)
+    return [tuple(torch.randint(50, (1, 16), generator=generator) for _ in range(2)) for _ in range(MICRO_BATCHES)]
+
+
+def run(built: Machinery, folder: Path, source: Source) -> RunDir:
+    run_dir = RunDir(folder)
+    write_json(run_dir.plan_json, to_plain(PLAN))
+    write_json(run_dir.run_json, {"recipe": "slow", "created_at": 0.0})
+    Trainer(PLAN, run_dir, source, "", built, StopRequest()).run()
+    return run_dir
+
+
+def steady_steps(run_dir: RunDir) -> list[dict[str, Any]]:
+    return [event for event in read_events(run_dir.events(0)) if event["type"] == "step" and event["step"] > SLOTS]
+
+
+def wait_share(run_dir: RunDir) -> float:
+    """Of the usual step: one that was held up by something else does not count."""
+    shares = [event["time_s"]["data_wait"] / event["step_time_s"] for event in steady_steps(run_dir)]
+    return float(np.median(shares))
+
+
+def test_a_batch_is_read_while_the_step_before_it_computes(built: Machinery, tmp_path: Path) -> None:
+    """A step's forward pass goes on when the next batch has been read; a reader that waited for it would never come."""
+    source, (part,) = Source(), built.parts
+    passes = count()
+
+    def wait_for_next_batch(*_: object) -> None:
+        following = next(passes) // MICRO_BATCHES + 1
+        assert following == STEPS or source.read[following].wait(TIMEOUT_S)
+
+    part.register_forward_pre_hook(wait_for_next_batch)
+    assert wait_share(run(built, tmp_path, source)) < 0.1
+
+
+def test_waiting_for_data_is_accounted_and_told(built: Machinery, tmp_path: Path) -> None:
+    late = run(built, tmp_path, LateSource())
+    waits_s = [event["time_s"]["data_wait"] for event in read_events(late.events(0)) if event["type"] == "step"]
+    assert min(waits_s) >= READ_S
+    assert account_run(late)["data_wait"] == pytest.approx(sum(waits_s))
+    assert "of their time for data" in told(late)
+
+
+def told(run_dir: RunDir) -> str:
+    output = io.StringIO()
+    Console(file=output, width=200).print(render_report(collect(run_dir.root)))
+    return output.getvalue()
+
+
+def test_events_count_copies_and_allocations_and_the_steady_state_has_none(built: Machinery, tmp_path: Path) -> None:
+    steps = [event for event in read_events(run(built, tmp_path, Source()).events(0)) if event["type"] == "step"]
+    assert [event["allocations"] for event in steps] == [4] * SLOTS + [0] * (STEPS - SLOTS)
+    assert {(event["h2d_copies"], event["h2d_bytes"]) for event in steps} == {(0, 0)}, "the host is the device"
+
+
+def test_gradients_are_added_up_in_the_buffer_of_their_reduction(built: Machinery) -> None:
+    """Those of a block lie in one piece of memory, whatever number of micro-batches they are of."""
+    compute_gradients(built, drawn(0), 32)
+    (part,) = built.parts
+    for block in part.block_modules():
+        pieces = {share.to_local().untyped_storage().data_ptr() for share in gradients_of(block)}
+        assert len(pieces) == 1
+
+
+def test_gradients_of_micro_batches_add_up_to_those_of_the_batch(built: Machinery) -> None:
+    whole = [tuple(torch.cat(tensors) for tensors in zip(*drawn(0), strict=True))]
+    found = []
+    for micro_batches in (drawn(0), whole):
+        compute_gradients(built, micro_batches, 32)
+        found.append([share.gradient.clone() for share in built.shares])
+        clear_gradients(built.shares)
+    for added, at_once in zip(*found, strict=True):
+        torch.testing.assert_close(added, at_once, rtol=1e-4, atol=1e-6)
+
+
+def gradients_of(block: Any) -> list[Any]:
+    return [parameter.grad for parameter in block.parameters()]

@@ -1,0 +1,65 @@
+"""U-Net: shapes, parameters, its loss by loops, and what its norm is."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from trainspec_cli.engine.models.build import build_model
+from trainspec_cli.engine.models.unet import dice, segmentation_loss
+from trainspec_cli.planner.hardware.catalogue import models
+from trainspec_cli.planner.workload import count_params
+from trainspec_cli.spec.recipe.model import ConvModel
+
+FLAT = ConvModel("unet", (16, 24), widths=(4, 6), in_channels=2, num_classes=3)
+SOLID = ConvModel("unet", (8, 16, 8), widths=(4, 6, 8), in_channels=1, num_classes=4)
+
+
+@pytest.mark.parametrize("model", [FLAT, SOLID])
+def test_every_voxel_gets_logits(model):
+    net = build_model(model, 1)
+    images = torch.randn(2, model.in_channels, *model.input_size)
+    assert net(images).shape == (2, model.num_classes, *model.input_size)
+    assert sum(parameter.numel() for parameter in net.parameters()) == count_params(model)
+    assert len(net.block_modules()) == 2 * len(model.widths) + 1
+
+
+def test_the_public_size_is_the_planners():
+    with torch.device("meta"):
+        net = build_model(models()["unet3d"], 1)
+    assert sum(parameter.numel() for parameter in net.parameters()) == count_params(models()["unet3d"]) == 31_190_243
+
+
+def test_a_layer_normalises_each_sample_and_channel_alone():
+    net = build_model(FLAT, 1)
+    layer, x = net.down[0].first, torch.randn(3, 2, 16, 24) + 2
+    assert torch.allclose(layer(x), F.relu(F.instance_norm(layer.conv(x))), atol=1e-5)
+
+
+def soft_dice(weights, labels, num_classes):
+    """Of one sample, voxel by voxel."""
+    shares = []
+    for k in range(1, num_classes):
+        common = sum(weights[k][at].item() for at in range(len(labels)) if labels[at] == k)
+        both = weights[k].sum().item() + sum(1 for label in labels if label == k)
+        shares.append((2 * common + 1) / (both + 1))
+    return sum(shares) / len(shares)
+
+
+def test_the_loss_is_cross_entropy_and_dice():
+    logits = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(3))
+    labels = torch.randint(3, (2, 4, 5), generator=torch.Generator().manual_seed(4))
+    for sample, loss in enumerate(segmentation_loss(logits, labels)):
+        weights, wanted = logits[sample].softmax(0).flatten(1), labels[sample].flatten().tolist()
+        entropy = -sum(math.log(weights[label, at]) for at, label in enumerate(wanted)) / len(wanted)
+        assert loss.item() == pytest.approx(entropy + 1 - soft_dice(weights, wanted, 3), rel=1e-5)
+
+
+def test_dice_of_an_empty_class_is_one_where_none_was_foreseen():
+    labels = torch.zeros(2, 4, dtype=torch.int64)
+    labels[1, 0] = 1
+    chosen = F.one_hot(torch.tensor([[0, 0, 0, 0], [1, 1, 1, 0]]), 3).movedim(-1, 1).float()
+    assert dice(chosen, labels, smooth=0.0).tolist() == pytest.approx([1.0, (2 / 4 + 1) / 2])

@@ -1,0 +1,88 @@
+"""The probe on this machine, with two processes: that its figures make sense, not how large they are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainspec_cli.engine.models.decoder import Block
+from trainspec_cli.engine.models.rope import rope_angles
+from trainspec_cli.engine.tools.probe import scheduled_s
+from trainspec_cli.launch.job.command import torchrun_command
+from trainspec_cli.planner.memory.local import activation_bytes_per_token
+from trainspec_cli.rundir.events import PARTS
+from trainspec_cli.rundir.files import read_json
+from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.results.probe import MachineProbe
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory: pytest.TempPathFactory) -> MachineProbe:
+    folder = tmp_path_factory.mktemp("probe")
+    home = str(Path(__file__).resolve().parents[3])
+    command = torchrun_command(2, folder / "logs", ("-m", "trainspec_cli.engine.tools.probe", "fp32", str(folder)))
+    environment = {**os.environ, "PYTHONPATH": home, "GLOO_SOCKET_IFNAME": "lo"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return from_plain(MachineProbe, read_json(folder / "probe.json"))
+
+
+def test_every_figure_is_there(probe: MachineProbe) -> None:
+    assert (probe.processes, probe.compute) == (2, "fp32")
+    assert set(probe.empty_step_s) == set(probe.empty_block_s) == set(PARTS)
+    # A busy machine may leave nothing for the step itself once its two blocks are taken off.
+    assert probe.empty_step_s["forward"] + 2 * probe.empty_block_s["forward"] > 0
+    assert probe.bare_bytes > 50 * 2**20
+    assert 0 <= probe.displaced < 1
+
+
+def test_waiting_for_a_core_is_read_where_the_system_tells_it(tmp_path: Path) -> None:
+    (tmp_path / "schedstat").write_text("3000000000 1000000000 42\n")
+    assert scheduled_s(tmp_path / "schedstat") == (3.0, 1.0)
+    assert scheduled_s(tmp_path / "nowhere") == (0.0, 0.0)
+
+
+def test_the_references_were_trained(probe: MachineProbe) -> None:
+    small, large = probe.references
+    assert small.plan.params < large.plan.params
+    assert large.plan.world_size == 2
+    for part in ("forward", "backward", "exposed_comm", "optimizer"):
+        assert small.parts_s[part] > 0
+    assert small.parts_s["backward"] < large.parts_s["backward"]
+    assert large.grown_bytes > 16 * large.plan.params  # fp32 parameters, gradients, two moments
+
+
+def test_more_work_takes_longer(probe: MachineProbe) -> None:
+    """By factors of a thousand in size, which no neighbour's load turns around."""
+    curves = (probe.matmul.forward, probe.matmul.weight_gradient, probe.norm.backward, probe.loss, probe.optimizer)
+    for curve in (*curves, probe.cast, probe.add, probe.swiglu.forward):
+        assert 0 < curve.seconds[0] < curve.seconds[-1]
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_a_block_saves_what_the_planner_says(compute: str, kv_heads: int) -> None:
+    model = DecoderModel(1, 64, 4, kv_heads, 16, 96, 100)
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[compute]
+    block, tokens = Block(model, 0).to(dtype), 32
+    angles = torch.cat([rope_angles(16, 16, 1e4)] * 2, dim=-1).to(dtype)
+    cos_SE, sin_SE = angles.cos(), angles.sin()
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), cos_SE, sin_SE)}
+    saved: dict[int, int] = {}
+    kept = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    x_BSD = torch.randn(2, 16, 64, dtype=dtype, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        block(x_BSD, cos_SE, sin_SE)
+    total = sum(size for pointer, size in saved.items() if pointer not in own)
+    assert total == tokens * activation_bytes_per_token(model, compute)

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.errors import RecipeError
+from trainspec_cli.launch.job.claim import claim, is_running
+from trainspec_cli.launch.job.environment import LAUNCH_ID
+from trainspec_cli.reading.files import UnreadableFileError
+from trainspec_cli.rundir.paths import RunDir
+
+
+def test_a_run_is_held_by_one_launch_at_a_time(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert not is_running(run)
+    with claim(run, "a"):
+        assert is_running(run)
+        with pytest.raises(RecipeError, match="still running"), claim(run, "b"):
+            pass
+    assert not is_running(run)
+    assert not run.pid_json.exists()
+
+
+def test_a_launch_that_fails_lets_go(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    with pytest.raises(ZeroDivisionError), claim(run, "a"):
+        raise ZeroDivisionError
+    with claim(run, "b"):
+        assert is_running(run)
+
+
+def test_a_killed_launch_lets_go_once_its_workers_are_gone(tmp_path: Path) -> None:
+    run, launch_id = RunDir(tmp_path), f"killed-{os.getpid()}"
+    program = f"""
+import os, signal
+from trainspec_cli.launch.job.claim import claim
+from trainspec_cli.reading.files import UnreadableFileError
+from trainspec_cli.rundir.paths import RunDir
+with claim(RunDir({str(tmp_path)!r}), {launch_id!r}):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", program], check=False)
+    assert run.pid_json.exists()
+    worker = subprocess.Popen(["sleep", "60"], env={**os.environ, LAUNCH_ID: launch_id})
+    try:
+        assert is_running(run)
+        with pytest.raises(RecipeError, match="still running"), claim(run, "next"):
+            pass
+    finally:
+        worker.kill()
+        worker.wait()
+    assert not is_running(run)
+    with claim(run, "next"):
+        assert is_running(run)
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
+    run, victim = RunDir(tmp_path / "run"), tmp_path / "thesis"
+    run.root.mkdir()
+    victim.write_text("words")
+    run.pid_json.symlink_to(victim)
+    assert not is_running(run)
+    with pytest.raises(OSError, match="symbolic links"), claim(run, "a"):
+        pass
+    assert victim.read_text() == "words"
+
+
+def test_a_pipe_in_the_place_of_the_lock_holds_nobody_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pid.json")
+    with pytest.raises(UnreadableFileError, match="is no regular file"):
+        is_running(RunDir(tmp_path))

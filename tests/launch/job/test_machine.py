@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trainspec_cli.launch.job import machine
+from trainspec_cli.launch.job.machine import Gpu, cpu_has_bf16, detect, usable_cores, usable_memory_bytes
+
+
+class NvmlError(Exception):
+    pass
+
+
+class FourGpus:
+    """The part of NVML that is used, for a host with four GPUs."""
+
+    NVMLError = NvmlError
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802 - NVML's own name
+        return 4
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:  # noqa: N802
+        if index not in range(4):
+            raise NvmlError(index)
+        return f"GPU-{index}abc"
+
+    def nvmlDeviceGetUUID(self, handle: str) -> str:  # noqa: N802
+        return handle
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, ["GPU-0abc", "GPU-1abc", "GPU-2abc", "GPU-3abc"]),
+        ("", []),
+        ("-1", []),
+        ("2,0", ["GPU-2abc", "GPU-0abc"]),
+        ("1,9,2", ["GPU-1abc"]),
+        ("GPU-3a", ["GPU-3abc"]),
+        ("GPU-7", []),
+    ],
+)
+def test_the_gpus_that_cuda_would_show(visible: str | None, expected: list[str]) -> None:
+    nvml: Any = FourGpus()
+    assert machine._visible_handles(nvml, visible) == expected
+
+
+def test_the_smallest_and_oldest_gpu_speaks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = (Gpu("H100", 80, (9, 0), 80), Gpu("V100", 32, (7, 0), 32))
+    monkeypatch.setattr(machine, "visible_gpus", lambda: gpus)
+    found = detect()
+    assert (found.gpu_names, found.gpu_memory_bytes, found.bf16) == (("H100", "V100"), 32, False)
+
+
+def test_a_run_on_the_cpu_asks_the_cpu_for_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "visible_gpus", lambda: (Gpu("H100", 80, (9, 0), 80),))
+    found = detect(look_for_gpus=False)
+    assert (found.gpu_names, found.bf16) == ((), cpu_has_bf16())
+
+
+@pytest.mark.parametrize(("flags", "native"), [("fpu avx512_bf16 sse", True), ("amx_bf16", True), ("fpu avx2", False)])
+def test_bf16_is_read_from_the_flags(tmp_path: Path, flags: str, native: bool) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"model name\t: amx_bf16 by name alone\nflags\t\t: {flags}\n")
+    assert cpu_has_bf16(cpuinfo) is native
+
+
+def test_a_system_that_does_not_say_has_no_bf16(tmp_path: Path) -> None:
+    assert cpu_has_bf16(tmp_path / "missing") is False
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no CPU affinity")
+def test_the_affinity_limits_the_cores() -> None:
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert usable_cores() == 1
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def test_a_container_limits_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"cpu.max": "50000 100000", "memory.max": "1048576"}
+    monkeypatch.setattr(machine, "_cgroup_setting", settings.__getitem__)
+    assert (usable_cores(), usable_memory_bytes()) == (1, 1048576)
+
+
+def test_without_a_container_all_memory_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_cgroup_setting", lambda name: "")
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(total=7 * 2**30))
+    assert usable_memory_bytes() == 7 * 2**30

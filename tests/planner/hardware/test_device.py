@@ -1,0 +1,55 @@
+"""Predictions for GPUs that were found on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from trainspec_cli.planner.capacity import efficiency_of
+from trainspec_cli.planner.hardware.device import device_limit_bytes, is_known, predict_device, setup_of
+from trainspec_cli.planner.plan import plan
+from trainspec_cli.planner.time.step import estimate_step
+from trainspec_cli.spec.recipe.batching import BatchingSpec
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.layout import LayoutSpec
+from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.optim import OptimSpec
+from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
+
+H100S = Machine("node", 64, 2**40, gpu_names=("NVIDIA H100 80GB HBM3",) * 8, gpu_memory_bytes=80 * 2**30, bf16=True)
+SPEC = RunSpec(
+    model=DecoderModel(32, 4096, 32, 8, 128, 14336, 128256),
+    data=DataSpec(seq_len=1024, source="python_stdlib"),
+    optim=OptimSpec(lr=1e-3),
+    batching=BatchingSpec(global_batch_size=16, micro_batch_size=1),
+    train=TrainSection(max_steps=1),
+    layout=LayoutSpec(dp_shard=8),
+)
+
+
+def test_the_layout_that_will_run_is_predicted() -> None:
+    planned = plan(SPEC, H100S)
+    prediction = predict_device(planned, H100S)
+    assert prediction.step_time_s == pytest.approx(
+        estimate_step(setup_of(planned, H100S), efficiency_of(SPEC.cluster)).total_s
+    )
+    assert 0 < prediction.time_s["forward"] < prediction.time_s["backward"]
+    assert prediction.memory["optimizer"] == pytest.approx(8 * planned.params / 8, rel=0.01)
+    assert prediction.needed_bytes > prediction.peak_memory_bytes
+
+
+def test_replicas_of_what_fits_in_shards_do_not_fit() -> None:
+    sharded = plan(SPEC, H100S)
+    whole = plan(replace(SPEC, layout=LayoutSpec(dp_replicate=8, dp_shard=1)), H100S)
+    limit_bytes = device_limit_bytes(sharded, H100S)
+    assert limit_bytes < 80 * 2**30
+    assert predict_device(sharded, H100S).needed_bytes < limit_bytes < predict_device(whole, H100S).needed_bytes
+
+
+def test_the_catalogue_must_describe_the_gpu() -> None:
+    planned = plan(SPEC, H100S)
+    assert is_known(planned, H100S)
+    assert not is_known(planned, replace(H100S, gpu_names=("Abacus-9000",) * 8))
+    assert not is_known(replace(planned, device="cpu"), H100S)

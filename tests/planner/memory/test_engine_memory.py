@@ -1,0 +1,225 @@
+"""The engine's peak from arithmetic against a trace of the real step: 66 layouts, families and sizes.
+
+pytest -m slow -s tests/planner/memory/test_engine_memory.py     # all of them, with a table
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trainspec_cli.certify.cases import Case, build_plan
+from trainspec_cli.launch.tracing import trace_plan, traced_ranks
+from trainspec_cli.planner.memory.engine import engine_peak, is_counted, run_of
+from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.lora import LoraSpec
+from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel, HybridModel
+from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.units import GIB
+
+MODELS = Path(__file__).parents[3] / "conf" / "model"
+KINDS: dict[str, type[Any]] = {"decoder": DecoderModel, "hybrid": HybridModel, "conv": ConvModel}
+MOST_UNDER, MOST_OVER = -0.03, 0.05
+
+
+@dataclass(frozen=True)
+class Run:
+    model: str
+    axes: dict[str, Any] = field(default_factory=dict)
+    samples: int = 1
+    """Of a micro-batch."""
+    micro_batches: int = 1
+    seq_len: int = 4096
+    recompute: Any = "none"
+    compute: Any = "bf16"
+    reduce: Any = "fp32"
+    matmul: Any = "compute"
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Of the model, mostly fewer layers."""
+    lora: LoraSpec = field(default_factory=LoraSpec)
+
+    @property
+    def name(self) -> str:
+        axes = ".".join(f"{axis}={size}" for axis, size in self.axes.items()) or "one"
+        adapters = f" lora {self.lora.rank}" * bool(self.lora.rank)
+        batch = f"{self.micro_batches}x{self.samples}x{self.seq_len}"
+        return f"{self.model} {axes} {batch} {self.recompute} {self.compute}{adapters}"
+
+
+def fsdp(size: int, **axes: Any) -> dict[str, Any]:
+    return {"dp_shard": size, **axes}
+
+
+DENSE_RUNS = (
+    Run("llama_tiny", {}, samples=8, seq_len=256),
+    Run("llama_tiny", {"dp_replicate": 2}, samples=8, seq_len=256, compute="fp32"),
+    Run("llama_6m", fsdp(2), samples=4, seq_len=2048, compute="fp32", micro_batches=3),
+    Run("llama_6m", {"pp": 2, "pipeline_schedule": "zbv"}, micro_batches=6, samples=2, seq_len=1024),
+    Run("qwen3_0_6b", {}, samples=4, seq_len=2048, recompute="selective"),
+    Run("qwen3_0_6b", fsdp(8, zero_stage=2), samples=2, micro_batches=4),
+    Run("qwen3_0_6b", fsdp(2, tp=2, cp=2), samples=2, recompute="full", seq_len=8192),
+    Run("qwen3_0_6b", {"pp": 2, "dp_shard": 2}, samples=2, micro_batches=8),
+    Run("qwen3_0_6b", {"pp": 4, "pipeline_schedule": "zero_bubble"}, samples=1, micro_batches=8),
+    Run("qwen3_1_7b", fsdp(4, cp=4), seq_len=32768),
+    Run("qwen3_8b", fsdp(2, tp=8, sequence_parallel=False), samples=2),
+    Run("llama3_8b", fsdp(8), samples=2, seq_len=8192, reduce="bf16"),
+    Run("llama3_8b", fsdp(8, zero_stage=1), micro_batches=4),
+    Run("llama3_8b", fsdp(8), compute="fp32"),
+    Run("llama3_8b", fsdp(2, tp=4), samples=4),
+    Run("llama3_8b", fsdp(8), seq_len=8192, recompute="full", samples=2, matmul="fp8"),
+    Run("llama3_8b", fsdp(2, cp=4, context_method="ulysses"), seq_len=65536),
+    Run("llama3_8b", {"pp": 4, "dp_replicate": 2}, micro_batches=16, recompute="full"),
+    Run("llama3_8b", {"pp": 4, "pipeline_schedule": "interleaved", "virtual_stages": 2}, micro_batches=12),
+    Run("llama3_8b", {"pp": 4, "tp": 2, "pipeline_schedule": "zbv"}, micro_batches=8),
+    Run("llama3_70b", fsdp(8, tp=8), samples=2, seq_len=8192, recompute="selective"),
+    Run("llama3_405b", {"tp": 8, "pp": 16, "dp_shard": 128}, seq_len=8192, micro_batches=16),
+)
+DEEPSEEK = {"num_layers": 6, "prediction_layers": 0}
+EXPERT_RUNS = (
+    Run("moe_tiny", {}, samples=8, seq_len=256, compute="fp32"),
+    Run("mixtral_8x7b", fsdp(8), recompute="selective", changes={"num_layers": 4}),
+    Run("mixtral_8x7b", fsdp(8, ep=8), samples=2, changes={"num_layers": 8}),
+    Run("mixtral_8x7b", fsdp(64, ep=4), recompute="full", changes={"num_layers": 8}),
+    Run("mixtral_8x7b", fsdp(4, tp=2), micro_batches=3, changes={"num_layers": 4}),
+    Run("mixtral_8x7b", {"dp_replicate": 2, "dp_shard": 4, "ep": 4}, micro_batches=2, changes={"num_layers": 4}),
+    Run("mixtral_8x7b", {"pp": 4, "dp_shard": 8, "ep": 8}, micro_batches=8),
+    Run("qwen3_30b_a3b", fsdp(16, ep=8), samples=4, recompute="selective", changes={"num_layers": 8}),
+    Run("qwen3_30b_a3b", fsdp(8, tp=2, ep=16), samples=2, recompute="full", changes={"num_layers": 8}),
+    Run("qwen3_30b_a3b", fsdp(2, cp=4), seq_len=32768, recompute="full", changes={"num_layers": 4}),
+    Run(
+        "qwen3_30b_a3b",
+        {"pp": 4, "dp_shard": 4, "ep": 4, "pipeline_schedule": "zbv"},
+        micro_batches=8,
+        changes={"num_layers": 16},
+    ),
+    Run("deepseek_v3", fsdp(64, ep=64), recompute="full", samples=2, changes=DEEPSEEK),
+    Run("deepseek_v3", fsdp(32, ep=32), changes=DEEPSEEK),
+    Run("deepseek_v3", fsdp(16, tp=4, ep=64), recompute="selective", samples=2, changes=DEEPSEEK),
+)
+WINDOW_RUNS = (
+    Run("mistral_7b", fsdp(8), seq_len=16384, changes={"num_layers": 8}),
+    Run("gpt_oss_20b", fsdp(8, ep=8), samples=2, changes={"num_layers": 8}),
+    Run("gpt_oss_20b", fsdp(32), recompute="full", samples=4, changes={"num_layers": 8}),
+    Run(
+        "gpt_oss_20b",
+        fsdp(8, cp=2, ep=8, context_method="ulysses"),
+        seq_len=16384,
+        recompute="selective",
+        changes={"num_layers": 8},
+    ),
+    Run(
+        "gpt3_175b",
+        fsdp(16, tp=8, sequence_parallel=False),
+        seq_len=2048,
+        recompute="selective",
+        changes={"num_layers": 12},
+    ),
+)
+STATE_RUNS = (
+    Run("mamba2_130m", fsdp(4), samples=4, seq_len=2048),
+    Run("mamba2_370m", fsdp(2), samples=4, compute="fp32", seq_len=2048),
+    Run("mamba2_1b", fsdp(8), samples=2, recompute="selective"),
+    Run("mamba2_3b", {"dp_replicate": 2, "dp_shard": 4}, recompute="full", seq_len=16384, micro_batches=2),
+    Run("nemotron_h_8b", fsdp(8, tp=4), seq_len=8192, recompute="full"),
+    Run("nemotron_h_8b", {"pp": 2, "dp_shard": 2}, micro_batches=4),
+)
+CONV_RUNS = (
+    Run("resnet50", fsdp(8), samples=64),
+    Run("resnet50", {"dp_replicate": 4}, samples=32, compute="fp32", micro_batches=2, recompute="selective"),
+    Run("unet3d", fsdp(2), samples=2, recompute="full"),
+    Run("unet3d", {"dp_replicate": 4}, samples=2, micro_batches=2, compute="fp32"),
+)
+LORA, FEW = LoraSpec(rank=16), LoraSpec(rank=8, targets=("q", "v"))
+ADAPTER_RUNS = (
+    Run("llama_tiny", {}, samples=8, seq_len=256, lora=FEW, micro_batches=2),
+    Run("qwen3_0_6b", fsdp(2), samples=4, seq_len=2048, lora=FEW, micro_batches=2),
+    Run("qwen3_1_7b", fsdp(2), samples=2, seq_len=2048, lora=LORA),
+    Run("llama3_8b", {}, samples=2, seq_len=2048, lora=LORA),
+    Run("llama3_8b", fsdp(8), samples=2, recompute="full", lora=LORA, micro_batches=2),
+    Run("llama3_8b", fsdp(4, tp=2), recompute="selective", lora=LORA),
+    Run("llama3_8b", {"pp": 2, "dp_shard": 2}, micro_batches=4, lora=LORA),
+    Run("llama3_70b", fsdp(8), lora=LORA),
+    Run("mixtral_8x7b", fsdp(8, ep=8), samples=2, changes={"num_layers": 8}, lora=LORA),
+)
+FAMILIES = {
+    "dense": DENSE_RUNS,
+    "experts": EXPERT_RUNS,
+    "windows": WINDOW_RUNS,
+    "state space": STATE_RUNS,
+    "convolutions": CONV_RUNS,
+    "adapters": ADAPTER_RUNS,
+}
+DEFAULT_RUNS = (
+    Run("llama3_8b", fsdp(8), seq_len=8192, recompute="selective"),
+    Run("llama_6m", {"pp": 2, "pipeline_schedule": "gpipe"}, samples=2, seq_len=2048, micro_batches=6),
+    Run("moe_tiny", fsdp(4, ep=2), samples=8, seq_len=512, recompute="selective"),
+    Run("hybrid_tiny", {}, samples=8, seq_len=256),
+    Run("resnet_tiny", {"dp_replicate": 2}, samples=64),
+    Run("llama_6m", {}, samples=4, seq_len=512, lora=LORA),
+    Run("moe_tiny", fsdp(4, ep=2), samples=8, seq_len=512, lora=FEW),
+)
+
+
+def plan_of(run: Run) -> Plan:
+    layout = Layout(**run.axes)
+    layout = replace(layout, sequence_parallel=layout.sequence_parallel and layout.tp > 1)
+    base = build_plan(Case("dense", optimizer="adamw"), "cuda")
+    described = yaml.safe_load((MODELS / f"{run.model}.yaml").read_text())
+    model = replace(from_plain(KINDS[described["family"]], described), **run.changes)
+    batch = run.samples * run.micro_batches * layout.data_parallel_size
+    spec = replace(
+        base.spec,
+        model=model,
+        data=replace(base.spec.data, seq_len=run.seq_len),
+        batching=replace(base.spec.batching, global_batch_size=batch),
+        precision=replace(base.spec.precision, reduce=run.reduce, matmul=run.matmul),
+        lora=run.lora,
+    )
+    return replace(
+        base,
+        spec=spec,
+        layout=layout,
+        devices_per_node=layout.world_size,
+        compute=run.compute,
+        recompute=run.recompute,
+        micro_batch_size=run.samples,
+        grad_accum_steps=run.micro_batches,
+    )
+
+
+def error_of(run: Run) -> float:
+    """Of the fullest rank of a pipeline's ends."""
+    plan = plan_of(run)
+    assert is_counted(plan.spec.model, plan.offload)
+    traced = trace_plan(plan)["peak_memory_bytes"]
+    ranks = {rank * plan.layout.pp // plan.world_size for rank in traced_ranks(plan)}
+    counted = max(engine_peak(run_of(plan), rank).total_bytes for rank in ranks)
+    print(f"{run.name:78s} traced {traced / GIB:8.3f} GiB, counted {counted / GIB:8.3f} {counted / traced - 1:+.2%}")
+    return counted / traced - 1
+
+
+@pytest.mark.parametrize("run", DEFAULT_RUNS, ids=lambda run: run.name)
+def test_arithmetic_comes_to_what_the_step_takes(run: Run) -> None:
+    assert MOST_UNDER <= error_of(run) <= MOST_OVER
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [run for runs in FAMILIES.values() for run in runs], ids=lambda run: run.name)
+def test_it_does_for_layouts_and_sizes_of_every_family(run: Run) -> None:
+    assert MOST_UNDER <= error_of(run) <= MOST_OVER
+
+
+def test_sixty_runs_are_held_against_traces() -> None:
+    assert 60 <= len(DEFAULT_RUNS) + sum(map(len, FAMILIES.values())) <= 70
+
+
+def test_what_cannot_be_counted_is_said() -> None:
+    model = plan_of(DENSE_RUNS[0]).spec.model
+    assert is_counted(model, "none")
+    assert not is_counted(model, "optimizer")
+    assert not is_counted(replace(model, prediction_layers=1), "none")

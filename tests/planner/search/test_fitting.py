@@ -1,0 +1,36 @@
+"""What would fit: found by predicting it."""
+
+from __future__ import annotations
+
+from trainspec_cli.planner.plan import plan
+from trainspec_cli.planner.search.fitting import suggest
+from trainspec_cli.spec.recipe.batching import BatchingSpec
+from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
+from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.optim import OptimSpec
+from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
+from trainspec_cli.spec.results.local import LocalPrediction
+from trainspec_cli.spec.results.plan import Plan
+
+SPEC = RunSpec(
+    model=DecoderModel(4, 64, 2, 2, 32, 128, 512, tied_embeddings=True),
+    data=DataSpec(seq_len=256, source="python_stdlib"),
+    optim=OptimSpec(lr=1e-3),
+    batching=BatchingSpec(global_batch_size=16, micro_batch_size=8),
+    train=TrainSection(max_steps=1),
+    cluster=ClusterSpec(devices_per_node=2, device="cpu"),
+)
+PLAN = plan(SPEC, Machine("host", cpu_cores=2, memory_bytes=2**34, bf16=True))
+
+
+def made_up(plan: Plan) -> LocalPrediction:
+    """20 bytes of states, shared by shards, 10 for every sample at a time, and 5 that nobody measures."""
+    return LocalPrediction({}, {"states": 20 / plan.layout.dp_shard, "samples": 10.0 * plan.micro_batch_size}, {"x": 5})
+
+
+def test_what_would_fit_is_found() -> None:
+    assert suggest(PLAN, made_up, 105) == "batching.micro_batch_size=8"
+    assert suggest(PLAN, made_up, 104) == "batching.micro_batch_size=4"
+    assert suggest(PLAN, made_up, 34) == "layout.dp_replicate=1 layout.dp_shard=2 batching.micro_batch_size=1"
+    assert suggest(PLAN, made_up, 24) == ""

@@ -1,0 +1,139 @@
+"""The search is exact, fast, and says why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from trainspec_cli.errors import RecipeError
+from trainspec_cli.planner.capacity import describe_fabric, plan_capacity, template_of
+from trainspec_cli.planner.hardware.catalogue import find_accelerator, models
+from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.memory.frameworks import memory_limit_bytes, peak_bytes
+from trainspec_cli.planner.search.search import Search, recompute_names
+from trainspec_cli.planner.search.space import Space
+from trainspec_cli.planner.setup import RECOMPUTE, Software
+from trainspec_cli.planner.time.step import estimate_step
+from trainspec_cli.planner.workload.adapters import adapter_params
+from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.recipe.batching import BatchingSpec
+from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
+from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.layout import LayoutSpec
+from trainspec_cli.spec.recipe.lora import LoraSpec
+from trainspec_cli.spec.recipe.optim import OptimSpec
+from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
+
+OPEN = LayoutSpec(AUTO, AUTO, AUTO, AUTO, AUTO, AUTO, AUTO, pipeline_schedule=AUTO, virtual_stages=AUTO)
+
+
+def run_of(model: str, nodes: int, batch: int = 512, **changes: object) -> RunSpec:
+    chip = find_accelerator("H100-SXM-80GB")
+    spec = RunSpec(
+        model=models()[model],
+        data=DataSpec(seq_len=8192, source="tokens"),
+        optim=OptimSpec(lr=1e-4),
+        batching=BatchingSpec(global_batch_size=batch),
+        train=TrainSection(max_steps=10),
+        cluster=ClusterSpec(num_nodes=nodes, devices_per_node=8, accelerator=chip, nic_gbit_per_s=400.0),
+        layout=OPEN,
+        recompute="auto",
+        compile=True,
+    )
+    return replace(spec, **changes)  # type: ignore[arg-type]
+
+
+def test_adapters_fit_where_training_every_weight_does_not() -> None:
+    """One GPU: fp32 weights are 30 GiB of it; their gradients and moments would be three times that."""
+    one = run_of("llama3_8b", nodes=1, batch=4, compile=False, data=DataSpec(seq_len=2048, source="tokens"))
+    one = replace(one, cluster=replace(one.cluster, devices_per_node=1))
+    adapters = replace(one, lora=LoraSpec(rank=16))
+    whole, few = (plan_capacity(spec, None).candidates[0] for spec in (one, adapters))
+    assert not whole.fits
+    assert few.fits
+    assert few.memory[0].optimizer_bytes == pytest.approx(8 * adapter_params(one.model, adapters.lora), rel=0.01)
+    assert few.step_time_s < 0.8 * whole.step_time_s, "frozen weights have no gradients to compute"
+
+
+def test_pruning_loses_nothing() -> None:
+    """The fastest layouts are those that predicting every one of them finds."""
+    spec, eff = run_of("llama3_8b", nodes=2, batch=64), Efficiency()
+    fabric = describe_fabric(spec.cluster, None)
+    template, software = template_of(spec, fabric), Software()
+    search = Search(template, {True: software, False: software}, recompute_names("auto"), (False,), eff, keep=5)
+    found = [item.step_time_s for item in search.run(Space(spec, 16, 8))]
+    times = []
+    for layout, micro, accum in Space(spec, 16, 8).layouts():
+        for name in recompute_names("auto"):
+            setup = replace(template, layout=layout, micro_batch_size=float(micro), grad_accum=accum)
+            setup = replace(setup, recompute=RECOMPUTE[name], software=software)
+            if peak_bytes(setup) <= memory_limit_bytes(fabric.chip):
+                times.append(estimate_step(setup, eff).total_s)
+                break
+    assert found == pytest.approx(sorted(times)[:5])
+
+
+def test_every_layout_is_accounted_for() -> None:
+    plan = plan_capacity(run_of("llama3_8b", nodes=2))
+    counted = plan.rejected["memory"] + plan.rejected["slower than those shown"] + len(plan.candidates)
+    assert counted == plan.considered
+
+
+def test_candidates_fit_and_are_sorted_and_their_parts_sum_to_the_step() -> None:
+    plan = plan_capacity(run_of("mixtral_8x7b", nodes=8))
+    times = [candidate.step_time_s for candidate in plan.candidates]
+    assert plan.best is not None and times == sorted(times)
+    for candidate in plan.candidates:
+        assert candidate.fits and candidate.layout.world_size == 64
+        assert candidate.time.total_s == pytest.approx(candidate.step_time_s)
+        assert max(stage.total_bytes for stage in candidate.memory) == candidate.peak_memory_bytes
+        assert 0.05 < candidate.mfu <= candidate.hfu < 0.9
+
+
+def test_pinned_axes_stay_pinned() -> None:
+    layout = replace(OPEN, tp=4, pp=2)
+    plan = plan_capacity(run_of("llama3_8b", nodes=4, layout=layout))
+    assert plan.candidates and all(c.layout.tp == 4 and c.layout.pp == 2 for c in plan.candidates)
+
+
+def test_an_infeasible_run_says_what_would_fit() -> None:
+    plan = plan_capacity(run_of("llama3_405b", nodes=1, batch=64))
+    assert plan.best is None and plan.candidates[0].peak_memory_bytes > plan.candidates[0].memory_limit_bytes
+    assert any("cluster.num_nodes=" in line for line in plan.advice)
+    assert plan.rejected["memory"] == plan.considered
+
+
+def test_the_advice_is_true() -> None:
+    plan = plan_capacity(run_of("llama3_70b", nodes=1, batch=64))
+    nodes = next(line for line in plan.advice if "num_nodes" in line).split("num_nodes=")[1].split()[0]
+    assert plan_capacity(run_of("llama3_70b", nodes=int(nodes), batch=64)).best is not None
+
+
+def test_large_clusters_need_few_evaluations() -> None:
+    """405B on 16,384 GPUs: the space stays small enough for two seconds of one core."""
+    plan = plan_capacity(run_of("llama3_405b", nodes=2048, batch=2048))
+    assert plan.best is not None
+    assert plan.considered < 20_000
+
+
+def test_a_cpu_without_description_gets_a_rough_one() -> None:
+    spec = replace(run_of("llama_6m", nodes=1, batch=32), cluster=ClusterSpec(devices_per_node=2, device="cpu"))
+    machine = Machine("host", cpu_cores=2, memory_bytes=8 * 2**30, bf16=True)
+    plan = plan_capacity(spec, machine)
+    assert plan.best is not None and any("CPU" in line for line in plan.assumptions)
+
+
+def test_a_chip_without_rates_is_refused_by_key() -> None:
+    spec = run_of("llama3_8b", nodes=1)
+    chip = replace(spec.cluster.accelerator, memory_tb_per_s=0.0)  # type: ignore[type-var]
+    with pytest.raises(RecipeError, match="memory_tb_per_s"):
+        plan_capacity(replace(spec, cluster=replace(spec.cluster, accelerator=chip)))
+
+
+def test_corrections_change_the_plan_and_unknown_ones_are_refused() -> None:
+    spec = run_of("llama3_8b", nodes=1)
+    slower = replace(spec, cluster=replace(spec.cluster, efficiency={"matmul": 0.5}))
+    assert plan_capacity(slower).candidates[0].step_time_s > 1.2 * plan_capacity(spec).candidates[0].step_time_s
+    with pytest.raises(RecipeError, match="warp"):
+        plan_capacity(replace(spec, cluster=replace(spec.cluster, efficiency={"warp": 9.0})))

@@ -1,0 +1,95 @@
+"""Published parameter counts, and work that adds up to them."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainspec_cli.planner.hardware.catalogue import find_accelerator, find_model, models
+from trainspec_cli.planner.workload import count_active_params, count_params, flops_per_token
+from trainspec_cli.planner.workload.layers import embedding_work, head_work, layer_kinds
+from trainspec_cli.spec.recipe.layout import Layout
+
+PUBLISHED = {
+    "llama3_8b": (8.03e9, 8.03e9),
+    "llama3_70b": (70.55e9, 70.55e9),
+    "llama3_405b": (405.85e9, 405.85e9),
+    "mixtral_8x7b": (46.7e9, 12.88e9),
+    "qwen3_30b_a3b": (30.5e9, 3.35e9),
+    "mamba2_1b": (1.34e9, 1.34e9),
+    "nemotron_h_8b": (8.1e9, 8.1e9),
+    "resnet50": (25.56e6, 25.56e6),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_published(name: str) -> None:
+    total, active = PUBLISHED[name]
+    assert count_params(models()[name]) == pytest.approx(total, rel=0.01)
+    assert count_active_params(models()[name]) == pytest.approx(active, rel=0.01)
+
+
+def test_deepseek_v3_has_671b_and_its_prediction_layer() -> None:
+    assert count_params(models()["deepseek_v3"]) == pytest.approx(671e9 + 11.5e9, rel=0.005)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=4), Layout(tp=2, cp=2)])
+@pytest.mark.parametrize("name", ["llama3_8b", "mixtral_8x7b", "nemotron_h_8b"])
+def test_work_of_all_ranks_adds_up_to_the_model_flops(name: str, layout: Layout) -> None:
+    """Forward work times three is what `flops_per_token` counts, but for the router and the scan's slowness."""
+    model, seq_len = models()[name], 4096
+    tokens = seq_len / layout.cp
+    kinds = layer_kinds(model, tokens, seq_len, layout)
+    work = sum(count * (part.gemm_flops + part.attention_flops) for count, parts in kinds for part in parts)
+    head = head_work(model, tokens, layout)
+    assert head is not None
+    total = 3 * (work + head.gemm_flops) * layout.tp * layout.cp
+    assert total == pytest.approx(seq_len * flops_per_token(model, seq_len), rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["llama3_70b", "deepseek_v3", "nemotron_h_8b"])
+def test_parts_hold_every_parameter_once(name: str) -> None:
+    model = models()[name]
+    parts = sum(n * w.all_params for n, ws in layer_kinds(model, 1.0, 4096, Layout()) for w in ws)
+    ends = [embedding_work(model, 1.0, Layout()), head_work(model, 1.0, Layout())]
+    parts += sum(end.params for end in ends if end)
+    extra = 11.7e9 if name == "deepseek_v3" else 0.0
+    assert parts + extra == pytest.approx(count_params(model), rel=0.01)
+
+
+def test_expert_parallelism_splits_the_experts_alone() -> None:
+    model = models()["mixtral_8x7b"]
+    for ep in (1, 8):
+        ((_, (attention, experts)),) = layer_kinds(model, 4096.0, 4096, Layout(dp_shard=8, ep=ep))
+        assert experts.expert_params == pytest.approx(8 * 3 * 4096 * 14336 / ep)
+        assert attention.params == pytest.approx(4096 * 128 * 2 * 40, rel=0.01)
+
+
+def test_a_window_bounds_attention() -> None:
+    windowed, seq_len = models()["mistral_7b"], 32768
+    per_token = flops_per_token(windowed, seq_len) - flops_per_token(windowed, 1)
+    assert per_token < 12 * 32 * 4096 * 4096
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100-SXM-80GB"),
+        ("A100-SXM-40GB", "A100-SXM-40GB"),
+        ("H100-96GB-HBM2e-500W", "H100-96GB-HBM2e-500W"),
+        ("GB300", "GB300"),
+        ("MI325X", "MI325X"),
+        ("RTX Pro 6000", "RTX Pro 6000"),
+        ("NVIDIA RTX A5000", "NVIDIA RTX A5000"),
+        ("L4", "L4"),
+        ("V100-SXM2-16GB", "V100-SXM2-16GB"),
+    ],
+)
+def test_labels_find_their_chip(label: str, name: str) -> None:
+    chip = find_accelerator(label)
+    assert chip is not None and chip.name == name
+
+
+def test_labels_find_their_model() -> None:
+    found = find_model("resnet50-v1.5")
+    assert found is not None and found.name == "resnet50"
+    assert find_model("no-such-net") is None

@@ -1,0 +1,59 @@
+"""What can be planned but not trained is refused, never passed over."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainspec_cli.spec.rules.engine import check_engine
+from trainspec_cli.spec.structure import structure
+
+
+def test_a_plain_recipe_is_trained(make_spec):
+    assert check_engine(make_spec({})) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "choices"),
+    [
+        ("precision.matmul", "nvfp4", "compute or fp8"),
+        ("precision.compute", "fp16", "bf16 or fp32 or auto"),
+    ],
+)
+def test_a_value_that_only_the_planner_knows_is_refused(make_spec, path, value, choices):
+    (problem,) = check_engine(make_spec({path: value}))
+    assert problem.code == "unsupported"
+    assert problem.message == f"`{path}` is {value}; this version trains with {choices}"
+    assert problem.hint.startswith(f"type {path}={choices.split()[0]}, or trainspec plan")
+
+
+def test_every_refusal_is_told_at_once(make_spec):
+    problems = check_engine(make_spec({"layout.etp": 2, "precision.matmul": "nvfp4", "model.prediction_layers": 1}))
+    assert {problem.path for problem in problems} == {"model.prediction_layers", "precision.matmul", "layout.etp"}
+
+
+def test_layers_that_predict_further_tokens_are_not_built(make_spec):
+    (problem,) = check_engine(make_spec({"model.prediction_layers": 1}))
+    assert problem.hint == "type model.prediction_layers=0"
+
+
+def test_hybrids_are_trained(make_spec):
+    from trainspec_cli.spec.canonical import to_plain
+
+    plain = to_plain(make_spec({}))
+    plain["model"] = {"family": "hybrid", "hidden_size": 64, "vocab_size": 100, "mamba_layers": 2}
+    spec, problems = structure(plain)
+    assert problems == []
+    assert check_engine(spec) == []
+
+
+@pytest.mark.parametrize(("nodes", "groups"), [(1, 3), (4, 2), (2, 4), (3, 3)])
+def test_groups_take_whole_hosts_or_share_one(make_spec, nodes, groups):
+    sizes = {"cluster.num_nodes": nodes, "cluster.devices_per_node": 12, "resilience.replica_groups": groups}
+    assert check_engine(make_spec({"resilience.mode": "elastic"} | sizes)) == []
+
+
+def test_a_host_with_parts_of_two_groups_is_refused(make_spec):
+    sizes = {"cluster.num_nodes": 3, "cluster.devices_per_node": 2, "resilience.replica_groups": 2}
+    (problem,) = check_engine(make_spec({"resilience.mode": "elastic"} | sizes))
+    assert "3 hosts do not divide over 2 replica groups" in problem.message
+    assert problem.hint == "type resilience.replica_groups=3 or 6"

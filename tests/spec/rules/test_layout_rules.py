@@ -1,0 +1,59 @@
+"""What no layout can be is refused, with the reason and what to type."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainspec_cli.spec.rules.engine import check_engine
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "words", "hint"),
+    [
+        ({"layout.tp": 3}, "layout.tp", "does not divide by 3 (layout.tp)", "it divides by"),
+        ({"layout.tp": 4}, "layout.tp", "(`model.num_kv_heads`) does not divide by 4", "it divides by 1, 2"),
+        ({"layout.cp": 3}, "data.seq_len", "does not divide by 6 (2 x cp", "type data.seq_len="),
+        ({"layout.cp": 4, "layout.context_method": "ulysses"}, "layout.cp", "does not divide by 4", "it divides by"),
+        ({"layout.pp": 16}, "layout.pp", "layers (`model.num_layers`) do not fill 16", "type layout.pp="),
+        ({"layout.ep": 2}, "layout.ep", "the model has no experts", "type layout.ep=1"),
+        ({"layout.etp": 2}, "layout.etp", "whole experts", "type layout.etp=1"),
+        (
+            {"layout.pp": 2, "layout.pipeline_schedule": "interleaved", "layout.virtual_stages": 1},
+            "layout.virtual_stages",
+            "needs 2 virtual stages or more",
+            "type layout.virtual_stages=2",
+        ),
+        ({"layout.pp": 2, "layout.virtual_stages": 2}, "layout.virtual_stages", "one chunk", "interleaved"),
+        (
+            {"layout.pp": 2, "layout.pipeline_schedule": "zero_bubble", "compile": True},
+            "compile",
+            "splits each backward in two",
+            "type compile=false",
+        ),
+    ],
+)
+def test_an_illegal_layout_is_refused_with_its_reason(make_spec, changes, path, words, hint):
+    problems = [problem for problem in check_engine(make_spec(changes)) if problem.path == path]
+    assert problems, check_engine(make_spec(changes))
+    assert words in problems[0].message
+    assert hint in problems[0].hint
+
+
+def test_stage_layers_fill_the_model(make_spec):
+    (problem,) = check_engine(make_spec({"layout.pp": 2, "layout.stage_layers": [1, 2]}))
+    assert problem.path == "layout.stage_layers"
+    assert problem.hint.startswith("type layout.stage_layers=[")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layout.tp": 2},
+        {"layout.cp": 2},
+        {"layout.pp": 2, "layout.pipeline_schedule": "zero_bubble"},
+        {"layout.tp": 2, "layout.cp": 2, "layout.pp": 2, "layout.dp_shard": 2},
+        {"recompute": "selective", "offload": "optimizer", "layout.tp": 2},
+    ],
+)
+def test_a_legal_layout_is_not_refused(make_spec, changes):
+    assert check_engine(make_spec(changes)) == []

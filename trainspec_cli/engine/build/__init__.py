@@ -1,0 +1,1 @@
+"""From a plan to the model, its optimizer and their place in the mesh."""

@@ -1,0 +1,103 @@
+"""The weights that a run begins with, read tensor by tensor into the parts that each rank holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainspec_cli.engine.build.train_state import Machinery
+from trainspec_cli.engine.checkpoint.manifest import read_manifest, verify_files
+from trainspec_cli.engine.checkpoint.weights import load_weights
+from trainspec_cli.engine.comm.joint_errors import errors_together
+from trainspec_cli.engine.finite import NOT_FINITE, count_not_finite, is_finite
+from trainspec_cli.engine.shares import Share
+from trainspec_cli.errors import MachineError, Problem
+from trainspec_cli.huggingface.folder import list_names, open_weights
+from trainspec_cli.huggingface.safetensors import Entry
+from trainspec_cli.huggingface.tensors import Piece, parameters
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.results.plan import Plan
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def load_initial(plan: Plan, built: Machinery) -> None:
+    """Fill the model from what `init.from` names; without it the values drawn from the seed stay.
+
+    Called by every rank together. Raises RecipeError or MachineError, on all of them, where the checkpoint is not the
+    model's or a weight is not finite.
+    """
+    with errors_together():
+        _load(plan, built)
+
+
+def _load(plan: Plan, built: Machinery) -> None:
+    init = plan.spec.init
+    if init.hugging_face is not None:
+        assert isinstance(plan.spec.model, DecoderModel), "other families are refused before launch"
+        load_folder(init.hugging_face, plan.spec.model, built.shares)
+    elif init.run is not None:
+        run = RunDir(init.run)
+        folder = run.checkpoint(run.checkpoint_steps()[-1])
+        verify_files(folder, read_manifest(folder).files[dist.get_rank() :: dist.get_world_size()])
+        load_weights(folder, built.held)
+
+
+@torch.no_grad()
+def load_folder(folder: Path, model: DecoderModel, shares: Sequence[Share]) -> None:
+    """Of each tensor a rank reads what its parts cover: the files are mapped, and pages of others are never touched.
+
+    Raises MachineError that names the tensors in which something is not finite.
+    """
+    tensors = MappedTensors(open_weights(folder, model))
+    by_name = {parameter.name: parameter.pieces for parameter in parameters(model)}
+    faults = [fault for share in shares for fault in _fill(share, by_name.get(share.name, ()), tensors)]
+    if faults:
+        message = f"{folder} holds {NOT_FINITE}: {list_names(list(dict.fromkeys(faults)))}"
+        hint = "download it again, or name another folder in init.from"
+        raise MachineError(Problem("bad_checkpoint", message, "init.from", hint))
+
+
+def _fill(share: Share, pieces: Sequence[Piece], tensors: MappedTensors) -> Iterator[str]:
+    """-> the tensors of which something that was read is not finite as a weight, each with the number of such values
+    in the whole of it."""
+    for piece in pieces:
+        met = piece.overlap(tuple(share.offsets), tuple(share.local.shape))
+        if met is None:
+            continue
+        inner, outer = met
+        filled = share.local[outer].copy_(tensors.box(piece)[inner])
+        if not is_finite(filled):
+            count = count_not_finite(tensors.box(piece).to(filled.dtype))
+            yield f"{count:,} of {math.prod(piece.shape):,} in {piece.tensor} ({tensors.file(piece).name})"
+
+
+class MappedTensors:
+    """Tensors of safetensors files, as views of the mapped files."""
+
+    def __init__(self, entries: Mapping[str, Entry]):
+        self._entries = entries
+        self._files: dict[Path, Tensor] = {}
+
+    def box(self, piece: Piece) -> Tensor:
+        """In the parameter's own order of dimensions."""
+        tensor = self._read(self._entries[piece.tensor])
+        return (tensor.transpose(-1, -2) if piece.transposed else tensor).view(piece.shape)
+
+    def file(self, piece: Piece) -> Path:
+        return self._entries[piece.tensor].file
+
+    def _read(self, entry: Entry) -> Tensor:
+        if entry.file not in self._files:
+            size = entry.file.stat().st_size
+            self._files[entry.file] = torch.from_file(str(entry.file), shared=False, size=size, dtype=torch.uint8)
+        content = self._files[entry.file][entry.start : entry.start + entry.bytes]
+        dtype = DTYPES[entry.dtype]
+        aligned = content.clone() if entry.start % dtype.itemsize else content
+        return aligned.view(dtype).view(entry.shape)

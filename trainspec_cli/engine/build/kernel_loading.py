@@ -1,0 +1,40 @@
+"""From a backend's name to the function, and from there into a model. Modules hold their operations by name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from trainspec_cli.engine.kernels.compiling import compiled_in_training
+from trainspec_cli.spec.recipe.kernels import KERNELS, Backend, KernelSpec
+
+ENGINE = __package__.rpartition(".")[0]
+
+
+def load_kernel(op: str, backend: str) -> Callable[..., Any]:
+    """Raises ImportError where its package is not installed."""
+    return load_source(KERNELS[op][backend])
+
+
+def load_source(backend: Backend) -> Callable[..., Any]:
+    module, _, name = backend.source.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(f"{ENGINE}.{module}"), name)
+    if backend.options:
+        function = partial(function, **backend.options)
+    return compiled_in_training(function) if backend.fused else function
+
+
+def apply_kernels(part: nn.Module, kernels: KernelSpec) -> None:
+    """Put what was chosen in the place of the defaults, in every module that has the operation."""
+    for op, backend in kernels.changed.items():
+        function = load_kernel(op, backend)
+        for module in modules_with(part, op):
+            setattr(module, op, function)
+
+
+def modules_with(part: nn.Module, op: str) -> list[nn.Module]:
+    return [module for module in part.modules() if hasattr(type(module), op)]

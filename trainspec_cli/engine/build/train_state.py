@@ -1,0 +1,213 @@
+"""From a plan to the model's stages, an optimizer and their place in the mesh; each phase once, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainspec_cli.engine.build.kernel_loading import apply_kernels, load_kernel
+from trainspec_cli.engine.checkpoint.parts import Held
+from trainspec_cli.engine.comm.exchange import Peers
+from trainspec_cli.engine.mesh import Mesh, build_mesh
+from trainspec_cli.engine.models.build import build_model
+from trainspec_cli.engine.models.experts import sort_by_expert
+from trainspec_cli.engine.models.lora import apply_lora
+from trainspec_cli.engine.observe.clock import StepClock
+from trainspec_cli.engine.optim.build import build_optimizer
+from trainspec_cli.engine.parallel.balance import routers_of, sum_over_sequence
+from trainspec_cli.engine.parallel.context import apply_context_parallel, held_positions
+from trainspec_cli.engine.parallel.data_parallel import DataParallel, apply_data_parallel
+from trainspec_cli.engine.parallel.expert import apply_expert_parallel
+from trainspec_cli.engine.parallel.float8 import apply_float8
+from trainspec_cli.engine.parallel.materialise import allocate, materialise
+from trainspec_cli.engine.parallel.pipeline import Hidden, Lines, WeightQueue
+from trainspec_cli.engine.parallel.recompute import apply_recompute
+from trainspec_cli.engine.parallel.tensor import apply_tensor_parallel, partial_parameters
+from trainspec_cli.engine.shares import Cut, Share
+from trainspec_cli.policy.pipeline import SPLIT_SCHEDULES, cut_layers, num_stages, stages_of_rank
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.model import ConvModel
+from trainspec_cli.spec.results.plan import Plan
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages that this rank holds, and its lines to the others."""
+
+    layout: Layout
+    parts: Mapping[int, Any]
+    """Stage -> its part of the model."""
+    lines: Lines
+    queue: WeightQueue
+    hidden: Hidden
+    clock: StepClock
+
+
+@dataclass(frozen=True)
+class LateSum:
+    """Gradients that are summed over a group once the backwards are done."""
+
+    shares: Sequence[Share]
+    peers: Peers
+
+
+@dataclass
+class Machinery:
+    """What a trainer works with."""
+
+    device: torch.device
+    mesh: Mesh
+    clock: StepClock
+    stages: Stages
+    shares: list[Share]
+    optimizer: torch.optim.Optimizer
+    late_sums: Sequence[LateSum]
+    positions_S: Tensor | None
+    """The positions of each sequence that this rank holds; None: all."""
+    routers: Sequence[Any]
+    """Those of the experts that are to be kept evenly visited."""
+
+    @property
+    def parts(self) -> list[Any]:
+        """This rank's stages of the model."""
+        return list(self.stages.parts.values())
+
+    @property
+    def held(self) -> Held:
+        return Held(self.shares, self.parts, self.optimizer)
+
+
+def build_machinery(plan: Plan, device: torch.device, mesh: Mesh | None = None) -> Machinery:
+    """Each stage on meta: kernels -> fp8 -> cut -> recompute -> compile -> shard -> materialise; then the optimizer."""
+    mesh, clock = mesh or build_mesh(plan.layout, device.type), StepClock(device)
+    positions_S = _positions(plan, mesh)
+    parts, shares, partials = {}, [], []
+    queue = WeightQueue()
+    for stage in stages_of_rank(plan.layout, mesh.rank("pp")):
+        part, cuts, partial = _spread_stage(plan, mesh, clock, stage)
+        if plan.layout.pp > 1 and plan.layout.pipeline_schedule in SPLIT_SCHEDULES:
+            queue.apply(part)
+        parts[stage] = part
+        held = [_share(plan, name, parameter, cuts) for name, parameter in part.named_parameters()]
+        allocate(part, device, offload=plan.offload != "none")
+        materialise(part, held, device, plan.spec.train.seed, positions_S)
+        shares += held
+        partials += [share for share in held if share.name in partial and share.is_trained]
+    return Machinery(
+        device=device,
+        mesh=mesh,
+        clock=clock,
+        stages=Stages(plan.layout, parts, Lines(mesh.group("pp"), mesh.upstream, device), queue, _hidden(plan), clock),
+        shares=shares,
+        optimizer=build_optimizer(
+            [share for share in shares if share.is_trained],
+            plan.spec.optim,
+            load_kernel("adamw", plan.kernels.adamw),
+        ),
+        late_sums=_late_sums(plan, mesh, clock, shares, partials),
+        positions_S=positions_S,
+        routers=routers_of(list(parts.values())),
+    )
+
+
+def _spread_stage(plan: Plan, mesh: Mesh, clock: StepClock, stage: int) -> tuple[Any, dict[str, Cut], list[str]]:
+    """One stage of the model, spread over the mesh's other axes.
+
+    -> (the module, which parameters are cut how, names of those whose gradients are partial over tp).
+    """
+    with torch.device("meta"):
+        part = build_model(plan.spec.model, plan.spec.data.seq_len, _layers_of(plan, stage))
+        apply_lora(part, plan.spec.lora)
+    apply_kernels(part, plan.kernels)
+    if plan.spec.precision.matmul == "fp8":
+        apply_float8(part.block_modules(), emulate=plan.device == "cpu")
+    cuts, partial = _cut(part, plan.layout, mesh, clock)
+    if isinstance(plan.spec.model, ConvModel):
+        for norm in part.norm_modules():
+            norm.ranks = Peers(mesh.stage.get_group(), clock.collective)
+    apply_recompute(part.block_modules(), plan.recompute, compiled=plan.spec.compile)
+    if plan.spec.compile:
+        for module in part.compile_modules():
+            module.compile()
+    experts = [module.experts for module in part.expert_modules()]
+    expert_shard = mesh.experts["expert_shard"] if mesh.experts else None
+    apply_data_parallel(part, experts, mesh.shard, expert_shard, _data_parallel(plan, mesh, clock))
+    return part, cuts, partial
+
+
+def _layers_of(plan: Plan, stage: int) -> range | None:
+    """None: all of them."""
+    if num_stages(plan.layout) == 1:
+        return None
+    assert not isinstance(plan.spec.model, ConvModel), "convolutions are not cut into stages"
+    return cut_layers(plan.spec.model.num_layers, plan.layout)[stage]
+
+
+def _cut(part: Any, layout: Layout, mesh: Mesh, clock: StepClock) -> tuple[dict[str, Cut], list[str]]:
+    """Expert, tensor and context parallelism; -> (cuts, names of partial parameters)."""
+
+    def peers(axis: str) -> Peers:
+        return Peers(mesh.group(axis), clock.collective)
+
+    cuts: dict[str, Cut] = {}
+    partial: list[str] = []
+    if layout.ep > 1:
+        cuts |= apply_expert_parallel(part, Peers(mesh.expert_group("ep"), clock.collective), sort_by_expert)
+    if layout.tp > 1:
+        cuts |= apply_tensor_parallel(part, peers("tp"), sequence_parallel=layout.sequence_parallel)
+        partial = partial_parameters(part, sequence_parallel=layout.sequence_parallel, cuts=cuts)
+    if layout.cp > 1:
+        apply_context_parallel(part, peers("cp"), layout.context_method)
+    if layout.cp > 1 or layout.tp > 1:
+        sum_over_sequence(routers_of([part]), [peers("cp"), peers("tp")])
+    return cuts, partial
+
+
+def _data_parallel(plan: Plan, mesh: Mesh, clock: StepClock) -> DataParallel:
+    return DataParallel(
+        compute=DTYPES[plan.compute],
+        reduce=DTYPES[plan.spec.precision.reduce],
+        free_after_forward=plan.layout.zero_stage == 3,
+        offload=plan.offload != "none",
+        replicas=Peers(mesh.group("dp_replicate"), clock.collective),
+        time_collective=clock.collective,
+    )
+
+
+def _share(plan: Plan, name: str, parameter: nn.Parameter, cuts: dict[str, Cut]) -> Share:
+    """Replicas hold copies, and so do the ranks of tp where a parameter is not cut; a tied embedding stands twice."""
+    layout = plan.layout
+    copies = layout.dp_replicate * (1 if name in cuts else layout.tp)
+    return Share(name, parameter, cuts.get(name), copies * (2 if _is_twin(plan, name) else 1))
+
+
+def _is_twin(plan: Plan, name: str) -> bool:
+    tied = getattr(plan.spec.model, "tied_embeddings", False)
+    return bool(tied) and name == "embed.weight" and num_stages(plan.layout) > 1
+
+
+def _positions(plan: Plan, mesh: Mesh) -> Tensor | None:
+    layout = plan.layout
+    if layout.cp == 1:
+        return None
+    return held_positions(plan.spec.data.seq_len, layout.context_method, mesh.rank("cp"), layout.cp)
+
+
+def _hidden(plan: Plan) -> Hidden:
+    layout = plan.layout
+    parts = layout.tp if layout.sequence_parallel else 1
+    return Hidden(getattr(plan.spec.model, "hidden_size", 0), parts, DTYPES[plan.compute])
+
+
+def _late_sums(
+    plan: Plan, mesh: Mesh, clock: StepClock, shares: Sequence[Share], partials: Sequence[Share]
+) -> list[LateSum]:
+    twins = [share for share in shares if _is_twin(plan, share.name) and share.is_trained]
+    sums = ((partials, mesh.group("tp")), (twins, mesh.ends))
+    return [LateSum(summed, Peers(group, clock.collective)) for summed, group in sums if summed]

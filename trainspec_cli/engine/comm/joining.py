@@ -1,0 +1,60 @@
+"""A worker's first and last act: to meet the other processes, and to part from them."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+STORE_FILE = "TRAINSPEC_STORE_FILE"
+"""The environment variable that names the file in which the processes of one node meet."""
+_stores: list[dist.Store] = []
+"""Process groups hold the C++ half of a store alone."""
+
+
+def join_processes(device_type: str) -> torch.device:
+    """Meet the other ranks of this start, and return this rank's device."""
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    _stores.append(_open_store(world_size))
+    dist.init_process_group(
+        BACKENDS[device_type], store=_stores[-1], rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+    )
+    return device
+
+
+def _open_store(world_size: int) -> dist.Store:
+    """Return a file that the user alone may read, or several nodes' rendezvous server (`engine/torchrun.py`)."""
+    if STORE_FILE in os.environ:
+        file_store = dist.FileStore(os.environ[STORE_FILE], world_size)
+        file_store.set_timeout(COLLECTIVE_TIMEOUT)
+        return file_store
+    from trainspec_cli.engine.comm.rendezvous import RendezvousStore
+
+    store = RendezvousStore(COLLECTIVE_TIMEOUT)
+    _stores.append(store)
+    return dist.PrefixStore(f"workers/{os.environ['TORCHELASTIC_RUN_ID']}", store)
+
+
+def leave_processes() -> NoReturn:
+    """Part from the other ranks and exit with 0; exit handlers run, but the interpreter is not taken down.
+
+    Gloo's threads need its lock to drop the tensors of finished work. A thread that asks for it while the interpreter
+    is taken down aborts the process (pytorch/pytorch#179291), and the run would look failed at its very end. Destroying
+    the groups stops the threads only of those that nothing refers to any more.
+    """
+    dist.destroy_process_group()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -1,0 +1,82 @@
+"""`python -m trainspec_cli.engine.comm.torchrun OPTIONS -m MODULE ARGUMENTS`: torchrun with a private rendezvous.
+
+torchrun's own rendezvous unpickles what it reads from a store that anyone who reaches the port may write, and it offers
+that store to the workers. Here a single node opens no port: its workers meet in a file that their user alone may read.
+Several nodes meet at the job's rendezvous server, which asks for the job's secret.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+from trainspec_cli.engine.comm.joining import COLLECTIVE_TIMEOUT, STORE_FILE
+from trainspec_cli.engine.comm.rendezvous import RendezvousStore
+
+BACKEND = "trainspec"
+NOWHERE = RendezvousStoreInfo("127.0.0.1", 0)
+"""torchrun wants an address of a TCP store to tell the workers; there is none."""
+
+
+class PrivateRendezvous(RendezvousHandler):
+    """Everyone knows beforehand who takes part: a node's number and how many there are."""
+
+    def __init__(self, parameters: RendezvousParameters):
+        self._node, self._num_nodes = parameters.get_as_int("node", 0) or 0, parameters.max_nodes
+        self._store = dist.HashStore() if self._num_nodes == 1 else RendezvousStore(COLLECTIVE_TIMEOUT)
+        self._name = parameters.run_id
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(dist.PrefixStore(self._name, self._store), self._node, self._num_nodes, NOWHERE)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """There is no second rendezvous."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._name
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def main() -> None:
+    from torch.distributed import run
+
+    rendezvous_handler_registry.register(BACKEND, PrivateRendezvous)
+    with tempfile.TemporaryDirectory(prefix="trainspec-") as folder:
+        os.environ.pop(STORE_FILE, None)
+        if _is_alone(sys.argv):
+            os.environ[STORE_FILE] = str(Path(folder, "store"))
+        run.main()
+
+
+def _is_alone(arguments: list[str]) -> bool:
+    return arguments[arguments.index("--nnodes") + 1] == "1"
+
+
+if __name__ == "__main__":
+    main()

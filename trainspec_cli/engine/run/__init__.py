@@ -1,0 +1,1 @@
+"""A run: the trainer and what it assembles from the other folders."""

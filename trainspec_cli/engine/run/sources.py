@@ -1,0 +1,170 @@
+"""What a run reads and is judged on: the trainer's only view of its data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from trainspec_cli.corpus.chat import question
+from trainspec_cli.corpus.collection import Collection, Judged
+from trainspec_cli.corpus.decode import decode, encode, encode_template, until_special
+from trainspec_cli.corpus.labelled import LabelledSamples, open_samples
+from trainspec_cli.engine.batch import MicroBatch
+from trainspec_cli.engine.build.train_state import Machinery
+from trainspec_cli.engine.data.heldout import HeldoutLoss, total
+from trainspec_cli.engine.data.loader import BatchPlan, batches, read_ahead, read_positions
+from trainspec_cli.engine.data.sample_loader import SampleLoader
+from trainspec_cli.engine.data.staging import Staging
+from trainspec_cli.engine.run.evaluate import heldout_loss, heldout_metrics, write_text
+from trainspec_cli.spec.recipe.model import ConvModel
+from trainspec_cli.spec.results.plan import Plan
+
+Figures = dict[str, Any]
+
+
+class Source(Protocol):
+    """Called by every rank together, but for `summarise`."""
+
+    staging: Staging
+    """What its batches wait in."""
+
+    def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
+        """This rank's micro-batches of steps `start` to `end` - 1."""
+
+    def read(self, positions: np.ndarray) -> list[MicroBatch]:
+        """The samples at `positions` of the run as micro-batches, on the host."""
+
+    def counted(self, positions: np.ndarray) -> int:
+        """Targets of the samples at `positions` that count: what their loss is the mean over."""
+
+    def evaluate(self) -> Figures | None:
+        """How the model does on what was held out: the fields of an `eval` event; None where nothing was."""
+
+    def summarise(self, evaluated: Figures | None) -> Figures:
+        """What result.json says of the last `evaluate`."""
+
+    def write_sample(self) -> dict[str, str] | None:
+        """What the model makes of the recipe's prompt: the fields of a `sample` event; None where none is wanted."""
+
+
+def open_source(plan: Plan, folder: str | None, built: Machinery) -> Source:
+    """Of the plan's data in `folder` (phantoms have none)."""
+    if isinstance(plan.spec.model, ConvModel):
+        return SampleSource(
+            plan, open_samples(plan.spec.data, plan.spec.model, Path(folder) if folder else None), built
+        )
+    assert folder is not None, "tokens lie in a folder"
+    return TokenSource(plan, Collection.open(folder), built)
+
+
+def batch_plan(plan: Plan, built: Machinery) -> BatchPlan:
+    return BatchPlan(
+        seq_len=plan.spec.data.seq_len,
+        global_batch_size=plan.spec.batching.global_batch_size,
+        micro_batch_size=plan.micro_batch_size,
+        seed=plan.spec.train.seed,
+        rank=built.mesh.data_rank,
+        num_ranks=plan.layout.data_parallel_size,
+        positions_S=None if built.positions_S is None else built.positions_S.cpu(),
+    )
+
+
+class TokenSource:
+    """Text as token shards, judged in bits per byte beside what xz comes to."""
+
+    def __init__(self, plan: Plan, collection: Collection, built: Machinery):
+        self.plan, self.spec, self.collection, self.built = plan, plan.spec, collection, built
+        self.order = collection.order(plan.spec.data, plan.spec.train.seed)
+        self.judged = collection.judged(plan.spec.data)
+        self.staging = Staging(built.device)
+
+    def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
+        return batches(self.order, batch_plan(self.plan, self.built), self.staging, start, end)
+
+    def counted(self, positions: np.ndarray) -> int:
+        return max(1, self.order.counted(positions))
+
+    def read(self, positions: np.ndarray) -> list[MicroBatch]:
+        return read_positions(self.order, batch_plan(self.plan, self.built), positions)
+
+    def evaluate(self) -> Figures | None:
+        """Of what is held out of all that is trained on, else of the validation sets; and of each by name."""
+        losses = {name: self._judge(judged) for name, judged in self.judged.items()}
+        if not losses:
+            return None
+        held_out = [loss for name, loss in losses.items() if name not in self.collection.validation]
+        whole = total(held_out or list(losses.values()))
+        sets = {name: {"loss": one.nats_per_token, "bits_per_byte": one.bits_per_byte} for name, one in losses.items()}
+        return {
+            "heldout_loss": whole.nats_per_token,
+            "heldout_bits_per_byte": whole.bits_per_byte,
+            "xz_bits_per_byte": self._xz,
+            **({"sets": {name or "heldout": figures for name, figures in sets.items()}} if len(sets) > 1 else {}),
+        }
+
+    def _judge(self, judged: Judged) -> HeldoutLoss:
+        return heldout_loss(self.built, judged.rows, num_bytes=judged.bytes, batch_size=self.plan.micro_batch_size)
+
+    @property
+    def _xz(self) -> float | None:
+        """Of a single text: those of several are not compressed together."""
+        return self.collection.main.manifest.xz_bits_per_byte if len(self.collection.parts) == 1 else None
+
+    def summarise(self, evaluated: Figures | None) -> Figures:
+        return {
+            "heldout_bits_per_byte": evaluated["heldout_bits_per_byte"] if evaluated else None,
+            "xz_bits_per_byte": self._xz,
+            **({"sets": evaluated["sets"]} if evaluated and "sets" in evaluated else {}),
+        }
+
+    def write_sample(self) -> dict[str, str] | None:
+        sample = self.spec.sample
+        if not sample.max_new_tokens:
+            return None
+        folder = self.collection.tokenizer_folder
+        if folder is None:
+            return {"prompt": sample.prompt, "text": "(no tokenizer: data.tokenizer.path names one)"}
+        asked = question(self.spec.data, sample.prompt)
+        prompt_ids = encode(folder, sample.prompt) if asked is None else encode_template(folder, asked)
+        ids = write_text(
+            self.built,
+            prompt_ids or [self.collection.main.manifest.end_of_document_id],
+            count=sample.max_new_tokens,
+            temperature=sample.temperature,
+            max_context=self.spec.data.seq_len,
+            seed=self.spec.train.seed,
+        )
+        if asked is None:
+            return {"prompt": sample.prompt, "text": decode(folder, ids)}
+        return {"prompt": f"{sample.prompt}\n", "text": decode(folder, until_special(folder, ids))}
+
+
+class SampleSource:
+    """Images or volumes with labels, judged by accuracy or Dice."""
+
+    def __init__(self, plan: Plan, samples: LabelledSamples, built: Machinery):
+        self.plan, self.built, self.staging = plan, built, Staging(built.device)
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.loader = SampleLoader(samples, batch_plan(plan, built), (os.cpu_count() or 1) // processes)
+
+    def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
+        return read_ahead(self.loader.read_step, self.staging, start, end)
+
+    def read(self, positions: np.ndarray) -> list[MicroBatch]:
+        return self.loader.read_positions(positions)
+
+    def counted(self, positions: np.ndarray) -> int:
+        return len(positions)
+
+    def evaluate(self) -> Figures | None:
+        return heldout_metrics(self.built, self.loader)
+
+    def summarise(self, evaluated: Figures | None) -> Figures:
+        return evaluated or {}
+
+    def write_sample(self) -> dict[str, str] | None:
+        return None

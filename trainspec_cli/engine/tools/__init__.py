@@ -1,0 +1,1 @@
+"""Programs beside training, each a process of its own: probes, traces, measurements, exports."""

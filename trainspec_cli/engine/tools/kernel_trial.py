@@ -1,0 +1,164 @@
+"""Tries an operation's backends at a run's shapes: right against fp64, and how fast beside torch's default.
+
+Backends take turns, round by round, so that load which comes and goes falls on all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainspec_cli.engine.kernels.inputs import Call, Inputs, checked, make_inputs
+from trainspec_cli.engine.kernels.reference import REFERENCES
+from trainspec_cli.spec.recipe.kernels import TORCH, KernelTrial
+
+clock = time.perf_counter
+Kernel = Callable[..., Any]
+Work = Callable[[], Any]
+MIN_ROUNDS, MAX_ROUNDS, BUDGET_S = 7, 25, 1.0
+"""Rounds of all backends: until each has had the budget."""
+TURN_S = 2e-3
+"""Shorter calls are repeated within a turn for so long."""
+SUM_ERROR = 8 * torch.finfo(torch.float32).eps
+"""Of sums, which all formats take in fp32."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """An operation as a run uses it."""
+
+    dtype: torch.dtype
+    device: torch.device
+    error_of: Callable[[Kernel], float]
+    """A kernel's greatest relative error against fp64."""
+    works_of: Callable[[Kernel], Sequence[tuple[Work, int]]]
+    """A kernel's calls, forward and backward, each with its number in a step."""
+
+
+def try_kernels(kernels: Mapping[str, Kernel], workload: Workload) -> dict[str, KernelTrial]:
+    """`kernels` holds torch's default too. One that raises has failed; one that is wrong is not timed."""
+    default_error = workload.error_of(kernels[TORCH])
+    allowed = max(torch.finfo(workload.dtype).eps + SUM_ERROR, 2 * default_error)
+    trials: dict[str, KernelTrial] = {}
+    works: dict[str, Sequence[tuple[Work, int]]] = {}
+    for name, kernel in kernels.items():
+        try:
+            error = default_error if name == TORCH else workload.error_of(kernel)
+            if error <= allowed:
+                works[name] = workload.works_of(kernel)
+                warm_up(works[name])
+            trials[name] = KernelTrial(error=error, allowed_error=allowed)
+        except Exception as raised:  # whatever a library raises is told, and the backend is out
+            works.pop(name, None)
+            trials[name] = KernelTrial(failure=f"{type(raised).__name__}: {_first_line(raised)}")
+    ratios = time_in_turns(works, workload.device)
+    return {name: replace(trial, ratios=ratios.get(name, ())) for name, trial in trials.items()}
+
+
+def _first_line(raised: Exception) -> str:
+    return next(iter(str(raised).strip().splitlines()), "")
+
+
+def operation(
+    op: str, calls: Mapping[Call, int], dtype: torch.dtype, device: torch.device, chunk: Any = None
+) -> Workload:
+    """`calls` with their numbers in a step; `chunk` is what the linear cross-entropy takes for one chunk's loss."""
+    inputs = [make_inputs(op, call, dtype, device, chunk).with_gradients() for call in calls]
+
+    def error_of(kernel: Kernel) -> float:
+        return max(call_error(op, kernel, checked(op, call), dtype, device, chunk) for call in calls)
+
+    def works_of(kernel: Kernel) -> list[tuple[Work, int]]:
+        return [(_both_passes(kernel, one), times) for one, times in zip(inputs, calls.values(), strict=True)]
+
+    return Workload(dtype, device, error_of, works_of)
+
+
+# Right
+
+
+def call_error(
+    op: str, kernel: Kernel, call: Call, dtype: torch.dtype, device: torch.device, chunk: Any = None
+) -> float:
+    """The greatest relative error of output and gradients, against the reference on the same numbers in fp64."""
+    inputs = make_inputs(op, call, dtype, device, chunk)
+    expected = _results(REFERENCES[op], inputs.to(torch.float64).with_gradients())
+    found = _results(kernel, inputs.with_gradients())
+    return max(relative_error(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Euclidean; infinite where something is not finite."""
+    error = float((found.double() - expected).norm() / expected.norm().clamp_min(1e-30))
+    return error if error < float("inf") else float("inf")
+
+
+def _results(kernel: Kernel, inputs: Inputs) -> list[Tensor]:
+    """The output and the gradients, of an upstream gradient that is the same for all kernels."""
+    out = kernel(*inputs.arguments)
+    generator = torch.Generator(out.device).manual_seed(1)
+    upstream = torch.randn(out.shape, generator=generator, device=out.device).to(out.dtype)
+    leaves = [inputs.arguments[index] for index in inputs.leaves]
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+
+def _both_passes(kernel: Kernel, inputs: Inputs) -> Work:
+    leaves = [inputs.arguments[index] for index in inputs.leaves]
+    upstream: list[Tensor] = []
+
+    def work() -> None:
+        out = kernel(*inputs.arguments)
+        if not upstream:
+            upstream.append(torch.ones_like(out))
+        torch.autograd.grad(out, leaves, upstream[0])
+
+    return work
+
+
+# Fast
+
+
+def warm_up(works: Sequence[tuple[Work, int]]) -> None:
+    """Compiles and allocates."""
+    for work, _ in works:
+        work()
+        work()
+
+
+def time_in_turns(
+    works: Mapping[str, Sequence[tuple[Work, int]]], device: torch.device
+) -> dict[str, tuple[float, ...]]:
+    """Ratios to torch's default of each round, by backend; `works` are pairs of a call and its number in the run."""
+    repeats = [max(1, round(TURN_S / _seconds(work, 2, device))) for work, _ in works[TORCH]]
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    names, started = list(works), clock()
+    for number in range(MAX_ROUNDS):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            pairs = zip(works[name], repeats, strict=True)
+            seconds[name].append(sum(_seconds(work, often, device) * count for (work, count), often in pairs))
+        if number + 1 >= MIN_ROUNDS and clock() - started > BUDGET_S * len(names):
+            break
+    default = seconds[TORCH]
+    return {
+        name: tuple(own / base for own, base in zip(taken, default, strict=True)) for name, taken in seconds.items()
+    }
+
+
+def _seconds(work: Work, repeats: int, device: torch.device) -> float:
+    """Of one call."""
+    _wait(device)
+    started = clock()
+    for _ in range(repeats):
+        work()
+    _wait(device)
+    return (clock() - started) / repeats
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

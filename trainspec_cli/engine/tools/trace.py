@@ -1,0 +1,226 @@
+"""`python -m trainspec_cli.engine.tools.trace FOLDER RANK`: a rank's real step of FOLDER/plan.json.
+
+Tensors are fake: they have shapes and no memory; collectives go through a process group that sends nothing. So what one
+rank of thousands holds and computes can be counted on a laptop. Leaves FOLDER/trace.rank*.json. Counted is what tensors
+take: not the allocator's holes, nor the device's context.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from trainspec_cli.engine.batch import MicroBatch, held_part
+from trainspec_cli.engine.build.train_state import Machinery, build_machinery
+from trainspec_cli.engine.mesh import build_mesh
+from trainspec_cli.engine.models.experts import Experts
+from trainspec_cli.engine.parallel.expert import SpreadDispatch, even_splits
+from trainspec_cli.engine.run.step import train_step
+from trainspec_cli.engine.shares import local_part
+from trainspec_cli.engine.tools.ledger import Ledger
+from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.recipe.kernels import KernelSpec
+from trainspec_cli.spec.recipe.layout import MESH_AXES
+from trainspec_cli.spec.recipe.model import ConvModel
+from trainspec_cli.spec.results.plan import Plan
+
+CPU = torch.device("cpu")
+
+
+def main() -> None:
+    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    plan = from_plain(Plan, read_json(folder / "plan.json"))
+    started = time.perf_counter()
+    told = trace_rank(plan, rank)
+    write_json(folder / f"trace.rank{rank}.json", {**told, "seconds": time.perf_counter() - started})
+
+
+def trace_rank(plan: Plan, rank: int) -> dict[str, Any]:
+    """Micro-batches are alike: where there are many, what one more takes follows from a shorter and a longer step.
+
+    Blocks are traced eager and with the default kernels: others compute the same, and keep no more.
+    """
+    plan = replace(plan, spec=replace(plan.spec, compile=False), kernels=KernelSpec())
+    with fake_world(rank, plan.world_size):
+        mesh = build_mesh(plan.layout, "cpu")
+        ledger = Ledger()
+        with FakeTensorMode(allow_non_fake_inputs=True), ledger, kernels_of(plan.device):
+            built = build_machinery(plan, CPU, mesh)
+            for part in built.parts:
+                even_out(part)
+            built.clock.on_gpu = False
+            ledger.axes = axes_of_groups(built)
+            name_state(ledger, built)
+            state = ledger.live_bytes
+            told = {count: count_step(plan, built, ledger, count) for count in traced_micro_batches(plan)}
+            return {"rank": rank, "state_bytes": state, **extrapolate(plan, told)}
+
+
+def axes_of_groups(built: Machinery) -> dict[str, str]:
+    """Names of process groups -> mesh axes. What shards parameters is told from what sums over replicas."""
+    mesh, lines = built.mesh, built.stages.lines
+    groups = {axis: mesh.group(axis) for axis in MESH_AXES}
+    groups |= {axis: mesh.expert_group(axis) for axis in ("ep", "expert_shard")} if mesh.experts else {}
+    groups |= {"pp": lines.up, "dp_shard": mesh.shard.get_group()}
+    named = {str(group.group_name): axis for axis, group in groups.items() if group.size() > 1}
+    return named | ({str(lines.down.group_name): "pp"} if mesh.layout.pp > 1 else {})
+
+
+def name_state(ledger: Ledger, built: Machinery) -> None:
+    """What lasts from step to step; a gradient as soon as it stands at its parameter."""
+    ledger.name((share.local for share in built.shares), "parameters")
+    ledger.name((buffer for part in built.parts for buffer in part.buffers()), "parameters")
+    moments = (value for state in built.optimizer.state.values() for value in state.values())
+    ledger.name(moments, "optimizer")
+    for share in (share for share in built.shares if share.is_trained):
+        share.parameter.register_post_accumulate_grad_hook(partial(_name_gradient, ledger))
+
+
+def _name_gradient(ledger: Ledger, parameter: Any) -> None:
+    ledger.name([local_part(parameter.grad)], "gradients")
+
+
+@contextmanager
+def kernels_of(device: str) -> Iterator[None]:
+    """On GPUs a norm is one kernel, which saves its input; on a CPU it is made of several, which save more."""
+    plain = F.rms_norm
+    if device == "cuda":
+        F.rms_norm = _fused_rms_norm  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.rms_norm = plain
+
+
+def _fused_rms_norm(x: Tensor, _shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    return _FusedNorm.apply(x, weight)
+
+
+class _FusedNorm(torch.autograd.Function):
+    """The shapes of torch's `_fused_rms_norm` on CUDA, which has no fake for a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+
+
+def count_step(plan: Plan, built: Machinery, ledger: Ledger, micro_batches: int) -> dict[str, Any]:
+    ledger.begin()
+    one_step(plan, built, micro_batches)
+    return ledger.told()
+
+
+def traced_micro_batches(plan: Plan) -> tuple[int, ...]:
+    """All of a step's; of many, two numbers of them that fill a pipeline."""
+    most = 3 * plan.layout.pp if plan.layout.pp > 1 else 2
+    return (plan.grad_accum_steps,) if plan.grad_accum_steps <= most else (most - plan.layout.pp, most)
+
+
+def extrapolate(plan: Plan, told: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """`told` by number of micro-batches -> all of them.
+
+    The peak is reached with the traced ones, but for GPipe, which holds all micro-batches at once.
+    """
+    (longer, second), *others = sorted(told.items(), reverse=True)
+    if not others:
+        return second
+    ((shorter, first),) = others
+    times = (plan.grad_accum_steps - longer) / (longer - shorter)
+    grows = plan.layout.pp > 1 and plan.layout.pipeline_schedule == "gpipe"
+    held = ("peak_memory_bytes", "peak_by_cause")
+    return {key: _go_on(first[key], second[key], times if grows or key not in held else 0.0) for key in second}
+
+
+def _go_on(first: Any, second: Any, times: float) -> Any:
+    """As much further as from `first` to `second`, so many times."""
+    if isinstance(second, dict):
+        return {key: _go_on(first.get(key, 0), value, times) for key, value in second.items()}
+    return second + times * (second - first)
+
+
+@contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    FakeWork.is_completed = lambda _work: True  # type: ignore[method-assign, assignment]
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def even_out(part: Any) -> None:
+    """Which expert a token visits is not known of fake tokens: every rank gets the same number.
+
+    What torch knows of the grouped product's shapes holds for bf16 alone; one product of all rows takes as much.
+    """
+    for module in part.modules():
+        if isinstance(module, Experts):
+            module.grouped_matmul = _one_product  # type: ignore[method-assign, assignment]
+        if isinstance(module, SpreadDispatch):
+            module.read_splits = even_splits
+
+
+def _one_product(x_MD: Tensor, weight_EDF: Tensor, _counts_E: Tensor) -> Tensor:
+    return _GroupedProduct.apply(x_MD, weight_EDF)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """The sizes and the work of a grouped product: every row meets one matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        return x @ weight[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        if x is None:
+            return dy @ weight[0].T, None
+        _ = x.T @ dy
+        return dy @ weight[0].T, torch.empty_like(weight)
+
+
+def one_step(plan: Plan, built: Machinery, micro_batches: int) -> None:
+    train_step(
+        built,
+        [fake_batch(plan, built) for _ in range(micro_batches)],
+        global_tokens=plan.tokens_per_step,
+        clip_norm=plan.spec.optim.grad_clip_norm,
+        stop_requested=False,
+    )
+
+
+def fake_batch(plan: Plan, built: Machinery) -> MicroBatch:
+    model, samples = plan.spec.model, plan.micro_batch_size
+    if isinstance(model, ConvModel):
+        images = torch.zeros(samples, model.in_channels, *model.input_size)
+        labels = (samples, *model.input_size) if model.segments else (samples,)
+        return images, torch.zeros(labels, dtype=torch.int64)
+    tokens = torch.zeros(samples, plan.spec.data.seq_len, dtype=torch.int64)
+    return held_part((tokens, tokens), built.positions_S)
+
+
+if __name__ == "__main__":
+    main()

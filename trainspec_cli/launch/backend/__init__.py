@@ -1,0 +1,1 @@
+"""Where the processes of a job run: on this node, or on several."""

@@ -1,0 +1,1 @@
+"""A job on paper: its command, environment, folder and origin."""

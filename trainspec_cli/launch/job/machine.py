@@ -1,0 +1,154 @@
+"""What this host has, found without torch: cores and memory this process may use, GPUs, native bf16."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from trainspec_cli.spec.recipe.cluster import Machine
+
+BF16_CPU_FLAGS = frozenset({"amx_bf16", "avx512_bf16"})
+BF16_COMPUTE_CAPABILITY = (8, 0)
+"""Ampere, the first NVIDIA generation whose tensor cores multiply bf16."""
+
+FP8_COMPUTE_CAPABILITY = (8, 9)
+"""Ada, the first whose tensor cores multiply fp8."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    memory_bytes: int
+    compute_capability: tuple[int, int]
+    free_bytes: int
+    """Of its memory, what no other program holds."""
+
+
+def detect(*, look_for_gpus: bool = True) -> Machine:
+    """Describe this host. `bf16` speaks of the GPUs where there are any, else of the CPU; a run that is to
+    stay on the CPU passes `look_for_gpus=False`."""
+    gpus = visible_gpus() if look_for_gpus else ()
+    return Machine(
+        hostname=socket.gethostname(),
+        cpu_cores=usable_cores(),
+        memory_bytes=usable_memory_bytes(),
+        gpu_names=tuple(gpu.name for gpu in gpus),
+        gpu_memory_bytes=min((gpu.memory_bytes for gpu in gpus), default=0),
+        bf16=all(gpu.compute_capability >= BF16_COMPUTE_CAPABILITY for gpu in gpus) if gpus else cpu_has_bf16(),
+        fp8=bool(gpus) and all(gpu.compute_capability >= FP8_COMPUTE_CAPABILITY for gpu in gpus),
+    )
+
+
+def usable_cores() -> int:
+    """Cores of the CPU affinity (where the system has one), no more than the container's quota or Slurm's share.
+
+    Not every Slurm binds a task to the cores it was given.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    quota, _, period = _cgroup_setting("cpu.max").partition(" ")
+    if quota.isdigit() and period.isdigit():
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    share = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    if share.isdigit() and "SLURM_STEP_ID" in os.environ:
+        cores = min(cores, int(share))
+    return max(1, cores)
+
+
+def usable_memory_bytes() -> int:
+    """The host's memory, or the container's limit where that is less."""
+    total = int(psutil.virtual_memory().total)
+    limit = _cgroup_setting("memory.max")
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def _cgroup_setting(name: str, root: Path = Path("/sys/fs/cgroup")) -> str:
+    """One setting of this process's own control group (version 2), or "" where there is none."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        group = next(line.removeprefix("0::") for line in lines if line.startswith("0::"))
+        return (root / group.lstrip("/") / name).read_text().strip()
+    except (OSError, StopIteration):
+        return ""
+
+
+def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the CPU multiplies bf16 natively; False where the system does not say (macOS)."""
+    try:
+        text = cpuinfo.read_text()
+    except OSError:
+        return False
+    flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return not BF16_CPU_FLAGS.isdisjoint(flags.split())
+
+
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Its maker's name for it; "" where the system does not say."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def visible_gpus() -> tuple[Gpu, ...]:
+    """NVIDIA GPUs that CUDA would show this process; none without a driver."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except (ImportError, OSError):
+        return ()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        handles = _visible_handles(pynvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return tuple(_describe_gpu(pynvml, handle) for handle in handles)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _visible_handles(nvml: Any, visible: str | None) -> list[Any]:
+    """CUDA's rule: numbers or UUIDs in order, ending before the first that names no device."""
+    count = nvml.nvmlDeviceGetCount()
+    if visible is None:
+        return [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+    handles: list[Any] = []
+    for entry in filter(None, (part.strip() for part in visible.split(","))):
+        try:
+            if entry.lstrip("-").isdigit():
+                handles.append(nvml.nvmlDeviceGetHandleByIndex(int(entry)))
+            else:
+                handles.append(_handle_by_uuid(nvml, entry, count))
+        except (nvml.NVMLError, ValueError):
+            break
+    return handles
+
+
+def _handle_by_uuid(nvml: Any, start: str, count: int) -> Any:
+    """A GPU may be named by the start of its UUID, a MIG slice by the whole of it."""
+    if start.startswith("MIG-"):
+        return nvml.nvmlDeviceGetHandleByUUID(start)
+    for index in range(count):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        if nvml.nvmlDeviceGetUUID(handle).startswith(start):
+            return handle
+    raise ValueError(f"no GPU has a UUID that starts with {start}")
+
+
+def _describe_gpu(nvml: Any, handle: Any) -> Gpu:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    return Gpu(
+        name=nvml.nvmlDeviceGetName(handle),
+        memory_bytes=int(memory.total),
+        compute_capability=tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)),
+        free_bytes=int(memory.free),
+    )

@@ -1,0 +1,75 @@
+"""The rendezvous server of a job, held by the supervisor, which starts it again on its own port when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from trainspec_cli.errors import MachineError, Problem
+from trainspec_cli.launch.backend.processes import KILL_TIMEOUT_S
+from trainspec_cli.launch.backend.spawn import start
+from trainspec_cli.launch.job.job import Job
+from trainspec_cli.launch.job.place import listen
+from trainspec_cli.launch.rendezvous import server as rendezvous_server
+from trainspec_cli.rundir.secret import SECRET_FILE
+from trainspec_cli.spec.recipe.resilience import ResilienceSpec
+from trainspec_cli.wire.client import RENDEZVOUS
+
+RESTART_INTERVAL_S = 1.0
+MAX_FAILURES = 5
+
+
+class Rendezvous:
+    """The listening socket stays with the supervisor, so no other process can take the port between two servers."""
+
+    def __init__(
+        self, job: Job, resilience: ResilienceSpec, secret_file: Path, host: str, port: int = 0, *, name: str = ""
+    ):
+        """`host`: this node's address on the job's interface, which others reach by `name` (the address itself, if
+        empty); `port` 0: any free one. Raises MachineError."""
+        self._job, self._secret_file = job, secret_file
+        self._silence_s, self._patience_s = resilience.heartbeat_timeout_s, resilience.exchange_timeout_s
+        self._listener = listen(host, port)
+        self.address = f"{name or host}:{self._listener.getsockname()[1]}"
+        self._failures = 0
+        self._process = self._start(pause_s=0.0)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Where the job's processes find it, and the secret that it asks for."""
+        return {RENDEZVOUS: self.address, SECRET_FILE: str(self._secret_file)}
+
+    def keep_alive(self) -> bool:
+        """Start it again where it has ended, and return whether that was done. Raises MachineError where it ends as
+        soon as it is started."""
+        lived_s = time.monotonic() - self._started_s
+        if self._process.poll() is None or lived_s < RESTART_INTERVAL_S:
+            return False
+        self._failures = self._failures + 1 if lived_s < 2 * RESTART_INTERVAL_S else 0
+        if self._failures > MAX_FAILURES:
+            message, hint = "the rendezvous server ends as soon as it is started", f"look at {self._job.torchrun_log}"
+            raise MachineError(Problem("rendezvous", message, hint=hint, environment=True))
+        self._process = self._start(pause_s=self._silence_s)
+        return True
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> None:
+        """End the server and give the port back; the secret has served."""
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_TIMEOUT_S)
+        self._listener.close()
+        self._secret_file.unlink(missing_ok=True)
+
+    def _start(self, pause_s: float) -> subprocess.Popen[bytes]:
+        self._started_s, descriptor = time.monotonic(), self._listener.fileno()
+        times_s = (self._silence_s, self._patience_s, pause_s, self._job.stop_grace_s)
+        arguments = [descriptor, os.getpid(), self._secret_file, *times_s]
+        command = [sys.executable, "-m", rendezvous_server.__name__, *map(str, arguments)]
+        return start(command, self._job, pass_fds=(descriptor,))

@@ -1,0 +1,1 @@
+"""What chips, links and networks achieve."""

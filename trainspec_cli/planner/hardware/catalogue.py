@@ -1,0 +1,109 @@
+"""The accelerators and models that conf/ describes, for tables of runs that name them by label."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from trainspec_cli.spec.recipe.cluster import AcceleratorSpec
+from trainspec_cli.spec.recipe.model import (
+    ConvModel,
+    DecoderModel,
+    ExpertSpec,
+    HybridModel,
+    LatentAttention,
+    ModelSpec,
+    RopeScaling,
+)
+
+FAMILIES: dict[str, type[DecoderModel] | type[HybridModel] | type[ConvModel]] = {
+    "decoder": DecoderModel,
+    "hybrid": HybridModel,
+    "conv": ConvModel,
+}
+
+
+def conf_folders() -> list[Path]:
+    """The user's own ./conf first, then the installed one, or the checkout's."""
+    package = Path(__file__).resolve().parents[2]
+    return [Path.cwd() / "conf", package / "_data" / "conf", package.parent / "conf"]
+
+
+def _load_group(group: str) -> dict[str, dict[str, Any]]:
+    """Every option of a group, by file name; the first folder that has one wins."""
+    import yaml  # deferred: `plan` never needs it
+
+    options: dict[str, dict[str, Any]] = {}
+    for folder in conf_folders():
+        for path in sorted((folder / group).glob("*.yaml")):
+            if path.stem not in options:
+                text = path.read_text(encoding="utf-8")
+                options[path.stem] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+    return options
+
+
+def words(label: str) -> tuple[str, ...]:
+    """`H100-SXM-80GB` -> (h100, sxm, 80gb): the parts of a label that labels are compared by."""
+    return tuple(re.findall(r"[a-z0-9.]+", label.lower().replace("nvidia", "").replace("tesla", "")))
+
+
+@lru_cache(maxsize=1)
+def accelerators() -> tuple[AcceleratorSpec, ...]:
+    """Without their sources, so that they can be keys."""
+    specs = []
+    for values in _load_group("accelerator").values():
+        known = {key: value for key, value in values.items() if key in AcceleratorSpec.__dataclass_fields__}
+        specs.append(AcceleratorSpec(**{**known, "sources": None}))
+    return tuple(specs)
+
+
+VARIANTS = frozenset({"pcie", "nvl", "500w", "hbm2e"})
+"""Words that a label has when it means them: `NVIDIA H100 80GB HBM3` is the SXM part."""
+
+
+@lru_cache(maxsize=256)
+def find_accelerator(label: str) -> AcceleratorSpec | None:
+    """The chip a label names: the same first word, and most of the others; among equals the shorter name."""
+    wanted = words(label)
+    if not wanted:
+        return None
+    best: tuple[tuple[int, int, int], AcceleratorSpec] | None = None
+    for chip in accelerators():
+        has = words(chip.name)
+        if "".join(has) == "".join(wanted):
+            return chip
+        if not any(word in has for word in wanted if re.search(r"\d", word) and not word.endswith("gb")):
+            continue
+        unsaid = len(VARIANTS & set(has) - set(wanted))
+        score = (len(set(has) & set(wanted)), -unsaid, -len(has))
+        if best is None or score > best[0]:
+            best = score, chip
+    return best[1] if best else None
+
+
+@lru_cache(maxsize=1)
+def models() -> dict[str, ModelSpec]:
+    described = _load_group("model")
+    return {name: build_model(values) for name, values in described.items() if values["family"] != "auto"}
+
+
+def build_model(values: dict[str, Any]) -> ModelSpec:
+    """From a conf/model file that is already known to be right."""
+    fields = dict(values)
+    for key, kind in (("mla", LatentAttention), ("experts", ExpertSpec), ("rope_scaling", RopeScaling)):
+        if isinstance(fields.get(key), dict):
+            fields[key] = kind(**fields[key])
+    for key in ("input_size", "widths", "blocks"):
+        if key in fields:
+            fields[key] = tuple(fields[key])
+    return FAMILIES[fields.get("family", "decoder")](**fields)
+
+
+def find_model(label: str) -> ModelSpec | None:
+    """A described model whose name is the label's, or begins it (`resnet50-v1.5` is resnet50)."""
+    plain = "".join(words(label.replace("_", "-")))
+    known = {name.replace("_", ""): model for name, model in models().items()}
+    fitting = [name for name in known if plain == name or plain.startswith(name)]
+    return known[max(fitting, key=len)] if fitting else None

@@ -1,0 +1,75 @@
+"""Predicts a run on this machine's GPUs: the capacity planner's estimates of the one layout that the run will have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trainspec_cli.planner.capacity import describe_fabric, efficiency_of, software_of, template_of
+from trainspec_cli.planner.hardware.catalogue import find_accelerator
+from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.hardware.topology import axis_groups
+from trainspec_cli.planner.memory.engine.stages import stages_memory
+from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
+from trainspec_cli.planner.setup import RECOMPUTE, Setup
+from trainspec_cli.planner.time.step import estimate_step, micro_batch
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.results.local import LocalPrediction
+from trainspec_cli.spec.results.plan import Plan
+
+
+def is_known(plan: Plan, machine: Machine) -> bool:
+    """The plan runs on GPUs of this machine that the catalogue describes."""
+    return plan.device == "cuda" and bool(machine.gpu_names) and find_accelerator(machine.gpu_names[0]) is not None
+
+
+def predict_device(plan: Plan, machine: Machine) -> LocalPrediction:
+    """Of a plan whose GPUs are known (`is_known`)."""
+    setup, eff = setup_of(plan, machine), efficiency_of(plan.spec.cluster)
+    memory = max(stages_memory(setup, plan.recompute), key=lambda stage: stage.total_bytes)
+    return LocalPrediction(
+        time_s=step_parts_s(setup, eff),
+        memory={
+            "parameters": memory.parameters_bytes,
+            "gradients": memory.gradients_bytes,
+            "optimizer": memory.optimizer_bytes,
+            "activations": memory.activations_bytes,
+            "logits": memory.logits_bytes,
+            "collectives": memory.comm_buffers_bytes,
+        },
+        beside={"fragmentation": memory.fragmentation_bytes, "context": memory.context_bytes},
+    )
+
+
+def device_limit_bytes(plan: Plan, machine: Machine) -> float:
+    """What a plan may take of the smallest GPU."""
+    return memory_limit_bytes(setup_of(plan, machine).fabric.chip)
+
+
+def setup_of(plan: Plan, machine: Machine) -> Setup:
+    """What was found counts, whatever accelerator the recipe describes."""
+    cluster = replace(plan.spec.cluster, accelerator=None, devices_per_node=plan.devices_per_node)
+    template = template_of(plan.spec, describe_fabric(cluster, machine))
+    layout = plan.layout
+    return replace(
+        template,
+        layout=layout,
+        micro_batch_size=float(plan.micro_batch_size),
+        grad_accum=plan.grad_accum_steps,
+        compute=plan.compute,
+        recompute=RECOMPUTE[plan.recompute],
+        offload_optimizer=plan.offload == "optimizer",
+        matmul=plan.compute if plan.spec.precision.matmul == "compute" else template.matmul,
+        software=software_of(plan.spec, sharded=layout.zero_stage == 3 and layout.dp_shard > 1),
+    )
+
+
+def step_parts_s(setup: Setup, eff: Efficiency) -> dict[str, float]:
+    """Seconds by part of a step, as the engine marks them on a GPU: gradients travel inside the backward."""
+    time = estimate_step(setup, eff)
+    once = micro_batch(setup, axis_groups(setup.layout, setup.fabric, eff), eff)
+    forward = sum(part.time.forward for part in (once.layer, once.head))
+    backward = sum(part.time.backward for part in (once.layer, once.head))
+    work_s = time.matmul_s + time.attention_s + time.memory_bound_s
+    forward_s = work_s * forward / (forward + backward)
+    parts = {"data_wait": time.data_s, "forward": forward_s, "optimizer": time.optimizer_s, "other": time.host_s}
+    return parts | {"backward": time.total_s - sum(parts.values())}

@@ -1,0 +1,131 @@
+"""A step of a convolutional network replayed: its parts one after another, forward and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import cast
+
+from trainspec_cli.planner.memory.engine.account import Account
+from trainspec_cli.planner.memory.engine.conv import ConvTape, Part, network
+from trainspec_cli.planner.memory.engine.profile import BlockProfile, profile
+from trainspec_cli.planner.memory.engine.run import WIDTHS, EngineRun
+from trainspec_cli.planner.memory.engine.sharding import MASTER_WIDTH, Sharded, Sharding
+from trainspec_cli.planner.memory.engine.units import Unit
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.model import ConvModel
+from trainspec_cli.spec.recipe.run import Recompute
+
+INDEX = 8.0
+
+
+@dataclass
+class _Block:
+    part: Part
+    profile: BlockProfile
+    own: Sharded
+
+
+class ConvReplay:
+    """Samples are divided over ranks, and nothing else is."""
+
+    def __init__(self, run: EngineRun):
+        self.given, self.model = run, cast("ConvModel", run.model)
+        self.width = WIDTHS[run.compute]
+        self.account = Account()
+        frees = run.layout.zero_stage == 3
+        self.sharding = Sharding(self.account, self.width, WIDTHS[run.reduce], frees=frees)
+        net = network(self.model, run.samples)
+        self.stem = _profiled(net.stem, self.width, "none") if net.stem else None
+        self.head = _profiled(net.head, self.width, "none")
+        self.blocks = [self._block(part) for part in net.blocks]
+        outside = [part.unit.matrices for part in (net.stem, net.head) if part]
+        self.outside = Sharded(Unit(sum(outside, ()), run.layout.dp_shard))
+
+    def _block(self, part: Part) -> _Block:
+        unit = Unit(part.unit.matrices, self.given.layout.dp_shard)
+        return _Block(part, _profiled(part, self.width, self.given.recompute), Sharded(unit))
+
+    def run(self) -> dict[str, float]:
+        self._hold_state()
+        for left in reversed(range(self.given.micro_batches)):
+            self._forward()
+            self._backward(exchanges=left == 0 or exchanges_every_backward(self.given.layout))
+        return self.account.at_peak
+
+    def _hold_state(self) -> None:
+        own = sum(unit.unit.own for unit in self._units())
+        self.account.add("parameters", own * MASTER_WIDTH)
+        self.account.add("optimizer", own * (2 * MASTER_WIDTH if self.given.optimizer == "adamw" else 0.0))
+        pixels, model = prod(self.model.input_size), self.model
+        sample = model.in_channels * pixels * 4.0 + INDEX * (pixels if model.segments else 1)
+        self.account.add("temporaries", sample * self.given.samples * self.given.micro_batches)
+
+    def _units(self) -> list[Sharded]:
+        return [*(block.own for block in self.blocks), self.outside]
+
+    def _forward(self) -> None:
+        self.sharding.gather(self.outside)
+        self.account.add("activations", self._images_bytes())
+        if self.stem:
+            self._work(self.stem, forward=True)
+        for block in self.blocks:
+            self.sharding.gather(block.own)
+            self._work(block.profile, forward=True)
+            self.sharding.free_after_forward(block.own)
+        self._work(self.head, forward=True)
+        self.sharding.end_forward()
+
+    def _images_bytes(self) -> float:
+        """In the compute format; in fp32 they are those of the data."""
+        narrow = self.width < MASTER_WIDTH
+        return self.given.samples * self.model.in_channels * prod(self.model.input_size) * self.width * narrow
+
+    def _backward(self, exchanges: bool) -> None:
+        sharding, held = self.sharding, dict.fromkeys(range(len(self.blocks)), 0.0)
+        sharding.prefetch(self.blocks[-1].own)
+        self._work(self.head, forward=False)
+        for index, block in reversed(list(enumerate(self.blocks))):
+            sharding.gather_again(block.own)
+            sharding.prefetch(self.blocks[index - 1].own if index else None)
+            self._add_gradients(block, held[index])
+            self._work(block.profile, forward=False)
+            if block.part.beside is not None:
+                held[block.part.beside] = 2 * block.part.entering[1] * self.width
+                self.account.add("activations", held[block.part.beside])
+            sharding.make_gradient(block.own)
+            sharding.after_backward(block.own, exchanges)
+        if self.stem:
+            self._work(self.stem, forward=False)
+        sharding.make_gradient(self.outside)
+        self.account.add("activations", -self._images_bytes())
+        sharding.after_backward(self.outside, exchanges)
+        if exchanges:
+            sharding.end_backward()
+
+    def _add_gradients(self, block: _Block, beside_bytes: float) -> None:
+        """Of what left the block twice. The one from beside lies in one piece with what it was joined with."""
+        if beside_bytes:
+            self.account.touch(beside_bytes)
+            self.account.add("activations", -beside_bytes)
+
+    def _work(self, profiled: BlockProfile, *, forward: bool) -> None:
+        if forward:
+            self.account.touch(profiled.forward[-1].peak)
+            self.account.add("activations", profiled.kept)
+        else:
+            self.account.touch(profiled.backward[-1].peak - profiled.kept)
+            self.account.add("activations", -profiled.kept)
+
+
+@lru_cache(maxsize=256)
+def _profiled(part: Part, width: float, recompute: Recompute) -> BlockProfile:
+    tape = ConvTape(width)
+    sources = part.sources(tape)
+    return profile(tape, lambda: part.forward(tape, sources), recompute)
+
+
+def exchanges_every_backward(layout: Layout) -> bool:
+    """ZeRO-2 and 3 without replicas keep gradients sharded from one micro-batch to the next."""
+    return layout.zero_stage >= 2 and layout.dp_shard > 1 and layout.dp_replicate == 1

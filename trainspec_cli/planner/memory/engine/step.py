@@ -1,0 +1,309 @@
+"""A step of the engine replayed: the pipeline's actions on blocks' profiles, with FSDP2's gathering and reducing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainspec_cli.planner.memory.engine.account import Account
+from trainspec_cli.planner.memory.engine.blocks import profile_block
+from trainspec_cli.planner.memory.engine.conv_step import ConvReplay, exchanges_every_backward
+from trainspec_cli.planner.memory.engine.profile import BlockProfile
+from trainspec_cli.planner.memory.engine.run import WIDTHS, EnginePeak, EngineRun, is_counted, run_of
+from trainspec_cli.planner.memory.engine.shape import Layer, Shape, TextModel, layers_of
+from trainspec_cli.planner.memory.engine.sharding import MASTER_WIDTH, Sharded, Sharding
+from trainspec_cli.planner.memory.engine.tape import Event, Stretch
+from trainspec_cli.planner.memory.engine.units import (
+    Unit,
+    block_unit,
+    experts_unit,
+    freeze,
+    outside_unit,
+    whole_experts,
+)
+from trainspec_cli.policy.pipeline import SPLIT_SCHEDULES, Action, actions, cut_layers, num_stages, stages_of_rank
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel
+from trainspec_cli.spec.results.plan import Plan
+
+CHUNK_BYTES = 128 * 2**20
+"""Of logits held at once, as fp32; a chunk has 64 tokens at least."""
+
+
+def engine_peak(run: EngineRun, pipeline_rank: int) -> EnginePeak:
+    """Of one rank of the pipeline, where `is_counted`. Blocks are counted eager: compiled ones keep no more."""
+    if isinstance(run.model, ConvModel):
+        return EnginePeak(ConvReplay(run).run())
+    return EnginePeak(_Replay(run, run.model, pipeline_rank).run())
+
+
+def outer_peaks(run: EngineRun) -> list[EnginePeak]:
+    """Of the pipeline's first rank and its last, which are one without a pipeline; those between hold no more than
+    the first."""
+    return [engine_peak(run, rank) for rank in sorted({0, run.layout.pp - 1})]
+
+
+def tensors_by_cause(plan: Plan) -> dict[str, float] | None:
+    """Bytes of the fullest stage's tensors, blocks eager; None where the engine's memory is not counted."""
+    if not is_counted(plan.spec.model, plan.offload):
+        return None
+    return max(outer_peaks(run_of(plan)), key=lambda peak: peak.total_bytes).by_cause
+
+
+def replayed_micro_batches(run: EngineRun) -> int:
+    """Enough to fill a pipeline; what follows is the same again, but for GPipe, which holds them all."""
+    layout, enough = run.layout, 3 * run.layout.pp
+    grows = layout.pp > 1 and layout.pipeline_schedule == "gpipe"
+    return run.micro_batches if grows or run.micro_batches % layout.pp else min(run.micro_batches, enough)
+
+
+def shape_of(run: EngineRun, model: TextModel, layer: Layer) -> Shape:
+    layout, width = _without_data(run.layout), WIDTHS[run.compute]
+    return Shape(model, layer, layout, run.samples, run.seq_len // run.layout.cp, width, run.matmul == "fp8", run.lora)
+
+
+@dataclass
+class _Block:
+    profile: BlockProfile
+    own: Sharded
+    experts: Sharded | None
+    """Where they are spread, sharded by themselves."""
+    whole_experts: Unit
+    """Those that are not."""
+
+    @property
+    def units(self) -> list[Sharded]:
+        """In the order of their forwards' ends."""
+        return [self.experts, self.own] if self.experts else [self.own]
+
+
+@dataclass
+class _Stage:
+    first: bool
+    last: bool
+    blocks: list[_Block]
+    outside: Sharded
+    sharding: Sharding
+    left: int
+    """Backwards still to come."""
+
+
+class _Replay:
+    def __init__(self, run: EngineRun, model: TextModel, pipeline_rank: int):
+        self.given, self.model, self.layout, self.rank = run, model, run.layout, pipeline_rank
+        self.micro_batches = replayed_micro_batches(run)
+        self.width, self.reduce_width = WIDTHS[run.compute], WIDTHS[run.reduce]
+        self.split = run.layout.pp > 1 and run.layout.pipeline_schedule in SPLIT_SCHEDULES
+        self.layers = layers_of(model)
+        self.shape = shape_of(run, model, self.layers[0])
+        self.account = Account()
+        self.stages = {stage: self._stage(stage) for stage in stages_of_rank(run.layout, pipeline_rank)}
+
+    def _stage(self, stage: int) -> _Stage:
+        stages = num_stages(self.layout)
+        held = cut_layers(self.model.num_layers, self.layout)[stage] if stages > 1 else range(self.model.num_layers)
+        first, last = stage == 0, stage == stages - 1
+        outside = Sharded(freeze(outside_unit(self.model, self.layout, first, last), self.given.lora))
+        frees = self.layout.zero_stage == 3
+        sharding = Sharding(self.account, self.width, self.reduce_width, frees=frees)
+        blocks = [self._block(self.layers[layer]) for layer in held]
+        return _Stage(first, last, blocks, outside, sharding, self.micro_batches)
+
+    def _block(self, layer: Layer) -> _Block:
+        profile = profile_block(shape_of(self.given, self.model, layer), self.given.recompute, self.split)
+        spread = self.layout.ep > 1 and "experts" in layer.mixers
+        experts = Sharded(freeze(experts_unit(self.model, self.layout), self.given.lora)) if spread else None
+        own = Sharded(block_unit(self.model, layer, self.layout, self.given.lora))
+        return _Block(profile, own, experts, freeze(whole_experts(self.model, layer, self.layout), self.given.lora))
+
+    @property
+    def message_bytes(self) -> float:
+        """Hidden states between two stages, or two blocks."""
+        return self.shape.outside_tokens * self.model.hidden_size * self.width
+
+    def run(self) -> dict[str, float]:
+        self._hold_state()
+        for action in actions(self.layout, self.micro_batches)[self.rank]:
+            _ACTIONS[action.kind](self, action)
+        self._sum_late()
+        return self.account.at_peak
+
+    def _hold_state(self) -> None:
+        units = [unit for stage in self.stages.values() for unit in _units(stage)]
+        own = sum(part.unit.own for part in units)
+        moments = 2 * MASTER_WIDTH if self.given.optimizer == "adamw" else 0.0
+        tables = len(self.stages) * self.given.seq_len * self._angles_of_token_bytes()
+        self.account.add("parameters", own * MASTER_WIDTH + tables)
+        self.account.add("optimizer", sum(part.unit.trained.own for part in units) * moments)
+        self.account.add("temporaries", 16.0 * self.shape.tokens * self.given.micro_batches)
+        if self.layout.pp > 1:  # one that came early, and one that was sent
+            self.account.add("temporaries", 2 * self.message_bytes)
+
+    def _sum_late(self) -> None:
+        """Where ranks of tp hold the same experts, each has a share of their gradients: all are copied, and then into
+        one piece."""
+        if self.layout.tp > 1 and self.layout.ep == 1:
+            shares = sum(block.whole_experts.trained.own for stage in self.stages.values() for block in stage.blocks)
+            self.account.touch(2 * shares * MASTER_WIDTH)
+
+    # Actions
+
+    def _forward(self, action: Action) -> None:
+        stage, account = self.stages[action.stage], self.account
+        stage.sharding.gather(stage.outside)
+        account.add("activations", self.message_bytes + self._angles_bytes())
+        for block in stage.blocks:
+            stage.sharding.gather(block.own)
+            self._work(stage, block, block.profile.forward)
+            stage.sharding.free_after_forward(block.own)
+        if stage.last:
+            self._loss(stage)
+        stage.sharding.end_forward()
+
+    def _backward(self, action: Action) -> None:
+        stage = self.stages[action.stage]
+        stage.left -= 1
+        self._backpropagate(stage, (exchanges_every_backward(self.layout) and not self.split) or stage.left == 0)
+
+    def _backward_input(self, action: Action) -> None:
+        self._backpropagate(self.stages[action.stage], exchanges=False)
+
+    def _backward_weight(self, action: Action) -> None:
+        """The products that were put off, one after another; all that they need lives until the last."""
+        stage, account = self.stages[action.stage], self.account
+        for block in stage.blocks:
+            stage.sharding.make_gradient(block.own, put_off=True)
+        account.add("activations", -sum(block.profile.put_off for block in stage.blocks))
+        stage.left -= 1
+        if stage.left == 0:
+            for part in _units(stage):
+                stage.sharding.after_backward(part, exchanges=True)
+            stage.sharding.end_backward()
+
+    # Parts of them
+
+    def _angles_of_token_bytes(self) -> float:
+        """Cosines and sines of a token's place, and the place."""
+        if not isinstance(self.model, DecoderModel):
+            return 0.0
+        return 2 * 4 * self._rotated_size() + 8
+
+    def _rotated_size(self) -> int:
+        assert isinstance(self.model, DecoderModel)
+        return self.model.mla.qk_rope_head_dim if self.model.mla else self.model.head_dim
+
+    def _angles_bytes(self) -> float:
+        return 2.0 * self.shape.seq_len * self._rotated_size() * self.width if self.shape.rotates else 0.0
+
+    @property
+    def _trains_head(self) -> bool:
+        return not self.given.lora.rank
+
+    def _loss(self, stage: _Stage) -> None:
+        """Kept: the gradients of the hidden states, and in fp32 of the head. A chunk's gradient lives into the next."""
+        account, hidden, width = self.account, self.model.hidden_size, self.width
+        rows, tokens, trained = self.model.vocab_size // self.layout.tp, self.shape.tokens, self._trains_head
+        chunk = min(tokens, max(64, CHUNK_BYTES // (4 * rows)))
+        entered = (tokens + (self.shape.outside_tokens if self.layout.tp > 1 else 0.0)) * hidden * width
+        account.add("activations", tokens * hidden * width + trained * rows * hidden * 4.0)
+        logits = chunk * rows
+        narrow = width < 4.0
+        product = logits * (width if narrow else 4.0) + trained * rows * hidden * width
+        before = logits * width if tokens > chunk else 0.0
+        account.touch(entered + max(before + logits * (17.0 + (width if narrow else 0.0)), product))
+
+    def _backpropagate(self, stage: _Stage, exchanges: bool) -> None:
+        account, sharding = self.account, stage.sharding
+        sharding.prefetch(stage.blocks[-1].own if stage.blocks else None)
+        if stage.last:
+            self._loss_backward(stage)
+        else:
+            account.add("temporaries", self.message_bytes)
+        for block in reversed(stage.blocks):
+            sharding.gather_again(block.own)
+            sharding.prefetch(_before(stage, block.own))
+            account.add("activations", -block.profile.kept)
+            self._work(stage, block, block.profile.backward, exchanges)
+            account.add("activations", block.profile.put_off - block.profile.backward[-1].live)
+            if self.split:
+                sharding.make_early_gradient(block.own)
+            else:
+                sharding.make_gradient(block.own)
+            sharding.after_backward(block.own, exchanges)
+        sharding.make_gradient(stage.outside)
+        account.add("activations", -self.message_bytes - self._angles_bytes())
+        if not stage.last:
+            account.add("temporaries", -self.message_bytes)
+        sharding.after_backward(stage.outside, exchanges)
+        if exchanges:
+            sharding.end_backward()
+
+    def _work(
+        self, stage: _Stage, block: _Block, stretches: tuple[Stretch, ...], exchanges: bool | None = None
+    ) -> None:
+        """A block's forward, or its backward, which `exchanges` gradients or not."""
+        live = 0.0
+        for stretch in stretches:
+            self.account.touch(stretch.peak - live)
+            self.account.add("activations", stretch.live - live)
+            live = stretch.live
+            if stretch.then and block.experts:
+                self._shard_experts(stage, block.experts, stretch.then, exchanges)
+
+    def _shard_experts(self, stage: _Stage, experts: Sharded, event: Event, exchanges: bool | None) -> None:
+        """A forward that runs again within a backward ends with them, and leaves them gathered."""
+        sharding = stage.sharding
+        if event == "gather":
+            sharding.gather(experts)
+        elif event == "free" and exchanges is None:
+            sharding.free_after_forward(experts)
+        elif event == "free":
+            sharding.end_forward()
+        elif event == "gather_again":
+            sharding.gather_again(experts)
+            sharding.prefetch(_before(stage, experts))
+        elif event == "reduce":
+            sharding.make_gradient(experts)
+            sharding.after_backward(experts, exchanges is True)
+
+    def _loss_backward(self, stage: _Stage) -> None:
+        account, hidden, width = self.account, self.model.hidden_size, self.width
+        table = self._trains_head * (self.model.vocab_size // self.layout.tp) * hidden
+        states = self.shape.tokens * hidden * width
+        scaled = table * (4.0 + (width if width < 4.0 else 0.0))
+        account.touch(states + scaled)
+        account.add("activations", -table * 4.0)
+        account.touch(states)
+        account.add("activations", -states)
+        if not stage.outside.gradient_bytes:
+            account.add("temporaries", table * width)
+            stage.outside.gradient_bytes = table * width
+
+
+def _units(stage: _Stage) -> list[Sharded]:
+    return [*(unit for block in stage.blocks for unit in block.units), stage.outside]
+
+
+def _before(stage: _Stage, unit: Sharded) -> Sharded | None:
+    """The unit whose forward ended before that of `unit`: its backward comes next."""
+    units = _units(stage)
+    index = next(index for index, other in enumerate(units) if other is unit)
+    return units[index - 1] if index else None
+
+
+def _without_data(layout: Layout) -> Layout:
+    """What a block's sizes follow from, so that layouts share profiles."""
+    return Layout(
+        tp=layout.tp,
+        cp=layout.cp,
+        ep=layout.ep,
+        sequence_parallel=layout.sequence_parallel,
+        context_method=layout.context_method,
+    )
+
+
+_ACTIONS = {
+    "forward": _Replay._forward,
+    "backward": _Replay._backward,
+    "backward_input": _Replay._backward_input,
+    "backward_weight": _Replay._backward_weight,
+}

@@ -1,0 +1,250 @@
+"""Peak memory of a device by cause, for each pipeline stage.
+
+Activations after Korthikanti et al. 2022 (arXiv:2205.05198), recounted for fused attention and gated feed-forwards;
+states after ZeRO (arXiv:1910.02054). Known error: 5% on published peaks, mostly over, for the reserve is meant to leave
+none more than 3% under; up to 20% over where a framework documents its copies poorly (InternEvo's ZeRO-3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainspec_cli.planner.setup import Setup
+from trainspec_cli.planner.time.compute import EIGHT_BIT
+from trainspec_cli.planner.time.pipeline import stage_layers
+from trainspec_cli.planner.workload.layers import embedding_work, head_work, layer_kinds, num_layers
+from trainspec_cli.planner.workload.work import Work
+from trainspec_cli.spec.recipe.cluster import AcceleratorSpec
+from trainspec_cli.spec.recipe.model import ConvModel
+from trainspec_cli.spec.results.prediction import MemoryBreakdown
+from trainspec_cli.units import GIB
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Constants of frameworks and drivers; each is a plain quantity."""
+
+    context_bytes: float = 1.2 * GIB
+    """The device's context, kernels and libraries' workspaces."""
+    group_bytes: float = 0.3 * GIB
+    """Buffers of one communicator (NCCL's channels)."""
+    fragmentation: float = 0.25
+    """Of the allocator's activations and temporaries."""
+    states_fragmentation: float = 0.04
+    """Of parameters, gradients and optimizer states: allocated once, rounded up to whole blocks."""
+    logit_bytes: float = 10.0
+    """A logit: 2 in the compute format, 4 in the loss, 4 its gradient before it is cast back."""
+    logit_bytes_eager: float = 12.0
+    """And that cast."""
+    reuse: float = 0.5
+    """Of what the backward frees, as far as the optimizer's temporaries fit into its blocks."""
+    reserve: float = 0.06
+    """Of everything, added: runs of one configuration differ by that much (published pairs: 2 to 15%), and a plan
+    that is under ends out of memory where one that is over wastes a little."""
+
+
+DEFAULT_MEMORY = MemoryModel()
+USABLE = 0.97
+"""Of a device's memory, before allocation fails or thrashes."""
+
+
+def memory_limit_bytes(chip: AcceleratorSpec) -> float:
+    """What a plan may take. A device sold as 80 GB has 79.6 GiB: what makers name is nearer to GiB than to GB."""
+    return USABLE * chip.memory_gb * GIB
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """One layer's average: parameters of a rank, and activations of one micro-batch."""
+
+    params: float
+    expert_params: float
+    kept_bytes: float
+    """Kept from forward to backward."""
+    working_bytes: float
+    """Live while the layer itself runs."""
+    output_bytes: float
+    """What it hands to the next."""
+
+
+def saved_of(work: Work, setup: Setup) -> float:
+    """Activations that one part of a layer keeps without recomputation."""
+    saved = work.saved_bytes
+    if setup.trainable < 1 and setup.software.weight_bytes >= 2.0 and not work.attention_flops:
+        # Adapters stand in the attention: other matmuls, frozen, need no inputs (those of a quantised base keep them).
+        saved -= work.saved_gemm_bytes
+    elif setup.matmul in EIGHT_BIT:
+        saved -= 0.5 * work.saved_gemm_bytes
+    if not setup.software.fused_attention:  # frameworks of that time keep dropout's masks, a byte an element
+        saved += 0.5 * work.input_bytes
+        saved += 2.5 * work.score_bytes if work.attention_flops else 0.0
+    if not setup.software.fused_kernels and setup.software.fused_attention:
+        saved += work.saved_eager_bytes
+    return saved if setup.compute not in ("fp32", "tf32") else 2.0 * saved
+
+
+def kept_of(works: tuple[Work, ...], setup: Setup) -> float:
+    """After recomputation has had its part: full keeps the layer's input alone."""
+    saved = sum(saved_of(work, setup) for work in works)
+    again = setup.recompute
+    if again.full:
+        kept = works[0].input_bytes
+    else:
+        scores = sum(2.5 * work.score_bytes for work in works if work.attention_flops)
+        core = scores if not setup.software.fused_attention else 0.0
+        kept = saved - again.attention * core
+        # What element-wise kernels and the repeated matmuls keep is roughly all but the matmuls' inputs.
+        rest = kept - sum(work.saved_gemm_bytes for work in works) - works[0].input_bytes
+        kept -= max(again.matmul, again.elementwise) * max(0.0, rest)
+    mixed = again.layers * kept + (1 - again.layers) * saved
+    return mixed * (1 - setup.offload_layers)
+
+
+def mean_layer_memory(setup: Setup) -> LayerMemory:
+    count = num_layers(setup.model)
+    params = experts = kept = working = output = 0.0
+    for number, works in layer_kinds(setup.model, setup.tokens, setup.seq_len, setup.layout):
+        params += number * sum(work.params for work in works)
+        experts += number * sum(work.expert_params for work in works)
+        kept += number * kept_of(works, setup)
+        working = max(working, sum(saved_of(work, setup) for work in works))
+        output = max(output, works[0].input_bytes)
+    return LayerMemory(params / count, experts / count, kept / count, working, output)
+
+
+def in_flight(setup: Setup, stage: int) -> float:
+    """Micro-batches whose activations a stage holds at its fullest."""
+    layout, total = setup.layout, setup.grad_accum
+    if layout.pp == 1:
+        return 1.0
+    if layout.pipeline_schedule == "gpipe":
+        return float(total)
+    if layout.virtual_stages > 1:
+        chunks = 2 * (layout.pp - stage - 1) + (layout.virtual_stages - 1) * layout.pp + 1
+        return min(chunks, total * layout.virtual_stages) / layout.virtual_stages
+    return float(min(layout.pp - stage, total))
+
+
+def add(left: tuple[float, float, float], right: tuple[float, float, float]) -> tuple[float, float, float]:
+    return left[0] + right[0], left[1] + right[1], left[2] + right[2]
+
+
+def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) -> tuple[float, float, float]:
+    """-> (parameters, gradients, optimizer) between steps, of parameters shared by `shards` ranks.
+
+    `ends`: the embedding and the head, which are not quantised.
+    """
+    software, stage = setup.software, setup.layout.zero_stage if setup.layout.dp_shard > 1 else 0
+    trained = params * setup.trainable
+    each = software.weight_bytes
+    if setup.trainable < 1 and setup.matmul in EIGHT_BIT:
+        each = 1.0  # a frozen base is kept as it is multiplied
+    if ends:
+        each = max(each, 2.0)
+    weights = each * params / (shards if stage == 3 else 1)
+    gradients = software.grad_bytes * trained / (shards if stage >= 2 else 1)
+    if stage == 3 and software.weight_bytes == 4.0:
+        gradients = 4.0 * trained / shards
+    moments = trained * software.moment_bytes / (shards if stage else 1)
+    master = trained * software.master_bytes / (shards if stage else 1)
+    return weights, gradients, 0.0 if setup.offload_optimizer else moments + master
+
+
+def gathered_bytes(layer: LayerMemory, outside: float, setup: Setup) -> float:
+    """ZeRO-3: two layers' parameters and a layer's gradients unsharded, and the embedding and head."""
+    if setup.layout.zero_stage != 3 or setup.layout.dp_shard == 1:
+        return 0.0
+    params = layer.params + layer.expert_params
+    gradient = (setup.software.reduce_bytes + 2.0) * params * min(1.0, setup.trainable * 1e3)
+    return 2 * 2.0 * params + gradient + 2.0 * outside
+
+
+def step_bytes(params: float, freed_bytes: float, setup: Setup) -> float:
+    """What the optimizer's step takes besides what the backward has left free."""
+    software = setup.software
+    return software.step_bytes * params + max(0.0, software.step_temporary_bytes * params - freed_bytes)
+
+
+def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory, constants: MemoryModel) -> MemoryBreakdown:
+    """Of one pipeline stage."""
+    layout, last = setup.layout, stage == setup.layout.pp - 1
+    shards = layout.dp_shard * layout.cp
+    expert_shards = max(1, shards * layout.tp // (layout.ep * layout.etp))
+    ends = [embedding_work(setup.model, setup.tokens, layout) if stage == 0 else None]
+    ends.append(head_work(setup.model, setup.tokens, layout) if last else None)
+    outside = sum(work.params for work in ends if work)
+    dense = add(state_bytes(layers * layer.params, shards, setup), state_bytes(outside, shards, setup, True))
+    experts = state_bytes(layers * layer.expert_params, expert_shards, setup)
+    logits = logit_bytes(setup, constants) if last else 0.0
+    activations = stage_activations(setup, stage, layers, layer, logits)
+    buffers = setup.software.bucket_bytes if layout.data_parallel_size > 1 else 0.0
+    gathered = gathered_bytes(layer, outside, setup)
+    stepping = (layers * layer.params + outside) / shards + layers * layer.expert_params / expert_shards
+    stepped = step_bytes(stepping * setup.trainable, constants.reuse * (activations + logits + gathered), setup)
+    parameters = dense[0] + experts[0] + gathered
+    gradients, optimizer = dense[1] + experts[1], dense[2] + experts[2] + stepped
+    buffers += constants.group_bytes * communicators(setup)
+    unused = constants.fragmentation * (activations + logits)
+    unused += constants.states_fragmentation * (parameters + gradients + optimizer)
+    whole = parameters + gradients + optimizer + activations + logits + buffers + unused + constants.context_bytes
+    return MemoryBreakdown(
+        parameters_bytes=parameters,
+        gradients_bytes=gradients,
+        optimizer_bytes=optimizer,
+        activations_bytes=activations,
+        logits_bytes=logits,
+        comm_buffers_bytes=buffers,
+        fragmentation_bytes=unused + constants.reserve * whole,
+        context_bytes=constants.context_bytes,
+    )
+
+
+def stage_activations(setup: Setup, stage: int, layers: int, layer: LayerMemory, logits: float) -> float:
+    """Kept for the micro-batches in flight, and what one layer needs while it runs (after the logits are gone)."""
+    layout = setup.layout
+    # Megatron frees what a stage has sent; others keep it until its gradient is back, each tensor-parallel rank a part.
+    sent = layer.output_bytes / layout.tp if layout.pp > 1 and not setup.software.fused_kernels else 0.0
+    kept = (layers * layer.kept_bytes + sent) * in_flight(setup, stage)
+    return kept + max(0.0, layer.working_bytes - layer.kept_bytes - logits)
+
+
+def logit_bytes(setup: Setup, constants: MemoryModel) -> float:
+    if isinstance(setup.model, ConvModel):
+        return 0.0
+    each = constants.logit_bytes if setup.software.fused_kernels else constants.logit_bytes_eager
+    each += 2.0 * setup.software.shifted_logits
+    return each * setup.tokens * setup.model.vocab_size / setup.layout.tp
+
+
+def communicators(setup: Setup) -> int:
+    """One for each axis; some frameworks have one more for all ranks of several axes, and one for a pipeline's ends."""
+    layout = setup.layout
+    sizes = (layout.tp, layout.cp, layout.ep, layout.pp, layout.dp_shard, layout.dp_replicate)
+    axes = sum(size > 1 for size in sizes)
+    return axes + setup.software.model_groups * ((axes > 1) + (layout.pp > 1))
+
+
+def kept_activation_bytes(setup: Setup) -> float:
+    """What the first stage keeps from forward to backward, without the running layer's own temporaries."""
+    layer = mean_layer_memory(setup)
+    return layer.kept_bytes * in_flight(setup, 0) * num_layers(setup.model) / setup.layout.pp
+
+
+def peak_of(setup: Setup, layer: LayerMemory, constants: MemoryModel = DEFAULT_MEMORY) -> float:
+    """Of the fullest stage, which is the first or the last."""
+    relief = 1.0 if num_layers(setup.model) % setup.layout.pp else 0.0
+    counts = stage_layers(num_layers(setup.model), setup.layout, relief)
+    ends = {0, len(counts) - 1}
+    return max(stage_memory(setup, stage, counts[stage], layer, constants).total_bytes for stage in ends)
+
+
+def estimate_memory(setup: Setup, constants: MemoryModel = DEFAULT_MEMORY) -> tuple[MemoryBreakdown, ...]:
+    """Of every pipeline stage, in bytes."""
+    layer = mean_layer_memory(setup)
+    relief = 1.0 if num_layers(setup.model) % setup.layout.pp else 0.0
+    counts = stage_layers(num_layers(setup.model), setup.layout, relief)
+    return tuple(stage_memory(setup, stage, count, layer, constants) for stage, count in enumerate(counts))
+
+
+def peak_bytes(setup: Setup, constants: MemoryModel = DEFAULT_MEMORY) -> float:
+    return peak_of(setup, mean_layer_memory(setup), constants)

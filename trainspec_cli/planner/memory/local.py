@@ -1,0 +1,86 @@
+"""A process's peak memory on this machine's CPU, by cause: an eager decoder, from a probe."""
+
+from __future__ import annotations
+
+from trainspec_cli.planner.workload.plan_sizes import COMPUTE_BYTES, chunk_tokens, micro_tokens, unit_params
+from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.probe import MachineProbe
+
+LOSS_BYTES_A_LOGIT = 22
+"""fp32 logits, softmax, target and gradient, with one more between them (5 x 4), and logits in the compute format."""
+SPEED_TEST_BYTES = {"bf16": 8 * 2048**2, "fp32": 12 * 2048**2}
+"""Of the matrices by which a worker measures what its device can do at best. Freed before the first step, they are
+cut up by what lasts, and no later block of that size lies there."""
+
+
+def peak_memory(plan: Plan, model: DecoderModel, probe: MachineProbe) -> dict[str, float]:
+    """Resident bytes of one process at its peak, by cause; that is in a step's backward, or in the loss before it."""
+    step = step_bytes(plan, model)
+    return {
+        "worker": probe.bare_bytes,
+        "parameters": parameter_bytes(plan, model),
+        "speed test": SPEED_TEST_BYTES[plan.compute],
+        **step,
+        "checkpoint copy": copy_bytes(plan),
+        "fragmentation": fragmentation(probe) * sum(step.values()),
+    }
+
+
+def copy_bytes(plan: Plan) -> float:
+    """The state copied aside to be written: the ranks share out what is theirs together. In the hosts' memory it is
+    held twice."""
+    checkpoint = plan.spec.checkpoint
+    moments = 8 if plan.spec.optim.name == "adamw" else 0
+    held = (4 + moments) * plan.params / plan.world_size
+    if checkpoint.memory_interval_steps is not None:
+        return 2 * held
+    return held if checkpoint.interval_steps is not None and checkpoint.mode == "async" else 0.0
+
+
+def fragmentation(probe: MachineProbe) -> float:
+    """What the heap's holes add to what steps allocate, as the larger reference model has shown.
+
+    The first step's temporaries leave holes that the optimizer's moments are laid into, so both count.
+    """
+    plan, model = probe.large.plan, probe.large.plan.spec.model
+    assert isinstance(model, DecoderModel), "the engine probes with decoders"
+    grown_bytes = probe.large.grown_bytes - parameter_bytes(plan, model) - SPEED_TEST_BYTES[plan.compute]
+    return max(0.0, grown_bytes / sum(step_bytes(plan, model).values()) - 1.0)
+
+
+def parameter_bytes(plan: Plan, model: DecoderModel) -> float:
+    """Own ones in fp32, and in the compute format those that are gathered."""
+    block, outside = unit_params(plan, model)
+    freed = plan.layout.dp_shard > 1 and plan.layout.zero_stage == 3
+    gathered = (2 * block if freed else model.num_layers * block) + outside
+    return 4 * plan.params / plan.layout.dp_shard + COMPUTE_BYTES[plan.compute] * gathered
+
+
+def step_bytes(plan: Plan, model: DecoderModel) -> dict[str, float]:
+    """What the first step allocates: the optimizer's moments last, all else is freed and allocated again."""
+    moments = 8 if plan.spec.optim.name == "adamw" else 0
+    formats = COMPUTE_BYTES[plan.compute] + COMPUTE_BYTES[plan.spec.precision.reduce]
+    own = plan.params / plan.layout.dp_shard
+    return {
+        "optimizer": moments * own,
+        "gradients": 4 * own,
+        "activations": micro_tokens(plan) * model.num_layers * activation_bytes_per_token(model, plan.compute),
+        "loss": loss_bytes(plan, model),
+        "collectives": formats * max(unit_params(plan, model)),
+    }
+
+
+def activation_bytes_per_token(model: DecoderModel, compute: str) -> int:
+    """What a block saves for its backward, a token: inputs of norms (twice, in fp32) and of matrices, the attention's
+    q, k, v, output and log-sums, and the feed-forward's gate, its activation, up and their product."""
+    unit = COMPUTE_BYTES[compute]
+    norms = 2 * (8 + unit) * model.hidden_size + 8
+    attention = unit * model.head_dim * 2 * (model.num_heads + model.num_kv_heads) + 4 * model.num_heads
+    return norms + attention + 4 * unit * model.ffn_size
+
+
+def loss_bytes(plan: Plan, model: DecoderModel) -> float:
+    """A chunk of logits with all that is made of them, and the head's gradient in fp32."""
+    chunk = min(micro_tokens(plan), chunk_tokens(model.vocab_size))
+    return chunk * model.vocab_size * LOSS_BYTES_A_LOGIT + 4.0 * model.vocab_size * model.hidden_size

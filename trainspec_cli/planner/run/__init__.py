@@ -1,0 +1,1 @@
+"""The whole run: failures, goodput, energy, carbon and money."""

@@ -1,0 +1,59 @@
+"""`layout=auto` on GPUs at hand: the fastest layout of the whole search that fits and that the engine runs."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Literal
+
+from trainspec_cli.planner.capacity import plan_capacity
+from trainspec_cli.planner.hardware.catalogue import find_accelerator
+from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.layout import LayoutSpec
+from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
+from trainspec_cli.spec.rules.engine import check_built
+
+TRIED = 64
+"""Of the fastest layouts; the planner knows some that the engine does not run."""
+
+
+def is_searched(spec: RunSpec, machine: Machine, device: str) -> bool:
+    """An axis is open, and the catalogue knows the GPUs that were found."""
+    layout = spec.layout
+    axes = (layout.cp, layout.tp, layout.pp, layout.ep, layout.dp_shard, layout.dp_replicate)
+    known = bool(machine.gpu_names) and find_accelerator(machine.gpu_names[0]) is not None
+    return device == "cuda" and AUTO in axes and known
+
+
+def best_candidate(spec: RunSpec, machine: Machine, num_devices: int) -> Candidate | None:
+    """None where nothing fits."""
+    cluster = replace(spec.cluster, accelerator=None, devices_per_node=num_devices)
+    found = plan_capacity(replace(spec, cluster=cluster), machine, shown=TRIED).candidates
+    return next((candidate for candidate in found if candidate.fits and is_run(candidate, spec)), None)
+
+
+def as_plan(spec: RunSpec, candidate: Candidate, capacity: CapacityPlan, compute: Literal["bf16", "fp32"]) -> Plan:
+    """A candidate as the engine would be given it."""
+    nodes = spec.cluster.num_nodes
+    return Plan(
+        spec=spec,
+        layout=candidate.layout,
+        device="cuda",
+        num_nodes=nodes,
+        devices_per_node=capacity.world_size // nodes,
+        compute=compute,
+        micro_batch_size=candidate.micro_batch_size,
+        grad_accum_steps=candidate.grad_accum_steps,
+        recompute=candidate.recompute,  # type: ignore[arg-type]
+        offload="none" if spec.offload == AUTO else spec.offload,
+        params=capacity.params,
+        flops_per_token=capacity.flops_per_token,
+    )
+
+
+def is_run(candidate: Candidate, spec: RunSpec) -> bool:
+    """By the engine."""
+    pinned = {field.name: getattr(candidate.layout, field.name) for field in fields(LayoutSpec)}
+    return not check_built(replace(spec, layout=LayoutSpec(**pinned)))

@@ -1,0 +1,166 @@
+"""Exact search: every layout in the space is either predicted, or proven to be too large or too slow.
+
+A bound that no layout can beat (its mean stage's work, without bubble, data-parallel traffic or optimizer) drops those
+that cannot enter the shown ones, before their memory is looked at where the layer's times are already known; memory
+drops others; what is left is predicted in full.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.hardware.topology import axis_groups
+from trainspec_cli.planner.memory.frameworks import LayerMemory, mean_layer_memory, memory_limit_bytes, peak_of
+from trainspec_cli.planner.search.space import Space
+from trainspec_cli.planner.setup import RECOMPUTE, Setup, Software
+from trainspec_cli.planner.time.compute import EIGHT_BIT
+from trainspec_cli.planner.time.step import (
+    MicroBatch,
+    assemble_step,
+    micro_batch,
+    own_work_s,
+    recompute_part_s,
+    waiting_share,
+)
+from trainspec_cli.planner.workload.layers import num_layers
+from trainspec_cli.spec.recipe.layout import Layout
+
+TOO_LARGE = "memory"
+SLOWER = "slower than those shown"
+
+
+@dataclass(frozen=True)
+class Found:
+    """One layout, predicted."""
+
+    setup: Setup
+    recompute: str
+    step_time_s: float
+    peak_bytes: float
+
+
+@dataclass
+class Search:
+    """Ranks layouts of `template`'s model on its fabric. Keeps the `keep` fastest that fit."""
+
+    template: Setup
+    softwares: dict[bool, Software]
+    """By whether parameters are sharded (ZeRO-3)."""
+    recomputes: tuple[str, ...]
+    offloads: tuple[bool, ...]
+    eff: Efficiency
+    keep: int = 10
+    layer_memory: Callable[[Setup, str], LayerMemory] = lambda setup, _recompute: mean_layer_memory(setup)
+    """Of a layer under a recomputation."""
+    slack: float = 1.0
+    """Of the limit: what is over by less may fit when it is counted more closely."""
+    considered: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    smallest: Found | None = None
+    """Of all, fitting or not: what to say when none fits."""
+
+    def run(self, space: Space) -> list[Found]:
+        self._limit = self.slack * memory_limit_bytes(self.template.fabric.chip)
+        self._parts: dict[tuple[object, ...], MicroBatch] = {}
+        self._memory: dict[tuple[object, ...], LayerMemory] = {}
+        best: list[tuple[float, int, Found]] = []
+        for layout, micro, accum in space.layouts():
+            base = self._setup(layout, micro, accum)
+            for offload in self.offloads:
+                for name in self.recomputes:
+                    setup = base if name == "none" and not offload else _with(base, name, offload)
+                    if self._try(setup, name, best):
+                        break  # heavier recomputation of a layout that fits is only slower
+        self.refused.update(space.refused)
+        return [found for _, _, found in sorted(best, key=lambda item: (-item[0], item[1]))]
+
+    def _setup(self, layout: Layout, micro: int, accum: int) -> Setup:
+        sharded = layout.zero_stage == 3 and layout.dp_shard > 1
+        return replace(
+            self.template,
+            layout=layout,
+            micro_batch_size=float(micro),
+            grad_accum=accum,
+            software=self.softwares[sharded],
+        )
+
+    def _try(self, setup: Setup, recompute: str, best: list[tuple[float, int, Found]]) -> bool:
+        """-> whether heavier recomputation is no use: this fits, or is already too slow."""
+        self.considered += 1
+        known = self._parts.get(self._part_key(setup))
+        if known is not None and self._too_slow(setup, known, best):
+            return True
+        peak = peak_of(setup, self._layer_memory(setup, recompute))
+        if peak > self._limit:
+            self.refused[TOO_LARGE] += 1
+            if self.smallest is None or peak < self.smallest.peak_bytes:
+                self.smallest = Found(setup, recompute, 0.0, peak)
+            return False
+        once = self._micro_batch(setup)
+        if known is None and self._too_slow(setup, once, best):
+            return True
+        groups = axis_groups(setup.layout, setup.fabric, self.eff)
+        step = assemble_step(setup, once, groups, self.eff).total_s
+        entry = (-step, -self.considered, Found(setup, recompute, step, peak))
+        if len(best) < self.keep:
+            heapq.heappush(best, entry)
+            return True
+        self.refused[SLOWER] += 1
+        heapq.heappushpop(best, entry)
+        return True
+
+    def _too_slow(self, setup: Setup, once: MicroBatch, best: list[tuple[float, int, Found]]) -> bool:
+        slow = len(best) == self.keep and self._bound(setup, once) >= -best[0][0]
+        self.refused[SLOWER] += slow
+        return slow
+
+    def _bound(self, setup: Setup, once: MicroBatch) -> float:
+        """No schedule is faster than the mean stage's own work, waiting for the slowest device included."""
+        layer, layout = once.layer, setup.layout
+        work = num_layers(setup.model) * (own_work_s(layer) + recompute_part_s(layer, setup))
+        work += own_work_s(once.embedding) + own_work_s(once.head)
+        return setup.grad_accum * work / layout.pp * (1 + waiting_share(setup, self.eff))
+
+    def _part_key(self, setup: Setup) -> tuple[object, ...]:
+        layout = setup.layout
+        gathered = layout.zero_stage == 3 and layout.dp_shard > 1
+        accum = setup.grad_accum if setup.matmul in EIGHT_BIT else setup.grad_accum > 1
+        return *_cut(layout), layout.pp == 1, gathered, setup.micro_batch_size, accum, id(setup.software)
+
+    def _micro_batch(self, setup: Setup) -> MicroBatch:
+        key = self._part_key(setup)
+        if key not in self._parts:
+            groups = axis_groups(setup.layout, setup.fabric, self.eff)
+            self._parts[key] = micro_batch(setup, groups, self.eff)
+        return self._parts[key]
+
+    def _layer_memory(self, setup: Setup, recompute: str) -> LayerMemory:
+        key = (*_cut(setup.layout), setup.micro_batch_size, recompute, id(setup.software))
+        if key not in self._memory:
+            self._memory[key] = self.layer_memory(setup, recompute)
+        return self._memory[key]
+
+
+def _cut(layout: Layout) -> tuple[object, ...]:
+    """The axes that cut a layer."""
+    return layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel
+
+
+def _with(setup: Setup, recompute: str, offload: bool) -> Setup:
+    return replace(setup, recompute=RECOMPUTE[recompute], offload_optimizer=offload)
+
+
+def recompute_names(wanted: str) -> tuple[str, ...]:
+    """Lightest first. Selective recomputation saves the score matrix, which fused attention never writes."""
+    return ("none", "full") if wanted == "auto" else (wanted,)
+
+
+def share_recomputed(setup: Setup, matmul_flops: float, attention_flops: float) -> float:
+    """Forward FLOPs done again, over those of forward and backward. Frozen weights' backward is half of others'."""
+    recompute, passes = setup.recompute, 3.0 if setup.trainable >= 1.0 else 2.0
+    again = recompute.matmul * matmul_flops / passes + recompute.attention * attention_flops / 3.0
+    return recompute.layers * again / (matmul_flops + attention_flops)

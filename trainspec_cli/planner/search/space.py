@@ -1,0 +1,172 @@
+"""Every layout that a recipe leaves open on a cluster, and why the others are none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from trainspec_cli.planner.workload.layers import num_layers
+from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec, PipelineSchedule, ZeroStage
+from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel, ModelSpec
+from trainspec_cli.spec.recipe.run import RunSpec
+
+MIN_TOKENS_PER_RANK = 512
+"""Context parallelism does not cut sequences finer."""
+MAX_MICRO_BATCHES = 6
+"""Sizes of a micro-batch that are tried: the smallest divisors that are powers of two, and the whole."""
+
+ELASTIC_GROUPS = (2, 4, 8, 16, 32, 64, 128)
+"""Replica groups that are tried: more lose less to a failure each, and share their state among fewer devices."""
+
+
+@dataclass
+class Space:
+    """Enumerates; counts what it leaves out by reason."""
+
+    spec: RunSpec
+    world_size: int
+    scaleup_devices: int
+    refused: Counter[str] = field(default_factory=Counter)
+
+    def layouts(self) -> Iterator[tuple[Layout, int, int]]:
+        """-> (layout, micro-batch, gradient accumulation)."""
+        wanted, model = self.spec.layout, self.spec.model
+        for tp in self._axis(wanted.tp, min(self.world_size, self.scaleup_devices)):
+            if not self._keep(splits_heads(model, tp), "tp does not divide the heads"):
+                continue
+            for cp in self._axis(wanted.cp, max(1, self.spec.data.seq_len // MIN_TOKENS_PER_RANK)):
+                if not self._keep(self.spec.data.seq_len % cp == 0, "the sequence does not divide by cp"):
+                    continue
+                for pp in self._axis(wanted.pp, num_layers(model)):
+                    if self.world_size % (tp * cp * pp):
+                        self.refused["the axes' product is not the number of devices"] += 1
+                        continue
+                    yield from self._data_parallel(tp, cp, pp)
+
+    def _axis(self, wanted: int | str, most: int) -> Sequence[int]:
+        if wanted != AUTO:
+            return (int(wanted),)
+        return [size for size in divisors(self.world_size) if size <= most]
+
+    def _keep(self, fine: bool, reason: str) -> bool:
+        if not fine:
+            self.refused[reason] += 1
+        return fine
+
+    def _data_parallel(self, tp: int, cp: int, pp: int) -> Iterator[tuple[Layout, int, int]]:
+        width = self.world_size // (tp * cp * pp)
+        samples = self.spec.batching.global_batch_size
+        if not self._keep(samples % width == 0, "the batch does not divide by the data-parallel ranks"):
+            return
+        base = Layout(cp=cp, tp=tp, pp=pp, sequence_parallel=self.spec.layout.sequence_parallel and tp > 1)
+        for sharded in self._shardings(base, width):
+            for routed in self._expert_axes(sharded):
+                for micro in self._micro_batches(samples // width):
+                    accum = samples // width // micro
+                    for layout in self._schedules(routed, accum):
+                        yield layout, micro, accum
+
+    def _shardings(self, base: Layout, width: int) -> Iterator[Layout]:
+        """Sharded over all ranks, or for ZeRO-3 over a node's and replicated across, or not at all.
+
+        A run that is to survive failures by shrinking needs groups that each hold the whole state: then some numbers
+        of groups are tried too, and one group alone is none.
+        """
+        wanted, elastic = self.spec.layout, self.spec.resilience.mode == "elastic"
+        node = max(1, self.scaleup_devices // (base.tp * base.cp))
+        groups: tuple[int, ...] = ELASTIC_GROUPS if elastic else ()
+        if elastic and self.spec.resilience.replica_groups != AUTO:
+            groups = (int(self.spec.resilience.replica_groups),)
+        if wanted.dp_replicate != AUTO:
+            groups = (int(wanted.dp_replicate),)
+        options = {width, 1, *(width // number for number in groups if width % number == 0)}
+        if width % node == 0:
+            options.add(node)
+        for shard in sorted(options):
+            replicate = width // shard
+            if wanted.dp_shard not in (AUTO, shard) or wanted.dp_replicate not in (AUTO, replicate):
+                continue
+            if not self._keep(replicate > 1 or not elastic, "resilience=elastic needs two replica groups"):
+                continue
+            for stage in stages_of(wanted, shard, replicate):
+                yield replace(base, dp_replicate=replicate, dp_shard=shard, zero_stage=stage)
+        pinned = wanted.dp_shard
+        if pinned != AUTO and pinned not in options and width % int(pinned) == 0:
+            for stage in stages_of(wanted, int(pinned), width // int(pinned)):
+                yield replace(base, dp_replicate=width // int(pinned), dp_shard=int(pinned), zero_stage=stage)
+
+    def _expert_axes(self, base: Layout) -> Iterator[Layout]:
+        experts = getattr(self.spec.model, "experts", None)
+        wanted = self.spec.layout
+        if experts is None:
+            yield base
+            return
+        ranks = base.data_parallel_size * base.cp * base.tp
+        sizes = divisors(experts.num_experts) if wanted.ep == AUTO else [int(wanted.ep)]
+        for ep in sizes:
+            for etp in [1] if wanted.etp == AUTO else [int(wanted.etp)]:
+                if self._keep(ranks % (ep * etp) == 0, "ep does not divide the ranks that share experts"):
+                    yield replace(base, ep=ep, etp=etp)
+
+    def _micro_batches(self, per_rank: int) -> Sequence[int]:
+        pinned = self.spec.batching.micro_batch_size
+        if pinned != AUTO:
+            fits = per_rank % int(pinned) == 0
+            return (int(pinned),) if self._keep(fits, "the micro-batch does not divide a rank's batch") else ()
+        powers = [size for size in divisors(per_rank) if size & (size - 1) == 0][:MAX_MICRO_BATCHES]
+        return powers if per_rank in powers else [*powers, per_rank]
+
+    def _schedules(self, base: Layout, accum: int) -> Iterator[Layout]:
+        wanted = self.spec.layout
+        if base.pp == 1:
+            yield base
+            return
+        layers = num_layers(self.spec.model)
+        if not self._keep(base.pp <= layers, "more pipeline stages than layers"):
+            return
+        for schedule in schedules_of(wanted):
+            for chunks in self._chunks(schedule, base.pp, layers, accum):
+                yield replace(base, pipeline_schedule=schedule, virtual_stages=chunks, stage_layers=wanted.stage_layers)
+
+    def _chunks(self, schedule: PipelineSchedule, pp: int, layers: int, accum: int) -> Sequence[int]:
+        wanted = self.spec.layout.virtual_stages
+        if schedule != "interleaved":
+            return (1,)
+        if not self._keep(accum % pp == 0, "interleaving needs micro-batches in multiples of pp"):
+            return ()
+        per_stage = -(-layers // pp)
+        sizes = [size for size in divisors(per_stage) if size > 1] if wanted == AUTO else [int(wanted)]
+        return sizes[:4]
+
+
+def stages_of(wanted: LayoutSpec, shard: int, replicate: int) -> Sequence[ZeroStage]:
+    """Without sharding the stage says nothing; ZeRO-1 and 2 shard over all ranks."""
+    if wanted.zero_stage != AUTO:
+        return (wanted.zero_stage,)
+    if shard == 1:
+        return (1,)
+    return (1, 3) if replicate == 1 else (3,)
+
+
+def schedules_of(wanted: LayoutSpec) -> Sequence[PipelineSchedule]:
+    if wanted.pipeline_schedule != AUTO:
+        return (wanted.pipeline_schedule,)
+    return ("1f1b",) if wanted.virtual_stages not in (AUTO, 1) else ("1f1b", "interleaved", "zero_bubble")
+
+
+def splits_heads(model: ModelSpec, tp: int) -> bool:
+    if tp == 1:
+        return True
+    if isinstance(model, ConvModel):
+        return False
+    if isinstance(model, DecoderModel):
+        widths = model.ffn_size % tp == 0
+        return model.num_heads % tp == 0 and widths and (model.num_kv_heads % tp == 0 or tp % model.num_kv_heads == 0)
+    return model.num_heads % tp == 0 if model.num_heads else True
+
+
+def divisors(number: int) -> list[int]:
+    small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
+    return small + [number // size for size in reversed(small) if size * size != number]

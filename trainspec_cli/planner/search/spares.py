@@ -1,0 +1,67 @@
+"""Clusters over which nothing divides: as many of their nodes as something does work, the others are spares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from trainspec_cli.planner.capacity import describe_fabric, plan_capacity
+from trainspec_cli.planner.hardware.topology import Fabric
+from trainspec_cli.planner.search.space import Space
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.prediction import CapacityPlan
+
+ODD_PARTS = (1, 3, 5, 7, 9, 11, 13, 15)
+"""Device counts that are tried are a power of two times one of these, which pipeline stages or the batch may take."""
+TRIED = 4
+
+
+def plan_on_what_divides(spec: RunSpec, machine: Machine | None = None) -> tuple[RunSpec, CapacityPlan]:
+    """-> (`spec` on the nodes that work, its plan). Where no layout is legal on all nodes, the fastest of the largest
+    counts of nodes on which one is; the others become spares."""
+    fabric = describe_fabric(spec.cluster, machine)
+    if _divides(spec, fabric):
+        return spec, plan_capacity(spec, machine)
+    smaller = [_leave_spares(spec, nodes) for nodes in _fewer_nodes(fabric, spec.cluster.num_nodes)]
+    planned = [(changed, plan_capacity(changed, machine)) for changed in smaller]
+    fitting = [(changed, plan) for changed, plan in planned if plan.best]
+    if not fitting:
+        return spec, plan_capacity(spec, machine)
+    changed, plan = max(fitting, key=lambda pair: pair[1].best.tokens_per_s if pair[1].best else 0.0)
+    return changed, replace(plan, assumptions=(_note(spec, changed), *plan.assumptions))
+
+
+def _divides(spec: RunSpec, fabric: Fabric) -> bool:
+    """Whether any layout is legal on all devices."""
+    return any(True for _ in Space(spec, fabric.num_devices, fabric.scaleup_devices).layouts())
+
+
+def _fewer_nodes(fabric: Fabric, num_nodes: int) -> list[int]:
+    """Some counts below the cluster's own, the largest first."""
+    return sorted(set(_counts(fabric.num_devices, fabric.devices_per_node)) - {num_nodes}, reverse=True)[:TRIED]
+
+
+def _counts(devices: int, per_node: int) -> Iterator[int]:
+    for odd in ODD_PARTS:
+        count = odd
+        while count * 2 <= devices:
+            count *= 2
+        if count <= devices and count % per_node == 0:
+            yield count // per_node
+
+
+def _leave_spares(spec: RunSpec, nodes: int) -> RunSpec:
+    cluster = spec.cluster
+    spares = (cluster.reliability.spare_nodes or 0) + cluster.num_nodes - nodes
+    return replace(
+        spec, cluster=replace(cluster, num_nodes=nodes, reliability=replace(cluster.reliability, spare_nodes=spares))
+    )
+
+
+def _note(spec: RunSpec, changed: RunSpec) -> str:
+    left = spec.cluster.num_nodes - changed.cluster.num_nodes
+    return (
+        f"a batch of {spec.batching.global_batch_size:,} divides over no layout of all {spec.cluster.num_nodes:,} "
+        f"nodes: {changed.cluster.num_nodes:,} work, {left:,} stand by as spares"
+    )

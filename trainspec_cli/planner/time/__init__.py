@@ -1,0 +1,1 @@
+"""The time of a step, by phase."""

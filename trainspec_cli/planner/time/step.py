@@ -1,0 +1,263 @@
+"""Time of one optimizer step, by phase: compute, exposed communication by axis, pipeline bubble, optimizer, host."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from trainspec_cli.planner.hardware.collectives import all_gather_s, all_reduce_s, all_to_all_s, send_s
+from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.hardware.topology import Group, axis_groups
+from trainspec_cli.planner.setup import Setup
+from trainspec_cli.planner.time.compute import LayerTime, Rates, layer_time, rates_of, ungrouped
+from trainspec_cli.planner.time.pipeline import bubble_s, stage_layers
+from trainspec_cli.planner.workload.layers import embedding_work, head_work, layer_kinds, num_layers
+from trainspec_cli.planner.workload.work import Work
+from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel
+from trainspec_cli.spec.results.prediction import StepTime
+
+
+@dataclass(frozen=True)
+class LayerComm:
+    """Exposed communication inside layers, forward (backward is as much, context-parallel twice)."""
+
+    tp: float = 0.0
+    cp: float = 0.0
+    ep: float = 0.0
+
+    def plus(self, other: LayerComm, times: float = 1.0) -> LayerComm:
+        return LayerComm(self.tp + times * other.tp, self.cp + times * other.cp, self.ep + times * other.ep)
+
+
+def layer_comm(work: Work, setup: Setup, groups: dict[str, Group], eff: Efficiency) -> LayerComm:
+    """Exposed, forward, of one part of a layer."""
+    copies = work.expert_copies if setup.software.grouped_experts else 1
+    first = 1 / setup.layout.tp  # chunk of a ring, before there is anything to multiply
+    hidden_tp = eff.tp_overlap * (1 - first) if setup.software.overlap_tp else 0.0
+    tp = work.tp_exchanges * all_reduce_s(groups["tp"], work.tp_bytes, eff) * (1 - hidden_tp)
+    cp = all_gather_s(groups["cp"], work.cp_bytes, eff) * (1 - eff.cp_overlap)
+    hidden_ep = eff.ep_overlap
+    if groups["ep"].crosses and setup.software.grouped_experts:
+        hidden_ep = eff.ep_overlap_network
+    ep = 2 * all_to_all_s(groups["ep"], work.ep_bytes, copies, eff) * (1 - hidden_ep)
+    return LayerComm(tp, cp, ep * ungrouped(work, setup, eff))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some layers, one micro-batch: compute, communication, parameters of a rank."""
+
+    time: LayerTime = field(default_factory=LayerTime)
+    comm: LayerComm = field(default_factory=LayerComm)
+    params: float = 0.0
+    expert_params: float = 0.0
+
+    def plus(self, other: Part, times: float = 1.0) -> Part:
+        return Part(
+            self.time.plus(other.time, times),
+            self.comm.plus(other.comm, times),
+            self.params + times * other.params,
+            self.expert_params + times * other.expert_params,
+        )
+
+
+def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> Part:
+    if work is None:
+        return Part()
+    comm = layer_comm(work, setup, groups, eff)
+    return Part(layer_time(work, setup, rates, eff), comm, work.params, work.expert_params)
+
+
+def mean_layer(setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> Part:
+    """The average over the model's layers."""
+    total, count = Part(), num_layers(setup.model)
+    for number, works in layer_kinds(setup.model, setup.tokens, setup.seq_len, setup.layout):
+        for work in works:
+            total = total.plus(part_of(work, setup, rates, groups, eff), number)
+    return Part().plus(total, 1.0 / count)
+
+
+def recompute_part_s(part: Part, setup: Setup) -> float:
+    """Forward work, and where matmuls are among it its communication, done again in the backward."""
+    again, time = setup.recompute, part.time
+    work = again.matmul * time.matmul_f + again.attention * time.attention_f + again.elementwise * time.memory_f
+    if again.full:
+        work += part.comm.tp + part.comm.cp + part.comm.ep
+    return again.layers * work
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch through a layer, and through what stands before and after them.
+
+    Depends on the axes that cut a layer (tp, cp, ep) and not on those that spread layers or samples, so that a
+    search computes it once for many layouts.
+    """
+
+    layer: Part
+    embedding: Part
+    head: Part
+    rates: Rates
+
+
+def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> MicroBatch:
+    layout = setup.layout
+    rates = rates_of(setup.fabric.chip, setup.matmul, setup.compute, eff)
+    layer = mean_layer(setup, rates, groups, eff)
+    head = part_of(head_work(setup.model, setup.tokens, layout), setup, rates, groups, eff)
+    embedding = part_of(embedding_work(setup.model, setup.tokens, layout), setup, rates, groups, eff)
+    return MicroBatch(layer, embedding, with_prediction_layers(head, layer, setup), rates)
+
+
+def estimate_step(setup: Setup, eff: Efficiency) -> StepTime:
+    """Predict one step. Its error on published runs: `trainspec backtest`."""
+    groups = axis_groups(setup.layout, setup.fabric, eff)
+    return assemble_step(setup, micro_batch(setup, groups, eff), groups, eff)
+
+
+def assemble_step(setup: Setup, once: MicroBatch, groups: dict[str, Group], eff: Efficiency) -> StepTime:
+    """From the parts of a micro-batch to a whole step under the setup's layout."""
+    layout, rates = setup.layout, once.rates
+    counts = stage_layers_of(setup, once.layer, once.head)
+    stages = stage_parts(once, counts)
+    times = [stage_s(part, setup) for part in stages]
+    slowest = max(range(len(times)), key=times.__getitem__)
+    part, micro = stages[slowest], setup.grad_accum
+    again = recompute_part_s(once.layer, setup) * counts[slowest]
+    between = eff.step_graphed_s if setup.software.graphs else eff.step_s
+    bubble = eff.bubble * bubble_s(times, layout)
+    sends = pipeline_sends_s(setup, groups["pp"], eff)
+    busy = StepTime(
+        matmul_s=micro * (part.time.matmul_f + part.time.matmul_b),
+        attention_s=micro * (part.time.attention_f + part.time.attention_b),
+        memory_bound_s=micro * (part.time.memory_f + part.time.memory_b),
+        recompute_s=micro * again,
+        tp_comm_s=micro * 2 * part.comm.tp,
+        cp_comm_s=micro * 3 * part.comm.cp,
+        ep_comm_s=micro * 2 * part.comm.ep,
+        pp_comm_s=sends,
+        bubble_s=bubble,
+        optimizer_s=optimizer_s(part, setup, rates, eff),
+        dp_comm_s=data_parallel_s(part, setup, groups, eff),
+        host_s=micro * host_wait_s(part, times[slowest], setup, eff) + between,
+    )
+    return replace(busy, host_s=busy.host_s + waiting_share(setup, eff) * (busy.total_s - between))
+
+
+def waiting_share(setup: Setup, eff: Efficiency) -> float:
+    """Of a step's work, added by waiting for the slowest device."""
+    return eff.jitter * math.log2(max(1.0, setup.fabric.num_devices / 8))
+
+
+def with_prediction_layers(head: Part, layer: Part, setup: Setup) -> Part:
+    """Multi-token prediction repeats a layer and the head on the last stage."""
+    model = setup.model
+    if isinstance(model, DecoderModel) and model.prediction_layers:
+        once = head.plus(layer)
+        return head.plus(once, model.prediction_layers)
+    return head
+
+
+def stage_layers_of(setup: Setup, layer: Part, head: Part) -> tuple[int, ...]:
+    one = layer.time.forward + layer.time.backward
+    relief = round((head.time.forward + head.time.backward) / one, 1) if one else 0.0
+    return stage_layers(num_layers(setup.model), setup.layout, relief)
+
+
+def stage_parts(once: MicroBatch, counts: tuple[int, ...]) -> list[Part]:
+    whole = {count: Part().plus(once.layer, count) for count in set(counts)}
+    stages = [whole[count] for count in counts]
+    stages[0] = stages[0].plus(once.embedding)
+    stages[-1] = stages[-1].plus(once.head)
+    return stages
+
+
+def stage_s(part: Part, setup: Setup) -> float:
+    """One micro-batch through one stage and back."""
+    return own_work_s(part) + recompute_part_s(part, setup)
+
+
+def own_work_s(part: Part) -> float:
+    """One micro-batch through it and back, nothing done again."""
+    comm = part.comm
+    return part.time.forward + part.time.backward + 2 * comm.tp + 3 * comm.cp + 2 * comm.ep
+
+
+def pipeline_sends_s(setup: Setup, group: Group, eff: Efficiency) -> float:
+    """Exposed sends of activations and their gradients between stages."""
+    layout = setup.layout
+    if layout.pp == 1 or isinstance(setup.model, ConvModel):
+        return 0.0
+    parts = layout.tp if layout.sequence_parallel or setup.software.split_sends else 1
+    message = 2.0 * setup.tokens * setup.model.hidden_size / parts
+    one = send_s(group, message, eff) * (1 - eff.pp_overlap)
+    return 2 * layout.virtual_stages * setup.grad_accum * one + 2 * (layout.pp - 1) * send_s(group, message, eff)
+
+
+def host_wait_s(part: Part, device_s: float, setup: Setup, eff: Efficiency) -> float:
+    """By which launching a micro-batch's kernels takes longer than running them."""
+    if setup.software.graphs:
+        return 0.0
+    kernels = part.time.kernels + (0 if setup.software.grouped_experts else 6 * part.time.experts)
+    launches = kernels * (3.0 + setup.recompute.matmul * setup.recompute.layers)
+    if setup.software.fused_kernels:
+        launches *= 0.7
+    return max(0.0, launches * eff.launch_s - device_s)
+
+
+def optimizer_s(part: Part, setup: Setup, rates: Rates, eff: Efficiency) -> float:
+    """Gradients, master weights and moments through memory once each way; over the host link when offloaded."""
+    layout, software = setup.layout, setup.software
+    shards = layout.dp_shard * layout.cp
+    params = setup.trainable * (part.params / shards + part.expert_params / expert_shards(setup))
+    traffic = params * (software.grad_bytes + 2 * software.master_bytes + 2 * software.moment_bytes + 2)
+    if setup.offload_optimizer:
+        return params * (software.grad_bytes + 2) / (setup.fabric.host_link_gb_per_s * 1e9) + traffic / 100e9
+    return eff.optimizer_passes * traffic / rates.memory
+
+
+def expert_shards(setup: Setup) -> int:
+    """Ranks that share the optimizer state of one expert."""
+    layout = setup.layout
+    return max(1, layout.dp_shard * layout.cp * layout.tp // (layout.ep * layout.etp))
+
+
+def data_parallel_s(part: Part, setup: Setup, groups: dict[str, Group], eff: Efficiency) -> float:
+    """Exposed time of gradients' reduction and parameters' gathering."""
+    forward = part.time.forward + part.comm.tp + part.comm.ep
+    backward = part.time.backward + part.comm.tp + part.comm.ep + recompute_part_s(part, setup)
+    if setup.layout.zero_stage == 3 and setup.layout.dp_shard > 1:
+        return fully_sharded_s(part, forward, backward, setup, groups, eff)
+    software = setup.software
+    dense, experts = part.params, part.expert_params
+    gradients = setup.trainable * software.reduce_bytes
+    reduce = all_gather_s(groups["dp"], dense * gradients, eff)
+    reduce += all_gather_s(groups["expert_dp"], experts * gradients, eff)
+    gather = all_gather_s(groups["dp"], dense * setup.trainable * 2.0, eff)
+    gather += all_gather_s(groups["expert_dp"], experts * setup.trainable * 2.0, eff)
+    if setup.layout.dp_shard == 1:  # DDP: all of the all-reduce runs beside the backward
+        reduce, gather = 2 * reduce, 0.0
+    return exposed_s(reduce, backward, setup, eff) + exposed_s(gather, forward, setup, eff)
+
+
+def fully_sharded_s(
+    part: Part, forward: float, backward: float, setup: Setup, groups: dict[str, Group], eff: Efficiency
+) -> float:
+    """ZeRO-3: each micro-batch gathers parameters forward and backward and scatters gradients."""
+    shard, software = groups["dp_shard"], setup.software
+    expert = groups["expert_dp"]
+    gather = all_gather_s(shard, 2.0 * part.params, eff) + all_gather_s(expert, 2.0 * part.expert_params, eff)
+    scatter = setup.trainable * all_gather_s(shard, software.reduce_bytes * part.params, eff)
+    scatter += setup.trainable * all_gather_s(expert, software.reduce_bytes * part.expert_params, eff)
+    replicas = groups["dp_replicate"]
+    across = all_reduce_s(replicas, setup.trainable * software.reduce_bytes * part.params / shard.size, eff)
+    each = exposed_s(gather, forward, setup, eff) + exposed_s(gather + scatter, backward, setup, eff)
+    return setup.grad_accum * each + exposed_s(across, backward / 2, setup, eff)
+
+
+def exposed_s(comm: float, beside: float, setup: Setup, eff: Efficiency) -> float:
+    """What of `comm` is not hidden beside work of length `beside`, and what it costs that work."""
+    if not setup.software.overlap_dp:
+        return comm
+    hidden = min(comm, eff.dp_overlap * beside)
+    return comm - hidden + eff.contention * hidden

@@ -1,0 +1,1 @@
+"""The planner against measured runs: reading tables of them, backtests, fits."""

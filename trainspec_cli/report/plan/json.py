@@ -1,0 +1,125 @@
+"""A capacity plan as one JSON object, schema `trainspec.plan/1`: the terminal and the page are drawn from it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, fields
+from typing import Any
+
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.forecast import Goodput, Interval, RunForecast
+from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan, MemoryBreakdown
+
+SCHEMA = "trainspec.plan/1"
+SWEEP_SCHEMA = "trainspec.plan-sweep/1"
+
+
+def plan_as_json(spec: RunSpec, plan: CapacityPlan, run: RunForecast | None) -> dict[str, Any]:
+    """`best` and `run` are null when no layout fits; then `advice` says what would."""
+    return {
+        "schema": SCHEMA,
+        "model": _model(spec, plan),
+        "cluster": _cluster(spec, plan),
+        "batching": {"global_batch_size": spec.batching.global_batch_size, "seq_len": spec.data.seq_len},
+        "best": _candidate(plan.best) if plan.best else None,
+        "candidates": [_candidate(candidate) for candidate in plan.candidates],
+        "considered": plan.considered,
+        "rejected": dict(sorted(plan.rejected.items(), key=lambda item: -item[1])),
+        "advice": list(plan.advice),
+        "assumptions": list(plan.assumptions),
+        "run": _run(run) if run else None,
+    }
+
+
+def sweep_as_json(key: str, points: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """One plan for each value of the swept key."""
+    return {"schema": SWEEP_SCHEMA, "key": key, "points": [{"value": value, "plan": plan} for value, plan in points]}
+
+
+def _model(spec: RunSpec, plan: CapacityPlan) -> dict[str, Any]:
+    return {
+        "name": spec.model.name,
+        "family": spec.model.family,
+        "params": plan.params,
+        "active_params": plan.active_params,
+        "flops_per_token": plan.flops_per_token,
+    }
+
+
+def _cluster(spec: RunSpec, plan: CapacityPlan) -> dict[str, Any]:
+    cluster = spec.cluster
+    return {
+        "name": cluster.name,
+        "accelerator": cluster.accelerator.name if cluster.accelerator else cluster.device,
+        "num_nodes": cluster.num_nodes,
+        "devices_per_node": plan.world_size // cluster.num_nodes,
+        "world_size": plan.world_size,
+        "site": cluster.site.name,
+    }
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    heaviest = max(candidate.memory, key=lambda stage: stage.total_bytes, default=MemoryBreakdown())
+    return {
+        "layout": _layout(candidate.layout),
+        "micro_batch_size": candidate.micro_batch_size,
+        "grad_accum_steps": candidate.grad_accum_steps,
+        "recompute": candidate.recompute,
+        "step_time_s": candidate.step_time_s,
+        "tokens_per_s": candidate.tokens_per_s,
+        "tokens_per_s_per_gpu": candidate.tokens_per_s_per_gpu,
+        "mfu": candidate.mfu,
+        "hfu": candidate.hfu,
+        "peak_memory_bytes": candidate.peak_memory_bytes,
+        "memory_limit_bytes": candidate.memory_limit_bytes,
+        "memory": asdict(heaviest),
+        "memory_by_stage": [asdict(stage) for stage in candidate.memory],
+        "time": asdict(candidate.time),
+        "fits": candidate.fits,
+    }
+
+
+def _layout(layout: Layout) -> dict[str, Any]:
+    """Only the schedule of a pipeline that there is, and sequence parallelism that has an axis, are told."""
+    told = asdict(layout)
+    if layout.pp == 1:
+        for key in ("pipeline_schedule", "virtual_stages", "stage_layers"):
+            told.pop(key, None)
+    if layout.tp == 1:
+        told.pop("sequence_parallel", None)
+    return told
+
+
+def _run(run: RunForecast) -> dict[str, Any]:
+    """Expected values under their plain names; their bounds, nine in ten, under `intervals`."""
+    intervals = {
+        "wall_time_s": run.wall_time_s,
+        "goodput": run.goodput.goodput,
+        "energy_joules": run.energy_joules,
+        "carbon_kg": run.carbon_kg,
+        "cost_usd": run.cost_usd,
+    }
+    return {
+        "steps": run.steps,
+        "tokens": run.tokens,
+        **{name: interval.value if interval else None for name, interval in intervals.items()},
+        "intervals": {name: _bounds(interval) for name, interval in intervals.items()},
+        "recovery": _goodput(run.goodput),
+        "alternatives": [_goodput(other) for other in run.alternatives],
+        "energy_parts_joules": run.energy_parts_joules,
+        "cost_parts_usd": run.cost_parts_usd,
+        "assumptions": [asdict(assumption) for assumption in run.assumptions],
+        "notes": list(run.notes),
+    }
+
+
+def _goodput(goodput: Goodput) -> dict[str, Any]:
+    plain = {field.name: getattr(goodput, field.name) for field in fields(goodput)}
+    if math.isinf(goodput.optimal_interval_s):
+        plain["optimal_interval_s"] = None
+    return plain | {"goodput": goodput.goodput.value, "interval": _bounds(goodput.goodput)}
+
+
+def _bounds(interval: Interval | None) -> list[float] | None:
+    return [interval.low, interval.high] if interval else None

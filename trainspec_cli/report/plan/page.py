@@ -1,0 +1,323 @@
+"""A plan as one page that needs nothing else: charts are inline, light and dark follow the reader's system."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+from trainspec_cli.printable import printable
+from trainspec_cli.report.plan import words
+from trainspec_cli.report.plan.text import assumption_row, run_rows, scaling
+from trainspec_cli.report.plan.words import Json, percent
+from trainspec_cli.report.svg import Line, Segment, render_bar, render_legend, render_lines
+from trainspec_cli.units import format_bytes, format_count, format_duration
+
+STYLE = Path(__file__).with_name("page.css")
+CHARTED_CANDIDATES = 8
+TABLED_CANDIDATES = 20
+
+
+def render_plan_page(plan: Json) -> str:
+    """The page of one plan."""
+    return _page(_title(plan), "".join([_heading(plan), *_body(plan)]))
+
+
+def render_sweep_page(sweep: Json) -> str:
+    """The page of a sweep: how it scales, then the plan of the last point that fits (else of the last)."""
+    points = sweep["points"]
+    shown = next((point for point in reversed(points) if point["plan"]["best"]), points[-1])
+    chosen = f'<p class="soft below">In detail: <code>{escape(sweep["key"])}={escape(shown["value"])}</code></p>'
+    body = [_heading(shown["plan"]), _scaling(sweep), chosen, *_body(shown["plan"])]
+    return _page(_title(shown["plan"]), "".join(body))
+
+
+def _page(title: str, body: str) -> str:
+    """Whatever the values hold, the page holds no invisible characters."""
+    return printable(
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>\n{STYLE.read_text()}</style></head>\n<body><main>{body}{_footer()}</main></body></html>\n"
+    )
+
+
+def _footer() -> str:
+    return (
+        "<footer>Planned by trainspec. MFU counts model FLOPs, attention over its causal half, over the peak of the "
+        "format that the matrix products run in; HFU counts what is executed, recomputation included. A GiB is 2<sup>30"
+        "</sup> bytes. Bounds hold nine times in ten.</footer>"
+    )
+
+
+def _title(plan: Json) -> str:
+    return f"{plan['model']['name'] or plan['model']['family']} on {words.devices_words(plan['cluster'])}"
+
+
+def _heading(plan: Json) -> str:
+    batching, unit = plan["batching"], words.unit_of(plan["model"])
+    run = plan["run"]
+    length = f"; {format_count(run['tokens'])} {unit} in {run['steps']:,} steps" if run else ""
+    text = f"{words.model_words(plan['model'])}; {batching['global_batch_size']:,} samples a step{length}"
+    return f'<h1>{escape(_title(plan))}</h1><p class="soft">{escape(text)}</p>'
+
+
+def _body(plan: Json) -> Iterator[str]:
+    if not plan["best"]:
+        yield _advice(plan)
+    if plan["run"]:
+        yield _tiles(plan)
+    yield _candidates(plan)
+    if plan["best"]:
+        yield _memory(plan["best"])
+    if plan["candidates"]:
+        yield _step_times(plan)
+    if plan["run"]:
+        yield _goodput(plan["run"])
+    if plan["rejected"]:
+        yield _refusals(plan)
+    if plan["run"]:
+        yield _run(plan)
+        yield _assumptions(plan)
+
+
+def _advice(plan: Json) -> str:
+    advice = "".join(f"<li>{escape(line)}</li>" for line in plan["advice"])
+    return (
+        '<section class="refusal"><h2>No layout fits</h2><p>Each needs more memory than a device has, or breaks a '
+        f'rule. What would fit:</p><ul class="plain">{advice}</ul></section>'
+    )
+
+
+def _tiles(plan: Json) -> str:
+    run, best, bounds = plan["run"], plan["best"], plan["run"]["intervals"]
+    unit = words.unit_of(plan["model"])
+    tiles = [
+        (
+            "time to train",
+            format_duration(run["wall_time_s"]),
+            words.range_words(bounds["wall_time_s"], format_duration),
+        ),
+        ("goodput", words.goodput_percent(run["goodput"]), words.range_words(bounds["goodput"], words.goodput_percent)),
+        (
+            f"{unit}/s/device",
+            words.rate_words(best["tokens_per_s_per_gpu"]),
+            f"MFU {percent(best['mfu'], 1)}, HFU {percent(best['hfu'], 1)}",
+        ),
+    ]
+    for name, key, say in (
+        ("energy", "energy_joules", words.energy_words),
+        ("carbon (CO2e)", "carbon_kg", words.mass_words),
+        ("money", "cost_usd", words.money_words),
+    ):
+        if run[key] is not None:
+            tiles.append((name, say(run[key]), words.range_words(bounds[key], say)))
+    drawn = (
+        f"<div class=tile><span>{escape(n)}</span><b>{escape(v)}</b><span>{escape(b)}</span></div>" for n, v, b in tiles
+    )
+    return f'<div class="tiles">{"".join(drawn)}</div>'
+
+
+def _candidates(plan: Json) -> str:
+    unit = words.unit_of(plan["model"])
+    headings = ("", "layout", "micro-batch", "recompute", "#step", f"#{unit}/s/device", "#MFU", "#HFU", "memory")
+    rows = [_candidate_row(rank, one) for rank, one in enumerate(plan["candidates"][:TABLED_CANDIDATES], 1)]
+    considered = f"{plan['considered']:,} layouts were considered; " if plan["considered"] else ""
+    count = (
+        f"{considered}the {len(rows)} best are listed."
+        if plan["best"]
+        else f"{considered}none fits; these come nearest."
+    )
+    return _section("Layouts", count, _table(headings, rows))
+
+
+def _candidate_row(rank: int, candidate: Json) -> str:
+    part = candidate["peak_memory_bytes"] / candidate["memory_limit_bytes"]
+    used = Segment("c-used" if part <= 1 else "c-full", "peak", min(part, 1.0), percent(part))
+    peak, limit = words.gib(candidate["peak_memory_bytes"]), words.gib(candidate["memory_limit_bytes"])
+    cells = [
+        _cell(str(rank)),
+        _cell(words.layout_words(candidate), "name"),
+        _cell(words.micro_batch_words(candidate)),
+        _cell(candidate["recompute"]),
+        _cell(format_duration(candidate["step_time_s"]), "number"),
+        _cell(words.rate_words(candidate["tokens_per_s_per_gpu"]), "number"),
+        _cell(percent(candidate["mfu"], 1), "number"),
+        _cell(percent(candidate["hfu"], 1), "number"),
+        f'<td class="meter">{render_bar([used], 1.0)}<small>{peak} of {limit} GiB</small></td>',
+    ]
+    return f"<tr{' class=best' if rank == 1 and candidate['fits'] else ''}>{''.join(cells)}</tr>"
+
+
+def _memory(best: Json) -> str:
+    stages, limit = best["memory_by_stage"], best["memory_limit_bytes"]
+    scale = max(limit, *(sum(stage.values()) for stage in stages)) * 1.02
+    rows = []
+    for number, stage in enumerate(stages, 1):
+        name = f"stage {number}" if len(stages) > 1 else "each device"
+        rows.append(
+            (
+                name,
+                render_bar(_segments(stage, words.MEMORY_PARTS, format_bytes), scale, limit),
+                format_bytes(sum(stage.values())),
+            )
+        )
+    legend = render_legend(_segments(best["memory"], words.MEMORY_PARTS, format_bytes))
+    text = f"Peak of the best layout, by cause; the dashed line is what a device has, {format_bytes(limit)}."
+    return _section("Memory", text, _rows(rows) + legend)
+
+
+def _step_times(plan: Json) -> str:
+    shown = plan["candidates"][:CHARTED_CANDIDATES]
+    scale = max(candidate["step_time_s"] for candidate in shown)
+    rows = [
+        (
+            f"{rank}  {words.layout_words(candidate)}",
+            render_bar(_segments(candidate["time"], words.TIME_PARTS, format_duration), scale),
+            format_duration(candidate["step_time_s"]),
+        )
+        for rank, candidate in enumerate(shown, 1)
+    ]
+    text = "By phase: work is blue, communication that is not hidden behind it orange, waiting grey. Values: the first."
+    legend = render_legend(_segments(shown[0]["time"], words.TIME_PARTS, format_duration))
+    others = _absent_from_first(shown)
+    return _section("Step time", text, _rows(rows) + legend + (render_legend(others, False) if others else ""))
+
+
+def _absent_from_first(candidates: Sequence[Json]) -> list[Segment]:
+    """Phases that only other candidates have, for the legend."""
+    seen = {segment.kind for segment in _segments(candidates[0]["time"], words.TIME_PARTS, format_duration)}
+    more = {}
+    for candidate in candidates[1:]:
+        for segment in _segments(candidate["time"], words.TIME_PARTS, format_duration):
+            if segment.kind not in seen:
+                more[segment.kind] = segment
+    return list(more.values())
+
+
+def _goodput(run: Json) -> str:
+    modes = [run["recovery"], *run["alternatives"]]
+    scale = max(max(1 - mode["goodput"] for mode in modes), 1e-9) * 1.02
+    rows = [
+        (words.MODES[mode["mode"]], render_bar(_losses(mode), scale), f"{percent(1 - mode['goodput'], 2)} lost")
+        for mode in modes
+    ]
+    seen = {segment.kind: segment for mode in reversed(modes) for segment in _losses(mode)}
+    recovery = run["recovery"]
+    text = (
+        f"Wall time that does not become progress. A failure every {format_duration(recovery['mtbf_s'])} is expected, "
+        f"{recovery['failures']:.3g} over the run; a checkpoint every "
+        f"{format_duration(recovery['checkpoint_interval_s'])} ({recovery['checkpoint_interval_steps']:,} steps)."
+    )
+    return _section("Time lost", text, _rows(rows) + render_legend(list(seen.values()), False))
+
+
+def _losses(mode: Json) -> list[Segment]:
+    return [
+        Segment(f"c-{key}", name, mode["lost"][key], percent(mode["lost"][key], 2))
+        for key, name in words.LOST_PARTS.items()
+        if mode["lost"].get(key, 0.0) > 0
+    ]
+
+
+def _refusals(plan: Json) -> str:
+    most = max(plan["rejected"].values())
+    rows = [
+        (reason, render_bar([Segment("c-refused", reason, count, f"{count:,}")], most), f"{count:,}")
+        for reason, count in plan["rejected"].items()
+    ]
+    return _section("Refused", "Layouts that are not in the list, by reason.", _rows(rows))
+
+
+def _run(plan: Json) -> str:
+    rows = [
+        f"<tr>{_cell(name)}{_cell(expected, 'name')}{_cell(bounds, 'name')}{_cell(detail)}</tr>"
+        for name, expected, bounds, detail in run_rows(plan)
+    ]
+    notes = "".join(f'<p class="soft">{escape(note)}</p>' for note in plan["run"]["notes"])
+    return _section("The run", "", _table(("", "expected", "bounds", ""), rows) + notes)
+
+
+def _assumptions(plan: Json) -> str:
+    rows = []
+    for assumption in plan["run"]["assumptions"]:
+        key, value, within, _ = assumption_row(assumption)
+        flag = "" if assumption["verified"] else ' <span class="flag">unchecked</span>'
+        source = f"<td>{escape(assumption['source'])}{flag}</td>"
+        rows.append(
+            f"<tr><td><code>{escape(key)}</code></td>{_cell(value, 'number')}{_cell(within, 'number')}{source}</tr>"
+        )
+    rows += [f"<tr><td>layouts</td><td></td><td></td>{_cell(text)}</tr>" for text in plan["assumptions"]]
+    text = "What the figures rest on, each with the key that changes it; x2 means between half and twice the value."
+    return _section("Assumptions", text, _table(("key", "#value", "#within", "source"), rows))
+
+
+def _scaling(sweep: Json) -> str:
+    fitting = [point for point in sweep["points"] if point["plan"]["best"]]
+    chart = _scaling_chart(fitting) if len(fitting) > 1 else ""
+    unit = words.unit_of(sweep["points"][0]["plan"]["model"])
+    figures = ("step", f"{unit}/s", "scaling", "MFU", "goodput", "time", "energy", "money")
+    headings = (sweep["key"], "#devices", "best layout", *(f"#{name}" for name in figures))
+    rows = [_scaling_row(point, fitting) for point in sweep["points"]]
+    text = "Throughput of the best layout at each point. Scaling: throughput a device over that of the first that fits."
+    return _section(f"Scaling over {sweep['key']}", text, chart + _table(headings, rows))
+
+
+def _scaling_chart(fitting: Sequence[Json]) -> str:
+    plans = [point["plan"] for point in fitting]
+    if len({plan["cluster"]["world_size"] for plan in plans}) < len(plans):
+        return ""
+    plans.sort(key=lambda plan: plan["cluster"]["world_size"])
+    points = [(plan["cluster"]["world_size"], plan["best"]["tokens_per_s"]) for plan in plans]
+    (first_x, first_y), (last_x, _) = points[0], points[-1]
+    lines = [
+        Line("c-ideal", "even scaling", [(first_x, first_y), (last_x, first_y * last_x / first_x)], marked=False),
+        Line("c-measure", f"{words.unit_of(plans[0]['model'])} a second", points),
+    ]
+    ticks = [(x, f"{x:,}") for x, _ in points]
+    legend = render_legend([Segment(line.kind, line.label, 0, "") for line in reversed(lines)])
+    return render_lines(lines, "devices", f"{words.unit_of(plans[0]['model'])} a second", ticks) + legend
+
+
+def _scaling_row(point: Json, fitting: Sequence[Json]) -> str:
+    plan, best, run = point["plan"], point["plan"]["best"], point["plan"]["run"]
+    start = _cell(point["value"]) + _cell(f"{plan['cluster']['world_size']:,}", "number")
+    if not best:
+        return f'<tr>{start}<td colspan="9">nothing fits: {escape("; ".join(plan["advice"][:1]))}</td></tr>'
+    figures = (
+        format_duration(best["step_time_s"]),
+        words.rate_words(best["tokens_per_s"]),
+        percent(scaling(plan, fitting[0]["plan"])),
+        percent(best["mfu"], 1),
+        words.goodput_percent(run["goodput"]),
+        format_duration(run["wall_time_s"]),
+        words.energy_words(run["energy_joules"]) if run["energy_joules"] else "unknown",
+        words.money_words(run["cost_usd"]) if run["cost_usd"] else "unknown",
+    )
+    return f"<tr>{start}{_cell(words.layout_words(best))}{''.join(_cell(text, 'number') for text in figures)}</tr>"
+
+
+def _segments(breakdown: Json, names: dict[str, str], say: words.Words) -> list[Segment]:
+    return [Segment(f"c-{key}", name, value, say(value)) for key, name, value in words.present(breakdown, names)]
+
+
+def _section(title: str, text: str, content: str) -> str:
+    below = f'<p class="soft">{escape(text)}</p>' if text else ""
+    return f"<section><h2>{escape(title)}</h2>{below}{content}</section>"
+
+
+def _rows(rows: Sequence[tuple[str, str, str]]) -> str:
+    drawn = (
+        f'<div class="row"><span>{escape(name)}</span>{bar}<span class="number">{escape(value)}</span></div>'
+        for name, bar, value in rows
+    )
+    return f'<div class="rows">{"".join(drawn)}</div>'
+
+
+def _table(headings: Sequence[str], rows: Sequence[str]) -> str:
+    """A heading that begins with # stands over numbers."""
+    heads = "".join(f"<th{' class=number' if h.startswith('#') else ''}>{escape(h.lstrip('#'))}</th>" for h in headings)
+    return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def _cell(text: str, kind: str = "") -> str:
+    return f"<td{f' class={kind}' if kind else ''}>{escape(text)}</td>"

@@ -1,0 +1,285 @@
+"""A plan in the terminal: the ranked layouts, the best one taken apart, and the run it would be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+
+from trainspec_cli.report.plan import words
+from trainspec_cli.report.plan.trace import render_trace
+from trainspec_cli.report.plan.words import Json, percent
+from trainspec_cli.report.rich_text import Text
+from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
+
+WIDE = 120
+"""Columns that the whole table of layouts takes."""
+SHOWN_CANDIDATES = 8
+SHOWN_REASONS = 8
+BAR_WIDTH = 28
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+COMPUTE, COMMUNICATION, WAITING = "cyan", "yellow", "bright_black"
+TIME_COLOURS = {key: COMMUNICATION for key in words.TIME_PARTS if "comm" in key} | dict.fromkeys(
+    ("bubble_s", "data_s", "host_s"), WAITING
+)
+
+
+def render_plan(plan: Json, width: int = WIDE) -> RenderableType:
+    """Everything there is to say about one plan, on a terminal of `width` columns."""
+    layouts = _candidates(plan) if width >= WIDE else _candidates_narrow(plan)
+    parts: list[RenderableType] = [_header(plan), layouts]
+    best = plan["best"]
+    if best:
+        parts += [_memory(best), _time(best)]
+    if plan.get("trace"):
+        parts.append(render_trace(plan["trace"]))
+    parts += _refusals(plan)
+    if plan["run"]:
+        parts += [_run(plan), _assumptions(plan)]
+    return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts))
+
+
+def render_sweep(sweep: Json) -> RenderableType:
+    """One line for each value of the swept key."""
+    points = sweep["points"]
+    first = next((point["plan"] for point in points if point["plan"]["best"]), None)
+    table = _table(sweep["key"], "devices", "best layout", "step", f"{_unit(points)}/s", "scaling", "MFU", "memory")
+    for heading in ("goodput", "time", "energy", "money"):
+        table.add_column(heading, justify="right")
+    for point in points:
+        table.add_row(*_sweep_row(point, first))
+    return Group(Text(f"Scaling over {sweep['key']}", style="bold"), table)
+
+
+def _header(plan: Json) -> RenderableType:
+    model, cluster, batching, run = plan["model"], plan["cluster"], plan["batching"], plan["run"]
+    unit = words.unit_of(model)
+    flops = f"{format_si(model['flops_per_token'], 'FLOP')} a {unit[:-1]} (attention counted causal)"
+    step = f"{batching['global_batch_size']:,} samples a step"
+    lines = [("model", f"{words.model_words(model)}; {flops}"), ("cluster", words.devices_words(cluster))]
+    if run:
+        lines.append(("run", f"{format_count(run['tokens'])} {unit} in {run['steps']:,} steps, {step}"))
+    return _pairs(lines, bold=True)
+
+
+def _candidates(plan: Json) -> RenderableType:
+    shown = plan["candidates"][:SHOWN_CANDIDATES]
+    limit = format_bytes(shown[0]["memory_limit_bytes"]) if shown else ""
+    unit = words.unit_of(plan["model"])
+    table = _table("", "layout", "micro-batch", "recompute", "step", f"{unit}/s/device", "MFU", "HFU")
+    table.add_column(f"memory of {limit}" if limit else "memory", no_wrap=True)
+    for rank, candidate in enumerate(shown, 1):
+        table.add_row(*_candidate_row(rank, candidate), style="bold" if rank == 1 and candidate["fits"] else "")
+    return Group(_count(plan), table)
+
+
+def _candidates_narrow(plan: Json) -> RenderableType:
+    """Two lines for each layout, and fewer columns."""
+    table = _table("", "layout", "step", f"{words.unit_of(plan['model'])}/s", "MFU", "memory")
+    for rank, candidate in enumerate(plan["candidates"][:SHOWN_CANDIDATES], 1):
+        how = f"{words.micro_batch_words(candidate)} samples, recompute {candidate['recompute']}"
+        table.add_row(
+            str(rank),
+            Text.assemble(words.layout_words(candidate), "\n", (how, "bright_black")),
+            format_duration(candidate["step_time_s"]),
+            words.rate_words(candidate["tokens_per_s_per_gpu"]),
+            percent(candidate["mfu"], 1),
+            f"{words.gib(candidate['peak_memory_bytes'])} GiB",
+        )
+    return Group(_count(plan), table)
+
+
+def _count(plan: Json) -> Text:
+    kept = sum(candidate["fits"] for candidate in plan["candidates"])
+    return Text(f"Layouts  {kept} kept of {plan['considered']:,} considered", style="bold")
+
+
+def _candidate_row(rank: int, candidate: Json) -> Iterator[RenderableType]:
+    yield str(rank)
+    yield words.layout_words(candidate)
+    yield words.micro_batch_words(candidate)
+    yield candidate["recompute"]
+    yield format_duration(candidate["step_time_s"])
+    yield words.rate_words(candidate["tokens_per_s_per_gpu"])
+    yield percent(candidate["mfu"], 1)
+    yield percent(candidate["hfu"], 1)
+    yield _memory_cell(candidate)
+
+
+def _memory_cell(candidate: Json) -> RenderableType:
+    part = candidate["peak_memory_bytes"] / candidate["memory_limit_bytes"]
+    colour = "red" if part > 1 else "yellow" if part > 0.95 else "green"
+    return Text.assemble(
+        (bar(min(part, 1.0), 10), colour), f" {words.gib(candidate['peak_memory_bytes'])} GiB {percent(part)}"
+    )
+
+
+def _memory(best: Json) -> RenderableType:
+    stages = best["memory_by_stage"]
+    totals = [sum(stage.values()) for stage in stages]
+    where = f", stage {totals.index(max(totals)) + 1} of {len(stages)}" if len(stages) > 1 else ""
+    title = f"Memory of the best layout  {format_bytes(best['peak_memory_bytes'])} on the fullest device{where}"
+    parts = words.present(best["memory"], words.MEMORY_PARTS)
+    rows = [(name, value, format_bytes(value), "cyan") for _, name, value in parts]
+    return _bars(title, rows, sum(best["memory"].values()))
+
+
+def _time(best: Json) -> RenderableType:
+    title = f"Step of the best layout  {format_duration(best['step_time_s'])}, communication where it is not hidden"
+    parts = words.present(best["time"], words.TIME_PARTS)
+    rows = [(name, value, format_duration(value), TIME_COLOURS.get(key, COMPUTE)) for key, name, value in parts]
+    return _bars(title, rows, sum(best["time"].values()))
+
+
+def _refusals(plan: Json) -> list[RenderableType]:
+    """Why other layouts are not there, and what would make the plan fit when none is."""
+    parts: list[RenderableType] = []
+    if plan["rejected"]:
+        reasons = list(plan["rejected"].items())
+        lines = [(f"{count:,}", reason) for reason, count in reasons[:SHOWN_REASONS]]
+        if len(reasons) > SHOWN_REASONS:
+            lines.append((f"{sum(count for _, count in reasons[SHOWN_REASONS:]):,}", "for other reasons"))
+        parts.append(Group(Text("Refused", style="bold"), _pairs(lines, justify="right")))
+    if plan["advice"]:
+        lines = [("→", advice) for advice in plan["advice"]]
+        parts.append(Group(Text("What would fit", style="bold green"), _pairs(lines)))
+    return parts
+
+
+def _run(plan: Json) -> RenderableType:
+    run = plan["run"]
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for style, no_wrap in (("bright_black", True), ("bold", True), ("", True), ("bright_black", False)):
+        table.add_column(style=style, no_wrap=no_wrap)
+    for row in run_rows(plan):
+        table.add_row(*row)
+    for note in run["notes"]:
+        table.add_row("note", "", "", note)
+    return Group(Text("The run  (expected, and the bounds that hold nine times in ten)", style="bold"), table)
+
+
+def run_rows(plan: Json) -> Iterator[tuple[str, str, str, str]]:
+    """(what, expected value, bounds, where it goes) for each figure of the run."""
+    run, cluster = plan["run"], plan["cluster"]
+    recovery, bounds = run["recovery"], run["intervals"]
+    losses = words.present(recovery["lost"] | {"kept": run["goodput"]}, words.LOST_PARTS, 5e-5)
+    lost = ", ".join(f"{name} {percent(value, 2)}" for _, name, value in losses)
+    yield "time", format_duration(run["wall_time_s"]), words.range_words(bounds["wall_time_s"], format_duration), ""
+    goodput = words.range_words(bounds["goodput"], words.goodput_percent)
+    yield "goodput", words.goodput_percent(run["goodput"]), goodput, lost
+    for other in run["alternatives"]:
+        kept = words.range_words(other["interval"], words.goodput_percent)
+        yield "", words.goodput_percent(other["goodput"]), kept, words.alternative_words(other)
+    yield "failures", f"{recovery['failures']:.3g}", "", f"one every {format_duration(recovery['mtbf_s'])}"
+    yield _checkpoint_row(recovery)
+    yield _cost_row("energy", run, "energy_joules", words.energy_words, _shares(run["energy_parts_joules"]))
+    yield _cost_row("carbon", run, "carbon_kg", words.mass_words, f"CO2e; grid: {cluster['site']}")
+    yield _cost_row("money", run, "cost_usd", words.money_words, _shares(run["cost_parts_usd"]))
+
+
+def _checkpoint_row(recovery: Json) -> tuple[str, str, str, str]:
+    steps = recovery["checkpoint_interval_steps"]
+    size = format_bytes(recovery["checkpoint_bytes"])
+    held = format_duration(recovery["checkpoint_s"])
+    detail = f"every {steps:,} step{'s' * (steps != 1)}; {size}, holds training up for {held}"
+    best_s = recovery["optimal_interval_s"]
+    if best_s is not None and not 0.8 < recovery["checkpoint_interval_s"] / best_s < 1.25:
+        detail += f"; least is lost at one every {format_duration(best_s)}"
+    return "checkpoints", format_duration(recovery["checkpoint_interval_s"]), "", detail
+
+
+def _cost_row(name: str, run: Json, key: str, say: Any, detail: str) -> tuple[str, str, str, str]:
+    if run[key] is None:
+        missing = "cluster.cost.price_usd_per_device_hour" if key == "cost_usd" else "cluster.accelerator.tdp_w"
+        return name, "unknown", "", f"{missing} is not known"
+    return name, say(run[key]), words.range_words(run["intervals"][key], say), detail
+
+
+def _shares(parts: Json) -> str:
+    whole = sum(parts.values()) or 1.0
+    return ", ".join(f"{name} {percent(value / whole)}" for name, value in parts.items())
+
+
+def _assumptions(plan: Json) -> RenderableType:
+    table = _table("assumed", "value", "within", "source")
+    for assumption in plan["run"]["assumptions"]:
+        table.add_row(*assumption_row(assumption))
+    for text in plan["assumptions"]:
+        table.add_row("layouts", "", "", text)
+    return table
+
+
+def assumption_row(assumption: Json) -> tuple[str, str, str, str]:
+    """A source that was not checked says so."""
+    within = f"x{assumption['known_within']:.3g}" if assumption["known_within"] > 1 else ""
+    unchecked = "" if assumption["verified"] else "unchecked: "
+    return assumption["key"], words.format_grouped(assumption["value"]), within, unchecked + assumption["source"]
+
+
+def _sweep_row(point: Json, first: Json | None) -> Iterator[RenderableType]:
+    plan, best = point["plan"], point["plan"]["best"]
+    yield point["value"]
+    yield f"{plan['cluster']['world_size']:,}"
+    if not best or not first:
+        yield Text("nothing fits: " + "; ".join(plan["advice"][:1]), style="red")
+        return
+    run = plan["run"]
+    yield words.layout_words(best)
+    yield format_duration(best["step_time_s"])
+    yield words.rate_words(best["tokens_per_s"])
+    yield percent(scaling(plan, first))
+    yield percent(best["mfu"], 1)
+    yield f"{words.gib(best['peak_memory_bytes'])} GiB"
+    yield words.goodput_percent(run["goodput"])
+    yield format_duration(run["wall_time_s"])
+    yield words.energy_words(run["energy_joules"]) if run["energy_joules"] else "unknown"
+    yield words.money_words(run["cost_usd"]) if run["cost_usd"] else "unknown"
+
+
+def scaling(plan: Json, first: Json) -> float:
+    """Throughput a device, over that of the first point that fits."""
+    return float(plan["best"]["tokens_per_s_per_gpu"] / first["best"]["tokens_per_s_per_gpu"])
+
+
+def _unit(points: Sequence[Json]) -> str:
+    return words.unit_of(points[0]["plan"]["model"])
+
+
+def bar(part: float, width: int) -> str:
+    """`part` of `width` cells, to an eighth of a cell."""
+    eighths = round(part * width * 8)
+    full, rest = divmod(eighths, 8)
+    return ("█" * full + (EIGHTHS[rest] if rest else "")).ljust(width)
+
+
+def _bars(title: str, rows: Sequence[tuple[str, float, str, str]], whole: float) -> RenderableType:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bright_black")
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    longest = max((value for _, value, _, _ in rows), default=1.0)
+    for name, value, said, colour in rows:
+        table.add_row(name, Text(bar(value / longest, BAR_WIDTH), style=colour), said, percent(value / whole))
+    return Group(Text(title, style="bold"), table)
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
+    for heading in headings:
+        table.add_column(
+            heading, justify="left" if heading in ("", "layout", "best layout", "assumed", "source") else "right"
+        )
+    return table
+
+
+def _pairs(lines: Sequence[tuple[str, str]], *, bold: bool = False, justify: Any = "left") -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bright_black", justify=justify)
+    table.add_column(style="bold" if bold else "")
+    for name, text in lines:
+        table.add_row(name, text)
+    return table

@@ -1,0 +1,1 @@
+"""The nouns that a recipe says."""

@@ -1,0 +1,104 @@
+"""The whole run: one RunSpec is one composed recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trainspec_cli.spec.auto import AUTO, Auto
+from trainspec_cli.spec.recipe.batching import BatchingSpec
+from trainspec_cli.spec.recipe.checkpoint import CheckpointSpec
+from trainspec_cli.spec.recipe.cluster import ClusterSpec
+from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.init import InitSpec
+from trainspec_cli.spec.recipe.kernels import KernelSpec
+from trainspec_cli.spec.recipe.layout import LayoutSpec
+from trainspec_cli.spec.recipe.lora import LoraSpec
+from trainspec_cli.spec.recipe.model import ModelSpec
+from trainspec_cli.spec.recipe.optim import OptimSpec
+from trainspec_cli.spec.recipe.precision import PrecisionSpec
+from trainspec_cli.spec.recipe.resilience import ResilienceSpec
+
+Recompute = Literal["none", "selective", "full"]
+Offload = Literal["none", "optimizer"]
+
+
+@dataclass(frozen=True)
+class TrainSection:
+    max_steps: int
+    seed: int = 0
+    max_skipped_steps: int = 10
+    """A step whose loss or gradients are not finite updates nothing; so many in a row end the run."""
+    eval_interval_steps: int | None = None
+    """Steps between looks at the held-out text; null looks once, at the end."""
+    sample_interval_steps: int | None = None
+    """Steps between samples of text that the model writes (`sample`); null writes one at the end."""
+    log_interval_steps: int = 10
+    """Steps between lines where the output is not a terminal."""
+
+
+@dataclass(frozen=True)
+class SampleSection:
+    """Text the trained model writes at the end."""
+
+    prompt: str = ""
+    max_new_tokens: int = 0
+    """0 writes nothing."""
+    temperature: float = 0.8
+
+
+@dataclass(frozen=True)
+class RunSection:
+    dir: str | Auto = AUTO
+    """The run folder; auto is runs/<recipe>/<time>."""
+    stop_grace_s: float = 60.0
+    """A worker that has not ended this long after it was asked to is killed."""
+    node_timeout_s: float = 30.0
+    """On several hosts: one that has been silent for so long (off, hung, cut off) is lost, and the job ends."""
+    preflight: bool = True
+    """Before the workers start: refuse a host without the memory or the disk that the run takes. Of several hosts each
+    is measured for some seconds, and one far below the others is refused."""
+
+
+@dataclass(frozen=True)
+class TrackingSection:
+    """The same events elsewhere; each is an extra of its own."""
+
+    tensorboard: bool = False
+    """Files in the run folder."""
+    wandb: bool = False
+    """Weights & Biases, offline in the run folder unless `WANDB_MODE` says otherwise (`wandb sync` sends it later)."""
+    mlflow: bool = False
+    """MLflow, in the run folder unless `MLFLOW_TRACKING_URI` names a server."""
+    project: str = "trainspec"
+    """What Weights & Biases and MLflow file the run under."""
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    model: ModelSpec
+    data: DataSpec
+    optim: OptimSpec
+    batching: BatchingSpec
+    train: TrainSection
+    description: str = ""
+    """One line for `trainspec recipes`."""
+    init: InitSpec = field(default_factory=InitSpec)
+    lora: LoraSpec = field(default_factory=LoraSpec)
+    cluster: ClusterSpec = field(default_factory=ClusterSpec)
+    layout: LayoutSpec = field(default_factory=LayoutSpec)
+    precision: PrecisionSpec = field(default_factory=PrecisionSpec)
+    kernels: KernelSpec = field(default_factory=KernelSpec)
+    compile: bool = False
+    """torch.compile each block."""
+    recompute: Recompute | Auto = "none"
+    """Activations computed again in the backward: selective those of the attention core, full a whole block's."""
+    offload: Offload | Auto = "none"
+    """What lives in host memory between its uses."""
+    checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
+    resilience: ResilienceSpec = field(default_factory=ResilienceSpec)
+    fault: str = ""
+    """Faults that the run is to meet, such as `kill(group=1,step=40)`; several are separated by `;`."""
+    sample: SampleSection = field(default_factory=SampleSection)
+    tracking: TrackingSection = field(default_factory=TrackingSection)
+    run: RunSection = field(default_factory=RunSection)

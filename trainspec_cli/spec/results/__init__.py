@@ -1,0 +1,1 @@
+"""What trainspec says of a recipe: plan, prediction, probe, forecast."""

@@ -1,0 +1,82 @@
+"""What is expected of a whole run: how long, how much of it is useful, and what it costs, each with an interval."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trainspec_cli.spec.recipe.resilience import RecoveryMode
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An expected value and the bounds that hold it nine times in ten."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """One input of the forecast that the recipe's user may know better."""
+
+    key: str
+    """The key that changes it, such as `cluster.site.pue`."""
+    value: float
+    known_within: float = 1.0
+    """2 means between half and twice the value; 1 means exact."""
+    source: str = ""
+    verified: bool = True
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Where the run's wall time goes, as parts that sum to 1, under one way of recovering."""
+
+    mode: RecoveryMode
+    goodput: Interval
+    """Time of work that was kept over wall time."""
+    lost: dict[str, float]
+    """checkpoint, rework (undone by failures), restart, stall (survivors wait), shrunk (groups are away)."""
+    failures: float
+    """Over the run."""
+    mtbf_s: float
+    """Of the whole job."""
+    checkpoint_interval_s: float
+    """Of work, between checkpoints."""
+    checkpoint_interval_steps: int
+    optimal_interval_s: float
+    """Daly's; the same as the interval unless the recipe sets its own."""
+    checkpoint_s: float
+    """For which one checkpoint holds training up."""
+    checkpoint_bytes: float
+    restart_s: float
+    """From a failure to the first new work when the job starts again."""
+    wall_time_s: float
+    """Expected, of the whole run."""
+    layout: str = ""
+    """Where it takes another one than the run's."""
+
+
+@dataclass(frozen=True)
+class RunForecast:
+    """The run from its first step to its last."""
+
+    steps: int
+    tokens: float
+    """Samples, for a model of images."""
+    wall_time_s: Interval
+    goodput: Goodput
+    """Under the recipe's `resilience.mode`."""
+    energy_joules: Interval | None
+    """None where the power of the accelerator is not known."""
+    carbon_kg: Interval | None
+    cost_usd: Interval | None
+    """None where no price is known."""
+    alternatives: tuple[Goodput, ...] = ()
+    """The other ways of recovering, for comparison."""
+    energy_parts_joules: dict[str, float] = field(default_factory=dict)
+    """accelerators, hosts, building: sums to the energy."""
+    cost_parts_usd: dict[str, float] = field(default_factory=dict)
+    assumptions: tuple[Assumption, ...] = ()
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,69 @@
+"""A plan: a RunSpec with no `auto` left, and what is known of the run before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from trainspec_cli.spec.recipe.kernels import KernelSpec
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.run import Offload, Recompute, RunSpec
+from trainspec_cli.spec.results.local import LocalPrediction
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `launch` writes to `plan.json` and the workers run."""
+
+    spec: RunSpec
+    """The recipe as it was asked for (`auto`s included, for the record)."""
+    layout: Layout
+    device: Literal["cpu", "cuda"]
+    num_nodes: int
+    devices_per_node: int
+    compute: Literal["bf16", "fp32", "fp64"]
+    """fp64 is for references alone: no recipe asks for it."""
+    micro_batch_size: int
+    grad_accum_steps: int
+    recompute: Recompute
+    offload: Offload
+    params: int
+    flops_per_token: float
+    """Model FLOPs of forward and backward a token: 6 per matmul parameter, and attention over the causal half."""
+    peak_flops: float | None = None
+    """FLOP/s of one device that MFU is taken of; None: the workers measure their best matmul."""
+    peak_source: str = ""
+
+    replica_groups: int = 1
+    """Groups of processes, each with the whole model in `layout`; above 1 they survive one another."""
+
+    kernels: KernelSpec = field(default_factory=KernelSpec)
+    """Who computes what; `auto` is resolved by measuring, just before the launch."""
+
+    prediction: LocalPrediction | None = None
+    """Of a run on this machine's CPU; None where no probe speaks of it."""
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.devices_per_node
+
+    @property
+    def group_size(self) -> int:
+        """Processes of one replica group."""
+        return self.world_size // self.replica_groups
+
+    def nodes_of_group(self, group: int) -> range:
+        """Hosts of a replica group: some whole ones, or one that several groups share."""
+        first = group * self.num_nodes // self.replica_groups
+        return range(first, first + max(1, self.num_nodes // self.replica_groups))
+
+    @property
+    def as_one_group(self) -> Plan:
+        """The same work by one group, whose replicas the groups then are."""
+        layout = replace(self.layout, dp_replicate=self.layout.dp_replicate * self.replica_groups)
+        return replace(self, layout=layout, replica_groups=1)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Samples, where the data's unit is the sample: their `seq_len` is 1."""
+        return self.spec.batching.global_batch_size * self.spec.data.seq_len

@@ -1,0 +1,112 @@
+"""What the planner predicts of a layout: memory by cause, step time by phase, and the ranked candidates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from trainspec_cli.spec.recipe.layout import Layout
+
+
+@dataclass(frozen=True)
+class MemoryBreakdown:
+    """Peak memory of one device, by cause."""
+
+    parameters_bytes: float = 0.0
+    """Weights in the compute format, and gathered copies of sharded ones."""
+    gradients_bytes: float = 0.0
+    optimizer_bytes: float = 0.0
+    """Master weights and moments."""
+    activations_bytes: float = 0.0
+    logits_bytes: float = 0.0
+    comm_buffers_bytes: float = 0.0
+    """Collectives' staging, of NCCL and of the framework."""
+    fragmentation_bytes: float = 0.0
+    """Held by the caching allocator and used by no tensor."""
+    context_bytes: float = 0.0
+    """The device's context and kernels, outside the allocator."""
+
+    @property
+    def total_bytes(self) -> float:
+        states = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+        work = self.activations_bytes + self.logits_bytes
+        return states + work + self.comm_buffers_bytes + self.fragmentation_bytes + self.context_bytes
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One optimizer step, by phase. The parts sum to the step; communication is what is not hidden behind work."""
+
+    matmul_s: float = 0.0
+    attention_s: float = 0.0
+    """Scores and values (or the state-space scan): what is not a weight's matrix product."""
+    memory_bound_s: float = 0.0
+    """Norms, activation functions, residuals, casts, losses."""
+    recompute_s: float = 0.0
+    """Forward work done a second time in the backward."""
+    tp_comm_s: float = 0.0
+    cp_comm_s: float = 0.0
+    ep_comm_s: float = 0.0
+    pp_comm_s: float = 0.0
+    dp_comm_s: float = 0.0
+    """Gradients' reduction and parameters' gathering."""
+    bubble_s: float = 0.0
+    """Waiting of a pipeline's stages, the imbalance between them included."""
+    optimizer_s: float = 0.0
+    data_s: float = 0.0
+    host_s: float = 0.0
+    """The device waits for kernels to be launched, or for the slowest of its peers."""
+
+    @property
+    def total_s(self) -> float:
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout and what it would do."""
+
+    layout: Layout
+    micro_batch_size: int
+    grad_accum_steps: int
+    recompute: str
+    step_time_s: float
+    tokens_per_s: float
+    """Over all devices; samples a second for a model of images."""
+    tokens_per_s_per_gpu: float
+    mfu: float
+    """Model FLOPs (causal half of attention, no recomputed work) over the chip's peak in the matmul format."""
+    hfu: float
+    """Executed FLOPs, recomputed work included, over the same peak."""
+    peak_memory_bytes: float
+    memory_limit_bytes: float
+    memory: tuple[MemoryBreakdown, ...]
+    """One for each pipeline stage."""
+    time: StepTime
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_memory_bytes <= self.memory_limit_bytes
+
+
+@dataclass(frozen=True)
+class CapacityPlan:
+    """What a run can be on a cluster: the layouts that fit, fastest first, and why the others do not."""
+
+    params: int
+    active_params: int
+    flops_per_token: float
+    """Model FLOPs of forward and backward a token (a sample, for a model of images)."""
+    world_size: int
+    tokens_per_step: int
+    candidates: tuple[Candidate, ...]
+    """Fastest first; those that do not fit come last, smallest first, and only when nothing fits."""
+    rejected: dict[str, int] = field(default_factory=dict)
+    """Layouts refused, counted by reason."""
+    advice: tuple[str, ...] = ()
+    """What would make it fit, when nothing does."""
+    assumptions: tuple[str, ...] = ()
+    considered: int = 0
+
+    @property
+    def best(self) -> Candidate | None:
+        return self.candidates[0] if self.candidates and self.candidates[0].fits else None

@@ -1,0 +1,1 @@
+"""What the values of a recipe must satisfy, one by one and together."""

@@ -1,0 +1,213 @@
+"""Which layouts the engine can run, and why the others are none. What is `auto` is left to the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from trainspec_cli.errors import Problem
+from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.recipe.layout import LayoutSpec
+from trainspec_cli.spec.recipe.lora import TARGETS
+from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel, HybridModel
+from trainspec_cli.spec.recipe.run import RunSpec
+
+SPLIT_SCHEDULES = ("zero_bubble", "zbv")
+
+
+def size_of(layout: LayoutSpec, axis: str) -> int:
+    """An axis that is left to the planner restricts nothing yet."""
+    size = getattr(layout, axis)
+    return 1 if size == AUTO else int(size)
+
+
+def tensor_parallel(spec: RunSpec) -> Iterator[Problem]:
+    """Each rank of tp takes whole heads, and equal parts of the feed-forward and the vocabulary."""
+    tp = size_of(spec.layout, "tp")
+    if tp == 1:
+        return
+    if isinstance(spec.model, ConvModel):
+        yield _spread_alone("tp", "convolutions are not cut")
+        return
+    for field in ("num_heads", "num_kv_heads", "ffn_size", "vocab_size", "mamba_heads", "mamba_groups"):
+        size = getattr(spec.model, field, 0)
+        if size % tp:
+            yield _indivisible("tp", tp, f"model.{field}", size)
+    if spec.layout.sequence_parallel:
+        yield from _sequence(spec, size_of(spec.layout, "cp") * tp, "cp x tp")
+        if getattr(spec.model, "learned_positions", 0):
+            message = "a table of positions is added to whole sequences, which sequence parallelism cuts"
+            yield Problem("illegal_layout", message, "layout.sequence_parallel", "type layout.sequence_parallel=false")
+    elif getattr(spec.model, "experts", None) is not None:
+        message = "experts with tp need sequence parallelism: else every rank of tp would route the same tokens"
+        yield Problem("illegal_layout", message, "layout.sequence_parallel", "type layout.sequence_parallel=true")
+
+
+def adapters(spec: RunSpec) -> Iterator[Problem]:
+    """Adapters are plain layers beside frozen ones."""
+    if not spec.lora.rank:
+        return
+    if not isinstance(spec.model, DecoderModel):
+        message = f"adapters are for decoders, and `model.family` is {spec.model.family}"
+        yield Problem("unsupported", message, "lora.rank", "type lora.rank=0")
+    if spec.layout.pipeline_schedule in SPLIT_SCHEDULES and size_of(spec.layout, "pp") > 1:
+        message = (
+            f"`layout.pipeline_schedule` {spec.layout.pipeline_schedule} splits backwards, which adapters have not"
+        )
+        yield Problem("unsupported", message, "layout.pipeline_schedule", "type layout.pipeline_schedule=1f1b")
+    if spec.precision.matmul == "fp8":
+        message = "layers with adapters do not multiply in fp8"
+        yield Problem("unsupported", message, "precision.matmul", "type precision.matmul=compute")
+    unknown = [target for target in spec.lora.targets if target not in TARGETS]
+    if unknown or not spec.lora.targets:
+        message = f"`lora.targets` is {list(spec.lora.targets)}; there are {', '.join(TARGETS)}"
+        yield Problem("wrong_choice", message, "lora.targets", "type lora.targets=[q,v]")
+
+
+def documents(spec: RunSpec) -> Iterator[Problem]:
+    """Who keeps attention within documents."""
+    if not spec.data.masks_documents:
+        return
+    path = "data.document_masks" if spec.data.document_masks else "data.source"
+    if not isinstance(spec.model, DecoderModel) or spec.model.learned_positions:
+        message = "documents are kept apart by attention with rotary positions; this model has other ways across them"
+        yield Problem("unsupported", message, path, "choose a decoder with rotary positions")
+    if size_of(spec.layout, "cp") > 1:
+        message = "documents' masks do not go with context parallelism yet"
+        yield Problem("unsupported", message, "layout.cp", "type layout.cp=1")
+
+
+def context_parallel(spec: RunSpec) -> Iterator[Problem]:
+    cp, model = size_of(spec.layout, "cp"), spec.model
+    if cp == 1:
+        return
+    if isinstance(model, ConvModel):
+        yield _spread_alone("cp", "images have no sequence")
+    elif isinstance(model, HybridModel):
+        yield _spread_alone("cp", "a state-space scan runs along the whole sequence")
+    elif spec.layout.context_method == "ulysses":
+        yield from _sequence(spec, cp, "cp")
+        for field in ("num_heads", "num_kv_heads"):
+            heads, tp = getattr(model, field), size_of(spec.layout, "tp")
+            if heads % (cp * tp):
+                yield _indivisible("cp", cp * tp, f"model.{field}", heads)
+    else:
+        yield from _sequence(spec, 2 * cp, "2 x cp, the zigzag's chunks")
+        yield from _whole_attention(spec)
+
+
+def _whole_attention(spec: RunSpec) -> Iterator[Problem]:
+    for field in ("sliding_window", "mla", "attention_sinks"):
+        if getattr(spec.model, field, None):
+            message = f"ring attention crosses the whole causal half; `model.{field}` needs each head's whole sequence"
+            yield Problem("illegal_layout", message, "layout.context_method", "type layout.context_method=ulysses")
+
+
+def _sequence(spec: RunSpec, parts: int, what: str) -> Iterator[Problem]:
+    if parts and spec.data.seq_len % parts:  # a size of 0 is refused elsewhere
+        near = max(parts, spec.data.seq_len // parts * parts)
+        message = f"a sequence of {spec.data.seq_len} tokens does not divide by {parts} ({what})"
+        yield Problem("not_divisible", message, "data.seq_len", f"type data.seq_len={near}")
+
+
+def pipeline(spec: RunSpec) -> Iterator[Problem]:
+    layout, pp = spec.layout, size_of(spec.layout, "pp")
+    if pp == 1:
+        return
+    if isinstance(spec.model, ConvModel):
+        yield _spread_alone("pp", "its stages differ in shape")
+        return
+    yield from _virtual_stages(spec)
+    yield from _stage_layers(spec)
+    if layout.pipeline_schedule in SPLIT_SCHEDULES and spec.compile:
+        message = f"{layout.pipeline_schedule} splits each backward in two, which a compiled block does in one"
+        yield Problem("illegal_layout", message, "compile", "type compile=false, or layout.pipeline_schedule=1f1b")
+
+
+def _virtual_stages(spec: RunSpec) -> Iterator[Problem]:
+    schedule, chunks = spec.layout.pipeline_schedule, spec.layout.virtual_stages
+    if chunks == AUTO or schedule == AUTO:
+        return
+    if schedule == "interleaved" and chunks < 2:
+        message = f"the interleaved schedule needs 2 virtual stages or more, `layout.virtual_stages` is {chunks}"
+        yield Problem("illegal_layout", message, "layout.virtual_stages", "type layout.virtual_stages=2")
+    if schedule != "interleaved" and chunks > 1:
+        message = (
+            f"`layout.virtual_stages` is {chunks}; the schedule {schedule} has one chunk of layers a rank of its own"
+        )
+        hint = "type layout.pipeline_schedule=interleaved, or layout.virtual_stages=1"
+        yield Problem("illegal_layout", message, "layout.virtual_stages", hint)
+
+
+def _stage_layers(spec: RunSpec) -> Iterator[Problem]:
+    """Every stage holds a layer at least."""
+    stages, layers, wanted = count_stages(spec.layout), spec.model.num_layers, spec.layout.stage_layers  # type: ignore[union-attr]
+    if layers < stages:
+        message = f"{layers} layers (`model.num_layers`) do not fill {stages} pipeline stages"
+        yield Problem("illegal_layout", message, "layout.pp", _fewer_stages(layers, spec.layout))
+    if wanted is not None and (len(wanted) != stages or sum(wanted) != layers or min(wanted) < 1):
+        message = (
+            f"`layout.stage_layers` is {list(wanted)}: {len(wanted)} stages with {sum(wanted)} layers; "
+            f"the layout has {stages} stages, the model {layers} layers"
+        )
+        even, spare = divmod(layers, stages)
+        fitting = ",".join(str(even + (stage < spare)) for stage in range(stages))
+        yield Problem("illegal_layout", message, "layout.stage_layers", f"type layout.stage_layers=[{fitting}]")
+
+
+def count_stages(layout: LayoutSpec) -> int:
+    chunks = 2 if layout.pipeline_schedule == "zbv" else size_of(layout, "virtual_stages")
+    return size_of(layout, "pp") * chunks
+
+
+def _fewer_stages(layers: int, layout: LayoutSpec) -> str:
+    pp = size_of(layout, "pp")
+    chunks = count_stages(layout) // pp
+    if chunks > 1 and layers >= pp:
+        return f"type layout.pipeline_schedule=1f1b, which has one stage a rank and not {chunks}"
+    return f"type layout.pp={max(1, layers // chunks)}"
+
+
+def expert_parallel(spec: RunSpec) -> Iterator[Problem]:
+    ep, etp = size_of(spec.layout, "ep"), size_of(spec.layout, "etp")
+    experts: Any = getattr(spec.model, "experts", None)
+    if etp > 1:
+        yield Problem("illegal_layout", "the engine spreads whole experts", "layout.etp", "type layout.etp=1")
+    if ep == 1:
+        return
+    if experts is None:
+        yield _spread_alone("ep", "the model has no experts")
+        return
+    if experts.num_experts % ep:
+        yield _indivisible("ep", ep, "model.experts.num_experts", experts.num_experts)
+    axes = ("dp_shard", "cp", "tp")
+    sizes = [getattr(spec.layout, axis) for axis in axes]
+    if AUTO not in sizes and (sizes[0] * sizes[1] * sizes[2]) % ep:
+        ranks = sizes[0] * sizes[1] * sizes[2]
+        message = f"ep={ep} does not divide the {ranks} ranks of {' x '.join(axes)}, which share the experts"
+        yield Problem("not_divisible", message, "layout.ep", "experts are spread over those ranks: raise dp_shard")
+
+
+def capacity(spec: RunSpec) -> Iterator[Problem]:
+    """What an expert takes is its share of each sequence, which a rank must then see whole."""
+    experts: Any = getattr(spec.model, "experts", None)
+    cut = [axis for axis in ("cp", "tp") if size_of(spec.layout, axis) > 1]
+    if experts is not None and experts.capacity_factor is not None and cut:
+        message = f"a capacity of each sequence's experts cannot be kept where {cut[0]} cuts the sequence"
+        hint = f"type model.experts.capacity_factor=null, or layout.{cut[0]}=1"
+        yield Problem("illegal_layout", message, f"layout.{cut[0]}", hint)
+
+
+LAYOUT_RULES = (tensor_parallel, context_parallel, pipeline, expert_parallel, capacity, adapters, documents)
+
+
+def _spread_alone(axis: str, reason: str) -> Problem:
+    return Problem(
+        "illegal_layout", f"`layout.{axis}` cannot be used here: {reason}", f"layout.{axis}", f"type layout.{axis}=1"
+    )
+
+
+def _indivisible(axis: str, parts: int, path: str, size: int) -> Problem:
+    fitting = ", ".join(str(n) for n in range(1, parts + 1) if size % n == 0)
+    message = f"{size} (`{path}`) does not divide by {parts} (layout.{axis})"
+    return Problem("not_divisible", message, f"layout.{axis}", f"it divides by {fitting}")
