@@ -59,7 +59,7 @@ def setup_of(plan: Plan, machine: Machine) -> Setup:
         recompute=RECOMPUTE[plan.recompute],
         offload_optimizer=plan.offload == "optimizer",
         matmul=plan.compute if plan.spec.precision.matmul == "compute" else template.matmul,
-        software=software_of(plan.spec, sharded=layout.zero_stage == 3 and layout.dp_shard > 1),
+        software=software_of(plan.spec, sharded=layout.shards_parameters),
     )
 
 

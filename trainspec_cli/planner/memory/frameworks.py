@@ -152,7 +152,7 @@ def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) ->
 
 def gathered_bytes(layer: LayerMemory, outside: float, setup: Setup) -> float:
     """ZeRO-3: two layers' parameters and a layer's gradients unsharded, and the embedding and head."""
-    if setup.layout.zero_stage != 3 or setup.layout.dp_shard == 1:
+    if not setup.layout.shards_parameters:
         return 0.0
     params = layer.params + layer.expert_params
     gradient = (setup.software.reduce_bytes + 2.0) * params * min(1.0, setup.trainable * 1e3)
@@ -168,18 +168,17 @@ def step_bytes(params: float, freed_bytes: float, setup: Setup) -> float:
 def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory, constants: MemoryModel) -> MemoryBreakdown:
     """Of one pipeline stage."""
     layout, last = setup.layout, stage == setup.layout.pp - 1
-    shards = layout.dp_shard * layout.cp
-    expert_shards = max(1, shards * layout.tp // (layout.ep * layout.etp))
+    shards = layout.shards
     ends = [embedding_work(setup.model, setup.tokens, layout) if stage == 0 else None]
     ends.append(head_work(setup.model, setup.tokens, layout) if last else None)
     outside = sum(work.params for work in ends if work)
     dense = add(state_bytes(layers * layer.params, shards, setup), state_bytes(outside, shards, setup, True))
-    experts = state_bytes(layers * layer.expert_params, expert_shards, setup)
+    experts = state_bytes(layers * layer.expert_params, layout.expert_shards, setup)
     logits = logit_bytes(setup, constants) if last else 0.0
     activations = stage_activations(setup, stage, layers, layer, logits)
     buffers = setup.software.bucket_bytes if layout.data_parallel_size > 1 else 0.0
     gathered = gathered_bytes(layer, outside, setup)
-    stepping = (layers * layer.params + outside) / shards + layers * layer.expert_params / expert_shards
+    stepping = (layers * layer.params + outside) / shards + layers * layer.expert_params / layout.expert_shards
     stepped = step_bytes(stepping * setup.trainable, constants.reuse * (activations + logits + gathered), setup)
     parameters = dense[0] + experts[0] + gathered
     gradients, optimizer = dense[1] + experts[1], dense[2] + experts[2] + stepped

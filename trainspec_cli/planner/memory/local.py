@@ -52,7 +52,7 @@ def fragmentation(probe: MachineProbe) -> float:
 def parameter_bytes(plan: Plan, model: DecoderModel) -> float:
     """Own ones in fp32, and in the compute format those that are gathered."""
     block, outside = unit_params(plan, model)
-    freed = plan.layout.dp_shard > 1 and plan.layout.zero_stage == 3
+    freed = plan.layout.shards_parameters
     gathered = (2 * block if freed else model.num_layers * block) + outside
     return 4 * plan.params / plan.layout.dp_shard + COMPUTE_BYTES[plan.compute] * gathered
 

@@ -79,7 +79,7 @@ class Search:
         return [found for _, _, found in sorted(best, key=lambda item: (-item[0], item[1]))]
 
     def _setup(self, layout: Layout, micro: int, accum: int) -> Setup:
-        sharded = layout.zero_stage == 3 and layout.dp_shard > 1
+        sharded = layout.shards_parameters
         return replace(
             self.template,
             layout=layout,
@@ -127,7 +127,7 @@ class Search:
 
     def _part_key(self, setup: Setup) -> tuple[object, ...]:
         layout = setup.layout
-        gathered = layout.zero_stage == 3 and layout.dp_shard > 1
+        gathered = layout.shards_parameters
         accum = setup.grad_accum if setup.matmul in EIGHT_BIT else setup.grad_accum > 1
         return *_cut(layout), layout.pp == 1, gathered, setup.micro_batch_size, accum, id(setup.software)
 

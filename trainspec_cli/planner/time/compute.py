@@ -200,7 +200,7 @@ def launches(work: Work, setup: Setup) -> float:
 def accumulate_s(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> float:
     """Adding a micro-batch's weight gradients to those before: at the end of the product itself, or a kernel apart."""
     layout, software = setup.layout, setup.software
-    if setup.grad_accum == 1 or (layout.zero_stage == 3 and layout.dp_shard > 1):
+    if setup.grad_accum == 1 or layout.shards_parameters:
         return 0.0
     weights = sum(gemm.k * gemm.n * gemm.count for gemm in work.gemms)
     if software.fused_accumulation:

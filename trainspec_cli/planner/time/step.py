@@ -208,25 +208,18 @@ def host_wait_s(part: Part, device_s: float, setup: Setup, eff: Efficiency) -> f
 def optimizer_s(part: Part, setup: Setup, rates: Rates, eff: Efficiency) -> float:
     """Gradients, master weights and moments through memory once each way; over the host link when offloaded."""
     layout, software = setup.layout, setup.software
-    shards = layout.dp_shard * layout.cp
-    params = setup.trainable * (part.params / shards + part.expert_params / expert_shards(setup))
+    params = setup.trainable * (part.params / layout.shards + part.expert_params / layout.expert_shards)
     traffic = params * (software.grad_bytes + 2 * software.master_bytes + 2 * software.moment_bytes + 2)
     if setup.offload_optimizer:
         return params * (software.grad_bytes + 2) / (setup.fabric.host_link_gb_per_s * 1e9) + traffic / 100e9
     return eff.optimizer_passes * traffic / rates.memory
 
 
-def expert_shards(setup: Setup) -> int:
-    """Ranks that share the optimizer state of one expert."""
-    layout = setup.layout
-    return max(1, layout.dp_shard * layout.cp * layout.tp // (layout.ep * layout.etp))
-
-
 def data_parallel_s(part: Part, setup: Setup, groups: dict[str, Group], eff: Efficiency) -> float:
     """Exposed time of gradients' reduction and parameters' gathering."""
     forward = part.time.forward + part.comm.tp + part.comm.ep
     backward = part.time.backward + part.comm.tp + part.comm.ep + recompute_part_s(part, setup)
-    if setup.layout.zero_stage == 3 and setup.layout.dp_shard > 1:
+    if setup.layout.shards_parameters:
         return fully_sharded_s(part, forward, backward, setup, groups, eff)
     software = setup.software
     dense, experts = part.params, part.expert_params

@@ -7,18 +7,26 @@ from typing import Any
 
 from trainspec_cli.errors import Problem
 from trainspec_cli.spec.auto import AUTO
-from trainspec_cli.spec.recipe.layout import LayoutSpec
+from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
 from trainspec_cli.spec.recipe.lora import TARGETS
 from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel, HybridModel
 from trainspec_cli.spec.recipe.run import RunSpec
-
-SPLIT_SCHEDULES = ("zero_bubble", "zbv")
 
 
 def size_of(layout: LayoutSpec, axis: str) -> int:
     """An axis that is left to the planner restricts nothing yet."""
     size = getattr(layout, axis)
     return 1 if size == AUTO else int(size)
+
+
+def pipeline_of(layout: LayoutSpec, virtual_stages: int = 1) -> Layout:
+    """The pipeline alone, with what is left to the planner as it is without one."""
+    schedule = layout.pipeline_schedule
+    return Layout(
+        pp=size_of(layout, "pp"),
+        pipeline_schedule="1f1b" if schedule == AUTO else schedule,
+        virtual_stages=virtual_stages,
+    )
 
 
 def tensor_parallel(spec: RunSpec) -> Iterator[Problem]:
@@ -50,7 +58,7 @@ def adapters(spec: RunSpec) -> Iterator[Problem]:
     if not isinstance(spec.model, DecoderModel):
         message = f"adapters are for decoders, and `model.family` is {spec.model.family}"
         yield Problem("unsupported", message, "lora.rank", "type lora.rank=0")
-    if spec.layout.pipeline_schedule in SPLIT_SCHEDULES and size_of(spec.layout, "pp") > 1:
+    if pipeline_of(spec.layout).splits_backward:
         message = (
             f"`layout.pipeline_schedule` {spec.layout.pipeline_schedule} splits backwards, which adapters have not"
         )
@@ -119,7 +127,7 @@ def pipeline(spec: RunSpec) -> Iterator[Problem]:
         return
     yield from _virtual_stages(spec)
     yield from _stage_layers(spec)
-    if layout.pipeline_schedule in SPLIT_SCHEDULES and spec.compile:
+    if pipeline_of(layout).splits_backward and spec.compile:
         message = f"{layout.pipeline_schedule} splits each backward in two, which a compiled block does in one"
         yield Problem("illegal_layout", message, "compile", "type compile=false, or layout.pipeline_schedule=1f1b")
 
@@ -141,10 +149,12 @@ def _virtual_stages(spec: RunSpec) -> Iterator[Problem]:
 
 def _stage_layers(spec: RunSpec) -> Iterator[Problem]:
     """Every stage holds a layer at least."""
-    stages, layers, wanted = count_stages(spec.layout), spec.model.num_layers, spec.layout.stage_layers  # type: ignore[union-attr]
+    layers, wanted = spec.model.num_layers, spec.layout.stage_layers  # type: ignore[union-attr]
+    layout = pipeline_of(spec.layout, size_of(spec.layout, "virtual_stages"))
+    stages = layout.num_stages
     if layers < stages:
         message = f"{layers} layers (`model.num_layers`) do not fill {stages} pipeline stages"
-        yield Problem("illegal_layout", message, "layout.pp", _fewer_stages(layers, spec.layout))
+        yield Problem("illegal_layout", message, "layout.pp", _fewer_stages(layers, layout))
     if wanted is not None and (len(wanted) != stages or sum(wanted) != layers or min(wanted) < 1):
         message = (
             f"`layout.stage_layers` is {list(wanted)}: {len(wanted)} stages with {sum(wanted)} layers; "
@@ -155,15 +165,9 @@ def _stage_layers(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("illegal_layout", message, "layout.stage_layers", f"type layout.stage_layers=[{fitting}]")
 
 
-def count_stages(layout: LayoutSpec) -> int:
-    chunks = 2 if layout.pipeline_schedule == "zbv" else size_of(layout, "virtual_stages")
-    return size_of(layout, "pp") * chunks
-
-
-def _fewer_stages(layers: int, layout: LayoutSpec) -> str:
-    pp = size_of(layout, "pp")
-    chunks = count_stages(layout) // pp
-    if chunks > 1 and layers >= pp:
+def _fewer_stages(layers: int, layout: Layout) -> str:
+    chunks = layout.chunks_per_rank
+    if chunks > 1 and layers >= layout.pp:
         return f"type layout.pipeline_schedule=1f1b, which has one stage a rank and not {chunks}"
     return f"type layout.pp={max(1, layers // chunks)}"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainspec_cli.errors import Problem
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.rules.layout import SPLIT_SCHEDULES, size_of
+from trainspec_cli.spec.rules.layout import pipeline_of, size_of
 
 FP8_MULTIPLE = 16
 """Kernels take matrices whose sides are multiples of it."""
@@ -20,7 +20,7 @@ def float8(spec: RunSpec) -> Iterator[Problem]:
         yield _unsupported("precision.matmul", "it is built for decoders' linear layers alone", _PLAINLY)
         return
     yield from _sizes(spec.model, size_of(spec.layout, "tp"))
-    if spec.layout.pipeline_schedule in SPLIT_SCHEDULES and size_of(spec.layout, "pp") > 1:
+    if pipeline_of(spec.layout).splits_backward:
         message = (
             f"{spec.layout.pipeline_schedule} splits each linear layer's backward in two, which fp8 ones do in one"
         )

@@ -13,7 +13,6 @@ from trainspec_cli.planner.memory.engine.profile import BlockProfile, profile
 from trainspec_cli.planner.memory.engine.run import WIDTHS, EngineRun
 from trainspec_cli.planner.memory.engine.sharding import MASTER_WIDTH, Sharded, Sharding
 from trainspec_cli.planner.memory.engine.units import Unit
-from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.model import ConvModel
 from trainspec_cli.spec.recipe.run import Recompute
 
@@ -51,7 +50,7 @@ class ConvReplay:
         self._hold_state()
         for left in reversed(range(self.given.micro_batches)):
             self._forward()
-            self._backward(exchanges=left == 0 or exchanges_every_backward(self.given.layout))
+            self._backward(exchanges=left == 0 or self.given.layout.exchanges_every_backward)
         return self.account.at_peak
 
     def _hold_state(self) -> None:
@@ -124,8 +123,3 @@ def _profiled(part: Part, width: float, recompute: Recompute) -> BlockProfile:
     tape = ConvTape(width)
     sources = part.sources(tape)
     return profile(tape, lambda: part.forward(tape, sources), recompute)
-
-
-def exchanges_every_backward(layout: Layout) -> bool:
-    """ZeRO-2 and 3 without replicas keep gradients sharded from one micro-batch to the next."""
-    return layout.zero_stage >= 2 and layout.dp_shard > 1 and layout.dp_replicate == 1

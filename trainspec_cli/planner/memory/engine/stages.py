@@ -65,7 +65,7 @@ def _is_built(setup: Setup) -> bool:
     layout = setup.layout
     if isinstance(setup.model, ConvModel):
         return layout.tp == layout.cp == layout.pp == 1
-    return layout.etp == 1 and layout.dp_shard * layout.cp * layout.tp % layout.ep == 0
+    return layout.etp == 1 and layout.expert_ranks % layout.ep == 0
 
 
 def _run_of(setup: Setup, recompute: Recompute) -> EngineRun:

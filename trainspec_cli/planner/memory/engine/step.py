@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from trainspec_cli.planner.memory.engine.account import Account
 from trainspec_cli.planner.memory.engine.blocks import profile_block
-from trainspec_cli.planner.memory.engine.conv_step import ConvReplay, exchanges_every_backward
+from trainspec_cli.planner.memory.engine.conv_step import ConvReplay
 from trainspec_cli.planner.memory.engine.profile import BlockProfile
 from trainspec_cli.planner.memory.engine.run import WIDTHS, EnginePeak, EngineRun, is_counted, run_of
 from trainspec_cli.planner.memory.engine.shape import Layer, Shape, TextModel, layers_of
@@ -20,7 +20,7 @@ from trainspec_cli.planner.memory.engine.units import (
     outside_unit,
     whole_experts,
 )
-from trainspec_cli.policy.pipeline import SPLIT_SCHEDULES, Action, actions, cut_layers, num_stages, stages_of_rank
+from trainspec_cli.policy.pipeline import Action, actions, cut_layers
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel
 from trainspec_cli.spec.results.plan import Plan
@@ -92,14 +92,14 @@ class _Replay:
         self.given, self.model, self.layout, self.rank = run, model, run.layout, pipeline_rank
         self.micro_batches = replayed_micro_batches(run)
         self.width, self.reduce_width = WIDTHS[run.compute], WIDTHS[run.reduce]
-        self.split = run.layout.pp > 1 and run.layout.pipeline_schedule in SPLIT_SCHEDULES
+        self.split = run.layout.splits_backward
         self.layers = layers_of(model)
         self.shape = shape_of(run, model, self.layers[0])
         self.account = Account()
-        self.stages = {stage: self._stage(stage) for stage in stages_of_rank(run.layout, pipeline_rank)}
+        self.stages = {stage: self._stage(stage) for stage in run.layout.stages_of_rank(pipeline_rank)}
 
     def _stage(self, stage: int) -> _Stage:
-        stages = num_stages(self.layout)
+        stages = self.layout.num_stages
         held = cut_layers(self.model.num_layers, self.layout)[stage] if stages > 1 else range(self.model.num_layers)
         first, last = stage == 0, stage == stages - 1
         outside = Sharded(freeze(outside_unit(self.model, self.layout, first, last), self.given.lora))
@@ -162,7 +162,7 @@ class _Replay:
     def _backward(self, action: Action) -> None:
         stage = self.stages[action.stage]
         stage.left -= 1
-        self._backpropagate(stage, (exchanges_every_backward(self.layout) and not self.split) or stage.left == 0)
+        self._backpropagate(stage, self.layout.exchanges_every_backward or stage.left == 0)
 
     def _backward_input(self, action: Action) -> None:
         self._backpropagate(self.stages[action.stage], exchanges=False)

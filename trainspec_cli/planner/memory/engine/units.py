@@ -53,7 +53,7 @@ class Unit:
 
 
 def block_unit(model: TextModel, layer: Layer, layout: Layout, lora: LoraSpec) -> Unit:
-    early, shards = whole_experts(model, layer, layout).full, layout.dp_shard * layout.cp
+    early, shards = whole_experts(model, layer, layout).full, layout.shards
     matrices = tuple(block_matrices(model, layer, layout))
     if not lora.rank or not isinstance(model, DecoderModel):
         return Unit(matrices, shards, early=early)
@@ -141,7 +141,7 @@ def _experts(model: DecoderModel, ep: int) -> Iterator[tuple[int, int, int]]:
 def experts_unit(model: TextModel, layout: Layout) -> Unit:
     """Those of one rank of ep, over the ranks that ep leaves: by experts where these divide, else by rows."""
     decoder = model.as_decoder if isinstance(model, HybridModel) else model
-    shards = layout.dp_shard * layout.cp * layout.tp // layout.ep
+    shards = layout.expert_ranks // layout.ep
     shapes = list(_experts(decoder, layout.ep))
     if shapes[0][0] % shards == 0:
         return Unit(tuple((experts, rows * row) for experts, rows, row in shapes), shards)
@@ -152,7 +152,7 @@ def whole_experts(model: TextModel, layer: Layer, layout: Layout) -> Unit:
     """Those in a block's unit."""
     decoder = model.as_decoder if isinstance(model, HybridModel) else model
     held = _experts(decoder, 1) if "experts" in layer.mixers and layout.ep == 1 else ()
-    return Unit(tuple((experts, rows * row) for experts, rows, row in held), layout.dp_shard * layout.cp)
+    return Unit(tuple((experts, rows * row) for experts, rows, row in held), layout.shards)
 
 
 CONV_TAPS = 4
@@ -177,4 +177,4 @@ def outside_unit(model: TextModel, layout: Layout, first: bool, last: bool) -> U
         matrices.append((model.learned_positions, model.hidden_size))
     matrices += [(model.hidden_size, 1)] if last else []
     matrices += [table] if last and not model.tied_embeddings else []
-    return Unit(tuple(matrices), layout.dp_shard * layout.cp)
+    return Unit(tuple(matrices), layout.shards)
