@@ -12,7 +12,7 @@ from trainspec_cli.planner.hardware.topology import Fabric
 from trainspec_cli.planner.setup import Setup, Software
 from trainspec_cli.planner.time.compute import gemm_s, layer_time, rates_of
 from trainspec_cli.planner.time.step import estimate_step
-from trainspec_cli.planner.workload.layers import layer_kinds
+from trainspec_cli.planner.workload import layer_kinds
 from trainspec_cli.planner.workload.work import Gemm, Work
 from trainspec_cli.spec.recipe.layout import Layout
 

@@ -37,6 +37,10 @@ class HybridBlock(nn.Module):
         return x_BSD + self.get_submodule(self.kind)(self.norm(x_BSD))
 
 
+def build(model: HybridModel, _seq_len: int, layers: range | None) -> Hybrid:
+    return Hybrid(model, layers)
+
+
 class Hybrid(LanguageModel):
     """The order of the layers tells tokens' places: state-space layers need no positions, nor do those between."""
 

@@ -17,10 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainspec_cli.spec.recipe.model import HybridModel
+from trainspec_cli.spec.recipe.model_parts import CONV_TAPS, SCAN_BLOCK
 
-CONV_TAPS = 4
-SCAN_BLOCK = 128
-"""Tokens of a block: the products within grow with it, the states between shrink."""
 STEP_RANGE = (1e-3, 0.1)
 """First values of the step dt, log-uniform."""
 DECAY_RANGE = (1.0, 16.0)

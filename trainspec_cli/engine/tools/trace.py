@@ -36,7 +36,6 @@ from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.recipe.kernels import KernelSpec
 from trainspec_cli.spec.recipe.layout import MESH_AXES
-from trainspec_cli.spec.recipe.model import ConvModel
 from trainspec_cli.spec.results.plan import Plan
 
 CPU = torch.device("cpu")
@@ -214,7 +213,7 @@ def one_step(plan: Plan, built: Machinery, micro_batches: int) -> None:
 
 def fake_batch(plan: Plan, built: Machinery) -> MicroBatch:
     model, samples = plan.spec.model, plan.micro_batch_size
-    if isinstance(model, ConvModel):
+    if model.unit == "samples":
         images = torch.zeros(samples, model.in_channels, *model.input_size)
         labels = (samples, *model.input_size) if model.segments else (samples,)
         return images, torch.zeros(labels, dtype=torch.int64)
