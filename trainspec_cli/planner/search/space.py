@@ -156,7 +156,7 @@ def schedules_of(wanted: LayoutSpec) -> Sequence[PipelineSchedule]:
 
 
 def splits_heads(model: ModelSpec, tp: int) -> bool:
-    if tp == 1 or model.unit == "samples":
+    if tp == 1 or model.unit == "samples" or "tp" in model.record.refuses:
         return tp == 1
     heads = model.num_kv_heads or tp
     return model.num_heads % tp == model.ffn_size % tp == 0 and (heads % tp == 0 or tp % heads == 0)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from trainspec_cli.errors import Problem
-from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel, HybridModel
+from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel, HybridModel, TextModel
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.rules.model import not_divisible
 
@@ -26,7 +26,7 @@ def family_training(spec: RunSpec) -> Iterator[Problem]:
         yield from rule(spec.model, spec)
 
 
-# Decoders
+# Models of text
 
 
 def prediction_layers(model: DecoderModel, _spec: RunSpec) -> Iterator[Problem]:
@@ -35,13 +35,17 @@ def prediction_layers(model: DecoderModel, _spec: RunSpec) -> Iterator[Problem]:
         yield Problem("unsupported", message, "model.prediction_layers", "type model.prediction_layers=0")
 
 
+def heads(model: TextModel, _spec: RunSpec) -> Iterator[Problem]:
+    """Each key-value head serves equally many heads."""
+    if model.num_kv_heads and model.num_heads % model.num_kv_heads:
+        message = f"{model.num_heads} heads (`model.num_heads`) do not divide by {model.num_kv_heads} key-value heads"
+        yield not_divisible("model.num_kv_heads", message, model.num_heads, model.num_kv_heads)
+
+
 def rotary_width(model: DecoderModel, _spec: RunSpec) -> Iterator[Problem]:
     if model.head_dim % 2:
         message = f"`model.head_dim` is {model.head_dim}; rotary embeddings turn pairs and need an even number"
         yield Problem("not_divisible", message, "model.head_dim", f"type model.head_dim={model.head_dim + 1}")
-
-
-# Hybrids
 
 
 def layer_pattern(model: HybridModel, _spec: RunSpec) -> Iterator[Problem]:
@@ -95,7 +99,10 @@ def phantom_classes(model: ConvModel, spec: RunSpec) -> Iterator[Problem]:
 
 
 FamilyRule = Callable[[Any, RunSpec], Iterator[Problem]]
-SIZES: dict[str, tuple[FamilyRule, ...]] = {"decoder": (rotary_width,), "hybrid": (layer_pattern, mamba_heads)}
+SIZES: dict[str, tuple[FamilyRule, ...]] = {
+    "decoder": (heads, rotary_width),
+    "hybrid": (heads, layer_pattern, mamba_heads),
+}
 TRAINING: dict[str, tuple[FamilyRule, ...]] = {
     "decoder": (prediction_layers,),
     "conv": (known_architecture, fitting_input, phantom_classes),

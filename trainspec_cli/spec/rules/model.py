@@ -9,19 +9,6 @@ from trainspec_cli.errors import Problem
 from trainspec_cli.spec.recipe.run import RunSpec
 
 
-def heads(spec: RunSpec) -> Iterator[Problem]:
-    model = spec.model
-    if model.unit == "samples":
-        return
-    if model.num_kv_heads > 0 and model.num_heads % model.num_kv_heads:
-        yield not_divisible(
-            "model.num_kv_heads",
-            f"{model.num_heads} heads (`model.num_heads`) do not divide by {model.num_kv_heads} key-value heads",
-            model.num_heads,
-            model.num_kv_heads,
-        )
-
-
 def expert_choice(spec: RunSpec) -> Iterator[Problem]:
     experts = spec.model.experts
     if experts is not None and experts.top_k > experts.num_experts:
@@ -68,7 +55,6 @@ def position_table(spec: RunSpec) -> Iterator[Problem]:
 
 
 MODEL_RULES = (
-    heads,
     expert_choice,
     expert_groups,
     expert_width,
