@@ -151,7 +151,8 @@ def _unit_collectives_s(plan: Plan, params: int, probe: MachineProbe, *, is_bloc
     if layout.dp_shard > 1:
         gathers = _gathers(plan, is_block=is_block)
         seconds += gathers * probe.all_gather.at(params * COMPUTE_BYTES[plan.compute])
-        seconds += plan.grad_accum_steps * probe.reduce_scatter.at(reduced_bytes)
+        exchanges = plan.grad_accum_steps if layout.exchanges_every_backward else 1
+        seconds += exchanges * probe.reduce_scatter.at(reduced_bytes)
     if layout.dp_replicate > 1:
         seconds += probe.all_reduce.beyond_call(reduced_bytes / layout.dp_shard)
     return seconds
