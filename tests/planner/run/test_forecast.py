@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.planner.run import forecast as forecast_module
 from trainspec_cli.planner.run import goodput
-from trainspec_cli.planner.run.expense import occupation
+from trainspec_cli.planner.run.cost import occupation
 from trainspec_cli.planner.run.forecast import CHECKPOINT_BYTES, forecast_run
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.checkpoint import CheckpointSpec

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner.assumptions import gather_assumptions
 from trainspec_cli.planner.run import goodput
-from trainspec_cli.planner.run.expense import expect_carbon, expect_energy, expect_money, occupation
+from trainspec_cli.planner.run.cost import expect_carbon, expect_energy, expect_money, occupation
 from trainspec_cli.planner.run.uncertainty import propagate, within
 from trainspec_cli.policy import cadence, recovery
 from trainspec_cli.spec.auto import AUTO
