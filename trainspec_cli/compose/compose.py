@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainspec_cli.compose import hydra_session
 from trainspec_cli.compose.arguments import RECIPE, Argument, parse_arguments, value_paths
 from trainspec_cli.compose.folders import find_folders
-from trainspec_cli.compose.hydra_session import Part
+from trainspec_cli.compose.hydra_session import GroupChoice
 from trainspec_cli.compose.origins import COMMAND_LINE, Origin, Origins, locate, show_path
 from trainspec_cli.compose.selection import Selection, is_choice, select
 from trainspec_cli.compose.values import apply_arguments, resolve
@@ -118,7 +118,7 @@ def _without_references(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def _compose_files(selection: Selection) -> tuple[DictConfig, list[Part], list[Problem]]:
+def _compose_files(selection: Selection) -> tuple[DictConfig, list[GroupChoice], list[Problem]]:
     """What `select` did not foresee (defaults lists inside a user's own groups) comes in Hydra's own words."""
     try:
         return *hydra_session.load(selection.folders, selection.overrides(), selection.skipped), []
@@ -143,7 +143,7 @@ def _in_hydras_words(error: Exception, selection: Selection) -> Problem:
     )
 
 
-def _origins(selection: Selection, parts: Sequence[Part], values: Sequence[Argument]) -> Origins:
+def _origins(selection: Selection, parts: Sequence[GroupChoice], values: Sequence[Argument]) -> Origins:
     origins: Origins = {}
     for part in parts:
         file = selection.folders.find_config(part.name)

@@ -29,7 +29,7 @@ HYDRA_VERSION_BASE = "1.3"
 
 
 @dataclass(frozen=True)
-class Part:
+class GroupChoice:
     """One file of a composition."""
 
     name: str
@@ -47,7 +47,9 @@ class _Session:
 _session: ContextVar[_Session] = ContextVar("session")
 
 
-def load(folders: Folders, choices: Sequence[str], skipped: Mapping[str, set[int]]) -> tuple[DictConfig, list[Part]]:
+def load(
+    folders: Folders, choices: Sequence[str], skipped: Mapping[str, set[int]]
+) -> tuple[DictConfig, list[GroupChoice]]:
     """Compose the root with `choices` (`recipe=tiny`, `model=...`); -> the config, and its files, last wins.
 
     `skipped` names entries of recipes' defaults lists to leave out: config name -> their numbers from 0.
@@ -61,7 +63,7 @@ def load(folders: Folders, choices: Sequence[str], skipped: Mapping[str, set[int
             loader = GlobalHydra.instance().config_loader()
             files = loader.compute_defaults_list(ROOT, list(choices), RunMode.RUN).defaults
             parts = [
-                Part(file.config_path or "", file.package or "")
+                GroupChoice(file.config_path or "", file.package or "")
                 for file in files
                 if (file.package or "").partition(".")[0] != "hydra" and file.config_path != "_dummy_empty_config_"
             ]

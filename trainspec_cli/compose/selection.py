@@ -13,7 +13,7 @@ from pathlib import Path
 from trainspec_cli.compose.arguments import RECIPE, Argument, assign, problem_at
 from trainspec_cli.compose.folders import ROOT, SUFFIX, Folders
 from trainspec_cli.compose.origins import COMMAND_LINE, Origin
-from trainspec_cli.compose.yaml_file import Entry, YamlFile, read_yaml
+from trainspec_cli.compose.yaml_file import YamlEntry, YamlFile, read_yaml
 from trainspec_cli.errors import Problem, RecipeError, closest
 from trainspec_cli.reading.files import exists, expand
 
@@ -126,7 +126,7 @@ def _add_recipe(selection: Selection, name: str, seen: set[str]) -> bool:
     return True
 
 
-def _add_entry(selection: Selection, entry: Entry, seen: set[str]) -> bool:
+def _add_entry(selection: Selection, entry: YamlEntry, seen: set[str]) -> bool:
     problem = _check_entry(selection, entry)
     if problem:
         selection.problems.append(problem)
@@ -140,17 +140,17 @@ def _add_entry(selection: Selection, entry: Entry, seen: set[str]) -> bool:
     return True
 
 
-def _doubtful(entry: Entry, groups: Sequence[str]) -> str:
+def _doubtful(entry: YamlEntry, groups: Sequence[str]) -> str:
     """What a wrong line of a defaults list was to give: a group's values, or a whole recipe's."""
     group = entry.key.split()[-1].removeprefix("/") if entry.key else RECIPE
     return closest(group, groups) or group
 
 
-def _parent(entry: Entry) -> str:
+def _parent(entry: YamlEntry) -> str:
     return f"{RECIPE}/{entry.value.removeprefix(f'/{RECIPE}/')}"
 
 
-def _check_entry(selection: Selection, entry: Entry) -> Problem | None:
+def _check_entry(selection: Selection, entry: YamlEntry) -> Problem | None:
     """A recipe's defaults list holds `_self_`, names of recipes, and `override /group: option`."""
     if not entry.key:
         return None if entry.value == SELF else _check_parent(selection, entry)
@@ -168,7 +168,7 @@ def _check_entry(selection: Selection, entry: Entry) -> Problem | None:
     return None
 
 
-def _check_parent(selection: Selection, entry: Entry) -> Problem | None:
+def _check_parent(selection: Selection, entry: YamlEntry) -> Problem | None:
     if entry.value and selection.folders.find_config(_parent(entry)):
         return None
     names = selection.folders.recipe_names()
@@ -177,7 +177,7 @@ def _check_parent(selection: Selection, entry: Entry) -> Problem | None:
     return _entry_problem(entry, "unknown_recipe", f"there is no recipe `{entry.value}` to build on", hint)
 
 
-def _entry_problem(entry: Entry, code: str, message: str, hint: str) -> Problem:
+def _entry_problem(entry: YamlEntry, code: str, message: str, hint: str) -> Problem:
     origin = entry.origin
     return Problem(
         code=code,

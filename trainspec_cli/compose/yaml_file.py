@@ -32,7 +32,7 @@ _NO_SPACE = re.compile(r"\s*[\w-]+:[^\s:]")
 
 
 @dataclass(frozen=True)
-class Entry:
+class YamlEntry:
     """One line of a defaults list: `override /model: llama_6m`, or a bare name."""
 
     key: str
@@ -47,7 +47,7 @@ class YamlFile:
     """Its first key, or its first line."""
     origins: Origins
     """Dotted path, as written in this file -> where its key stands."""
-    defaults: tuple[Entry, ...]
+    defaults: tuple[YamlEntry, ...]
     description: str
 
 
@@ -141,13 +141,13 @@ def _walk(node: yaml.MappingNode, prefix: str, shown: str) -> Iterator[tuple[str
             yield from _walk(value, f"{path}.", shown)
 
 
-def _entries(defaults: yaml.Node | None, shown: str) -> Iterator[Entry]:
+def _entries(defaults: yaml.Node | None, shown: str) -> Iterator[YamlEntry]:
     for node in defaults.value if isinstance(defaults, yaml.SequenceNode) else []:
         if isinstance(node, yaml.MappingNode) and node.value:
             key, value = node.value[0]
-            yield Entry(key.value, _scalar(value), _origin(key, shown))
+            yield YamlEntry(key.value, _scalar(value), _origin(key, shown))
         else:
-            yield Entry("", _scalar(node), _origin(node, shown))
+            yield YamlEntry("", _scalar(node), _origin(node, shown))
 
 
 def _origin(node: yaml.Node, shown: str) -> Origin:

@@ -10,9 +10,9 @@ from typing import Any
 
 from trainspec_cli.corpus.cache import cache_dir, make_cache
 from trainspec_cli.corpus.manifest import TOKENIZER_FILE
-from trainspec_cli.corpus.order import Mixed, Order, Shuffled
+from trainspec_cli.corpus.order import Mixed, SampleOrder, Shuffled
 from trainspec_cli.corpus.publish import publishing
-from trainspec_cli.corpus.rows import Joined, Packed, Rows, open_rows
+from trainspec_cli.corpus.rows import JoinedRows, Packed, Rows, open_rows
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.reading.files import expand
@@ -24,7 +24,7 @@ COLLECTION = "collection.json"
 
 
 @dataclass(frozen=True)
-class Part:
+class CorpusPart:
     folder: TokenFolder
     weight: float
 
@@ -40,7 +40,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Collection:
-    parts: Mapping[str, Part]
+    parts: Mapping[str, CorpusPart]
     """What is trained on, by name; a single one has none."""
     validation: Mapping[str, TokenFolder]
 
@@ -49,9 +49,11 @@ class Collection:
         """Raises RecipeError and MachineError as `TokenFolder.open`."""
         file = expand(folder) / COLLECTION
         if not file.is_file():
-            return cls({"": Part(TokenFolder.open(folder), 1.0)}, {})
+            return cls({"": CorpusPart(TokenFolder.open(folder), 1.0)}, {})
         told = _read(file)
-        parts = {name: Part(TokenFolder.open(part["folder"]), part["weight"]) for name, part in told["parts"].items()}
+        parts = {
+            name: CorpusPart(TokenFolder.open(part["folder"]), part["weight"]) for name, part in told["parts"].items()
+        }
         return cls(parts, {name: TokenFolder.open(path) for name, path in told["validation"].items()})
 
     @property
@@ -76,7 +78,7 @@ class Collection:
             return []
         return [f"{cut:,} conversations are longer than data.seq_len={data.seq_len:,}, and lose their ends"]
 
-    def order(self, data: DataSpec, seed: int) -> Order:
+    def order(self, data: DataSpec, seed: int) -> SampleOrder:
         """The stream that is trained on."""
         streams = [Shuffled(open_rows(part.folder, "train", data), seed) for part in self.parts.values()]
         return streams[0] if len(streams) == 1 else Mixed(streams, [part.weight for part in self.parts.values()], seed)
@@ -93,7 +95,7 @@ def _heldout(folder: TokenFolder, data: DataSpec) -> Judged:
 
 
 def _whole(folder: TokenFolder, data: DataSpec) -> Judged:
-    rows = Joined([open_rows(folder, split, data, keeps_rest=True) for split in ("train", "heldout")])
+    rows = JoinedRows([open_rows(folder, split, data, keeps_rest=True) for split in ("train", "heldout")])
     return Judged(rows, folder.num_bytes("train") + folder.num_bytes("heldout"))
 
 

@@ -44,7 +44,7 @@ class SplitSummary:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class ShardManifest:
     schema: int
     dtype: Dtype
     vocab_size: int
@@ -73,11 +73,11 @@ class Manifest:
         return (self.train.bytes + self.heldout.bytes) / max(1, self.train.tokens + self.heldout.tokens)
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, manifest: ShardManifest) -> None:
     (folder / MANIFEST_FILE).write_text(json_text(asdict(manifest)) + "\n", encoding="utf-8")
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> ShardManifest:
     """Raises RecipeError where there is no token folder, MachineError where its manifest is damaged."""
     file = folder / MANIFEST_FILE
     if not file.is_file():
@@ -96,14 +96,14 @@ def read_manifest(folder: Path) -> Manifest:
         fields = read_object(file)
         if fields["schema"] != SCHEMA:
             raise _unreadable(folder, f"has schema {fields['schema']}, this version reads {SCHEMA}")
-        manifest = structure(fields, Manifest)
+        manifest = structure(fields, ShardManifest)
         _check_sizes(manifest)
         return manifest
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, ExceptionGroup) as error:
         raise _unreadable(folder, f"is damaged ({type(error).__name__}: {error})") from error
 
 
-def _check_sizes(manifest: Manifest) -> None:
+def _check_sizes(manifest: ShardManifest) -> None:
     """Raises ValueError where a count is none, or the shards are not of the tokens that are told."""
     for name in SPLITS:
         split = manifest.split(name)

@@ -13,7 +13,7 @@ from trainspec_cli.corpus.rows import Row, Rows
 from trainspec_cli.corpus.samples import locate, permute
 
 
-class Order(Protocol):
+class SampleOrder(Protocol):
     """Positions count the samples of a run from 0, over all ranks and epochs."""
 
     def rows(self, positions: np.ndarray) -> list[Row]: ...
@@ -52,7 +52,7 @@ class Mixed:
     Positions are cut into blocks; in each, every stream has its share of places, which a permutation spreads.
     """
 
-    streams: Sequence[Order]
+    streams: Sequence[SampleOrder]
     weights: Sequence[float]
     seed: int
 

@@ -140,7 +140,7 @@ class Packed:
         return row
 
 
-class Joined:
+class JoinedRows:
     """The rows of several sources, one after another."""
 
     def __init__(self, sources: Sequence[Rows]):

@@ -15,8 +15,8 @@ from trainspec_cli.corpus.manifest import (
     SPLITS,
     TOKENIZER_FILE,
     Dtype,
-    Manifest,
     Shard,
+    ShardManifest,
     Split,
     SplitSummary,
     prepare_again,
@@ -100,7 +100,7 @@ class ShardWriter:
 class TokenFolder:
     """A folder of token shards, opened for reading."""
 
-    def __init__(self, path: Path, manifest: Manifest):
+    def __init__(self, path: Path, manifest: ShardManifest):
         self.path = path
         self.manifest = manifest
         self._maps = {split: self._map(split) for split in SPLITS}

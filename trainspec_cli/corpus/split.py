@@ -18,7 +18,7 @@ def content_hash(text: str) -> int:
 
 
 @dataclass
-class Scan:
+class SplitScan:
     """What a first look at every document tells."""
 
     documents: int = 0
@@ -43,7 +43,7 @@ class HeldoutRule:
     cut_fraction: float | None = None
 
     @classmethod
-    def from_scan(cls, scan: Scan, fraction: float) -> HeldoutRule:
+    def from_scan(cls, scan: SplitScan, fraction: float) -> HeldoutRule:
         """Holds out `fraction` of the documents, at least one and not all."""
         if scan.lowest_hash == scan.highest_hash:
             return cls(threshold=0, cut_fraction=fraction)
@@ -80,7 +80,7 @@ def pieces(text: str, max_chars: int = PIECE_CHARS) -> Iterator[str]:
 
 def hold_out(names: Sequence[str], fraction: float) -> set[str]:
     """About `fraction` of the files named, by their names; one at least, but never all."""
-    scan = Scan()
+    scan = SplitScan()
     for name in names:
         scan.add(name)
     threshold = HeldoutRule.from_scan(scan, fraction).threshold

@@ -13,7 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from trainspec_cli.corpus import bpe
-from trainspec_cli.corpus.manifest import SCHEMA, TOKENIZER_FILE, Dtype, Manifest, Shard, SplitSummary, write_manifest
+from trainspec_cli.corpus.manifest import (
+    SCHEMA,
+    TOKENIZER_FILE,
+    Dtype,
+    Shard,
+    ShardManifest,
+    SplitSummary,
+    write_manifest,
+)
 from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.reading.files import expand, open_regular, read_bytes
 from trainspec_cli.spec.recipe.data import DataSpec
@@ -42,7 +50,7 @@ def write_foreign(data: DataSpec, files: Sequence[Path], folder: Path) -> None:
         tokenizer = bpe.load(expand(data.tokenizer.path))
         (folder / TOKENIZER_FILE).write_text(tokenizer.to_str(), encoding="utf-8")
         end_id, vocab_size = bpe.find_end_of_document(tokenizer, data.tokenizer), bpe.count_vocab(tokenizer)
-    manifest = Manifest(
+    manifest = ShardManifest(
         schema=SCHEMA,
         dtype=found.dtype,
         vocab_size=vocab_size,

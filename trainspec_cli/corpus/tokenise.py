@@ -10,10 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from trainspec_cli.corpus import bpe
 from trainspec_cli.corpus.chat_tokens import write_conversations
-from trainspec_cli.corpus.manifest import SCHEMA, SPLITS, TOKENIZER_FILE, Manifest, Split, SplitSummary, write_manifest
+from trainspec_cli.corpus.manifest import (
+    SCHEMA,
+    SPLITS,
+    TOKENIZER_FILE,
+    ShardManifest,
+    Split,
+    SplitSummary,
+    write_manifest,
+)
 from trainspec_cli.corpus.shards import ShardWriter, choose_dtype
 from trainspec_cli.corpus.sources import Document, documents
-from trainspec_cli.corpus.split import HeldoutRule, Scan, pieces
+from trainspec_cli.corpus.split import HeldoutRule, SplitScan, pieces
 from trainspec_cli.corpus.xz import XzMeter
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.huggingface.chat_template import CHATML_TOKENS
@@ -48,7 +56,7 @@ def write_tokens(data: DataSpec, files: list[Path], folder: Path, on_progress: O
     else:
         texts = (document.text for document in read)
         summaries, xz_bits_per_byte = _encode(_cut(texts, rule), tokenizer, end_id, folder)
-    manifest = Manifest(
+    manifest = ShardManifest(
         schema=SCHEMA,
         dtype=choose_dtype(vocab_size),
         vocab_size=vocab_size,
@@ -86,8 +94,8 @@ def _read(data: DataSpec, files: list[Path], phase: str, num_bytes: int, on_prog
     on_progress(phase, end)
 
 
-def _scan(data: DataSpec, files: list[Path], on_progress: OnProgress) -> Scan:
-    scan = Scan()
+def _scan(data: DataSpec, files: list[Path], on_progress: OnProgress) -> SplitScan:
+    scan = SplitScan()
     for document in _read(data, files, "reading", sum(file.stat().st_size for file in files), on_progress):
         scan.add(document.text)
     if not scan.documents:
@@ -103,7 +111,7 @@ def _scan(data: DataSpec, files: list[Path], on_progress: OnProgress) -> Scan:
 
 
 def _build_tokenizer(
-    data: DataSpec, files: list[Path], scan: Scan, rule: HeldoutRule, on_progress: OnProgress
+    data: DataSpec, files: list[Path], scan: SplitScan, rule: HeldoutRule, on_progress: OnProgress
 ) -> Tokenizer:
     if data.tokenizer.path is not None:
         return bpe.load(expand(data.tokenizer.path))

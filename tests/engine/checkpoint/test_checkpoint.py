@@ -15,9 +15,16 @@ from safetensors import safe_open
 
 from trainspec_cli.engine.checkpoint import files, manifest, saver
 from trainspec_cli.engine.checkpoint.image import plan_image
-from trainspec_cli.engine.checkpoint.manifest import MANIFEST, About, Chunk, Manifest, TensorEntry, read_manifest
+from trainspec_cli.engine.checkpoint.manifest import (
+    MANIFEST,
+    About,
+    CheckpointManifest,
+    Chunk,
+    TensorEntry,
+    read_manifest,
+)
 from trainspec_cli.engine.checkpoint.ownership import choose_owners
-from trainspec_cli.engine.checkpoint.parts import Held, Part
+from trainspec_cli.engine.checkpoint.parts import Held, TensorPart
 from trainspec_cli.engine.checkpoint.reading import fill_parts
 from trainspec_cli.engine.checkpoint.saver import Saver
 from trainspec_cli.engine.checkpoint.store import load_newest
@@ -172,18 +179,18 @@ def test_parts_are_read_from_whatever_chunks_cover_them(tmp_path):
     pieces = {"a": full[:4, :3], "b": full[:4, 3:], "c": full[4:]}
     offsets = {"a": (0, 0), "b": (0, 3), "c": (4, 0)}
     for name, piece in pieces.items():
-        image = plan_image([Part("w", piece, offsets[name], (6, 8))])
+        image = plan_image([TensorPart("w", piece, offsets[name], (6, 8))])
         files.write_file(tmp_path / name, image.stream(image.parts))
     chunks = tuple(Chunk(name, offsets[name], tuple(piece.shape)) for name, piece in pieces.items())
-    whole = Manifest(about(1), 3, (), {"w": TensorEntry((6, 8), "F32", chunks)})
+    whole = CheckpointManifest(about(1), 3, (), {"w": TensorEntry((6, 8), "F32", chunks)})
     for rows, columns in ((slice(0, 6), slice(0, 8)), (slice(3, 5), slice(2, 6)), (slice(5, 6), slice(0, 1))):
         wanted = full[rows, columns]
-        part = Part("w", torch.zeros(wanted.shape), (rows.start, columns.start), (6, 8))
+        part = TensorPart("w", torch.zeros(wanted.shape), (rows.start, columns.start), (6, 8))
         fill_parts(tmp_path, whole, [part])
         assert torch.equal(part.tensor, wanted)
-    holed = Manifest(about(1), 3, (), {"w": TensorEntry((6, 8), "F32", chunks[:2])})
+    holed = CheckpointManifest(about(1), 3, (), {"w": TensorEntry((6, 8), "F32", chunks[:2])})
     with pytest.raises(MachineError, match="of w it holds 8 of 16 elements"):
-        fill_parts(tmp_path, holed, [Part("w", torch.zeros(2, 8), (3, 0), (6, 8))])
+        fill_parts(tmp_path, holed, [TensorPart("w", torch.zeros(2, 8), (3, 0), (6, 8))])
 
 
 def test_every_part_has_one_owner_and_bytes_are_shared_out():
@@ -266,7 +273,7 @@ def test_rank_0_waits_for_the_others_parts(tmp_path):
     partial.mkdir(parents=True)
 
     def part(rank):
-        image = plan_image([Part("w", torch.full((2,), rank), (2 * rank,), (4,))])
+        image = plan_image([TensorPart("w", torch.full((2,), rank), (2 * rank,), (4,))])
         digest = files.write_file(partial / files.file_name(rank), image.stream(image.parts))
         files.leave_part(partial, rank, manifest.WrittenPart(digest, image.entries(files.file_name(rank))))
 
@@ -332,9 +339,9 @@ def test_a_part_of_a_tensor_is_refused_with_the_number_in_its_whole_file(tmp_pat
     save(RunDir(tmp_path), spoil(held, held.shares[0].local, torch.nan), 3)
     folder, full = RunDir(tmp_path).checkpoint(3), (7, 5)
     whole = read_manifest(folder)
-    fill_parts(folder, whole, [Part("model.0.weight", torch.zeros(6, 5), (1, 0), full)])
+    fill_parts(folder, whole, [TensorPart("model.0.weight", torch.zeros(6, 5), (1, 0), full)])
     with pytest.raises(MachineError, match="holds 2 values"):
-        fill_parts(folder, whole, [Part("model.0.weight", torch.zeros(7, 2), (0, 3), full)])
+        fill_parts(folder, whole, [TensorPart("model.0.weight", torch.zeros(7, 2), (0, 3), full)])
 
 
 @pytest.mark.parametrize("name", ["../rank00000.safetensors", "/etc/passwd", "rank0.safetensors", "", 7])
