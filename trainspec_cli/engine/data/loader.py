@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainspec_cli.corpus.order import SampleOrder
 from trainspec_cli.corpus.rows import Row
-from trainspec_cli.corpus.samples import rank_positions
+from trainspec_cli.corpus.samples import SampleOrder, rank_positions
 from trainspec_cli.engine.batch import MicroBatch, held_part
 from trainspec_cli.engine.data.staging import PREFETCHED_STEPS, Slot, Staging
 

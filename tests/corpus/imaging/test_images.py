@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainspec_cli.corpus.images import ImageFolder, resize
+from trainspec_cli.corpus.imaging.images import ImageFolder, resize
 from trainspec_cli.corpus.labelled import find_samples
 from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.spec.recipe.data import DataSpec
@@ -75,7 +75,7 @@ def test_pictures_are_opened_with_pillow(tmp_path):
 
 
 def test_too_many_classes_are_refused(folder):
-    with pytest.raises(RecipeError, match=r"has 3 classes \(sub-folders\), the model tells 2") as caught:
+    with pytest.raises(RecipeError, match=r"has 3 classes \(sub-folders\), the model 2") as caught:
         find_samples(spec(folder), replace(MODEL, num_classes=2))
     assert caught.value.problems[0].hint == "type model.num_classes=3"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from trainspec_cli.corpus.imaging.volumes import VolumeFolder
 from trainspec_cli.corpus.labelled import find_samples
-from trainspec_cli.corpus.volumes import VolumeFolder
 from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.model import ConvModel
@@ -81,7 +81,7 @@ def test_several_contrasts_are_channels(folder):
 
 def test_a_volume_without_a_label_is_named(folder):
     (folder / "labels" / "case3.npy").unlink()
-    with pytest.raises(RecipeError, match=r"images/case3.npy has no partner of its name in labels/"):
+    with pytest.raises(RecipeError, match=r"images/case3.npy has no counterpart of its name in labels/"):
         find_samples(spec(folder), MODEL)
 
 
