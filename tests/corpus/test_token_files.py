@@ -68,7 +68,7 @@ def test_files_that_are_not_whole_are_named(tmp_path):
     with pytest.raises(MachineError, match=r"text.bin has 4 bytes, and its index lists 20 uint32 ids"):
         open_data("megatron", tmp_path)
     (tmp_path / "text.idx").write_bytes(b"something else, and longer than a header is")
-    with pytest.raises(MachineError, match=r"text.idx is no index of Megatron's"):
+    with pytest.raises(MachineError, match=r"text.idx is not a Megatron index"):
         open_data("megatron", tmp_path)
     (tmp_path / "text.idx").unlink()
     with pytest.raises(RecipeError, match=r"there is no .*text.idx"):
