@@ -74,5 +74,5 @@ def test_files_that_are_not_whole_are_named(tmp_path):
     with pytest.raises(RecipeError, match=r"there is no .*text.idx"):
         open_data("megatron", tmp_path)
     (tmp_path / "text.bin").write_bytes(b"123")
-    with pytest.raises(MachineError, match="no whole uint16 ids"):
+    with pytest.raises(MachineError, match="not a whole number of uint16 ids"):
         open_data("nanogpt", tmp_path)

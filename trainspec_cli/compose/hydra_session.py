@@ -1,4 +1,4 @@
-"""Hydra's compose API over our folders: recipes and groups, the user's own before those that ship.
+"""Hydra's compose API over trainspec's folders: recipes and groups, the user's own before the shipped ones.
 
 Two of Hydra's plugin kinds, registered by hand: a search path that puts the user's ./conf first, and a source
 with its own scheme (`recipes://`) that makes a flat folder of recipes the group `recipe`, merged at the root.
@@ -30,12 +30,12 @@ HYDRA_VERSION_BASE = "1.3"
 
 @dataclass(frozen=True)
 class GroupChoice:
-    """One file of a composition."""
+    """One file of a composition, and where it is merged."""
 
     name: str
     """`model/llama_6m`"""
     package: str
-    """The dotted path it is merged at; "" is the root."""
+    """The dotted path that it is merged at; "" is the root."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class OurSearchPath(SearchPathPlugin):  # type: ignore[misc]
 
 
 class RecipeSource(ConfigSource):  # type: ignore[misc]
-    """`recipe/tiny` -> FOLDER/tiny.yaml, merged at the root."""
+    """A source that reads `recipe/tiny` from FOLDER/tiny.yaml and merges it at the root."""
 
     @staticmethod
     def scheme() -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from trainspec_cli.corpus.imaging.images import ImageFolder, resize
 from trainspec_cli.corpus.labelled import find_samples
+from trainspec_cli.corpus.split import hold_out
 from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.model import ConvModel
@@ -44,6 +45,19 @@ def test_classes_are_the_sub_folders_and_every_picture_is_read(folder):
     assert 0 < images.count("heldout") < 15
     labels = [int(images.train(i, np.random.default_rng(0))[1]) for i in range(images.count("train"))]
     assert labels == sorted(labels) and set(labels) == {0, 1, 2}
+
+
+def test_held_out_pictures_are_never_trained_on(folder):
+    images = opened(folder)
+    held = hold_out([path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*.npy"))], 0.2)
+    assert images.count("heldout") == len(held)
+    for name in held:
+        (folder / name).unlink()
+    for index in range(images.count("train")):
+        images.train(index, np.random.default_rng(0))
+    for index in range(images.count("heldout")):
+        with pytest.raises(MachineError):
+            images.heldout(index)
 
 
 def test_a_crop_is_a_function_of_its_generator(folder):

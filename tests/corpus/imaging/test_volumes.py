@@ -10,6 +10,7 @@ import pytest
 
 from trainspec_cli.corpus.imaging.volumes import VolumeFolder
 from trainspec_cli.corpus.labelled import find_samples
+from trainspec_cli.corpus.split import hold_out
 from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.model import ConvModel
@@ -46,6 +47,19 @@ def test_image_and_label_are_cut_alike_normalised_and_padded(folder):
         assert values.std() < 1e-5, "one tissue is one grey"
     assert not image[..., 6:].any() and not label[..., 6:].any()
     assert abs(inside.mean()) < 0.2 and inside.std() == pytest.approx(1, abs=0.1)
+
+
+def test_held_out_volumes_are_never_trained_on(folder):
+    volumes = VolumeFolder(folder, spec(folder), MODEL)
+    held = hold_out([path.name for path in sorted((folder / "images").iterdir())], 0.25)
+    assert volumes.count("heldout") == len(held)
+    for name in held:
+        (folder / "images" / name).unlink()
+    for index in range(volumes.count("train")):
+        volumes.train(index, np.random.default_rng(0))
+    for index in range(volumes.count("heldout")):
+        with pytest.raises(MachineError):
+            volumes.heldout(index)
 
 
 def test_crops_move_and_are_a_function_of_their_generator(folder):
