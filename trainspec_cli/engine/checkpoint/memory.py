@@ -1,9 +1,9 @@
-"""Copies of the newest state in the hosts' memory: they outlive the workers, and a neighbour's outlives its host.
+"""Copies of the newest state in the nodes' memory, which outlive the workers; a neighbour's copy outlives its node.
 
-Each rank's copy is a file of the checkpoint in /dev/shm, in one of two slots, so that one of them is always whole. With
-several nodes every rank also keeps that of its neighbour, the same local rank of the node before. A run that starts
-again on the same hosts goes on from there where all parts of a step are found that is newer than the disk's; parts that
-a new host lacks are sent to it.
+Each rank's copy is a checkpoint file in /dev/shm, in one of two slots, so that one of them is always whole. With
+several nodes every rank also keeps the copy of its neighbour, the same local rank of the node before. A run that
+restarts on the same nodes resumes from there if all parts of a step newer than the disk's are found; parts that a new
+node lacks are sent to it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from trainspec_cli.spec.structure import convert
 
 @dataclass(frozen=True)
 class CopyLocation:
-    """Where this rank stands among the hosts."""
+    """This rank's position among the nodes, and the folder of its node's copies."""
 
     folder: Path
-    """This host's, in memory."""
+    """This node's folder in memory."""
     rank: int
     world_size: int
     ranks_per_host: int
@@ -56,7 +56,7 @@ class CopyLocation:
 
     @property
     def guest(self) -> int | None:
-        """The rank whose copy is kept here too; None on a single host."""
+        """The rank whose copy is kept here too; None on a single node."""
         return (self.rank - self.ranks_per_host) % self.world_size if self.world_size > self.ranks_per_host else None
 
     @property
@@ -69,7 +69,8 @@ class CopyLocation:
 
 
 class MemoryCopies:
-    """Of one rank. All ranks make the same calls; `share` alone runs in the writer's thread, on a group of its own."""
+    """The copies that one rank keeps. All ranks make the same calls; `share` runs in the writer's thread, on its own
+    group."""
 
     def __init__(self, place: CopyLocation, image: Image, device: torch.device):
         self._place, self._image, self._device = place, image, device
@@ -80,12 +81,14 @@ class MemoryCopies:
         self._guests: dict[int, Tensor] = {}
 
     def open(self, slot: int) -> Tensor:
-        """The slot's buffer, to be filled; what it held is a copy no more. Made when it is first wanted: until then
-        it may hold what the run goes on from."""
+        """Return the slot's buffer, to be filled, and invalidate its former copy.
+
+        The buffer is made at first use: until then the slot may hold the copy that the run resumes from.
+        """
         place, guest = self._place, self._place.guest
-        _told(place.slot(slot), place.rank).unlink(missing_ok=True)
+        _mark_file(place.slot(slot), place.rank).unlink(missing_ok=True)
         if guest is not None:
-            _told(place.slot(slot), guest).unlink(missing_ok=True)
+            _mark_file(place.slot(slot), guest).unlink(missing_ok=True)
         if slot not in self._own:
             self._own[slot] = _segment(place.slot(slot) / file_name(place.rank), self._image.bytes, self._device)
             self._image.put_header(self._own[slot])
@@ -95,9 +98,9 @@ class MemoryCopies:
         return self._own[slot]
 
     def share(self, slot: int, about: About) -> None:
-        """The slot is filled: digest it, send it to its keeper, and say of both copies here that they are whole."""
+        """Digest a filled slot, send it to its keeper, and mark both copies here as whole."""
         digest = hashlib.sha256(view_bytes(self._own[slot])).digest()
-        self._tell(slot, self._place.rank, about, digest)
+        self._mark_whole(slot, self._place.rank, about, digest)
         if self._place.guest is None:
             return
         theirs = torch.empty(len(digest), dtype=torch.uint8)
@@ -108,18 +111,18 @@ class MemoryCopies:
             for work in (sending, receiving):
                 assert work is not None, "every rank is of the group"
                 work.wait()
-        self._tell(slot, self._place.guest, about, bytes(theirs.tolist()))
+        self._mark_whole(slot, self._place.guest, about, bytes(theirs.tolist()))
 
-    def _tell(self, slot: int, rank: int, about: About, digest: bytes) -> None:
+    def _mark_whole(self, slot: int, rank: int, about: About, digest: bytes) -> None:
         size, entries = self._images[rank]
         part = WrittenPart(FileDigest(file_name(rank), size, digest.hex()), entries)
-        told = KeptPart(slot, rank, about, self._place.world_size, part)
-        write_json(_told(self._place.slot(slot), rank), asdict(told))
+        kept = KeptPart(slot, rank, about, self._place.world_size, part)
+        write_json(_mark_file(self._place.slot(slot), rank), asdict(kept))
 
 
 @dataclass(frozen=True)
 class KeptPart:
-    """What is told of a rank's whole copy, beside it."""
+    """The record of a rank's whole copy, kept beside it."""
 
     slot: int
     rank: int
@@ -129,46 +132,46 @@ class KeptPart:
 
     @staticmethod
     def read(content: Mapping[str, Any]) -> KeptPart:
-        """The inverse of `asdict`; raises as `part_from` does."""
+        """Build from plain JSON, the inverse of `asdict`. Raises as `part_from` does."""
         slot, rank, world_size = (convert(int, content[key]) for key in ("slot", "rank", "world_size"))
         return KeptPart(slot, rank, about_from(content["about"]), world_size, part_from(content["part"]))
 
 
 @dataclass(frozen=True)
 class FoundCopy:
-    """A whole step in the hosts' memory."""
+    """A step of which every part is in some node's memory."""
 
     folder: Path
-    """The slot, on this host, with all files that its ranks need."""
+    """The slot on this node, with all files that its ranks need."""
     slot: int
     manifest: CheckpointManifest
     holders: dict[str, int]
-    """By file: a rank on a host that has it."""
+    """A rank on a node that has the file, by file."""
 
 
 def find_newest(place: CopyLocation) -> FoundCopy | None:
-    """The newest step of which every part is whole on some host; called by every rank together."""
+    """Return the newest step of which every part is whole on some node. Called by all ranks together."""
     steps: dict[tuple[int, int], dict[int, tuple[int, KeptPart]]] = {}
-    for teller, kept in enumerate(gather_json([asdict(part) for part in _whole_parts(place)], _read_kept)):
+    for holder, kept in enumerate(gather_json([asdict(part) for part in _whole_parts(place)], _read_kept)):
         for one in kept:
-            steps.setdefault((one.about.step, one.slot), {}).setdefault(one.rank, (teller, one))
+            steps.setdefault((one.about.step, one.slot), {}).setdefault(one.rank, (holder, one))
     for (_, slot), parts in sorted(steps.items(), reverse=True):
         ordered = [parts[rank][1] for rank in sorted(parts)]
         if sorted(parts) == list(range(ordered[0].world_size)):
             manifest = join_parts(ordered[0].about, [one.part for one in ordered])
-            holders = {file_name(rank): teller for rank, (teller, _) in parts.items()}
+            holders = {file_name(rank): holder for rank, (holder, _) in parts.items()}
             return FoundCopy(place.slot(slot), slot, manifest, holders)
     return None
 
 
-def _read_kept(told: Sequence[Mapping[str, Any]]) -> list[KeptPart]:
-    return [KeptPart.read(content) for content in told]
+def _read_kept(contents: Sequence[Mapping[str, Any]]) -> list[KeptPart]:
+    return [KeptPart.read(content) for content in contents]
 
 
 def _whole_parts(place: CopyLocation) -> Iterable[KeptPart]:
-    """Those of this host; its ranks share out the verification."""
-    told = sorted(place.folder.glob("slot*/rank*.json"))
-    for path in told[place.rank % place.ranks_per_host :: place.ranks_per_host]:
+    """Yield the whole parts of this node; its ranks share the verification."""
+    marks = sorted(place.folder.glob("slot*/rank*.json"))
+    for path in marks[place.rank % place.ranks_per_host :: place.ranks_per_host]:
         kept = KeptPart.read(read_json(path))
         segment = path.with_name(kept.part.file.name)
         if segment.is_file() and digest_file(segment) == kept.part.file:
@@ -176,9 +179,9 @@ def _whole_parts(place: CopyLocation) -> Iterable[KeptPart]:
 
 
 def fetch(place: CopyLocation, found: FoundCopy, needed: set[str]) -> None:
-    """Send the files of `found` that ranks need to hosts that lack them; called by every rank together."""
+    """Send the files of `found` that ranks need to nodes that lack them. Called by all ranks together."""
     has = {path.name for path in found.folder.glob("rank*.safetensors")}
-    whole = {name for name in has if _told(found.folder, int(name[4:9])).is_file()}
+    whole = {name for name in has if _mark_file(found.folder, int(name[4:9])).is_file()}
     wanted = gather_json([place.host, sorted(needed - whole)], _read_wanted)
     requests = sorted({(name, host) for host, names in wanted for name in names})
     for name, host in requests:
@@ -192,24 +195,24 @@ def fetch(place: CopyLocation, found: FoundCopy, needed: set[str]) -> None:
     dist.barrier()
 
 
-def _read_wanted(told: tuple[Any, Any]) -> tuple[int, tuple[str, ...]]:
-    """-> (a host, names of the files that it lacks)"""
-    host, names = told
+def _read_wanted(content: tuple[Any, Any]) -> tuple[int, tuple[str, ...]]:
+    """Parse a node's number, and the names of the files that it lacks."""
+    host, names = content
     return convert(int, host), convert(tuple[str, ...], names)
 
 
 def clear(place: CopyLocation) -> None:
-    """The disk has all that was held here."""
+    """Remove the copies, which are no longer needed once the state is on disk."""
     if place.rank % place.ranks_per_host == 0:
         shutil.rmtree(place.folder, ignore_errors=True)
 
 
-def _told(slot: Path, rank: int) -> Path:
+def _mark_file(slot: Path, rank: int) -> Path:
     return slot / f"rank{rank:05d}.json"
 
 
 def _segment(path: Path, size: int, device: torch.device) -> Tensor:
-    """Memory that other processes see and that outlives this one; reserved, since a full tmpfs kills who writes."""
+    """Return shared memory that outlives this process; it is reserved, since writing to a full tmpfs kills."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
@@ -233,5 +236,5 @@ def _plain(entries: Mapping[str, TensorEntry]) -> dict[str, Any]:
     return {name: asdict(entry) for name, entry in entries.items()}
 
 
-def _read_image(told: Mapping[str, Any]) -> tuple[int, dict[str, TensorEntry]]:
-    return convert(int, told["bytes"]), entries_from(told["tensors"])
+def _read_image(content: Mapping[str, Any]) -> tuple[int, dict[str, TensorEntry]]:
+    return convert(int, content["bytes"]), entries_from(content["tensors"])
