@@ -1,4 +1,4 @@
-"""What this rank runs on: name, speed, memory used."""
+"""The device of this rank: name, speed, memory used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 MATMUL_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
 MATMUL_SECONDS = 0.2
-"""A size is tried for this long; its best product counts."""
+"""How long each size is tried; its best product counts."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Peak:
     flops: float
     """FLOP/s of one device."""
     source: str
-    """How it is known; stands beside every MFU."""
+    """The source of the value; it is shown with every MFU."""
 
 
 def device_name(device: torch.device) -> str:
@@ -36,7 +36,7 @@ def device_name(device: torch.device) -> str:
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype, seconds: float = MATMUL_SECONDS) -> Peak:
-    """The best rate of a square matrix product, with every rank of the host measuring at the same time."""
+    """Measure the best rate of a square matrix product, on every rank of the node at the same time."""
     best = max(_matmul_flops(device, dtype, size, seconds) for size in MATMUL_SIZES[device.type])
     return Peak(best, f"best {str(dtype).removeprefix('torch.')} matmul measured on this device")
 
@@ -60,12 +60,12 @@ def _synchronised_now(device: torch.device) -> float:
 
 
 def device_allocations(device: torch.device) -> int:
-    """How often this process has asked the device's driver for memory; of a CPU, where malloc tells nothing, 0."""
+    """Return how often this process has allocated from the device's driver; 0 on a CPU."""
     return int(torch.cuda.memory_stats(device)["num_device_alloc"]) if device.type == "cuda" else 0
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Allocator's peak on a GPU, resident peak of this process on a CPU."""
+    """Return the allocator's peak on a GPU, the resident peak of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit_bytes = 1 if sys.platform == "darwin" else 1024
