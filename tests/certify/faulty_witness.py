@@ -14,8 +14,8 @@ def wrong_gradient_scale() -> None:
     """A mean over ranks where a sum belongs."""
     right = step.compute_gradients
 
-    def scaled(built, micro_batches, global_tokens):
-        return right(built, micro_batches, global_tokens * built.mesh.layout.data_parallel_size)
+    def scaled(state, micro_batches, global_tokens):
+        return right(state, micro_batches, global_tokens * state.mesh.layout.data_parallel_size)
 
     witness.compute_gradients = step.compute_gradients = scaled
 

@@ -34,19 +34,19 @@ def main() -> None:
 def work(run_dir: RunDir, stop: StopRequest) -> None:
     """Torch is imported here, when a request to stop is already heard."""
     from trainspec_cli.engine.build.initial import load_initial
-    from trainspec_cli.engine.build.train_state import build_machinery
+    from trainspec_cli.engine.build.train_state import build_train_state
     from trainspec_cli.engine.comm.joining import join_processes, leave_processes
     from trainspec_cli.engine.run.sources import open_source
 
     plan = from_plain(Plan, read_json(run_dir.plan_json))
     run = read_json(run_dir.run_json)
     device = join_processes(plan.device)
-    machinery = build_machinery(plan, device)
+    state = build_train_state(plan, device)
     if not run_dir.checkpoint_steps():
-        load_initial(plan, machinery)
-    source = open_source(plan, run["data_dir"], machinery)
+        load_initial(plan, state)
+    source = open_source(plan, run["data_dir"], state)
     make = trainer_of(plan)
-    make(plan, run_dir, source, run["digest"], machinery, stop).run()
+    make(plan, run_dir, source, run["digest"], state, stop).run()
     leave_processes()
 
 

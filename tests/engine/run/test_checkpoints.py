@@ -50,8 +50,8 @@ def plan_of(checkpoint, mtbf_device_hours=1000.0):
 
 
 def make(tmp_path, spec, journal=None):
-    built = SimpleNamespace(held=OneTensor([], [], None), device=CPU)
-    return Checkpoints(plan_of(spec), RunDir(tmp_path), built, "digest", journal or Kept())
+    state = SimpleNamespace(held=OneTensor([], [], None), device=CPU)
+    return Checkpoints(plan_of(spec), RunDir(tmp_path), state, "digest", journal or Kept())
 
 
 def take_steps(checkpoints, steps, writing=lambda step: False):

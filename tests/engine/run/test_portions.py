@@ -34,8 +34,8 @@ def source() -> Numbered:
 @pytest.fixture
 def reader(source: Numbered) -> PortionReader:
     plan = SimpleNamespace(layout=Layout(), micro_batch_size=1)
-    built = SimpleNamespace(mesh=SimpleNamespace(data_rank=0), device=torch.device("cpu"))
-    return PortionReader(plan, source, built)  # type: ignore[arg-type]
+    state = SimpleNamespace(mesh=SimpleNamespace(data_rank=0), device=torch.device("cpu"))
+    return PortionReader(plan, source, state)  # type: ignore[arg-type]
 
 
 def taken(reader: PortionReader, portion: Portion) -> list[int]:

@@ -7,7 +7,7 @@ import time
 
 import torch.distributed as dist
 
-from trainspec_cli.engine.build.train_state import Machinery
+from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.checkpoint.manifest import About
 from trainspec_cli.engine.checkpoint.memory import Place, clear
 from trainspec_cli.engine.checkpoint.saver import Saved, Saver
@@ -24,12 +24,12 @@ class Checkpoints:
     """Of one rank; every rank makes the same calls at the same steps, and decides by what all have agreed on."""
 
     def __init__(
-        self, plan: Plan, run_dir: RunDir, built: Machinery, recipe_digest: str, journal: Journal | GroupJournal
+        self, plan: Plan, run_dir: RunDir, state: TrainState, recipe_digest: str, journal: Journal | GroupJournal
     ):
-        self._plan, self._run_dir, self._built = plan, run_dir, built
+        self._plan, self._run_dir, self._state = plan, run_dir, state
         self._recipe_digest, self._journal = recipe_digest, journal
         self._memory = find_place(run_dir) if plan.spec.checkpoint.memory_interval_steps else None
-        self._saver = Saver(run_dir, built.held, built.device, plan.spec.checkpoint.keep_last, self._memory)
+        self._saver = Saver(run_dir, state.held, state.device, plan.spec.checkpoint.keep_last, self._memory)
         self._cadence = Cadence(plan)
         self._saved_step = -1
         self._due_since: int | None = None
@@ -40,7 +40,7 @@ class Checkpoints:
 
     def resume(self) -> Restored | None:
         """Restore the newest whole checkpoint; None where there is none."""
-        restored = load_newest(self._run_dir, self._built.held, self._built.device, self._memory)
+        restored = load_newest(self._run_dir, self._state.held, self._state.device, self._memory)
         if restored:
             self._cadence.start_at(restored.manifest.step)
             if restored.slot is None:

@@ -52,7 +52,7 @@ class ElasticTrainer(Trainer):
         self.restored = os.environ[START] == "1"
         self._announce(self._restore() if self.restored else None)
         self.taken = torch.tensor([self.samples])
-        self.reader = PortionReader(self.plan, self.source, self.built)
+        self.reader = PortionReader(self.plan, self.source, self.state)
         self.committed_seat: Seat | None = None
         self.committed_at = time.perf_counter()
         self.failed_tries = 0
@@ -143,12 +143,12 @@ class ElasticTrainer(Trainer):
         schedule, peak = self.spec.optim.schedule, self.spec.optim.lr
         lr = learning_rate(schedule, peak, self.step, self.spec.train.max_steps)
         lr *= lr_factor(batching.shrink_lr, portion.step_samples, batching.global_batch_size)
-        set_learning_rate(self.built.optimizer, lr)
+        set_learning_rate(self.state.optimizer, lr)
         with self.clock.part("data_wait"):
             micro_batches: list[MicroBatch] = self.reader.take(portion)
-        self.faults.strike(self.step, self.built)
+        self.faults.strike(self.step, self.state)
         outcome = try_step(
-            self.built,
+            self.state,
             micro_batches,
             global_tokens=self.source.counted(np.arange(self.samples, self.samples + portion.step_samples)),
             clip_norm=self.spec.optim.grad_clip_norm,
@@ -173,14 +173,14 @@ class ElasticTrainer(Trainer):
 
     def _healed_tensors(self) -> Sequence[Tensor]:
         """All that a group which comes back takes from another."""
-        return [self.taken, *self.built.held.tensors()]
+        return [self.taken, *self.state.held.tensors()]
 
     def _compare_digests(self) -> None:
         """Raises WorkerError in every group where one's parameters differ."""
         interval = self.spec.resilience.sdc_check
         if interval is None or self.step % interval:
             return
-        diverging = diverging_groups(self.membership.gather(local_digest(self.built.shares)))
+        diverging = diverging_groups(self.membership.gather(local_digest(self.state.shares)))
         found = torch.zeros(self.plan.replica_groups)
         for place in diverging:
             found[self.seat.groups[place]] = 1

@@ -10,7 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from trainspec_cli.engine.build.train_state import Machinery
+from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.fault import Fault, parse_faults
 from trainspec_cli.spec.results.plan import Plan
@@ -34,7 +34,7 @@ class Faults:
             if (fault.group, fault.rank) == place and fault.kind not in BY_SUPERVISOR
         ]
 
-    def strike(self, step: int, built: Machinery) -> None:
+    def strike(self, step: int, state: TrainState) -> None:
         """What is due when `step` updates have been made."""
         for number, fault in self._mine:
             if fault.kind == "slow" and fault.step <= step < fault.step + fault.steps:
@@ -42,7 +42,7 @@ class Faults:
             elif fault.kind == "disk_full" and step == fault.step + fault.steps:
                 _limit_files(resource.RLIM_INFINITY)
             elif fault.kind in _DEEDS and fault.step == step and self._is_first(number, fault):
-                _DEEDS[fault.kind](built)
+                _DEEDS[fault.kind](state)
 
     def _is_first(self, number: int, fault: Fault) -> bool:
         """The mark is left before the deed, which may leave nobody to do so."""
@@ -54,34 +54,34 @@ class Faults:
         return True
 
 
-def _kill(_built: Machinery) -> None:
+def _kill(_state: TrainState) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _stop(_built: Machinery) -> None:
+def _stop(_state: TrainState) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _hang(_built: Machinery) -> None:
+def _hang(_state: TrainState) -> None:
     while True:
         time.sleep(1)
 
 
-def _raise(_built: Machinery) -> None:
+def _raise(_state: TrainState) -> None:
     raise InjectedFault("a fault that the recipe asked for")
 
 
-def _run_out_of_memory(_built: Machinery) -> None:
+def _run_out_of_memory(_state: TrainState) -> None:
     raise torch.OutOfMemoryError("a fault that the recipe asked for: no memory is left")
 
 
-def _flip_bit(built: Machinery) -> None:
+def _flip_bit(state: TrainState) -> None:
     """The lowest bit of the exponent of one value."""
-    values = built.shares[0].local.detach().view(torch.int32).flatten()
+    values = state.shares[0].local.detach().view(torch.int32).flatten()
     values[values.numel() // 2] ^= 1 << 23
 
 
-def _fill_disk(_built: Machinery) -> None:
+def _fill_disk(_state: TrainState) -> None:
     """Writing fails as on a full disk (EFBIG), for this process alone."""
     _limit_files(resource.getpagesize())
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trainspec_cli.engine.build.train_state import Machinery
+from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.parallel.balance import forget_visits
 
 LARGE_BYTES = 2**20
@@ -28,16 +28,16 @@ class Groups(Protocol):
 
 
 @torch.no_grad()
-def sum_over_groups(built: Machinery, loss: Tensor, groups: Groups) -> bool:
+def sum_over_groups(state: TrainState, loss: Tensor, groups: Groups) -> bool:
     """Gradients, loss and the experts' visits, in place; -> whether the update may be made."""
-    gradients = [share.gradient for share in built.shares]
-    with built.clock.collective():
+    gradients = [share.gradient for share in state.shares]
+    with state.clock.collective():
         for packet in packets([gradient for gradient in gradients if gradient is not None]):
             _sum_packet(packet, groups)
-        _sum_packet([loss, *(router.tokens_per_expert_E for router in built.routers)], groups)
+        _sum_packet([loss, *(router.tokens_per_expert_E for router in state.routers)], groups)
         committed = groups.vote()
     if not committed:
-        forget_visits(built.routers)
+        forget_visits(state.routers)
     return committed
 
 

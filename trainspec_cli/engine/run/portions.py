@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from trainspec_cli.engine.batch import MicroBatch
-from trainspec_cli.engine.build.train_state import Machinery
+from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.data.staging import Slot
 from trainspec_cli.engine.run.sources import Source
 from trainspec_cli.policy.spread import Portion
@@ -16,12 +16,12 @@ from trainspec_cli.spec.results.plan import Plan
 
 
 class PortionReader:
-    def __init__(self, plan: Plan, source: Source, built: Machinery):
+    def __init__(self, plan: Plan, source: Source, state: TrainState):
         layout = plan.layout
         turns = layout.pp if layout.pipeline_schedule == "interleaved" else 1
         self.unit_samples = plan.micro_batch_size * layout.data_parallel_size * turns
         """The least that a group takes: interleaving takes micro-batches in turns of pp."""
-        self._plan, self._source, self._built = plan, source, built
+        self._plan, self._source, self._state = plan, source, state
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._ahead: tuple[Portion, Future[Slot]] | None = None
 
@@ -49,4 +49,4 @@ class PortionReader:
         """Of this rank: of every micro-batch of the group, its own part."""
         size, layout = self._plan.micro_batch_size, self._plan.layout
         whole = np.arange(portion.start, portion.start + portion.samples)
-        return whole.reshape(-1, layout.data_parallel_size, size)[:, self._built.mesh.data_rank].ravel()
+        return whole.reshape(-1, layout.data_parallel_size, size)[:, self._state.mesh.data_rank].ravel()

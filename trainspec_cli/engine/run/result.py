@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainspec_cli.engine.build.train_state import Machinery
+from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.observe.device import Peak, peak_memory_bytes
 from trainspec_cli.errors import EXIT_DONE, Stopped
@@ -38,7 +38,7 @@ class RunTally:
 
 def write_result(
     run_dir: RunDir,
-    built: Machinery,
+    state: TrainState,
     plan: Plan,
     tally: RunTally,
     *,
@@ -50,8 +50,8 @@ def write_result(
 
     That the run has stopped is left to its supervisor to say where nobody had asked for it: it may start again.
     """
-    sha256 = weights_sha256(built.shares, built.mesh.group("pp"))
-    memory = torch.tensor(peak_memory_bytes(built.device), dtype=torch.int64, device=built.device)
+    sha256 = weights_sha256(state.shares, state.mesh.group("pp"))
+    memory = torch.tensor(peak_memory_bytes(state.device), dtype=torch.int64, device=state.device)
     dist.all_reduce(memory, dist.ReduceOp.MAX)
     throughput = measure_throughput(
         tally.steps,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainspec_cli.engine.batch import MicroBatch
-from trainspec_cli.engine.build.train_state import LateSum, Machinery
+from trainspec_cli.engine.build.train_state import LateSum, TrainState
 from trainspec_cli.engine.comm.exchange import Peers
 from trainspec_cli.engine.optim.update import clear_gradients, guarded_update, squared_norm
 from trainspec_cli.engine.parallel.balance import scale_balance_loss, update_balance
@@ -41,7 +41,7 @@ class StepOutcome:
 
 
 def train_step(
-    built: Machinery,
+    state: TrainState,
     micro_batches: Sequence[MicroBatch],
     *,
     global_tokens: int,
@@ -49,12 +49,12 @@ def train_step(
     stop_requested: bool,
     writing: bool = False,
 ) -> StepOutcome:
-    loss = compute_gradients(built, micro_batches, global_tokens)
-    return _update(built, loss, clip_norm, stop_requested, writing)
+    loss = compute_gradients(state, micro_batches, global_tokens)
+    return _update(state, loss, clip_norm, stop_requested, writing)
 
 
 def try_step(
-    built: Machinery,
+    state: TrainState,
     micro_batches: Sequence[MicroBatch],
     *,
     global_tokens: int,
@@ -63,40 +63,40 @@ def try_step(
     writing: bool = False,
 ) -> StepOutcome | None:
     """The same together with other replica groups; None where they did not agree on it, and nothing was updated."""
-    loss = compute_gradients(built, micro_batches, global_tokens)
-    if not sum_over_groups(built, loss, groups):
-        clear_gradients(built.shares)
+    loss = compute_gradients(state, micro_batches, global_tokens)
+    if not sum_over_groups(state, loss, groups):
+        clear_gradients(state.shares)
         return None
-    return _update(built, loss, clip_norm, stop_requested=False, writing=writing)
+    return _update(state, loss, clip_norm, stop_requested=False, writing=writing)
 
 
 def _update(
-    built: Machinery, loss: Tensor, clip_norm: float | None, stop_requested: bool, writing: bool
+    state: TrainState, loss: Tensor, clip_norm: float | None, stop_requested: bool, writing: bool
 ) -> StepOutcome:
     """`loss` is this rank's share of the mean."""
-    with built.clock.part("optimizer"):
-        squared = squared_norm(built.shares).to(loss.device)
+    with state.clock.part("optimizer"):
+        squared = squared_norm(state.shares).to(loss.device)
     flags = [squared.new_full((), float(flag)) for flag in (stop_requested, writing)]  # filled there, nothing is copied
     agreed = torch.stack([loss.double(), squared, *flags])
-    with built.clock.collective():
+    with state.clock.collective():
         dist.all_reduce(agreed)
     mean_loss, norm = agreed[0].float(), agreed[1].sqrt().float()
-    with built.clock.part("optimizer"):
-        skipped = guarded_update(built.optimizer, built.shares, norm, mean_loss, clip_norm)
-    if built.routers:
-        update_balance(built.routers, Peers(built.mesh.stage.get_group(), built.clock.collective))
+    with state.clock.part("optimizer"):
+        skipped = guarded_update(state.optimizer, state.shares, norm, mean_loss, clip_norm)
+    if state.routers:
+        update_balance(state.routers, Peers(state.mesh.stage.get_group(), state.clock.collective))
     return StepOutcome(loss=mean_loss, grad_norm=norm, skipped=skipped, stop=agreed[2], writing=agreed[3])
 
 
-def compute_gradients(built: Machinery, micro_batches: Sequence[MicroBatch], global_tokens: int) -> Tensor:
+def compute_gradients(state: TrainState, micro_batches: Sequence[MicroBatch], global_tokens: int) -> Tensor:
     """Gradients of the global batch's mean loss, in place.
 
     -> this rank's share of the mean loss: the ranks' shares sum to it.
     """
-    layout = built.mesh.layout
-    scale_balance_loss(built.routers, global_tokens)
-    loss = Passes(built.stages, actions(layout, len(micro_batches)), micro_batches, global_tokens).run()
-    for late in built.late_sums:
+    layout = state.mesh.layout
+    scale_balance_loss(state.routers, global_tokens)
+    loss = Passes(state.stages, actions(layout, len(micro_batches)), micro_batches, global_tokens).run()
+    for late in state.late_sums:
         sum_late(late)
     return loss / layout.tp  # each rank of tp computed the same
 

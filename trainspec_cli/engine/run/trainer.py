@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from trainspec_cli.corpus.samples import step_positions
 from trainspec_cli.engine.batch import MicroBatch
-from trainspec_cli.engine.build.train_state import DTYPES, Machinery
+from trainspec_cli.engine.build.train_state import DTYPES, TrainState
 from trainspec_cli.engine.observe.clock import Segments
 from trainspec_cli.engine.observe.device import Peak, device_allocations, device_name, measure_peak
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
@@ -46,7 +46,7 @@ class DoneStep:
 
 
 class Trainer:
-    """Runs a plan on built machinery; every rank runs the same code in lockstep."""
+    """Trains by a plan; every rank runs the same code in lockstep."""
 
     def __init__(
         self,
@@ -54,22 +54,22 @@ class Trainer:
         run_dir: RunDir,
         source: Source,
         recipe_digest: str,
-        machinery: Machinery,
+        state: TrainState,
         stop: StopRequest,
     ):
         self.plan, self.spec = plan, plan.spec
         self.run_dir, self.source = run_dir, source
-        self.built, self.clock, self.stop_request = machinery, machinery.clock, stop
+        self.state, self.clock, self.stop_request = state, state.clock, stop
         self.journal: Journal | GroupJournal = self._open_journal()
         self.faults = Faults(plan, run_dir)
         self.watch = StepWatch(run_dir, self.journal, self.spec.resilience.hang_floor_s)
         self.tally = RunTally()
-        self.checkpoints = Checkpoints(plan, run_dir, machinery, recipe_digest, self.journal)
+        self.checkpoints = Checkpoints(plan, run_dir, state, recipe_digest, self.journal)
         self.step = 0
         self.samples = 0
         """Taken so far, by all ranks: the position of the next one."""
         self.unread: DoneStep | None = None
-        self.allocated = device_allocations(machinery.device)
+        self.allocated = device_allocations(state.device)
         """How often the device was asked for memory before this step."""
         self.divergence = Divergence(run_dir, self.spec.train.max_skipped_steps)
         self.stopping = False
@@ -83,7 +83,7 @@ class Trainer:
         self._run_to_end()
 
     def _run_to_end(self) -> None:
-        self.memory = MemoryWatch(self.built.device, self.step, self.spec.train.max_steps)
+        self.memory = MemoryWatch(self.state.device, self.step, self.spec.train.max_steps)
         self.watch.start()
         while self.step < self.spec.train.max_steps and not self.stopping:
             self._train_until_look()
@@ -107,14 +107,14 @@ class Trainer:
 
     def _announce(self, restored_from: str | None) -> None:
         if self.plan.peak_flops is None:
-            self.tally.peak = measure_peak(self.built.device, DTYPES[self.plan.compute])
+            self.tally.peak = measure_peak(self.state.device, DTYPES[self.plan.compute])
         else:
             self.tally.peak = Peak(self.plan.peak_flops, self.plan.peak_source)
         self.journal.write(
             "start",
             step=self.step,
             world_size=self.plan.world_size,
-            device_name=device_name(self.built.device),
+            device_name=device_name(self.state.device),
             peak_flops=self.tally.peak.flops,
             peak_source=self.tally.peak.source,
             params=self.plan.params,
@@ -139,12 +139,12 @@ class Trainer:
 
     def _one_step(self, coming: Iterator[list[MicroBatch]]) -> DoneStep:
         lr = learning_rate(self.spec.optim.schedule, self.spec.optim.lr, self.step, self.spec.train.max_steps)
-        set_learning_rate(self.built.optimizer, lr)
-        self.faults.strike(self.step, self.built)
+        set_learning_rate(self.state.optimizer, lr)
+        self.faults.strike(self.step, self.state)
         with self.clock.part("data_wait"):
             micro_batches = next(coming)
         outcome = train_step(
-            self.built,
+            self.state,
             micro_batches,
             global_tokens=self.source.counted(step_positions(self.step, self.spec.batching.global_batch_size)),
             clip_norm=self.spec.optim.grad_clip_norm,
@@ -167,7 +167,7 @@ class Trainer:
     def _data_flow(self) -> dict[str, int]:
         """What bringing the step's batch took, and how often new memory was asked for: never, once all is warm."""
         traffic, before = self.source.staging.cut(), self.allocated
-        self.allocated = device_allocations(self.built.device)
+        self.allocated = device_allocations(self.state.device)
         return {**asdict(traffic), "allocations": traffic.allocations + self.allocated - before}
 
     def _read_late(self, done: DoneStep | None) -> None:
@@ -246,7 +246,7 @@ class Trainer:
         """All steps are made. Raises WorkerError where the model came to nothing, and leaves no checkpoint of it."""
         if self.tally.heldout is None:
             self._look()
-        self.divergence.check_end(self.step, self.tally, self.built.held)
+        self.divergence.check_end(self.step, self.tally, self.state.held)
         self._checkpoint_last()
         self._write_sample()
         self._finish("done")
@@ -254,7 +254,7 @@ class Trainer:
     def _finish(self, status: str) -> None:
         summary = self.source.summarise(self.tally.heldout)
         sha256 = write_result(
-            self.run_dir, self.built, self.plan, self.tally, status=status, step=self.step, heldout=summary
+            self.run_dir, self.state, self.plan, self.tally, status=status, step=self.step, heldout=summary
         )
         self.journal.write("end", step=self.step, status=status, weights_sha256=sha256)
         self.journal.close()
