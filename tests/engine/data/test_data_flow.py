@@ -21,6 +21,7 @@ from trainspec_cli.engine.build.train_state import TrainState, build_train_state
 from trainspec_cli.engine.data.loader import read_ahead
 from trainspec_cli.engine.data.staging import SLOTS, Staging
 from trainspec_cli.engine.optim.update import clear_gradients
+from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.run.trainer import Trainer
@@ -111,7 +112,8 @@ def run(state: TrainState, folder: Path, source: Source) -> RunDir:
     run_dir = RunDir(folder)
     write_json(run_dir.plan_json, to_plain(PLAN))
     write_json(run_dir.run_json, {"recipe": "slow", "created_at": 0.0})
-    Trainer(PLAN, run_dir, source, "", state, StopRequest()).run()
+    context = RunContext(PLAN, run_dir, source, state, "", StopRequest())
+    Trainer(context, SingleGroup(context)).run()
     return run_dir
 
 

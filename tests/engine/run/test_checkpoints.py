@@ -8,8 +8,7 @@ import torch
 
 from trainspec_cli.engine.checkpoint.manifest import MANIFEST
 from trainspec_cli.engine.checkpoint.parts import Held, Part
-from trainspec_cli.engine.run.cadence import MEASURING_STEPS, Cadence
-from trainspec_cli.engine.run.checkpoints import Checkpoints
+from trainspec_cli.engine.run.checkpoints import MEASURING_STEPS, Cadence, Checkpoints
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.checkpoint import CheckpointSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec

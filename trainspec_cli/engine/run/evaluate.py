@@ -14,7 +14,7 @@ from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.data.heldout import HeldoutLoss, heldout_batches, summarise
 from trainspec_cli.engine.data.sample_loader import SampleLoader
 from trainspec_cli.engine.finite import REMEDY, is_finite
-from trainspec_cli.engine.run.passes import forward_only
+from trainspec_cli.engine.run.pipeline_run import forward_only
 from trainspec_cli.errors import WorkerError
 
 NO_TOKEN = -1

@@ -15,7 +15,7 @@ from trainspec_cli.engine.build.kernel_loading import modules_with
 from trainspec_cli.engine.build.train_state import TrainState, build_train_state
 from trainspec_cli.engine.kernels.inputs import MAKERS, Call
 from trainspec_cli.engine.mesh import build_mesh
-from trainspec_cli.engine.run.passes import forward_only
+from trainspec_cli.engine.run.pipeline_run import forward_only
 from trainspec_cli.engine.tools.trace import CPU, even_out, fake_batch, fake_world
 from trainspec_cli.spec.recipe.kernels import KernelSpec
 from trainspec_cli.spec.results.plan import Plan

@@ -60,7 +60,6 @@ class SmallRun:
             [(self.tokens, self.tokens)],
             global_tokens=self.plan.tokens_per_step,
             clip_norm=1.0,
-            stop_requested=False,
         )
 
     def parts_s(self) -> dict[str, float]:

@@ -208,7 +208,6 @@ def one_step(plan: Plan, state: TrainState, micro_batches: int) -> None:
         [fake_batch(plan, state) for _ in range(micro_batches)],
         global_tokens=plan.tokens_per_step,
         clip_norm=plan.spec.optim.grad_clip_norm,
-        stop_requested=False,
     )
 
 

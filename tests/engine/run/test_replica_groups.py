@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainspec_cli.engine.data.staging import SLOTS, Staging
-from trainspec_cli.engine.run.portions import PortionReader
+from trainspec_cli.engine.run.replica_groups import PortionReader
 from trainspec_cli.policy.spread import Portion
 from trainspec_cli.spec.recipe.layout import Layout
 
