@@ -6,7 +6,7 @@ import sys
 
 from trainspec_cli.engine.comm import exchange
 from trainspec_cli.engine.parallel import data_parallel
-from trainspec_cli.engine.run import passes, step
+from trainspec_cli.engine.run import pipeline_run, step
 from trainspec_cli.engine.tools import certify_worker as witness
 
 
@@ -14,8 +14,8 @@ def wrong_gradient_scale() -> None:
     """A mean over ranks where a sum belongs."""
     right = step.compute_gradients
 
-    def scaled(built, micro_batches, global_tokens):
-        return right(built, micro_batches, global_tokens * built.mesh.layout.data_parallel_size)
+    def scaled(state, micro_batches, global_tokens):
+        return right(state, micro_batches, global_tokens * state.mesh.layout.data_parallel_size)
 
     witness.compute_gradients = step.compute_gradients = scaled
 
@@ -32,9 +32,9 @@ def stale_embedding_gradient() -> None:
 
 def lost_last_backward() -> None:
     """The last micro-batch's gradients are exchanged before they are there."""
-    right = passes.exchange_in_backward
-    passes.exchange_in_backward = lambda model, exchange: right(model, False)
-    data_parallel.exchange_in_backward = passes.exchange_in_backward
+    right = pipeline_run.exchange_in_backward
+    pipeline_run.exchange_in_backward = lambda model, exchange: right(model, False)
+    data_parallel.exchange_in_backward = pipeline_run.exchange_in_backward
 
 
 def forgotten_moments() -> None:
