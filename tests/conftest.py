@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from lab import strangers
+from lab.tracing import Trace, open_tracer
 
 from trainspec_cli.corpus import bpe
 from trainspec_cli.planner.plan import plan
@@ -50,6 +51,12 @@ def made_up_probe() -> MachineProbe:
         **dict.fromkeys(CURVES, curve),
         **dict.fromkeys(PASSES, Passes(curve, curve)),
     )
+
+
+@pytest.fixture(scope="session")
+def trace() -> Iterator[Trace]:
+    with open_tracer() as trace:
+        yield trace
 
 
 @pytest.fixture
