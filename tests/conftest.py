@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab import strangers
+from lab import measured, strangers
 from lab.tracing import Trace, open_tracer
 
 from trainspec_cli.corpus import bpe
@@ -51,6 +51,12 @@ def made_up_probe() -> MachineProbe:
         **dict.fromkeys(CURVES, curve),
         **dict.fromkeys(PASSES, Passes(curve, curve)),
     )
+
+
+@pytest.fixture(scope="session")
+def measured_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache for TRAINSPEC_CACHE that has a probe of this machine. Tests add to it and take nothing away."""
+    return measured.measured_cache(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
