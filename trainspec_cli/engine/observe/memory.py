@@ -33,7 +33,7 @@ class MemoryWatch:
         self._readings: dict[str, Readings] = {}
         self._process = psutil.Process()
 
-    def look(self, step: int) -> str | None:
+    def check(self, step: int) -> str | None:
         """Return a warning if one kind of memory grows so fast that it will run out before the last step."""
         if step < self._first_step or step % self._every_steps:
             return None

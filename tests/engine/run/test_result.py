@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from trainspec_cli.engine.checkpoint.parts import TensorPart
-from trainspec_cli.engine.run.divergence import Divergence
-from trainspec_cli.engine.run.result import RunTally
+from trainspec_cli.engine.run.result import Divergence, RunTally
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.paths import RunDir
