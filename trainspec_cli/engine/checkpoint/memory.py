@@ -48,21 +48,21 @@ class CopyLocation:
     """This node's folder in memory."""
     rank: int
     world_size: int
-    ranks_per_host: int
+    ranks_per_node: int
 
     @property
-    def host(self) -> int:
-        return self.rank // self.ranks_per_host
+    def node(self) -> int:
+        return self.rank // self.ranks_per_node
 
     @property
     def guest(self) -> int | None:
         """The rank whose copy is kept here too; None on a single node."""
-        return (self.rank - self.ranks_per_host) % self.world_size if self.world_size > self.ranks_per_host else None
+        return (self.rank - self.ranks_per_node) % self.world_size if self.world_size > self.ranks_per_node else None
 
     @property
     def keeper(self) -> int:
         """The rank that keeps this one's copy."""
-        return (self.rank + self.ranks_per_host) % self.world_size
+        return (self.rank + self.ranks_per_node) % self.world_size
 
     def slot(self, number: int) -> Path:
         return self.folder / f"slot{number}"
@@ -72,10 +72,10 @@ class MemoryCopies:
     """The copies that one rank keeps. All ranks make the same calls; `share` runs in the writer's thread, on its own
     group."""
 
-    def __init__(self, place: CopyLocation, image: Image, device: torch.device):
-        self._place, self._image, self._device = place, image, device
+    def __init__(self, location: CopyLocation, image: Image, device: torch.device):
+        self._location, self._image, self._device = location, image, device
         self._group = dist.new_group(backend="gloo")
-        own = {"bytes": image.bytes, "tensors": _plain(image.entries(file_name(place.rank)))}
+        own = {"bytes": image.bytes, "tensors": _plain(image.entries(file_name(location.rank)))}
         self._images = gather_json(own, _read_image)
         self._own: dict[int, Tensor] = {}
         self._guests: dict[int, Tensor] = {}
@@ -85,39 +85,39 @@ class MemoryCopies:
 
         The buffer is made at first use: until then the slot may hold the copy that the run resumes from.
         """
-        place, guest = self._place, self._place.guest
-        _mark_file(place.slot(slot), place.rank).unlink(missing_ok=True)
+        location, guest = self._location, self._location.guest
+        _mark_file(location.slot(slot), location.rank).unlink(missing_ok=True)
         if guest is not None:
-            _mark_file(place.slot(slot), guest).unlink(missing_ok=True)
+            _mark_file(location.slot(slot), guest).unlink(missing_ok=True)
         if slot not in self._own:
-            self._own[slot] = _segment(place.slot(slot) / file_name(place.rank), self._image.bytes, self._device)
+            self._own[slot] = _segment(location.slot(slot) / file_name(location.rank), self._image.bytes, self._device)
             self._image.put_header(self._own[slot])
             if guest is not None:
                 size = self._images[guest][0]
-                self._guests[slot] = _segment(place.slot(slot) / file_name(guest), size, torch.device("cpu"))
+                self._guests[slot] = _segment(location.slot(slot) / file_name(guest), size, torch.device("cpu"))
         return self._own[slot]
 
     def share(self, slot: int, about: About) -> None:
         """Digest a filled slot, send it to its keeper, and mark both copies here as whole."""
         digest = hashlib.sha256(view_bytes(self._own[slot])).digest()
-        self._mark_whole(slot, self._place.rank, about, digest)
-        if self._place.guest is None:
+        self._mark_whole(slot, self._location.rank, about, digest)
+        if self._location.guest is None:
             return
         theirs = torch.empty(len(digest), dtype=torch.uint8)
         ours = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
         for sent, received in ((self._own[slot], self._guests[slot]), (ours, theirs)):
-            sending = dist.isend(sent, self._place.keeper, group=self._group)
-            receiving = dist.irecv(received, self._place.guest, group=self._group)
+            sending = dist.isend(sent, self._location.keeper, group=self._group)
+            receiving = dist.irecv(received, self._location.guest, group=self._group)
             for work in (sending, receiving):
                 assert work is not None, "every rank is of the group"
                 work.wait()
-        self._mark_whole(slot, self._place.guest, about, bytes(theirs.tolist()))
+        self._mark_whole(slot, self._location.guest, about, bytes(theirs.tolist()))
 
     def _mark_whole(self, slot: int, rank: int, about: About, digest: bytes) -> None:
         size, entries = self._images[rank]
         part = WrittenPart(FileDigest(file_name(rank), size, digest.hex()), entries)
-        kept = KeptPart(slot, rank, about, self._place.world_size, part)
-        write_json(_mark_file(self._place.slot(slot), rank), asdict(kept))
+        kept = KeptPart(slot, rank, about, self._location.world_size, part)
+        write_json(_mark_file(self._location.slot(slot), rank), asdict(kept))
 
 
 @dataclass(frozen=True)
@@ -149,10 +149,10 @@ class FoundCopy:
     """A rank on a node that has the file, by file."""
 
 
-def find_newest(place: CopyLocation) -> FoundCopy | None:
+def find_newest(location: CopyLocation) -> FoundCopy | None:
     """Return the newest step of which every part is whole on some node. Called by all ranks together."""
     steps: dict[tuple[int, int], dict[int, tuple[int, KeptPart]]] = {}
-    for holder, kept in enumerate(gather_json([asdict(part) for part in _whole_parts(place)], _read_kept)):
+    for holder, kept in enumerate(gather_json([asdict(part) for part in _whole_parts(location)], _read_kept)):
         for one in kept:
             steps.setdefault((one.about.step, one.slot), {}).setdefault(one.rank, (holder, one))
     for (_, slot), parts in sorted(steps.items(), reverse=True):
@@ -160,7 +160,7 @@ def find_newest(place: CopyLocation) -> FoundCopy | None:
         if sorted(parts) == list(range(ordered[0].world_size)):
             manifest = join_parts(ordered[0].about, [one.part for one in ordered])
             holders = {file_name(rank): holder for rank, (holder, _) in parts.items()}
-            return FoundCopy(place.slot(slot), slot, manifest, holders)
+            return FoundCopy(location.slot(slot), slot, manifest, holders)
     return None
 
 
@@ -168,28 +168,28 @@ def _read_kept(contents: Sequence[Mapping[str, Any]]) -> list[KeptPart]:
     return [KeptPart.read(content) for content in contents]
 
 
-def _whole_parts(place: CopyLocation) -> Iterable[KeptPart]:
+def _whole_parts(location: CopyLocation) -> Iterable[KeptPart]:
     """Yield the whole parts of this node; its ranks share the verification."""
-    marks = sorted(place.folder.glob("slot*/rank*.json"))
-    for path in marks[place.rank % place.ranks_per_host :: place.ranks_per_host]:
+    marks = sorted(location.folder.glob("slot*/rank*.json"))
+    for path in marks[location.rank % location.ranks_per_node :: location.ranks_per_node]:
         kept = KeptPart.read(read_json(path))
         segment = path.with_name(kept.part.file.name)
         if segment.is_file() and digest_file(segment) == kept.part.file:
             yield kept
 
 
-def fetch(place: CopyLocation, found: FoundCopy, needed: set[str]) -> None:
+def fetch(location: CopyLocation, found: FoundCopy, needed: set[str]) -> None:
     """Send the files of `found` that ranks need to nodes that lack them. Called by all ranks together."""
     has = {path.name for path in found.folder.glob("rank*.safetensors")}
     whole = {name for name in has if _mark_file(found.folder, int(name[4:9])).is_file()}
-    wanted = gather_json([place.host, sorted(needed - whole)], _read_wanted)
-    requests = sorted({(name, host) for host, names in wanted for name in names})
-    for name, host in requests:
-        holder, receiver = found.holders[name], host * place.ranks_per_host
+    wanted = gather_json([location.node, sorted(needed - whole)], _read_wanted)
+    requests = sorted({(name, node) for node, names in wanted for name in names})
+    for name, node in requests:
+        holder, receiver = found.holders[name], node * location.ranks_per_node
         size = next(file.bytes for file in found.manifest.files if file.name == name)
-        if place.rank == holder:
+        if location.rank == holder:
             dist.send(torch.from_file(str(found.folder / name), shared=True, size=size, dtype=torch.uint8), receiver)
-        if place.rank == receiver:
+        if location.rank == receiver:
             buffer = _segment(found.folder / name, size, torch.device("cpu"))
             dist.recv(buffer, holder)
     dist.barrier()
@@ -197,14 +197,14 @@ def fetch(place: CopyLocation, found: FoundCopy, needed: set[str]) -> None:
 
 def _read_wanted(content: tuple[Any, Any]) -> tuple[int, tuple[str, ...]]:
     """Parse a node's number, and the names of the files that it lacks."""
-    host, names = content
-    return convert(int, host), convert(tuple[str, ...], names)
+    node, names = content
+    return convert(int, node), convert(tuple[str, ...], names)
 
 
-def clear(place: CopyLocation) -> None:
+def clear(location: CopyLocation) -> None:
     """Remove the copies, which are no longer needed once the state is on disk."""
-    if place.rank % place.ranks_per_host == 0:
-        shutil.rmtree(place.folder, ignore_errors=True)
+    if location.rank % location.ranks_per_node == 0:
+        shutil.rmtree(location.folder, ignore_errors=True)
 
 
 def _mark_file(slot: Path, rank: int) -> Path:

@@ -80,7 +80,7 @@ class Saver:
     ):
         """Make a saver; `memory` is the location of copies in the nodes' memory, None for none."""
         self._run_dir, self._held, self._device, self._keep_last = run_dir, held, device, keep_last
-        self._memory_place, self._slot = memory, 0
+        self._memory_location, self._slot = memory, 0
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_enter_thread, initargs=(device,))
         self._pending: Future[Saved] | None = None
@@ -195,7 +195,7 @@ class Saver:
 
     @cached_property
     def _memory(self) -> MemoryCopies | None:
-        return MemoryCopies(self._memory_place, self._image, self._device) if self._memory_place else None
+        return MemoryCopies(self._memory_location, self._image, self._device) if self._memory_location else None
 
     @cached_property
     def _buffer(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""When the run's state is written to disk."""
+"""Checkpoints: intervals, mode and number."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class AcceleratorSpec:
     """0: the same as bf16."""
     tf32_tflops: float = 0.0
     fp32_tflops: float = 0.0
-    """Without tensor cores."""
+    """The rate without tensor cores."""
     matmul_bf16_tflops: float = 0.0
     """The best measured rate of a large matrix product; 0: not known, the planner assumes a usual part of the peak."""
     matmul_fp8_tflops: float = 0.0
@@ -40,7 +40,7 @@ class AcceleratorSpec:
     cache_mb: float = 40.0
     """Last-level cache, which small activations never leave."""
     link_gb_per_s: float = 0.0
-    """To the other devices of its scale-up domain, all links together, one direction."""
+    """Bandwidth to the other devices of its scale-up domain, all links together, one direction."""
     link_kind: Literal["nvswitch", "mesh", "bridge", "pcie", "torus"] = "pcie"
     """mesh and torus reach the full rate only with all peers at once; a bridge joins pairs."""
     tdp_w: float = 0.0
@@ -73,7 +73,8 @@ class ClusterSpec:
     host_memory_gb: float = 2048.0
     """Memory of a node."""
     storage_gb_per_s: float = 1.2
-    """To checkpoint storage, per node: 2.3 TB in 40 s from 48 nodes (BLOOM, stas00/ml-engineering, fault-tolerance)."""
+    """Bandwidth to checkpoint storage, per node: 2.3 TB in 40 s from 48 nodes (BLOOM, stas00/ml-engineering, fault-
+    tolerance)."""
     efficiency: dict[str, float] | None = None
     """Corrections of the planner's efficiencies for this cluster, as `trainspec backtest --fit` writes them."""
     reliability: ReliabilitySpec = field(default_factory=ReliabilitySpec)

@@ -194,7 +194,7 @@ class KernelTable:
     torch: str
     calls: dict[str, tuple[str, ...]] = field(default_factory=dict)
     figures: dict[str, dict[str, KernelFigure]] = field(default_factory=dict)
-    """By operation and backend, as in `KernelTrials`."""
+    """The figures by operation and backend, as in `KernelTrials`."""
 
     def chosen(self, op: str) -> str:
         figures = self.figures.get(op, {})

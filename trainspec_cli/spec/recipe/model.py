@@ -116,7 +116,7 @@ class DecoderModel:
     """Extra layers that predict further tokens (multi-token prediction, DeepSeek-V3). The planner counts them; the
     engine does not build them."""
     activation: Activation = "silu"
-    """Of the feed-forward and the experts."""
+    """The activation of the feed-forward and the experts."""
     gate_limit: float | None = None
     """Gate and linear half of the experts are clamped to it, the gate weighed by sigmoid(1.702 x), 1 added to the
     linear half (gpt_oss)."""
@@ -171,7 +171,7 @@ class HybridModel:
     tied_embeddings: bool = False
     norm_eps: float = 1e-5
     activation: Activation = "silu"
-    """Of the feed-forward and the experts."""
+    """The activation of the feed-forward and the experts."""
     layer_pattern: str = ""
     """One letter a layer: M Mamba, * attention, - feed-forward, E experts. Empty: each kind spread evenly."""
 

@@ -14,13 +14,13 @@ class ReliabilitySpec:
     job_wide_fraction: float = 0.129
     """Fraction of the failures that no replica group survives, such as a bug in the software."""
     detect_s: float = 60.0
-    """From the failure until it is detected and diagnosed."""
+    """The time until a failure is detected and diagnosed."""
     swap_s: float = 120.0
-    """Until a spare node has replaced the failed one."""
+    """The time until a spare node has replaced the failed one."""
     start_s: float = 300.0
     """Processes, communicators and compilation, up to the first step; reading the checkpoint comes on top."""
     repair_s: float = 86_400.0
-    """Until a failed node is a spare again."""
+    """The time until a failed node is a spare again."""
     spare_nodes: int | None = None
     """Nodes on standby; null: one whenever it is needed."""
     shrink_stall_s: float = 30.0
