@@ -68,7 +68,8 @@ class ExpertSpec:
     weight_scale: float = 1.0
     """A factor on the weights after that (the routed scaling factor)."""
     num_groups: int = 1
-    """Experts are divided into groups; a token's experts come from the `top_groups` groups whose two best score highest."""
+    """Experts are divided into groups; a token's experts come from the `top_groups` groups whose two best score
+    highest."""
     top_groups: int = 1
     balance_rate: float = 0.0
     """Balancing without a loss (arXiv:2408.15664): after each step the choice of an expert that was visited less than
