@@ -14,7 +14,7 @@ from pytest import MonkeyPatch
 
 from trainspec_cli.engine.comm import exchange
 from trainspec_cli.engine.parallel import data_parallel
-from trainspec_cli.engine.run import passes, step
+from trainspec_cli.engine.run import pipeline_run, step
 from trainspec_cli.engine.tools import certify_worker as witness
 
 
@@ -22,8 +22,8 @@ def wrong_gradient_scale(patch: MonkeyPatch) -> None:
     """Take a mean over ranks where a sum belongs."""
     right = step.compute_gradients
 
-    def scaled(built, micro_batches, global_tokens):
-        return right(built, micro_batches, global_tokens * built.mesh.layout.data_parallel_size)
+    def scaled(state, micro_batches, global_tokens):
+        return right(state, micro_batches, global_tokens * state.mesh.layout.data_parallel_size)
 
     patch.setattr(step, "compute_gradients", scaled)
     patch.setattr(witness, "compute_gradients", scaled)
@@ -41,12 +41,12 @@ def stale_embedding_gradient(patch: MonkeyPatch) -> None:
 
 def lost_last_backward(patch: MonkeyPatch) -> None:
     """Exchange the last micro-batch's gradients before they are there."""
-    right = passes.exchange_in_backward
+    right = pipeline_run.exchange_in_backward
 
     def too_early(model, exchange):
         return right(model, False)
 
-    patch.setattr(passes, "exchange_in_backward", too_early)
+    patch.setattr(pipeline_run, "exchange_in_backward", too_early)
     patch.setattr(data_parallel, "exchange_in_backward", too_early)
 
 
