@@ -26,7 +26,7 @@ from trainspec_cli.spec.results.probe import Curve, MachineProbe, MatmulCurves, 
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
-LAUNCHING = ("integration", "slurm", "cli", "launch", "certify", "engine", "planner", "fuzz")
+LAUNCHING = ("certify", "integration", "slurm", "cli", "launch", "engine", "planner", "fuzz")
 """Folders whose files take longest: they begin first, so that no process is left with one of them at the end."""
 EXCUSED_IN_CI = ("needs a GPU", "needs macOS", "runs on CUDA alone")
 
