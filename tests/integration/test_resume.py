@@ -1,6 +1,5 @@
 """Killed, stopped and resumed runs end with the weights of one that was left alone, bit for bit."""
 
-import json
 import random
 import re
 import shutil
@@ -8,32 +7,12 @@ import signal
 import time
 
 import pytest
+from integration.conftest import STEPS, WHOLE, slow_from
 
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 
-STEPS = 80
-RECIPE = ("recipe=tiny", f"train.max_steps={STEPS}", "checkpoint.interval_steps=10")
-
-
-def slow_from(step):
-    """Two seconds, so that a test which is held up still finds its run going."""
-    return f"fault=slow(step={step},seconds=0.1,steps=20)"
-
-
-@pytest.fixture(scope="module")
-def whole(trainspec_of_module):
-    """A run that nobody touched; it is copied, not changed."""
-    trainspec, place = trainspec_of_module
-    ended = trainspec("launch", *RECIPE, "run.dir=whole")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return RunDir(place / "whole")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(whole):
-    """The weights' digest of a run that nobody touched."""
-    return json.loads(whole.result_json.read_text())["weights_sha256"]
+RECIPE = (*WHOLE, "checkpoint.interval_steps=10")
 
 
 @pytest.mark.slow
@@ -85,7 +64,7 @@ def test_kill_9_of_one_worker_then_resume(
 def test_a_stopped_run_goes_on_at_the_next_sample(
     wait_for_step, start_trainspec, trainspec, tmp_path, read_result, undisturbed, number
 ):
-    process = start_trainspec("launch", "recipe=tiny", f"train.max_steps={STEPS}", "run.dir=stopped", slow_from(5))
+    process = start_trainspec("launch", *WHOLE, "run.dir=stopped", slow_from(5))
     wait_for_step(RunDir(tmp_path / "stopped"), 5, process)
     process.send_signal(number)
     said = process.communicate(timeout=120)[0]
