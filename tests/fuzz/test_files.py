@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fuzz.conftest import damaged_bytes, ends, strange_variants, tell
+from lab.published import MODELS, SIZES
 
 from trainspec_cli.certify.certificate import digest
 from trainspec_cli.corpus import bpe
@@ -24,19 +25,9 @@ from trainspec_cli.huggingface.safetensors import make_header, open_checkpoint
 from trainspec_cli.launch.probing import read_probe
 
 CONFIG = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "vocab_size": 300,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 128,
+    **SIZES,
+    **MODELS["qwen3_moe"],
     "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16},
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
     "_name_or_path": "${oc.env:HOME}",
 }
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]

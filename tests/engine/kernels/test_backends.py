@@ -16,6 +16,8 @@ from trainspec_cli.spec.recipe.kernels import KERNELS, TORCH
 from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.rules.kernels import explain
 
+pytestmark = pytest.mark.usefixtures("compile_anew")
+
 FP32_EPS = torch.finfo(torch.float32).eps
 ROUNDINGS = {"ssd_scan": 2}
 """To the format, one after the other: the scan's states, and what they become."""

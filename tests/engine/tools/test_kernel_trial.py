@@ -16,6 +16,8 @@ from trainspec_cli.policy.kernels import judge_operation
 from trainspec_cli.spec.recipe.kernels import TORCH
 from trainspec_cli.spec.recipe.optim import OptimSpec
 
+pytestmark = pytest.mark.usefixtures("compile_anew")
+
 
 @pytest.fixture(autouse=True)
 def _own_time(monkeypatch):
