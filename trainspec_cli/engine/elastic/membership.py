@@ -11,7 +11,6 @@ import hashlib
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -161,7 +160,7 @@ class Membership:
 
     def _give_state(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
-            self._try(partial(CrossGroupComm.send, tensors=self._state(), to=rank))
+            self._try(lambda comm, to=rank: comm.send(self._state(), to))  # type: ignore[misc]
 
     def _take_state(self, rank: int) -> None:
         with torch.no_grad():
@@ -179,4 +178,4 @@ class Membership:
 
     def _drop(self, error: Exception) -> None:
         """Drop the connections: peers that still wait on them notice at once, and no one waits for a timeout."""
-        self._error, self._comm = error, None
+        self._error, self._comm = error.with_traceback(None), None  # its frames would keep the connections open
