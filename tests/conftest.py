@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -128,3 +129,26 @@ def hf_folder(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return make
+
+
+@pytest.fixture
+def disk_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Every ("fsync", NAME) and ("rename", NEW NAME) of this process, in the order of the calls."""
+    calls: list[tuple[str, str]] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def record_fsync(descriptor: int) -> None:
+        calls.append(("fsync", Path(f"/proc/self/fd/{descriptor}").readlink().name))
+        fsync(descriptor)
+
+    def record(call: Callable[..., None]) -> Callable[..., None]:
+        def recorded(source: Any, target: Any, **options: Any) -> None:
+            call(source, target, **options)
+            calls.append(("rename", Path(target).name))
+
+        return recorded
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "rename", record(rename))
+    monkeypatch.setattr(os, "replace", record(replace))
+    return calls

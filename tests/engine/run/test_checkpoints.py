@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainspec_cli.engine.checkpoint.manifest import MANIFEST
-from trainspec_cli.engine.checkpoint.parts import Held, Part
+from trainspec_cli.engine.checkpoint.parts import Held, TensorPart
 from trainspec_cli.engine.run.checkpoints import MEASURING_STEPS, Cadence, Checkpoints
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.checkpoint import CheckpointSpec
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 class OneTensor(Held):
     def parts(self):
-        return [Part.whole("w", torch.arange(1000.0))]
+        return [TensorPart.whole("w", torch.arange(1000.0))]
 
 
 class Kept:

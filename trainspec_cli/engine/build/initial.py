@@ -18,7 +18,7 @@ from trainspec_cli.engine.finite import NOT_FINITE, count_not_finite, is_finite
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.errors import MachineError, Problem
 from trainspec_cli.huggingface.folder import list_names, open_weights
-from trainspec_cli.huggingface.safetensors import Entry
+from trainspec_cli.huggingface.safetensors import StoredTensor
 from trainspec_cli.huggingface.tensors import Piece, parameters
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.model import DecoderModel
@@ -81,7 +81,7 @@ def _fill(share: Share, pieces: Sequence[Piece], tensors: MappedTensors) -> Iter
 class MappedTensors:
     """Tensors of safetensors files, as views of the mapped files."""
 
-    def __init__(self, entries: Mapping[str, Entry]):
+    def __init__(self, entries: Mapping[str, StoredTensor]):
         self._entries = entries
         self._files: dict[Path, Tensor] = {}
 
@@ -93,7 +93,7 @@ class MappedTensors:
     def file(self, piece: Piece) -> Path:
         return self._entries[piece.tensor].file
 
-    def _read(self, entry: Entry) -> Tensor:
+    def _read(self, entry: StoredTensor) -> Tensor:
         if entry.file not in self._files:
             size = entry.file.stat().st_size
             self._files[entry.file] = torch.from_file(str(entry.file), shared=False, size=size, dtype=torch.uint8)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.checkpoint.manifest import About
-from trainspec_cli.engine.checkpoint.memory import Place, clear
+from trainspec_cli.engine.checkpoint.memory import CopyLocation, clear
 from trainspec_cli.engine.checkpoint.saver import Saved, Saver
 from trainspec_cli.engine.checkpoint.store import Restored, load_newest
 from trainspec_cli.engine.comm.joint_errors import raise_together
@@ -256,7 +256,8 @@ class Cadence:
         return rollback_mtbf_s(plan.spec.resilience, reliability, mtbf_s, plan.layout.dp_replicate)
 
 
-def find_place(run_dir: RunDir) -> Place:
+def find_place(run_dir: RunDir) -> CopyLocation:
     """Return where this rank stands among the nodes: torchrun says how many ranks one has."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    return Place(make_memory_folder(run_dir), rank, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return CopyLocation(make_memory_folder(run_dir), rank, world_size, ranks_per_node)

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from trainspec_cli.corpus.bpe import decode, encode, encode_template, until_special
 from trainspec_cli.corpus.chat import question
-from trainspec_cli.corpus.collection import Collection, Judged
-from trainspec_cli.corpus.decode import decode, encode, encode_template, until_special
+from trainspec_cli.corpus.collection import Collection, EvaluationText
 from trainspec_cli.corpus.labelled import LabelledSamples, open_samples
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.train_state import TrainState
@@ -79,7 +79,7 @@ class TokenSource:
     def __init__(self, plan: Plan, collection: Collection, state: TrainState):
         self.plan, self.spec, self.collection, self.state = plan, plan.spec, collection, state
         self.order = collection.order(plan.spec.data, plan.spec.train.seed)
-        self.judged = collection.judged(plan.spec.data)
+        self.judged = collection.evaluation_texts(plan.spec.data)
         self.staging = Staging(state.device)
 
     def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
@@ -106,7 +106,7 @@ class TokenSource:
             **({"sets": {name or "heldout": figures for name, figures in sets.items()}} if len(sets) > 1 else {}),
         }
 
-    def _judge(self, judged: Judged) -> HeldoutLoss:
+    def _judge(self, judged: EvaluationText) -> HeldoutLoss:
         return heldout_loss(self.state, judged.rows, num_bytes=judged.bytes, batch_size=self.plan.micro_batch_size)
 
     @property
