@@ -1,4 +1,4 @@
-"""`clip_worker.py RANK RENDEZVOUS LAYOUTS CLIP`: one rank of two that make a clipped step in each of several layouts."""
+"""`clip_worker.py RANK RENDEZVOUS LAYOUTS CLIP`: one rank of two that make a clipped step in each layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run is judged on: the held-out split, all of it, and nothing of what it trains on."""
+"""What a run is evaluated on: the held-out split, all of it, and nothing of what it trains on."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.corpus.prepare import prepare
 from trainspec_cli.engine.build.train_state import TrainState, build_train_state
 from trainspec_cli.engine.data.heldout import heldout_batches
+from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.run.sources import SampleSource, TokenSource, open_source
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.spec.recipe.batching import BatchingSpec
@@ -37,8 +38,8 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataSpec:
     monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path / "cache"))
     generator, folder = random.Random(0), tmp_path / "texts"
     folder.mkdir()
-    for number in range(20):
-        words = ("".join(generator.choices("abcdefghij", k=5)) for _ in range(30))
+    for number in range(10):
+        words = ("".join(generator.choices("abcdefghij", k=5)) for _ in range(12))
         (folder / f"{number:03d}.txt").write_text(" ".join(words), encoding="utf-8")
     tokenizer = TokenizerSpec(vocab_size=300)
     return DataSpec(TOKENS, "text", str(folder), tokenizer=tokenizer, heldout_fraction=0.3)
@@ -102,12 +103,12 @@ def test_batches_are_of_the_text_to_train_on(source: TokenSource) -> None:
 
 @pytest.mark.parametrize(("num_ranks", "batch_size"), [(1, 1), (2, 3), (3, 4)])
 def test_every_held_out_row_is_read_once_over_the_ranks(text: DataSpec, num_ranks: int, batch_size: int) -> None:
-    (judged,) = Collection.open(prepare(text)).judged(text).values()
-    ranks = [list(heldout_batches(judged.rows, batch_size, rank, num_ranks)) for rank in range(num_ranks)]
+    (heldout,) = Collection.open(prepare(text)).evaluation_texts(text).values()
+    ranks = [list(heldout_batches(heldout.rows, batch_size, rank, num_ranks)) for rank in range(num_ranks)]
     assert len({len(batches) for batches in ranks}) == 1, "every rank takes part in equally many forwards"
     read = [tuple(row) for batches in ranks for tokens, targets in batches for row in targets.tolist()]
     counted = [row for row in read if any(target >= 0 for target in row)]
-    wanted = [tuple(judged.rows.read(index).targets.tolist()) for index in range(len(judged.rows))]
+    wanted = [tuple(heldout.rows.read(index).targets.tolist()) for index in range(len(heldout.rows))]
     assert sorted(counted) == sorted(wanted)
 
 
@@ -127,7 +128,7 @@ class Pictures:
         return np.full((1, 2, 2), -1 - index, dtype=np.float32), np.array(0)
 
 
-def test_pictures_are_judged_on_those_that_were_held_out(one_process: None) -> None:
+def test_pictures_are_evaluated_on_those_that_were_held_out(one_process: None) -> None:
     seen: list[float] = []
 
     def judge(images: torch.Tensor, _labels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -144,7 +145,7 @@ def test_pictures_are_judged_on_those_that_were_held_out(one_process: None) -> N
     model = Model()
     lines = SimpleNamespace(up=torch.distributed.group.WORLD, down=torch.distributed.group.WORLD, device=CPU)
     stages = SimpleNamespace(layout=layout, parts={0: model}, lines=lines, hidden=SimpleNamespace(like=lambda _: None))
-    stages.clock = SimpleNamespace(collective=None)
+    stages.clock = StepClock(CPU)
     state = SimpleNamespace(
         device=CPU, mesh=SimpleNamespace(data_rank=0), positions_S=None, parts=[model], stages=stages
     )
@@ -156,6 +157,6 @@ def test_pictures_are_judged_on_those_that_were_held_out(one_process: None) -> N
 
 def test_where_nothing_is_held_out_there_is_nothing_to_evaluate(source: TokenSource) -> None:
     bare = TokenSource(source.plan, replace(source.collection, validation={}), source.state)
-    bare.judged = {}
+    bare.evaluation_texts = {}
     assert bare.evaluate() is None
     assert bare.summarise(None)["heldout_bits_per_byte"] is None
