@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainspec_cli.engine.elastic import membership
-from trainspec_cli.engine.elastic.quorum import Quorum
+from trainspec_cli.engine.elastic.membership import Quorum
 
 TIMEOUT_S = 60.0
 

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from trainspec_cli.engine.elastic import membership
-from trainspec_cli.engine.elastic.membership import GroupRank, HealFailedError, Membership, Participation
-from trainspec_cli.engine.elastic.quorum import Quorum
+from trainspec_cli.engine.elastic.membership import GroupRank, HealFailedError, Membership, Participation, Quorum
 
 
 class Peers:

@@ -21,7 +21,7 @@ from lab.quorum import DiedError, Network
 from trainspec_cli.engine.data.staging import SLOTS, Staging
 from trainspec_cli.engine.elastic.membership import GroupRank, HealFailedError
 from trainspec_cli.engine.observe.clock import StepClock
-from trainspec_cli.engine.run.coordinator import Progress, RunContext
+from trainspec_cli.engine.run.coordinator import RunContext, TrainProgress
 from trainspec_cli.engine.run.replica_groups import START, PortionReader, ReplicaGroups
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.errors import WorkerError
@@ -85,7 +85,7 @@ class Group:
         plan = SimpleNamespace(spec=lab.spec, replica_groups=lab.groups, layout=Layout(), micro_batch_size=1)
         run = RunContext(plan, lab.run, Numbered(), state, "", self.stop)  # type: ignore[arg-type]
         self.coordinator = ReplicaGroups(run, GroupRank(number, 0, 1))
-        self.state, self.progress, self.error = state, Progress(), None
+        self.state, self.progress, self.error = state, TrainProgress(), None
         self.restores = 0
         self.rates: list[float] = []
         self.led: list[int] = []
@@ -109,11 +109,11 @@ class Group:
             self.step()
         self.coordinator.leave()
 
-    def restore(self) -> Progress:
+    def restore(self) -> TrainProgress:
         """The newest checkpoint: that of step 2."""
         self.restores += 1
         self.weights[: 2 * BATCH] = 1.0
-        return Progress(2, 2 * BATCH)
+        return TrainProgress(2, 2 * BATCH)
 
     def step(self) -> None:
         step = self.progress.step
@@ -133,7 +133,7 @@ class Group:
         assert self.router.tokens_per_expert_E.tolist() == [len(samples.event_fields["groups"])] * 2
         self.weights += self.share.gradient
         self.rates.append(samples.lr_factor)
-        self.progress = Progress(step + 1, self.progress.samples + samples.step_samples)
+        self.progress = TrainProgress(step + 1, self.progress.samples + samples.step_samples)
         if self.coordinator.leads:
             self.led.append(step + 1)
         self.coordinator.journal.write("step", step=step + 1, samples=samples.step_samples, **samples.event_fields)
@@ -279,7 +279,7 @@ def test_random_deaths_and_returns(lab: Callable[..., Lab], seed: int) -> None:
     assert sum(isinstance(group.error, DiedError) for group in trial.started) > 1
     for group in (group for group in trial.started if group.progress.step == STEPS):
         assert group.weights[: STEPS * BATCH].eq(1).all() and not group.weights[STEPS * BATCH :].any()
-    assert survivor.progress == Progress(STEPS, STEPS * BATCH)
+    assert survivor.progress == TrainProgress(STEPS, STEPS * BATCH)
 
 
 def test_who_heals_from_a_group_that_dies_meanwhile_ends(lab: Callable[..., Lab]) -> None:
@@ -302,7 +302,7 @@ def test_groups_restore_where_none_holds_the_state(lab: Callable[..., Lab]) -> N
     trial.wait()
     assert {group.restores for group in trial.started} in ({1}, {0, 1}), "each does, or one heals from the other"
     for group in trial.started:
-        assert group.progress == Progress(STEPS, STEPS * BATCH)
+        assert group.progress == TrainProgress(STEPS, STEPS * BATCH)
         assert group.weights[: STEPS * BATCH].eq(1).all()
     assert trial.log("step")[0]["step"] == 3
 
@@ -331,7 +331,7 @@ def test_too_few_groups_wait_and_can_be_stopped(lab: Callable[..., Lab]) -> None
     assert first.thread.is_alive() and first.progress.step == 3
     first.stop.requested = True
     trial.wait()
-    assert first.progress == Progress(3, 3 * BATCH)
+    assert first.progress == TrainProgress(3, 3 * BATCH)
 
 
 def test_a_request_to_one_group_stops_all_at_one_step(lab: Callable[..., Lab]) -> None:

@@ -17,7 +17,7 @@ from trainspec_cli.engine.build.train_state import TrainState, build_train_state
 from trainspec_cli.engine.data.staging import Staging
 from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.observe.journal import Journal
-from trainspec_cli.engine.run.coordinator import Progress, RunContext, SingleGroup, StepSamples, StepStart
+from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup, StepSamples, StepStart, TrainProgress
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.trainer import Trainer
 from trainspec_cli.planner.plan import plan
@@ -85,7 +85,7 @@ class Scripted:
 
     def __init__(self, run: RunContext):
         self.run, self.journal = run, Journal(run.run_dir, 0, run.plan.spec)
-        self.starts: dict[int, Callable[[Progress], StepStart]] = {}
+        self.starts: dict[int, Callable[[TrainProgress], StepStart]] = {}
         """Try -> how it begins."""
         self.refused: set[int] = set()
         """Tries that the groups do not commit."""
@@ -97,12 +97,12 @@ class Scripted:
         self.gradients: list[list[Tensor]] = []
         self.has_left = False
 
-    def begin(self, progress: Progress, restore: Callable[[], Progress]) -> StepStart:
+    def begin(self, progress: TrainProgress, restore: Callable[[], TrainProgress]) -> StepStart:
         self.tries += 1
         self.leads = progress.step < self.follows_until
         return self.starts.get(self.tries, StepStart)(progress)
 
-    def take(self, progress: Progress) -> StepSamples:
+    def take(self, progress: TrainProgress) -> StepSamples:
         self.taken.append(progress.samples)
         positions = np.arange(progress.samples, progress.samples + BATCH)
         micro_batches = self.run.source.read(positions)
@@ -212,7 +212,7 @@ def test_steps_report_what_the_coordinator_adds(context: RunContext, scripted: S
 
 
 def test_a_healed_group_goes_on_from_where_the_others_are(context: RunContext, scripted: Scripted) -> None:
-    scripted.starts[2] = lambda _progress: StepStart(Progress(4, 8))
+    scripted.starts[2] = lambda _progress: StepStart(TrainProgress(4, 8))
     Trainer(context, scripted).run()
     assert scripted.taken == [0, 8, 10]
     assert [event["step"] for event in events(context, "step")] == [1, 5, 6]
@@ -220,7 +220,7 @@ def test_a_healed_group_goes_on_from_where_the_others_are(context: RunContext, s
 
 
 def test_a_group_that_is_asked_to_stop_keeps_what_it_healed_to(context: RunContext, scripted: Scripted) -> None:
-    scripted.starts[2] = lambda _progress: StepStart(Progress(3, 6), stop=True)
+    scripted.starts[2] = lambda _progress: StepStart(TrainProgress(3, 6), stop=True)
     Trainer(context, scripted).run()
     assert scripted.taken == [0]
     assert context.run_dir.checkpoint_steps() == [3]
@@ -244,7 +244,7 @@ def test_a_group_that_came_too_late_leaves_the_others_result(context: RunContext
 
 
 def test_the_coordinator_is_left_when_a_step_raises(context: RunContext, scripted: Scripted) -> None:
-    def fail(_progress: Progress) -> StepStart:
+    def fail(_progress: TrainProgress) -> StepStart:
         raise RuntimeError("no quorum")
 
     scripted.starts[3] = fail

@@ -26,7 +26,7 @@ from trainspec_cli.spec.results.plan import Plan
 Figures = dict[str, Any]
 
 
-class Source(Protocol):
+class DataSource(Protocol):
     """Called by every rank together, but for `summarise`."""
 
     staging: Staging
@@ -51,7 +51,7 @@ class Source(Protocol):
         """Continue the recipe's prompt: return the fields of a `sample` event; None where none is wanted."""
 
 
-def open_source(plan: Plan, folder: str | None, state: TrainState) -> Source:
+def open_source(plan: Plan, folder: str | None, state: TrainState) -> DataSource:
     """Open the plan's data in `folder` (phantoms have none)."""
     if isinstance(plan.spec.model, ConvModel):
         return SampleSource(
