@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -253,3 +255,13 @@ def test_the_coordinator_is_left_when_a_step_raises(context: RunContext, scripte
         trainer.run()
     trainer.watch.close()
     assert scripted.has_left
+
+
+def test_an_ordinary_run_imports_nothing_of_replica_groups() -> None:
+    """Their modules would make every start longer."""
+    script = (
+        "import sys, trainspec_cli.engine.run.trainer\n"
+        "print([name for name in sys.modules if 'engine.elastic' in name or name.endswith('replica_groups')])"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout.strip() == "[]"

@@ -1,8 +1,8 @@
-"""A thread that notices when a step hangs: each rank tells where it stands, and one of them ends the run.
+"""A thread that notices when a step hangs: each rank reports where it stands, and one of them ends the run.
 
-What each rank tells is its Python stack and the last collectives that it entered (torch's flight recorder, where
-TORCH_FR_BUFFER_SIZE turns it on). A rank that cannot tell (stopped, or stuck in native code that holds the interpreter)
-is known by that; `faulthandler` writes the latter's stack to its log all the same.
+A report is the rank's Python stack and the last collectives that it entered (torch's flight recorder, where
+TORCH_FR_BUFFER_SIZE turns it on). A rank that cannot report (stopped, or stuck in native code that holds the
+interpreter) is known by that; `faulthandler` writes the latter's stack to its log all the same.
 """
 
 from __future__ import annotations
@@ -108,23 +108,23 @@ class StepWatch(threading.Thread):
             **place,
         )
         time.sleep(OTHERS_S)
-        told = self._hear_all(began - 2 * OTHERS_S)
-        if self._rank == min(told):
-            self._leave_word(told, waited_s)
+        reports = self._read_reports(began - 2 * OTHERS_S)
+        if self._rank == min(reports):
+            self._write_error(reports, waited_s)
             self._end(WorkerError.exit_code)
 
-    def _hear_all(self, since: float) -> dict[int, dict[str, Any]]:
-        """The newest report of each rank that has left one."""
-        told = {}
+    def _read_reports(self, since: float) -> dict[int, dict[str, Any]]:
+        """Return the newest report of each rank that has left one."""
+        reports = {}
         for rank in range(self._world_size):
             for event in tail_events(self._journal.events_of(rank)):
                 if event["type"] == "hang" and event["time"] >= since:
-                    told[rank] = event
-        return told
+                    reports[rank] = event
+        return reports
 
-    def _leave_word(self, told: dict[int, dict[str, Any]], waited_s: float) -> None:
-        """What happened, as this worker's error, for the supervisor to show and to act on."""
-        message, detail = describe(told, self._world_size, self._step + 1, waited_s, self._deadline_s)
+    def _write_error(self, reports: dict[int, dict[str, Any]], waited_s: float) -> None:
+        """Write what happened as this worker's error, for the supervisor to show and to act on."""
+        message, detail = describe(reports, self._world_size, self._step + 1, waited_s, self._deadline_s)
         write_json(
             self._run_dir.error(self._rank),
             {
@@ -188,15 +188,17 @@ def _sizes(sizes: list[list[int]]) -> str:
 
 
 def describe(
-    told: dict[int, dict[str, Any]], world_size: int, step: int, waited_s: float, deadline_s: float
+    reports: dict[int, dict[str, Any]], world_size: int, step: int, waited_s: float, deadline_s: float
 ) -> tuple[str, str]:
     """-> (what happened, every rank's stack)."""
-    places = {rank: Whereabouts(event["waiting"], event["collectives"]) for rank, event in told.items()}
+    places = {rank: Whereabouts(event["waiting"], event["collectives"]) for rank, event in reports.items()}
     late, why = find_late(places, world_size)
-    waits_in = next((event["waits_in"] for rank, event in told.items() if rank not in late and event["waits_in"]), None)
+    waits_in = next(
+        (event["waits_in"] for rank, event in reports.items() if rank not in late and event["waits_in"]), None
+    )
     who = f"rank {', '.join(map(str, late))} is late: {why}" if late else why
     others = f"; the others wait in {waits_in}" if late and waits_in else ""
     message = f"step {step} hung: {waited_s:.1f} s, and {deadline_s:.1f} s are allowed; {who}{others}"
-    stacks = [f"rank {rank} ({event['host']}) was at\n{event['stack']}" for rank, event in sorted(told.items())]
-    silent = [f"rank {rank} told nothing" for rank in range(world_size) if rank not in told]
+    stacks = [f"rank {rank} ({event['host']}) was at\n{event['stack']}" for rank, event in sorted(reports.items())]
+    silent = [f"rank {rank} reported nothing" for rank in range(world_size) if rank not in reports]
     return message, "\n".join([*silent, *stacks])
