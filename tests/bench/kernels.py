@@ -13,11 +13,11 @@ import sys
 
 import torch
 from rich.console import Console
+from trainspec_cli.engine.tools.kernel_calls import calls_of
+from trainspec_cli.engine.tools.kernel_probe import workloads_of
 
 from trainspec_cli.cli.load import detect_machine, load, plan_on
 from trainspec_cli.engine.build.kernel_loading import load_kernel
-from trainspec_cli.engine.tools.kernel_calls import calls_of
-from trainspec_cli.engine.tools.kernel_probe import workloads_of
 from trainspec_cli.engine.tools.kernel_trial import try_kernels
 from trainspec_cli.launch.job.machine import cpu_model
 from trainspec_cli.policy.kernels import judge_operation

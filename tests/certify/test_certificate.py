@@ -9,8 +9,7 @@ import pytest
 
 from trainspec_cli.certify import runs
 from trainspec_cli.certify.cases import Case, cases, refused
-from trainspec_cli.certify.certificate import verdict, verify, write_certificate
-from trainspec_cli.certify.clauses import read_clauses, spec_version
+from trainspec_cli.certify.certificate import read_clauses, spec_version, verdict, verify, write_certificate
 from trainspec_cli.certify.families import FAMILIES
 from trainspec_cli.certify.judge import Finding, checks, judge_refusals
 from trainspec_cli.certify.runs import gradient_errors, loss_error

@@ -8,8 +8,8 @@ import sys
 from dataclasses import replace
 
 import pytest
-
 from trainspec_cli.engine.tools.kernel_calls import calls_of
+
 from trainspec_cli.planner.hardware.catalogue import models
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.batching import BatchingSpec

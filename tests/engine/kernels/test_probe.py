@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from trainspec_cli.engine.tools.kernel_probe import stand_in
 
 
