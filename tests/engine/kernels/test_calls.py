@@ -8,8 +8,8 @@ import sys
 from dataclasses import replace
 
 import pytest
-from trainspec_cli.engine.tools.kernel_calls import calls_of
 
+from trainspec_cli.engine.tools.kernels import calls_of
 from trainspec_cli.planner.hardware.catalogue import models
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.batching import BatchingSpec
@@ -78,7 +78,7 @@ def test_tensor_parallel_ranks_have_their_parts() -> None:
 def counted_apart(plan: Plan, rank: int) -> dict[str, int]:
     """Calls by operation, counted in a process of its own: groups of a pipeline cannot be made twice in one."""
     code = (
-        "import json, sys; from trainspec_cli.engine.tools.kernel_calls import calls_of;"
+        "import json, sys; from trainspec_cli.engine.tools.kernels import calls_of;"
         "from trainspec_cli.spec.canonical import from_plain; from trainspec_cli.spec.results.plan import Plan;"
         "calls = calls_of(from_plain(Plan, json.loads(sys.argv[1])), int(sys.argv[2]));"
         "print(json.dumps({op: numbers.total() for op, numbers in calls.by_op.items()}))"

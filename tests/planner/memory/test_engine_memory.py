@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from trainspec_cli.certify.cases import Case, build_plan
-from trainspec_cli.launch.tracing import trace_plan, traced_ranks
+from trainspec_cli.launch.measuring import trace_plan, traced_ranks
 from trainspec_cli.planner.memory.engine import engine_peak, is_counted, run_of
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.recipe.layout import Layout
@@ -196,7 +196,7 @@ def error_of(run: Run) -> float:
     """Of the fullest rank of a pipeline's ends."""
     plan = plan_of(run)
     assert is_counted(plan.spec.model, plan.offload)
-    traced = trace_plan(plan)["peak_memory_bytes"]
+    traced = trace_plan(plan).peak_memory_bytes
     ranks = {rank * plan.layout.pp // plan.world_size for rank in traced_ranks(plan)}
     counted = max(engine_peak(run_of(plan), rank).total_bytes for rank in ranks)
     print(f"{run.name:78s} traced {traced / GIB:8.3f} GiB, counted {counted / GIB:8.3f} {counted / traced - 1:+.2%}")

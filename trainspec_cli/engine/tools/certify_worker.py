@@ -85,9 +85,10 @@ def train(wanted: CertifyRun, built: Machinery, folder: Path, source: Path | Non
     losses, norms = [], []
     for step in range(restored.manifest.step if restored else 0, wanted.steps):
         clips = wanted.clip_from is not None and step >= wanted.clip_from
+        drawn = min(step, step if wanted.clip_from is None else wanted.clip_from)
         outcome = train_step(
             built,
-            drawn_batch(wanted.plan, built, step),
+            drawn_batch(wanted.plan, built, drawn),
             global_tokens=wanted.plan.tokens_per_step,
             clip_norm=wanted.clip_norm if clips else wanted.plan.spec.optim.grad_clip_norm,
             stop_requested=False,

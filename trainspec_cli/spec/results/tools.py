@@ -144,7 +144,8 @@ class CertifyRun:
     gradients: bool
     """Leave the full gradients of the first step's batch."""
     clip_from: int | None
-    """The step from which gradients are clipped to `clip_norm`, whatever the plan says; None: never."""
+    """The step from which gradients are clipped to `clip_norm`, whatever the plan says, and its batch is seen again and
+    again; None: never."""
     clip_norm: float
     save_at: int | None
     """The step after which a checkpoint is written."""
