@@ -85,7 +85,7 @@ class ClusterSpec:
 
 @dataclass(frozen=True)
 class Machine:
-    """What was found on this host, without torch (see `launch/machine.py`)."""
+    """What was found on this host, without torch (see `launch/job/machine.py`)."""
 
     hostname: str
     cpu_cores: int
