@@ -1,47 +1,58 @@
-"""The certify worker with a fault planted: `faulty_worker.py FAULT certify_worker FOLDER`."""
+"""The certify worker with faults planted: `faulty_worker.py FAULTS certify_worker FOLDER`; FAULTS: {run's name: fault}.
+
+Runs that FAULTS does not name are sound, before and after those that it does.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
+
+from pytest import MonkeyPatch
 
 from trainspec_cli.engine.checkpoint import store
 from trainspec_cli.engine.comm import exchange
 from trainspec_cli.engine.optim import update
 from trainspec_cli.engine.parallel import context, data_parallel
-from trainspec_cli.engine.run import passes, step
+from trainspec_cli.engine.run import pipeline_run, step
 from trainspec_cli.engine.tools import certify_worker
 from trainspec_cli.engine.tools.__main__ import main
 
 
-def wrong_gradient_scale() -> None:
-    """A mean over ranks where a sum belongs."""
+def wrong_gradient_scale(patch: MonkeyPatch) -> None:
+    """Take a mean over ranks where a sum belongs."""
     right = step.compute_gradients
 
-    def scaled(built, micro_batches, global_tokens):
-        return right(built, micro_batches, global_tokens * built.mesh.layout.data_parallel_size)
+    def scaled(state, micro_batches, global_tokens):
+        return right(state, micro_batches, global_tokens * state.mesh.layout.data_parallel_size)
 
-    certify_worker.compute_gradients = step.compute_gradients = scaled
-
-
-def skipped_all_reduce() -> None:
-    """Replicas keep their own gradients."""
-    exchange.Peers.sum_ = lambda self, x: x
+    patch.setattr(step, "compute_gradients", scaled)
+    patch.setattr(certify_worker, "compute_gradients", scaled)
 
 
-def stale_embedding_gradient() -> None:
-    """What the two ends of a pipeline owe each other for a tied embedding is not summed."""
-    step.sum_late = lambda late: None
+def skipped_all_reduce(patch: MonkeyPatch) -> None:
+    """Let replicas keep their own gradients."""
+    patch.setattr(exchange.Peers, "sum_", lambda self, x: x)
 
 
-def lost_last_backward() -> None:
-    """The last micro-batch's gradients are exchanged before they are there."""
-    right = passes.exchange_in_backward
-    passes.exchange_in_backward = lambda model, exchange: right(model, False)
-    data_parallel.exchange_in_backward = passes.exchange_in_backward
+def stale_embedding_gradient(patch: MonkeyPatch) -> None:
+    """Leave unsummed what the two ends of a pipeline owe each other for a tied embedding."""
+    patch.setattr(step, "sum_late", lambda late: None)
 
 
-def forgotten_moments() -> None:
-    """A resumed run begins with fresh moments."""
+def lost_last_backward(patch: MonkeyPatch) -> None:
+    """Exchange the last micro-batch's gradients before they are there."""
+    right = pipeline_run.exchange_in_backward
+
+    def too_early(model, exchange):
+        return right(model, False)
+
+    patch.setattr(pipeline_run, "exchange_in_backward", too_early)
+    patch.setattr(data_parallel, "exchange_in_backward", too_early)
+
+
+def forgotten_moments(patch: MonkeyPatch) -> None:
+    """Begin a resumed run with fresh moments."""
     right = certify_worker.load_newest
 
     def without_moments(run_dir, held, device):
@@ -51,38 +62,38 @@ def forgotten_moments() -> None:
                 part.tensor.zero_()
         return restored
 
-    certify_worker.load_newest = without_moments
+    patch.setattr(certify_worker, "load_newest", without_moments)
 
 
-def local_norm() -> None:
-    """Each rank clips by the norm of the parts that it holds."""
+def local_norm(patch: MonkeyPatch) -> None:
+    """Clip on each rank by the norm of the parts that it holds."""
     right = step.guarded_update
 
     def clipped(optimizer, shares, norm, loss, clip_norm):
         own = update.squared_norm(shares).sqrt().float().to(norm.device)
         return right(optimizer, shares, own, loss, clip_norm)
 
-    step.guarded_update = clipped
+    patch.setattr(step, "guarded_update", clipped)
 
 
-def wrong_ring_order() -> None:
-    """Keys and values that come from an earlier rank are taken for a later one's, and the other way round."""
+def wrong_ring_order(patch: MonkeyPatch) -> None:
+    """Take keys and values of earlier ranks for those of later ones, and the other way round."""
     right = context._block
-    context._block = lambda rank, source, seq: right(rank, rank if source == rank else 2 * rank - source, seq)
+    patch.setattr(context, "_block", lambda rank, source, seq: right(rank, 2 * rank - source, seq))
 
 
-def no_copied_twins() -> None:
-    """The pipeline's last stage keeps the embedding that it was built with, whatever the checkpoint holds."""
-    store.copy_twins = lambda shares, optimizer: None
+def no_copied_twins(patch: MonkeyPatch) -> None:
+    """Leave the last stage's embedding as it was built, whatever the checkpoint holds."""
+    patch.setattr(store, "copy_twins", lambda shares, optimizer: None)
 
 
-def no_shard_reduce() -> None:
-    """ZeRO-3 keeps each rank's own part of its own gradient."""
+def no_shard_reduce(patch: MonkeyPatch) -> None:
+    """Keep on each rank its own part of its own gradient, under ZeRO-3."""
 
     def own_part(output, gradients, group, **options):
         output.copy_(gradients.view(group.size(), -1)[group.rank()].view_as(output))
 
-    data_parallel.reduce_scatter = own_part
+    patch.setattr(data_parallel, "reduce_scatter", own_part)
 
 
 FAULTS = {
@@ -100,6 +111,20 @@ FAULTS = {
     )
 }
 
-if __name__ == "__main__":
-    FAULTS[sys.argv.pop(1)]()
+
+def plant_and_serve() -> None:
+    planted = json.loads(sys.argv.pop(1))
+    sound = certify_worker.run_one
+
+    def run_one(wanted, folder, name, device):
+        with MonkeyPatch.context() as patch:
+            if name in planted:
+                FAULTS[planted[name]](patch)
+            return sound(wanted, folder, name, device)
+
+    certify_worker.run_one = run_one
     main()
+
+
+if __name__ == "__main__":
+    plant_and_serve()

@@ -6,25 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from lab import measured
 
-from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.engine.models.decoder import Block
 from trainspec_cli.engine.models.rope import rope_angles
 from trainspec_cli.engine.tools.probe import scheduled_s
-from trainspec_cli.launch.job.machine import detect
-from trainspec_cli.launch.tools import PROBE, run_tool, torchrun
 from trainspec_cli.planner.memory.local import activation_bytes_per_token
 from trainspec_cli.rundir.events import PARTS
-from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.results.probe import MachineProbe
-from trainspec_cli.spec.results.tools import ProbeRequest
 
 
 @pytest.fixture(scope="module")
-def probe() -> MachineProbe:
-    plan = build_plan(Case("dense", Layout(dp_replicate=2)), "cpu")
-    return run_tool(PROBE, ProbeRequest("fp32"), torchrun(plan, detect(look_for_gpus=False)))
+def probe(measured_cache: Path) -> MachineProbe:
+    return measured.read_probe(measured_cache)
 
 
 def test_every_figure_is_there(probe: MachineProbe) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from trainspec_cli.engine.batch import MicroBatch, held_part
-from trainspec_cli.engine.build.train_state import Machinery, build_machinery
+from trainspec_cli.engine.build.train_state import TrainState, build_train_state
 from trainspec_cli.engine.checkpoint.manifest import About
 from trainspec_cli.engine.checkpoint.saver import Saver
 from trainspec_cli.engine.checkpoint.store import load_newest
@@ -55,14 +55,14 @@ def run_one(wanted: CertifyRun, folder: Path, name: str, device: torch.device) -
     torch.compiler.reset()
     plan, own = wanted.plan, folder / name
     mesh = mesh_of(plan.layout, device.type)
-    built = build_machinery(plan, device, mesh)
+    state = build_train_state(plan, device, mesh)
     if wanted.gradients:
-        leave_first_gradients(plan, built, own)
+        leave_first_gradients(plan, state, own)
     source = folder / wanted.continues if wanted.continues else None
-    trained = train(wanted, built, own, source)
+    trained = train(wanted, state, own, source)
     if not wanted.resume:
         return CertifyRunResult(trained, None)
-    resumed = train(replace(wanted, save_at=None), build_machinery(plan, device, mesh), own, source=own)
+    resumed = train(replace(wanted, save_at=None), build_train_state(plan, device, mesh), own, source=own)
     return CertifyRunResult(trained, resumed)
 
 
@@ -72,49 +72,49 @@ def mesh_of(layout: Layout, device_type: str) -> Mesh:
     return build_mesh(layout, device_type)
 
 
-def leave_first_gradients(plan: Plan, built: Machinery, folder: Path) -> None:
+def leave_first_gradients(plan: Plan, state: TrainState, folder: Path) -> None:
     """Write the gradients of the first step's batch."""
-    compute_gradients(built, drawn_batch(plan, built, step=0), plan.tokens_per_step)
-    write_gradients(built, folder)
-    clear_gradients(built.shares)
+    compute_gradients(state, drawn_batch(plan, state, step=0), plan.tokens_per_step)
+    write_gradients(state, folder)
+    clear_gradients(state.shares)
 
 
-def train(wanted: CertifyRun, built: Machinery, folder: Path, source: Path | None) -> TrainedSteps:
+def train(wanted: CertifyRun, state: TrainState, folder: Path, source: Path | None) -> TrainedSteps:
     """Train up to the last step, from the first or from the checkpoint in `source`."""
-    restored = load_newest(RunDir(source), built.held, built.device) if source else None
+    restored = load_newest(RunDir(source), state.held, state.device) if source else None
     losses, norms = [], []
     for step in range(restored.manifest.step if restored else 0, wanted.steps):
         clips = wanted.clip_from is not None and step >= wanted.clip_from
         drawn = min(step, step if wanted.clip_from is None else wanted.clip_from)
         outcome = train_step(
-            built,
-            drawn_batch(wanted.plan, built, drawn),
+            state,
+            drawn_batch(wanted.plan, state, drawn),
             global_tokens=wanted.plan.tokens_per_step,
             clip_norm=wanted.clip_norm if clips else wanted.plan.spec.optim.grad_clip_norm,
-            stop_requested=False,
         )
+        assert outcome is not None, "a step of one replica group always counts"
         losses.append(outcome.loss.item())
         norms += [outcome.grad_norm.item()] if clips else []
         if step + 1 == wanted.save_at:
-            _save(wanted.plan, built, RunDir(folder), step + 1)
-    sha256 = weights_sha256(built.shares, built.mesh.group("pp"))
+            _save(wanted.plan, state, RunDir(folder), step + 1)
+    sha256 = weights_sha256(state.shares, state.mesh.group("pp"))
     return TrainedSteps(tuple(losses), min(norms, default=None), sha256)
 
 
-def _save(plan: Plan, built: Machinery, run_dir: RunDir, step: int) -> None:
-    saver = Saver(run_dir, built.held, built.device, keep_last=1)
+def _save(plan: Plan, state: TrainState, run_dir: RunDir, step: int) -> None:
+    saver = Saver(run_dir, state.held, state.device, keep_last=1)
     saver.save(About(step, samples=0, seed=plan.spec.train.seed, recipe_digest=""))
     saver.close()
 
 
-def drawn_batch(plan: Plan, built: Machinery, step: int) -> list[MicroBatch]:
+def drawn_batch(plan: Plan, state: TrainState, step: int) -> list[MicroBatch]:
     """This rank's micro-batches of a step's global batch, which is the same for every layout."""
     generator = torch.Generator().manual_seed(plan.spec.train.seed * 1_000_003 + step)
     inputs, targets = drawn_samples(plan.spec, generator)
-    ranks, rank = plan.layout.data_parallel_size, built.mesh.data_rank
-    mine = (samples.unflatten(0, (-1, ranks))[:, rank].to(built.device) for samples in (inputs, targets))
+    ranks, rank = plan.layout.data_parallel_size, state.mesh.data_rank
+    mine = (samples.unflatten(0, (-1, ranks))[:, rank].to(state.device) for samples in (inputs, targets))
     parts = zip(*(samples.split(plan.micro_batch_size) for samples in mine), strict=True)
-    return [held_part(part, built.positions_S) for part in parts]
+    return [held_part(part, state.positions_S) for part in parts]
 
 
 def drawn_samples(spec: RunSpec, generator: torch.Generator) -> MicroBatch:
@@ -128,12 +128,12 @@ def drawn_samples(spec: RunSpec, generator: torch.Generator) -> MicroBatch:
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
-def write_gradients(built: Machinery, folder: Path) -> None:
+def write_gradients(state: TrainState, folder: Path) -> None:
     """Each pipeline rank writes its stages'; a parameter without a gradient is left out."""
     gradients: dict[str, np.ndarray] = {}
-    for share in unique_shares(built.shares):
+    for share in unique_shares(state.shares):
         if share.parameter.grad is not None:
             gradients[share.name] = share.gather(share.parameter.grad).float().cpu().numpy()
-    if built.mesh.stage.get_local_rank() == 0:
-        np.savez(folder / f"gradients.stage{built.mesh.rank('pp')}.npz", **gradients)  # type: ignore[arg-type]
+    if state.mesh.stage.get_local_rank() == 0:
+        np.savez(folder / f"gradients.stage{state.mesh.rank('pp')}.npz", **gradients)  # type: ignore[arg-type]
     dist.barrier()

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainspec_cli.engine.build.kernel_loading import load_kernel, modules_with
-from trainspec_cli.engine.build.train_state import DTYPES, Machinery, build_machinery
+from trainspec_cli.engine.build.train_state import DTYPES, TrainState, build_train_state
 from trainspec_cli.engine.comm.joining import join_processes
 from trainspec_cli.engine.comm.json_collectives import gather_json
 from trainspec_cli.engine.kernels.inputs import MAKERS, Call, describe_call
 from trainspec_cli.engine.mesh import build_mesh
 from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
-from trainspec_cli.engine.run.passes import forward_only
+from trainspec_cli.engine.run.pipeline_run import forward_only
 from trainspec_cli.engine.tools.kernel_trial import Kernel, Workload, operation, optimizer_update, try_kernels
 from trainspec_cli.engine.tools.trace import CPU, even_out, fake_batch, fake_world
 from trainspec_cli.spec.canonical import from_plain, to_plain
@@ -117,13 +117,13 @@ def calls_of(plan: Plan, rank: int) -> Calls:
     with fake_world(rank, plan.group_size):
         mesh = build_mesh(plan.layout, "cpu")
         with FakeTensorMode(allow_non_fake_inputs=True):
-            built = build_machinery(plan, CPU, mesh)
-            built.clock.on_gpu = False
-            for part in built.parts:
+            state = build_train_state(plan, CPU, mesh)
+            state.clock.on_gpu = False
+            for part in state.parts:
                 even_out(part)
                 _listen(part, calls)
-            calls.parameters.update(tuple(share.local.shape) for share in built.shares if share.is_trained)
-            _step(plan, built)
+            calls.parameters.update(tuple(share.local.shape) for share in state.shares if share.is_trained)
+            _step(plan, state)
     return calls
 
 
@@ -147,8 +147,8 @@ def _shape_or_number(argument: Any) -> tuple[int, ...] | float | None:
     return argument if isinstance(argument, (int, float)) else None
 
 
-def _step(plan: Plan, built: Machinery) -> None:
+def _step(plan: Plan, state: TrainState) -> None:
     """One micro-batch goes through all stages; what the backward calls follows from it."""
-    tokens, targets, *_ = fake_batch(plan, built)
+    tokens, targets, *_ = fake_batch(plan, state)
     documents = [torch.zeros_like(tokens)] if plan.spec.data.masks_documents else []
-    forward_only(built.stages, tokens, targets, *documents)
+    forward_only(state.stages, tokens, targets, *documents)
