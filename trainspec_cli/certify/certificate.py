@@ -63,7 +63,7 @@ def spec_version() -> str:
 
 @lru_cache
 def read_clauses() -> dict[str, Clause]:
-    """By id, in the document's order."""
+    """Return the clauses by id, in the document's order."""
     found = _CLAUSE_TEXT.findall(SPEC.read_text(encoding="utf-8"))
     return {id: Clause(id, level, title, " ".join(text.split())) for id, level, title, text in found}
 
@@ -137,7 +137,7 @@ def verify(file: Path) -> dict[str, Any]:
 
 
 def _digest_or_none(body: dict[str, Any]) -> str | None:
-    """None of what canonical JSON has no words for: NaN, infinity, half a surrogate pair."""
+    """Return None for what canonical JSON cannot hold: NaN, infinity, half a surrogate pair."""
     try:
         return digest(body)
     except ValueError:

@@ -57,7 +57,7 @@ class ClauseCheck:
 
 
 def checks(max_processes: int, only: Sequence[str] = ()) -> list[ClauseCheck]:
-    """Those of the matrix, or those whose clause or case is named by a pattern of `only`."""
+    """Return the checks of the matrix, or those whose clause or case is named by a pattern of `only`."""
     wanted = [check for check in _all_checks(max_processes) if check.run.case.layout.world_size <= max_processes]
     return [check for check in wanted if not only or any(_named(check, pattern) for pattern in only)]
 
@@ -108,7 +108,7 @@ def _in_fp64(case: Case) -> Run:
 
 
 def _own_format(case: Case) -> Run:
-    """What the format costs one process."""
+    """Return the run that shows what the format costs one process."""
     return Run(case.reference, losses=False)
 
 

@@ -66,7 +66,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run left in its folder."""
+    """The folder of a run that has ended, and what it holds."""
 
     folder: Path
 
@@ -84,7 +84,7 @@ class Measured:
 
     @cached_property
     def gradients(self) -> dict[str, np.ndarray]:
-        """Of all stages, by parameter."""
+        """Read the gradients of all stages, by parameter."""
         found: dict[str, np.ndarray] = {}
         for path in sorted(self.folder.glob("gradients.stage*.npz")):
             with np.load(path) as stage:

@@ -1,4 +1,4 @@
-"""`trainspec doctor`: whether this host, or every host of a Slurm job, is fit to train."""
+"""`trainspec doctor`: examine this node, or every node of a Slurm job."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ Arguments = Annotated[
 
 @app.command()
 def doctor(arguments: Arguments = None, as_json: AsJson = False) -> int:
-    """Look at this host: what it has, how it is set, how fast it is, what its processes reach of one another.
+    """Look at this node: what it has, how it is set, how fast it is, what its processes reach of one another.
 
-    Inside a Slurm job (salloc, sbatch --wrap) at every host of the job: the slowest is named. Exit code 4 where
+    Inside a Slurm job (salloc, sbatch --wrap) at every node of the job: the slowest is named. Exit code 4 where
     something fails.
     """
     from trainspec_cli.doctor.diagnosis import diagnose
@@ -73,7 +73,7 @@ def _any_batch(arguments: list[str], nodes: int) -> list[str]:
 
 
 def _examine_job(loaded: Loaded, machine: Machine) -> Examined:
-    """From the job's first node, by srun; below ./runs, which the nodes share."""
+    """Examine from the job's first node, by srun; below ./runs, which the nodes share."""
     from trainspec_cli.cli.load import plan_for
     from trainspec_cli.doctor.examine import examine_nodes
     from trainspec_cli.launch.backend.nodes.executor import Reach, agent_command

@@ -1,4 +1,4 @@
-"""What would stop a run on this one node, found in an instant: nothing is measured, no node compared."""
+"""The preflight of a run on this one node: an instant's checks; nothing is measured or compared."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainspec_cli.units import format_bytes
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run takes of this node; 0 bytes where that is not known."""
+    """The resources that a run takes of this node; 0 bytes where that is not known."""
 
     processes: int
     memory_bytes: float

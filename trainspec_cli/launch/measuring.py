@@ -1,4 +1,4 @@
-"""What is measured on this machine before a launch: its probe and its kernels, once and then cached; a step's trace.
+"""The measurements before a launch: this machine's probe and its kernels, once and then cached; a step's trace.
 
 The processes and their environment are those that a run will have.
 """

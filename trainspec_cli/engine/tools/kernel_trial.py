@@ -57,7 +57,7 @@ def try_kernels(kernels: Mapping[str, Kernel], workload: Workload) -> dict[str, 
                 works[name] = workload.works_of(kernel)
                 warm_up(works[name])
             trials[name] = KernelTrial(error=error, allowed_error=allowed)
-        except Exception as raised:  # whatever a library raises is told, and the backend is out
+        except Exception as raised:  # whatever a library raises is reported, and the backend is out
             works.pop(name, None)
             trials[name] = KernelTrial(failure=f"{type(raised).__name__}: {_first_line(raised)}")
     ratios = time_in_turns(works, workload.device)
@@ -154,7 +154,7 @@ def time_in_turns(
 
 
 def _seconds(work: Work, repeats: int, device: torch.device) -> float:
-    """Of one call."""
+    """Return the seconds of one call."""
     synchronise(device)
     started = clock()
     for _ in range(repeats):
@@ -186,7 +186,7 @@ def optimizer_update(parameters: Mapping[Shape, int], optim: OptimSpec, device: 
 
 
 def update_error(kernel: Kernel, shapes: Sequence[Shape], optim: OptimSpec, device: torch.device) -> float:
-    """Of parameters after some guarded steps, against the update as it is written (arXiv:1711.05101, algorithm 2)."""
+    """Return the error of parameters after some guarded steps, against the update as it is written (arXiv:1711.05101, algorithm 2)."""
     shares, expected = (make_shares(shapes, dtype, device) for dtype in (torch.float32, torch.float64))
     optimizer: Any = build_optimizer(shares, optim, kernel)
     for _ in range(CHECKED_STEPS):

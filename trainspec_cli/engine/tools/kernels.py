@@ -46,8 +46,8 @@ def run(request: KernelRequest) -> KernelResult:
 
 
 def stand_in(rank: int, processes: int, world_size: int) -> int:
-    """Whose shapes a process of one host takes: those of ranks all over the run, so that each stage of a pipeline and
-    the last, which has the loss, are among them."""
+    """Return the rank whose shapes a process of one node takes: they lie all over the run, so that each stage of a
+    pipeline and the last, which has the loss, are among them."""
     return rank * (world_size - 1) // max(1, processes - 1)
 
 
@@ -61,7 +61,7 @@ def try_all(plan: Plan, calls: Calls, device: torch.device) -> KernelTrials:
 
 
 def workloads_of(plan: Plan, calls: Calls, device: torch.device) -> dict[str, Workload]:
-    """By operation."""
+    """Return the operations that the run uses."""
     workloads = {op: _workload(plan, op, numbers, device) for op, numbers in calls.by_op.items() if numbers}
     if plan.spec.optim.name == "adamw":
         where = device if plan.offload == "none" else torch.device("cpu")
@@ -78,7 +78,7 @@ def try_backends(plan: Plan, op: str, workload: Workload) -> dict[str, KernelTri
 
 
 def _kernel(plan: Plan, op: str, name: str) -> Kernel:
-    """Where blocks are compiled, as the compiler makes it."""
+    """Return the kernel; where blocks are compiled, as the compiler makes it."""
     kernel = load_kernel(op, name)
     return torch.compile(kernel, dynamic=False) if plan.spec.compile and op in IN_BLOCKS else kernel
 
@@ -103,7 +103,7 @@ def _describe_parameters(parameters: Counter[tuple[int, ...]]) -> tuple[str, ...
 
 @dataclass
 class Calls:
-    """Of one rank's step with one micro-batch."""
+    """The calls of one rank's step with one micro-batch."""
 
     by_op: dict[str, Counter[Call]] = field(default_factory=dict)
     parameters: Counter[tuple[int, ...]] = field(default_factory=Counter)

@@ -174,7 +174,7 @@ def resident_bytes() -> float:
 
 
 def own_bytes() -> float:
-    """Without the libraries' pages, which come and go with the machine's other needs (macOS does not tell them)."""
+    """Leave out the libraries' pages, which come and go with the machine's other needs (macOS does not count them)."""
     memory = psutil.Process().memory_info()
     return float(memory.rss - getattr(memory, "shared", 0))
 

@@ -66,7 +66,7 @@ def trace_rank(plan: Plan, rank: int) -> TraceResult:
 
 
 def axes_of_groups(state: TrainState) -> dict[str, str]:
-    """Names of process groups -> mesh axes. What shards parameters is told from what sums over replicas."""
+    """Return the mesh axes of process groups, by name. What shards parameters stands apart from what sums over replicas."""
     mesh, lines = state.mesh, state.stages.lines
     groups = {axis: mesh.group(axis) for axis in MESH_AXES}
     groups |= {axis: mesh.expert_group(axis) for axis in ("ep", "expert_shard")} if mesh.experts else {}
@@ -76,7 +76,7 @@ def axes_of_groups(state: TrainState) -> dict[str, str]:
 
 
 def name_state(ledger: Ledger, state: TrainState) -> None:
-    """What lasts from step to step; a gradient as soon as it stands at its parameter."""
+    """Name what lasts from step to step; a gradient as soon as it stands at its parameter."""
     ledger.name((share.local for share in state.shares), "parameters")
     ledger.name((buffer for part in state.parts for buffer in part.buffers()), "parameters")
     moments = (value for moments in state.optimizer.state.values() for value in moments.values())
@@ -91,7 +91,7 @@ def _name_gradient(ledger: Ledger, parameter: Any) -> None:
 
 @contextmanager
 def kernels_of(device: str) -> Iterator[None]:
-    """On GPUs a norm is one kernel, which saves its input; on a CPU it is made of several, which save more."""
+    """Trace norms as `device` computes them: on GPUs one is one kernel, which saves its input; on a CPU it is made of several, which save more."""
     plain = F.rms_norm
     if device == "cuda":
         F.rms_norm = _fused_rms_norm  # type: ignore[assignment]
@@ -174,7 +174,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 def even_out(part: Any) -> None:
-    """Which expert a token visits is not known of fake tokens: every rank gets the same number.
+    """Give every rank the same number of tokens: fake ones do not say which expert they visit.
 
     What torch knows of the grouped product's shapes holds for bf16 alone; one product of all rows takes as much.
     """
