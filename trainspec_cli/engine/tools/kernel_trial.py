@@ -186,7 +186,7 @@ def optimizer_update(parameters: Mapping[Shape, int], optim: OptimSpec, device: 
 
 
 def update_error(kernel: Kernel, shapes: Sequence[Shape], optim: OptimSpec, device: torch.device) -> float:
-    """Return the error of parameters after some guarded steps, against the update as it is written (arXiv:1711.05101, algorithm 2)."""
+    """Return the error of parameters after some guarded steps, against the update as written in arXiv:1711.05101."""
     shares, expected = (make_shares(shapes, dtype, device) for dtype in (torch.float32, torch.float64))
     optimizer: Any = build_optimizer(shares, optim, kernel)
     for _ in range(CHECKED_STEPS):

@@ -66,7 +66,7 @@ def trace_rank(plan: Plan, rank: int) -> TraceResult:
 
 
 def axes_of_groups(state: TrainState) -> dict[str, str]:
-    """Return the mesh axes of process groups, by name. What shards parameters stands apart from what sums over replicas."""
+    """Return the mesh axes by the names of process groups; sharding parameters and summing over replicas are two."""
     mesh, lines = state.mesh, state.stages.lines
     groups = {axis: mesh.group(axis) for axis in MESH_AXES}
     groups |= {axis: mesh.expert_group(axis) for axis in ("ep", "expert_shard")} if mesh.experts else {}
@@ -91,7 +91,7 @@ def _name_gradient(ledger: Ledger, parameter: Any) -> None:
 
 @contextmanager
 def kernels_of(device: str) -> Iterator[None]:
-    """Trace norms as `device` computes them: on GPUs one is one kernel, which saves its input; on a CPU it is made of several, which save more."""
+    """Trace norms as `device` computes them: by one kernel on a GPU, by several, which save more, on a CPU."""
     plain = F.rms_norm
     if device == "cuda":
         F.rms_norm = _fused_rms_norm  # type: ignore[assignment]
