@@ -93,6 +93,13 @@ def test_a_tool_that_ends_without_a_result_has_failed(folders: Path) -> None:
     assert list(folders.glob("trainspec-*")) == []
 
 
+def test_a_folder_that_cannot_be_written_is_the_machines_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(MachineError, match="No such file or directory") as caught:
+        run_tool(standin("answer"), REQUEST)
+    assert "TMPDIR" in caught.value.problems[0].hint
+
+
 def test_a_result_of_another_kind_is_refused(folders: Path) -> None:
     with pytest.raises(RecipeError, match="unknown key `colour`"):
         run_tool(standin("other"), REQUEST)

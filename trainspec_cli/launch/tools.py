@@ -158,15 +158,19 @@ def run_tool(
     """Run `tool` (in one process, unless `prepare` says otherwise) and return what it found.
 
     `on_tick` is called some ten times a second. `shared` is a folder in which the temporary one is made, where several
-    nodes need to see it. Raises MachineError where the tool fails or exceeds its time, Interrupted where a stop was
-    requested.
+    nodes need to see it. Raises MachineError where the tool cannot be run, fails or exceeds its time, Interrupted where
+    a stop was requested.
     """
-    with tempfile.TemporaryDirectory(prefix=f"trainspec-{tool.name}-", dir=shared) as folder:
-        root = Path(folder).absolute()
-        write_json(root / REQUEST, to_plain(request))
-        job, executor = (prepare or one_process())(root, tool.worker)
-        _supervise(tool, job, executor, on_tick)
-        return from_plain(tool.result, read_json(root / RESULT))
+    try:
+        with tempfile.TemporaryDirectory(prefix=f"trainspec-{tool.name}-", dir=shared) as folder:
+            root = Path(folder).absolute()
+            write_json(root / REQUEST, to_plain(request))
+            job, executor = (prepare or one_process())(root, tool.worker)
+            _supervise(tool, job, executor, on_tick)
+            return from_plain(tool.result, read_json(root / RESULT))
+    except OSError as error:
+        hint = "see that the folder for temporary files (TMPDIR) can be written and has room"
+        raise MachineError(Problem(tool.code, f"{tool.what} failed: {error}", hint=hint, environment=True)) from error
 
 
 def _supervise(tool: Tool[Any, Any], job: Job, executor: Executor, on_tick: Callable[[], None]) -> None:
