@@ -22,7 +22,7 @@ from trainspec_cli.huggingface import template_process
 from trainspec_cli.huggingface.chat_template import ChatTemplate
 from trainspec_cli.huggingface.config import read_model
 from trainspec_cli.huggingface.safetensors import make_header, open_checkpoint
-from trainspec_cli.launch.probing import read_probe
+from trainspec_cli.launch.measuring import read_probe
 
 CONFIG = {
     **SIZES,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.cli.load import detect_machine, load, plan_on
-from trainspec_cli.launch.probing import probe_machine
+from trainspec_cli.launch.measuring import probe_machine
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.probe import MachineProbe

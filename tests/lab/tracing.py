@@ -7,16 +7,17 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
-from trainspec_cli.launch.tracing import traced_ranks
+from trainspec_cli.launch.measuring import traced_ranks
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.tools import TraceResult
 
 TRACER = "trainspec_cli.engine.tools.trace"
 
 
 class Trace(Protocol):
-    def __call__(self, plan: Plan) -> dict[str, Any]: ...
+    def __call__(self, plan: Plan) -> TraceResult: ...
 
 
 @contextmanager
@@ -33,12 +34,12 @@ def tracer(forks: ProcessPoolExecutor) -> Trace:
     return partial(_trace_plan, forks)
 
 
-def _trace_plan(forks: ProcessPoolExecutor, plan: Plan) -> dict[str, Any]:
+def _trace_plan(forks: ProcessPoolExecutor, plan: Plan) -> TraceResult:
     ranks = forks.map(_trace_rank, [(plan, rank) for rank in traced_ranks(plan)])
-    return max(ranks, key=lambda traced: traced["peak_memory_bytes"])
+    return max(ranks, key=lambda traced: traced.peak_memory_bytes)
 
 
-def _trace_rank(asked: tuple[Plan, int]) -> dict[str, Any]:
+def _trace_rank(asked: tuple[Plan, int]) -> TraceResult:
     import torch
 
     from trainspec_cli.engine.tools.trace import trace_rank

@@ -70,6 +70,9 @@ def _build_value(wanted: Any, value: Any, path: str) -> tuple[Any, list[Problem]
     by_name = next((member for member in _members(wanted) if typing.get_origin(member) is dict), None)
     if by_name and isinstance(value, Mapping):
         return _build_items(typing.get_args(by_name)[1], value, path)
+    if typing.get_origin(wanted) is tuple and isinstance(value, (list, tuple)) and sections_of(item := _item(wanted)):
+        built, problems = _build_items(item, dict(enumerate(value)), path)
+        return tuple(built.values()), problems
     try:
         converted = convert(wanted, value)
     except WrongValueError:
@@ -89,7 +92,12 @@ def _oversized(value: Any, path: str) -> Problem | None:
     return None
 
 
-def _build_items(wanted: Any, items: Mapping[str, Any], path: str) -> tuple[dict[str, Any], list[Problem]]:
+def _item(wanted: Any) -> Any:
+    """Return the type of a tuple's items."""
+    return typing.get_args(wanted)[0]
+
+
+def _build_items(wanted: Any, items: Mapping[Any, Any], path: str) -> tuple[dict[str, Any], list[Problem]]:
     built = {str(key): _build_value(wanted, item, f"{path}.{key}") for key, item in items.items()}
     return {key: item for key, (item, _) in built.items()}, [wrong for _, found in built.values() for wrong in found]
 
@@ -126,7 +134,7 @@ def convert(wanted: Any, value: Any) -> Any:
     if _is_union(wanted):
         return _convert_union(typing.get_args(wanted), value)
     if typing.get_origin(wanted) is tuple and isinstance(value, (list, tuple)):
-        return tuple(convert(typing.get_args(wanted)[0], item) for item in value)
+        return tuple(convert(_item(wanted), item) for item in value)
     if wanted in (int, float):
         return _convert_number(wanted, value)
     if wanted is str and isinstance(value, str) and not _can_be_written(value):

@@ -8,11 +8,12 @@ import torch
 from trainspec_cli.engine.build.initial import load_folder
 from trainspec_cli.engine.models.build import build_model
 from trainspec_cli.engine.shares import Cut, Share
-from trainspec_cli.engine.tools.export import Order, export
+from trainspec_cli.engine.tools.export import export
 from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.huggingface.config import read_model, write_config
 from trainspec_cli.huggingface.tensors import parameters
 from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.results.tools import ExportRequest
 from trainspec_cli.spec.structure import build
 
 transformers = pytest.importorskip("transformers")
@@ -68,7 +69,7 @@ def export_model(model, folder, max_file_bytes):
             pass
 
     PlanOf.spec.model = model
-    export(PlanOf, Order("", "", str(folder), "F32", max_file_bytes))
+    export(PlanOf, ExportRequest("", "", str(folder), "F32", max_file_bytes))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

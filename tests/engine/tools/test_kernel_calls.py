@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.engine.tools.kernel_calls import calls_of
+from trainspec_cli.engine.tools.kernels import calls_of
 from trainspec_cli.planner.hardware.catalogue import models
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.data import DataSpec

@@ -86,7 +86,7 @@ class ClusterSpec:
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware found on this node, without torch (see `launch/machine.py`)."""
+    """The hardware found on this node, without torch (see `launch/job/machine.py`)."""
 
     hostname: str
     cpu_cores: int
