@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+import signal
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
-from lab import strangers
+from lab import measured, strangers
+from lab.published import MODELS, SIZES
+from lab.tracing import Trace, open_forks, tracer
 
 from trainspec_cli.corpus import bpe
 from trainspec_cli.planner.plan import plan
@@ -20,6 +25,12 @@ from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
 from trainspec_cli.spec.results.probe import Curve, MachineProbe, MatmulCurves, Passes, Reference
 
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
+
+LAUNCHING = ("certify", "integration", "slurm", "cli", "launch", "engine", "planner", "fuzz")
+"""Folders whose files take longest: they begin first, so that no process is left with one of them at the end."""
+EXCUSED_IN_CI = ("needs a GPU", "needs macOS", "runs on CUDA alone")
+
 MACHINE = Machine("host", cpu_cores=2, memory_bytes=2**34, bf16=True)
 SPEC = RunSpec(
     model=DecoderModel(1, 64, 2, 2, 32, 128, 512, tied_embeddings=True),
@@ -31,6 +42,48 @@ SPEC = RunSpec(
 )
 CURVES = ("loss", "add", "cast", "optimizer", "all_reduce", "all_gather", "reduce_scatter")
 PASSES = ("attention", "attention_narrow", "norm", "rope", "swiglu")
+
+
+def pytest_configure() -> None:
+    """A shell's background jobs ignore Ctrl-C, and so would whatever the tests of one start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two processes or more for the whole suite, most of which waits; none for files that somebody names."""
+    return max(2, (os.cpu_count() or 2) // 2) if config.args_source is config.ArgsSource.TESTPATHS else 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort by folder, stably: the order of tests within a file stays."""
+    items.sort(key=lambda item: LAUNCHING.index(folder) if (folder := _folder(item)) in LAUNCHING else len(LAUNCHING))
+
+
+def _folder(item: pytest.Item) -> str:
+    return item.path.relative_to(Path(__file__).parent).parts[0]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    return _refuse_skip(report)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    return _refuse_skip(report)
+
+
+def _refuse_skip(report: Report) -> Report:
+    """In CI (TRAINSPEC_CI=1) a skipped test is a failure, unless its reason is that CI has no such machine."""
+    if not os.environ.get("TRAINSPEC_CI") or not report.skipped or hasattr(report, "wasxfail"):
+        return report
+    reason = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else ""
+    if not any(excuse in reason for excuse in EXCUSED_IN_CI):
+        report.outcome, report.longrepr = "failed", f"skipped, which CI does not allow: {reason}"
+    return report
 
 
 @pytest.fixture
@@ -50,6 +103,23 @@ def made_up_probe() -> MachineProbe:
         **dict.fromkeys(CURVES, curve),
         **dict.fromkeys(PASSES, Passes(curve, curve)),
     )
+
+
+@pytest.fixture(scope="session")
+def measured_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache for TRAINSPEC_CACHE that has a probe of this machine. Tests add to it and take nothing away."""
+    return measured.measured_cache(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[ProcessPoolExecutor]:
+    with open_forks() as forks:
+        yield forks
+
+
+@pytest.fixture(scope="session")
+def trace(forks: ProcessPoolExecutor) -> Trace:
+    return tracer(forks)
 
 
 @pytest.fixture
@@ -72,44 +142,6 @@ def shared() -> Iterator[Path]:
         yield folder
 
 
-SIZES = {
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "vocab_size": 300,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "eos_token_id": 0,
-    "bos_token_id": None,
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", "rope_theta": 100.0, "rope_scaling": LLAMA3_ROPE},
-    "llama_biased": {"model_type": "llama", "attention_bias": True},
-    "mistral": {"model_type": "mistral", "sliding_window": 6},
-    "qwen2": {"model_type": "qwen2"},
-    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True, "rope_theta": 1e6},
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {
-        "model_type": "qwen3_moe",
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "norm_topk_prob": True,
-    },
-}
-"""Published families, tiny; their random weights are large enough for logits to tell them apart."""
-
-
 @pytest.fixture
 def hf_folder(tmp_path: Path) -> Callable[..., Path]:
     """hf_folder("qwen3"): what `save_pretrained` of transformers writes of a tiny model, with a tokenizer beside it."""
@@ -128,3 +160,26 @@ def hf_folder(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return make
+
+
+@pytest.fixture
+def disk_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Every ("fsync", NAME) and ("rename", NEW NAME) of this process, in the order of the calls."""
+    calls: list[tuple[str, str]] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def record_fsync(descriptor: int) -> None:
+        calls.append(("fsync", Path(f"/proc/self/fd/{descriptor}").readlink().name))
+        fsync(descriptor)
+
+    def record(call: Callable[..., None]) -> Callable[..., None]:
+        def recorded(source: Any, target: Any, **options: Any) -> None:
+            call(source, target, **options)
+            calls.append(("rename", Path(target).name))
+
+        return recorded
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "rename", record(rename))
+    monkeypatch.setattr(os, "replace", record(replace))
+    return calls

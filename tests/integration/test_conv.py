@@ -58,7 +58,8 @@ def test_a_resumed_run_ends_in_the_same_bits(losses, read_result):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "metric", "least"), [("tiny_resnet", "accuracy", 0.7), ("tiny_unet3d", "dice", 0.8)]
+    ("recipe", "metric", "least"),
+    [("tiny_resnet", "accuracy", 0.7), pytest.param("tiny_unet3d", "dice", 0.8, marks=pytest.mark.slow)],
 )
 def test_recipes_learn(trainspec, read_result, recipe, metric, least):
     """Four classes by chance: 0.25."""
@@ -82,4 +83,4 @@ def test_volumes_of_ones_own_are_read(trainspec, tmp_path, read_result):
     (tmp_path / "scans" / "labels" / "4.npy").unlink()
     ended = trainspec("launch", *arguments[:3], "run.dir=other")
     assert ended.returncode == 2
-    assert "images/4.npy has no partner" in ended.stderr
+    assert "images/4.npy has no counterpart" in ended.stderr

@@ -1,4 +1,4 @@
-"""Pipeline schedules: which rank does what in which order, as pure data.
+"""Pipeline schedules: each rank's passes in order, as pure data.
 
 The engine runs these actions, and the planner's simulation times the same ones. Stages are chunks of consecutive
 layers, numbered along the model; a rank holds one of them, or several (interleaved, zbv).
@@ -25,7 +25,7 @@ class Action:
 
 
 def cut_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
-    """The layers of each stage: as `stage_layers` says, else evenly, the spare ones to the first stages."""
+    """Return the layers of each stage: by `stage_layers`, else evenly with spare layers in the first stages."""
     stages = layout.num_stages
     even, spare = divmod(num_layers, stages)
     counts = layout.stage_layers or tuple(even + (stage < spare) for stage in range(stages))
@@ -34,7 +34,7 @@ def cut_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
 
 @lru_cache(maxsize=64)
 def actions(layout: Layout, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Each rank's actions in order."""
+    """Return each rank's actions in order."""
     if layout.pp == 1:
         return (tuple(_one_after_another(micro_batches)),)
     if layout.splits_backward:
@@ -89,10 +89,10 @@ def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: 
 
 
 def _fill_bubbles(layout: Layout, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Zero bubble (arXiv:2401.10241), made greedily: time passes in ticks of one forward, input or weight pass.
+    """Build a zero-bubble schedule (arXiv:2401.10241) greedily, in ticks of one forward, input or weight pass.
 
-    At each tick a rank takes the gradient that others wait for, else a forward, else a weight pass; never are more than
-    `pp` micro-batches under way on its first chunk, so that it holds no more than 1F1B's fullest stage.
+    At each tick a rank takes the gradient that others wait for, else a forward, else a weight pass. At most `pp`
+    micro-batches are in flight on its first chunk, so it holds no more than 1F1B's fullest stage.
     """
     stages = [layout.stages_of_rank(rank) for rank in range(layout.pp)]
     done: _Done = {kind: [0] * layout.num_stages for kind in _SPLIT_KINDS}
@@ -107,11 +107,11 @@ def _fill_bubbles(layout: Layout, micro_batches: int) -> tuple[tuple[Action, ...
 
 
 _Done = dict[Kind, list[int]]
-"""How many micro-batches have been through each kind of pass of each stage."""
+"""The number of micro-batches that have finished each kind of pass of each stage."""
 
 
 def _choose(stages: Sequence[int], most: int, micro_batches: int, done: _Done) -> Action | None:
-    """What a rank of `stages` does next, of what can be done; later stages first, whose gradients are waited for
+    """Return the next possible action of a rank of `stages`, later stages first: their gradients are awaited
     longest."""
     full = done["forward"][stages[0]] - done["backward_weight"][stages[0]] >= most
     for kind in _SPLIT_KINDS:
@@ -124,7 +124,7 @@ def _choose(stages: Sequence[int], most: int, micro_batches: int, done: _Done) -
 
 
 def _is_ready(kind: Kind, stage: int, index: int, done: _Done) -> bool:
-    """Whether all that a pass needs has been done."""
+    """Return True if everything that a pass needs is done."""
     if kind == "forward":
         return stage == 0 or done["forward"][stage - 1] > index
     if kind == "backward_weight":

@@ -1,19 +1,25 @@
-"""What a checkpoint holds, as named parts of full tensors that any layout can read back."""
+"""The content of a checkpoint as named parts of full tensors, and the choice of the rank that writes each part."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainspec_cli.engine.shares import Share, unique_shares
+from trainspec_cli.spec.structure import convert
+
+PartKey = tuple[str, tuple[int, ...]]
+"""(name of the tensor, start of the part in it)"""
 
 
 @dataclass(frozen=True)
-class Part:
-    """A rank's part of a full tensor: `tensor` is the live memory, and lies at `offsets` in `full_shape`."""
+class TensorPart:
+    """A rank's part of a full tensor: `tensor` is the live memory; it starts at `offsets` in `full_shape`."""
 
     name: str
     tensor: Tensor
@@ -21,8 +27,8 @@ class Part:
     full_shape: tuple[int, ...]
 
     @staticmethod
-    def whole(name: str, tensor: Tensor) -> Part:
-        return Part(name, tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+    def whole(name: str, tensor: Tensor) -> TensorPart:
+        return TensorPart(name, tensor, (0,) * tensor.dim(), tuple(tensor.shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -35,43 +41,44 @@ class Part:
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank saves and loads."""
+    """The state that a rank saves and loads."""
 
     shares: Sequence[Share]
     modules: Sequence[nn.Module]
     optimizer: torch.optim.Optimizer
 
-    def parts(self) -> list[Part]:
-        """`model.*` and `optimizer.*`, of the live tensors; empty parts are left out."""
+    def parts(self) -> list[TensorPart]:
+        """Return the live tensors as parts `model.*` and `optimizer.*`, without empty ones."""
         return [part for part in self._parts() if part.tensor.numel()]
 
     def tensors(self) -> list[Tensor]:
-        """The same in an order that the layout alone decides, for a rank that holds the same parts."""
+        """Return the parts' tensors in an order that depends on the layout alone, the same on ranks with the same
+        parts."""
         return [part.tensor for part in sorted(self.parts(), key=lambda part: (part.name, part.offsets))]
 
-    def _parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[TensorPart]:
         for share in unique_shares(self.shares):
             yield _part(f"model.{share.name}", share, share.local.detach())
             for key, value in self.optimizer.state[share.local].items():
                 name = f"optimizer.state.{share.name}.{key}"
-                yield _part(name, share, value) if value.dim() else Part.whole(name, value)
+                yield _part(name, share, value) if value.dim() else TensorPart.whole(name, value)
         buffers = {name: buffer for module in self.modules for name, buffer in kept_buffers(module)}
-        yield from (Part.whole(f"model.{name}", buffer) for name, buffer in buffers.items())
+        yield from (TensorPart.whole(f"model.{name}", buffer) for name, buffer in buffers.items())
 
 
-def _part(name: str, share: Share, tensor: Tensor) -> Part:
-    return Part(name, tensor, tuple(share.offsets), tuple(share.full_shape))
+def _part(name: str, share: Share, tensor: Tensor) -> TensorPart:
+    return TensorPart(name, tensor, tuple(share.offsets), tuple(share.full_shape))
 
 
 def kept_buffers(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Buffers that training changes; the same on every rank that holds them."""
+    """Return the buffers that training changes; they are the same on every rank that holds them."""
     kept = module.state_dict(keep_vars=True).keys()
     return ((name, buffer) for name, buffer in module.named_buffers() if name in kept)
 
 
 @torch.no_grad()
 def copy_twins(shares: Sequence[Share], optimizer: torch.optim.Optimizer) -> None:
-    """Give what was loaded to a second copy on this rank (a tied embedding on two stages)."""
+    """Copy loaded values to a second copy of a parameter on this rank (a tied embedding on two stages)."""
     first = {share.name: share for share in unique_shares(shares)}
     for share in shares:
         source = first[share.name]
@@ -81,18 +88,44 @@ def copy_twins(shares: Sequence[Share], optimizer: torch.optim.Optimizer) -> Non
                 value.copy_(optimizer.state[source.local][key])
 
 
-def rng_parts(rank: int, device: torch.device) -> list[Part]:
-    """Copies of the states of this rank's random generators."""
+def rng_parts(rank: int, device: torch.device) -> list[TensorPart]:
+    """Return copies of the states of this rank's random generators."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
-    return [Part.whole(f"rng.{rank}.{kind}", state) for kind, state in states.items()]
+    return [TensorPart.whole(f"rng.{rank}.{kind}", state) for kind, state in states.items()]
 
 
-def set_rng(parts: Sequence[Part], device: torch.device) -> None:
-    """Give the generators what was loaded into `rng_parts`."""
+def set_rng(parts: Sequence[TensorPart], device: torch.device) -> None:
+    """Set the random generators to the states loaded into `rng_parts`."""
     for part in parts:
         if part.name.endswith(".cpu"):
             torch.set_rng_state(part.tensor)
         else:
             torch.cuda.set_rng_state(part.tensor, device)
+
+
+def read_held(rows: Iterable[tuple[Any, Any, Any]]) -> dict[PartKey, int]:
+    """Parse the parts that a rank holds from JSON rows of name, offsets and bytes. Raises ValueError."""
+    return {(convert(str, name), convert(tuple[int, ...], offsets)): convert(int, size) for name, offsets, size in rows}
+
+
+def choose_owners(held: Sequence[dict[PartKey, int]]) -> dict[PartKey, int]:
+    """Return the rank that writes each part, given the parts with their bytes that each rank holds: `held[rank]`.
+
+    The largest parts are assigned first, each to the holder with the least to write so far. Every rank that computes
+    this from the same lists gets the same result.
+    """
+    holders: defaultdict[PartKey, list[int]] = defaultdict(list)
+    sizes: dict[PartKey, int] = {}
+    for rank, parts in enumerate(held):
+        for key, size in parts.items():
+            holders[key].append(rank)
+            sizes[key] = size
+    owners: dict[PartKey, int] = {}
+    load_bytes = [0] * len(held)
+    for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
+        owner = min(holders[key], key=lambda rank: (load_bytes[rank], rank))
+        load_bytes[owner] += sizes[key]
+        owners[key] = owner
+    return owners

@@ -1,4 +1,4 @@
-"""Fills parts from a checkpoint's files: of each file only what overlaps a part is read, and nothing is unpickled."""
+"""Fill parts from a checkpoint's files: only overlapping slices are read, and nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from trainspec_cli.engine.checkpoint.image import CODES
-from trainspec_cli.engine.checkpoint.manifest import Chunk, Manifest, TensorEntry, refused
-from trainspec_cli.engine.checkpoint.parts import Part
+from trainspec_cli.engine.checkpoint.manifest import CheckpointManifest, Chunk, TensorEntry, refused
+from trainspec_cli.engine.checkpoint.parts import TensorPart
 from trainspec_cli.engine.finite import NOT_FINITE, count_not_finite, is_finite
 
 Span = tuple[int, int]
 
 
-def files_needed(manifest: Manifest, parts: Iterable[Part]) -> set[str]:
-    """Names of the files that hold something of `parts`."""
+def files_needed(manifest: CheckpointManifest, parts: Iterable[TensorPart]) -> set[str]:
+    """Return the names of the files that overlap `parts`."""
     entries = ((part, manifest.tensors.get(part.name)) for part in parts)
     return {
         chunk.file
@@ -31,10 +31,10 @@ def files_needed(manifest: Manifest, parts: Iterable[Part]) -> set[str]:
 
 
 @torch.no_grad()
-def fill_parts(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
-    """Copy what the checkpoint holds into the parts' own memory; their layout may be any.
+def fill_parts(folder: Path, manifest: CheckpointManifest, parts: Sequence[TensorPart]) -> None:
+    """Copy the checkpoint's content into the parts' own memory, in any layout.
 
-    Raises MachineError where a tensor is missing, of another shape or dtype, not wholly covered, or not finite.
+    Raises MachineError if a tensor is missing, of another shape or dtype, not wholly covered, or not finite.
     """
     with ExitStack() as stack:
         opened: dict[str, Any] = {}
@@ -42,10 +42,10 @@ def fill_parts(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
             chunks = _entry_of(folder, manifest, part).chunks
             filled = sum(_copy_chunk(folder, opened, stack, part, chunk) for chunk in chunks)
             if filled != part.tensor.numel():
-                raise refused(folder, f"of {part.name} it holds {filled:,} of {part.tensor.numel():,} elements")
+                raise refused(folder, f"it holds {filled:,} of the {part.tensor.numel():,} elements of {part.name}")
 
 
-def _entry_of(folder: Path, manifest: Manifest, part: Part) -> TensorEntry:
+def _entry_of(folder: Path, manifest: CheckpointManifest, part: TensorPart) -> TensorEntry:
     entry = manifest.tensors.get(part.name)
     if entry is None:
         raise refused(folder, f"it holds no {part.name}: it is of another model or optimizer")
@@ -59,8 +59,8 @@ def _describe(dtype: str, shape: tuple[int, ...]) -> str:
     return f"{dtype} {list(shape)}"
 
 
-def _copy_chunk(folder: Path, opened: dict[str, Any], stack: ExitStack, part: Part, chunk: Chunk) -> int:
-    """-> elements copied."""
+def _copy_chunk(folder: Path, opened: dict[str, Any], stack: ExitStack, part: TensorPart, chunk: Chunk) -> int:
+    """Copy the overlap of a chunk and a part, and return the number of elements."""
     spans = overlap(part.offsets, part.shape, chunk)
     if spans is None:
         return 0
@@ -80,7 +80,7 @@ def _copy_chunk(folder: Path, opened: dict[str, Any], stack: ExitStack, part: Pa
 
 
 def overlap(offsets: Sequence[int], shape: Sequence[int], chunk: Chunk) -> list[Span] | None:
-    """Where a part and a chunk meet, in the full tensor, by dimension; None: nowhere. Of a scalar: []."""
+    """Return the overlap of a part and a chunk in the full tensor, by dim; None if empty, [] for a scalar."""
     spans = [
         (max(ours, theirs), min(ours + our_size, theirs + their_size))
         for ours, our_size, theirs, their_size in zip(offsets, shape, chunk.offsets, chunk.shape, strict=True)

@@ -1,4 +1,4 @@
-"""ModelSpec -> the module that trains it, by the builder that the family's record names."""
+"""Build the module of a ModelSpec by the builder that its family's record names."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from trainspec_cli.spec.recipe.model import ModelSpec
 
 
 def build_model(model: ModelSpec, seq_len: int, layers: range | None = None) -> Any:
-    """The whole model, or the stage of a pipeline that holds `layers`."""
+    """Build the whole model, or the pipeline stage with `layers`."""
     return import_module(model.record.builder).build(model, seq_len, layers)

@@ -26,23 +26,23 @@ def build(model: ConvModel, _seq_len: int, _layers: range | None) -> ConvNet:
 
 
 class ConvNet(nn.Module):
-    """Images (B, C, ...) -> the summed loss of their labels (scalar, fp32), or predictions where none are given.
+    """Maps images (B, C, ...) to the summed loss of their labels (scalar, fp32), or to predictions without labels.
 
-    Samples are divided over ranks, and nothing else is.
+    Only samples are divided over ranks.
     """
 
     tensor_cuts: ClassVar[dict[str, int]] = {}
     tensor_partial: ClassVar[tuple[str, ...]] = ()
 
     def block_modules(self) -> Sequence[nn.Module]:
-        """The units that are sharded and recomputed as one."""
+        """Return the units that are sharded and recomputed as one."""
         raise NotImplementedError
 
     def compile_modules(self) -> Sequence[nn.Module]:
         return self.block_modules()
 
     def norm_modules(self) -> Sequence[BatchNorm]:
-        """Those whose statistics are taken over the samples of all ranks."""
+        """Return the modules whose statistics are taken over the samples of all ranks."""
         return [module for module in self.modules() if isinstance(module, BatchNorm)]
 
     def region_modules(self) -> Sequence[nn.Module]:
@@ -58,7 +58,7 @@ class ConvNet(nn.Module):
         return []
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
-        """Convolutions Normal(0, sqrt(2 / inputs)) (arXiv:1502.01852); norms to 1, biases to 0."""
+        """Set convolutions to Normal(0, sqrt(2 / inputs)) (arXiv:1502.01852), norms to 1, biases to 0."""
         if full.dim() == 1:
             full.fill_(1.0 if name.endswith("weight") else 0.0)
         elif full.dim() == 2:
@@ -76,7 +76,7 @@ class ConvNet(nn.Module):
 
 
 class ConvNorm(nn.Module):
-    """A convolution that keeps the extent (but for its stride), and batch normalisation."""
+    """A convolution that keeps the extent (except for its stride), and batch normalisation."""
 
     def __init__(self, channels_in: int, channels: int, kernel: int, stride: int = 1, groups: int = 1):
         super().__init__()
@@ -87,8 +87,8 @@ class ConvNorm(nn.Module):
         return self.norm(self.conv(x_BCHW))
 
 
-class Bottleneck(nn.Module):
-    """Narrow, mix, widen, beside a shortcut."""
+class BottleneckBlock(nn.Module):
+    """A bottleneck: narrow, mix, widen, beside a shortcut."""
 
     def __init__(self, channels_in: int, width: int, stride: int, model: ConvModel):
         super().__init__()
@@ -104,7 +104,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(ConvNet):
-    """Classes of images by bottlenecks (arXiv:1512.03385); the loss is the cross-entropy of each.
+    """An image classifier of bottlenecks (arXiv:1512.03385); the loss is the cross-entropy of each image.
 
     Version 1.5: the 3x3 convolution strides, not the 1x1 before it.
     """
@@ -117,12 +117,12 @@ class ResNet(ConvNet):
         for stage, (width, count) in enumerate(zip(model.widths, model.blocks, strict=True)):
             for block in range(count):
                 stride = 2 if stage > 0 and block == 0 else 1
-                self.blocks.append(Bottleneck(channels, width, stride, model))
+                self.blocks.append(BottleneckBlock(channels, width, stride, model))
                 channels = width * model.expansion
         self.head = nn.Linear(channels, model.num_classes)
 
     def forward(self, images_BCHW: Tensor, classes_B: Tensor | None = None) -> Tensor:
-        """-> the summed loss, or logits (B, classes) in fp32."""
+        """Return the summed loss, or logits (B, classes) in fp32 without labels."""
         x_BCHW = F.max_pool2d(F.relu(self.stem(images_BCHW)), 3, stride=2, padding=1)
         for block in self.blocks:
             x_BCHW = block(x_BCHW)
@@ -130,7 +130,7 @@ class ResNet(ConvNet):
         return logits if classes_B is None else F.cross_entropy(logits, classes_B, reduction="sum")
 
     def judge(self, logits: Tensor, classes_B: Tensor) -> dict[str, Tensor]:
-        """Loss and top-1 accuracy of each sample, (B,)."""
+        """Return the loss and top-1 accuracy of each sample, (B,)."""
         loss = F.cross_entropy(logits, classes_B, reduction="none")
         return {"loss": loss, "accuracy": (logits.argmax(dim=1) == classes_B).float()}
 
@@ -138,7 +138,7 @@ class ResNet(ConvNet):
         return list(self.blocks)
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
-        """A block begins as its shortcut: the last norm's scale is 0 (arXiv:1706.02677, section 5.1)."""
+        """Initialise a block to its shortcut: the last norm's scale is 0 (arXiv:1706.02677, section 5.1)."""
         if name.endswith("widen.norm.weight"):
             full.zero_()
         else:
@@ -177,7 +177,7 @@ class Pair(nn.Module):
 
 
 class Up(nn.Module):
-    """Twice the extent, joined with what the way down had there, and two convolutions."""
+    """Doubles the extent, concatenates the skip connection, and applies two convolutions."""
 
     def __init__(self, channels_in: int, channels: int, dims: int):
         super().__init__()
@@ -189,10 +189,10 @@ class Up(nn.Module):
 
 
 class UNet(ConvNet):
-    """Classes of voxels; the loss of a sample is its mean cross-entropy, and 1 - soft Dice (arXiv:1606.04797).
+    """Segments voxels; the loss of a sample is its mean cross-entropy plus 1 - soft Dice (arXiv:1606.04797).
 
-    U-Net (arXiv:1505.04597) in two or three dimensions, as MLPerf Training segments volumes: strided convolutions down,
-    transposed ones up, instance normalisation (arXiv:1607.08022), no cropping.
+    U-Net (arXiv:1505.04597) in two or three dimensions, as in MLPerf Training: strided convolutions go down, transposed
+    ones up; instance normalisation (arXiv:1607.08022), no cropping.
     """
 
     def __init__(self, model: ConvModel):
@@ -205,7 +205,7 @@ class UNet(ConvNet):
         self.head = CONV[dims](widths[0], model.num_classes, 1)
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
-        """(B, C, ...) -> the summed loss of labels (B, ...), or logits (B, K, ...)."""
+        """Return the summed loss of labels (B, ...), or logits (B, K, ...) without labels, of images (B, C, ...)."""
         beside, x = [], images
         for pair in self.down:
             x = pair(x)
@@ -217,7 +217,7 @@ class UNet(ConvNet):
         return logits if labels is None else segmentation_loss(logits, labels).sum()
 
     def judge(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Loss and Dice of each sample, (B,)."""
+        """Return the loss and Dice of each sample, (B,)."""
         chosen = F.one_hot(logits.argmax(dim=1), logits.shape[1]).movedim(-1, 1).float()
         return {"loss": segmentation_loss(logits, labels), "dice": dice(chosen, labels, smooth=0.0)}
 
@@ -226,16 +226,16 @@ class UNet(ConvNet):
 
 
 def segmentation_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Of each sample, (B,) in fp32."""
+    """Return the loss of each sample, (B,) in fp32."""
     logits = precise(logits)
     entropy = F.cross_entropy(logits, labels, reduction="none").flatten(1).mean(dim=1)
     return entropy + 1 - dice(logits.softmax(dim=1), labels, smooth=1.0)
 
 
 def dice(weights: Tensor, labels: Tensor, smooth: float) -> Tensor:
-    """2 |A and B| / (|A| + |B|), the mean over all classes but the background: weights (B, K, ...) -> (B,).
+    """Return 2 |A and B| / (|A| + |B|), the mean over all classes but the background: weights (B, K, ...) -> (B,).
 
-    1 for a class that is neither there nor foreseen. `smooth` voxels added to both parts keep the gradient finite.
+    A class that is neither present nor predicted gives 1. `smooth` voxels in both terms keep the gradient finite.
     """
     wanted = F.one_hot(labels, weights.shape[1]).movedim(-1, 1)
     weights, wanted = weights[:, 1:].flatten(2), wanted[:, 1:].flatten(2).to(weights.dtype)

@@ -1,6 +1,6 @@
 """A llama-style decoder, dense or with experts.
 
-Shapes: B samples, S tokens a sample, D hidden size, E rotated size of a head.
+Shapes: B samples, S tokens per sample, D hidden size, E rotated size of a head.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainspec_cli.engine.models.attention import Attention, within_documents
 from trainspec_cli.engine.models.feed_forward import FeedForward
 from trainspec_cli.engine.models.language_model import LanguageModel
-from trainspec_cli.engine.models.latent_attention import LatentAttention
+from trainspec_cli.engine.models.latent_attention import MultiHeadLatentAttention
 from trainspec_cli.engine.models.moe import MixtureOfExperts
 from trainspec_cli.engine.models.norm import RMSNorm
 from trainspec_cli.engine.models.rope import rope_angles
@@ -25,7 +25,7 @@ class Block(nn.Module):
 
     def __init__(self, model: DecoderModel, layer: int):
         super().__init__()
-        attention = Attention if model.mla is None else LatentAttention
+        attention = Attention if model.mla is None else MultiHeadLatentAttention
         self.attention_norm = RMSNorm(model.hidden_size, eps=model.norm_eps)
         self.attention = attention(model, model.window_of(layer))
         # Beside the attention and not in it: where heads are spread over ranks, it is added once to their sum.
@@ -48,7 +48,7 @@ def build(model: DecoderModel, seq_len: int, layers: range | None) -> Decoder:
 
 
 class Decoder(LanguageModel):
-    """Positions are rotated into queries and keys, or, where the model has a table of them, added to the embedding."""
+    """A decoder. Positions are rotated into queries and keys, or, with learned positions, added to the embedding."""
 
     cos_SE: Tensor
     sin_SE: Tensor
@@ -73,7 +73,7 @@ class Decoder(LanguageModel):
         return x_BSD + self.position_embed(self.positions_S[: tokens_BS.shape[1]])
 
     def block_inputs(self, x_BSD: Tensor, documents_BS: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Cosines and sines of this rank's positions; and where there are documents, which keys a query meets."""
+        """Return cosines and sines of this rank's positions, and with documents the attention mask."""
         if not self.model.rotates:
             return ()
         rotation = self.cos_SE[self.positions_S].to(x_BSD.dtype), self.sin_SE[self.positions_S].to(x_BSD.dtype)

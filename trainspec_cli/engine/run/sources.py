@@ -1,4 +1,4 @@
-"""What a run reads and is judged on: the trainer's only view of its data."""
+"""The samples that a run trains on and is evaluated on: the trainer's only view of its data."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from trainspec_cli.corpus.bpe import decode, encode, encode_template, until_special
 from trainspec_cli.corpus.chat import question
-from trainspec_cli.corpus.collection import Collection, Judged
-from trainspec_cli.corpus.decode import decode, encode, encode_template, until_special
+from trainspec_cli.corpus.collection import Collection, EvaluationText
 from trainspec_cli.corpus.labelled import LabelledSamples, open_samples
 from trainspec_cli.engine.batch import MicroBatch
-from trainspec_cli.engine.build.train_state import Machinery
+from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.data.heldout import HeldoutLoss, total
 from trainspec_cli.engine.data.loader import BatchPlan, batches, read_ahead, read_positions
 from trainspec_cli.engine.data.sample_loader import SampleLoader
@@ -25,74 +25,74 @@ from trainspec_cli.spec.results.plan import Plan
 Figures = dict[str, Any]
 
 
-class Source(Protocol):
+class DataSource(Protocol):
     """Called by every rank together, but for `summarise`."""
 
     staging: Staging
-    """What its batches wait in."""
+    """Holds its batches until they are taken."""
 
     def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
-        """This rank's micro-batches of steps `start` to `end` - 1."""
+        """Yield this rank's micro-batches of steps `start` to `end` - 1."""
 
     def read(self, positions: np.ndarray) -> list[MicroBatch]:
-        """The samples at `positions` of the run as micro-batches, on the host."""
+        """Read the samples at `positions` of the run as micro-batches, on the host."""
 
     def counted(self, positions: np.ndarray) -> int:
-        """Targets of the samples at `positions` that count: what their loss is the mean over."""
+        """Count the targets that the loss of the samples at `positions` is the mean over."""
 
     def evaluate(self) -> Figures | None:
-        """How the model does on what was held out: the fields of an `eval` event; None where nothing was."""
+        """Return the fields of an `eval` event, measured on held-out samples; None where there are none."""
 
     def summarise(self, evaluated: Figures | None) -> Figures:
-        """What result.json says of the last `evaluate`."""
+        """Return what result.json holds of the last `evaluate`."""
 
     def write_sample(self) -> dict[str, str] | None:
-        """What the model makes of the recipe's prompt: the fields of a `sample` event; None where none is wanted."""
+        """Continue the recipe's prompt: return the fields of a `sample` event; None where none is wanted."""
 
 
-def open_source(plan: Plan, folder: str | None, built: Machinery) -> Source:
-    """Of the plan's data in `folder` (phantoms have none)."""
+def open_source(plan: Plan, folder: str | None, state: TrainState) -> DataSource:
+    """Open the plan's data in `folder` (phantoms have none)."""
     if plan.spec.model.unit == "samples":
         return SampleSource(
-            plan, open_samples(plan.spec.data, plan.spec.model, Path(folder) if folder else None), built
+            plan, open_samples(plan.spec.data, plan.spec.model, Path(folder) if folder else None), state
         )
     assert folder is not None, "tokens lie in a folder"
-    return TokenSource(plan, Collection.open(folder), built)
+    return TokenSource(plan, Collection.open(folder), state)
 
 
-def batch_plan(plan: Plan, built: Machinery) -> BatchPlan:
+def batch_plan(plan: Plan, state: TrainState) -> BatchPlan:
     return BatchPlan(
         seq_len=plan.spec.data.seq_len,
         global_batch_size=plan.spec.batching.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
         seed=plan.spec.train.seed,
-        rank=built.mesh.data_rank,
+        rank=state.mesh.data_rank,
         num_ranks=plan.layout.data_parallel_size,
-        positions_S=None if built.positions_S is None else built.positions_S.cpu(),
+        positions_S=None if state.positions_S is None else state.positions_S.cpu(),
     )
 
 
 class TokenSource:
-    """Text as token shards, judged in bits per byte beside what xz comes to."""
+    """Text as token shards, evaluated in bits per byte beside what xz comes to."""
 
-    def __init__(self, plan: Plan, collection: Collection, built: Machinery):
-        self.plan, self.spec, self.collection, self.built = plan, plan.spec, collection, built
+    def __init__(self, plan: Plan, collection: Collection, state: TrainState):
+        self.plan, self.spec, self.collection, self.state = plan, plan.spec, collection, state
         self.order = collection.order(plan.spec.data, plan.spec.train.seed)
-        self.judged = collection.judged(plan.spec.data)
-        self.staging = Staging(built.device)
+        self.evaluation_texts = collection.evaluation_texts(plan.spec.data)
+        self.staging = Staging(state.device)
 
     def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
-        return batches(self.order, batch_plan(self.plan, self.built), self.staging, start, end)
+        return batches(self.order, batch_plan(self.plan, self.state), self.staging, start, end)
 
     def counted(self, positions: np.ndarray) -> int:
         return max(1, self.order.counted(positions))
 
     def read(self, positions: np.ndarray) -> list[MicroBatch]:
-        return read_positions(self.order, batch_plan(self.plan, self.built), positions)
+        return read_positions(self.order, batch_plan(self.plan, self.state), positions)
 
     def evaluate(self) -> Figures | None:
-        """Of what is held out of all that is trained on, else of the validation sets; and of each by name."""
-        losses = {name: self._judge(judged) for name, judged in self.judged.items()}
+        """Return the loss on all text held out of the training sets, else on the validation sets; and on each set."""
+        losses = {name: self._evaluate_text(text) for name, text in self.evaluation_texts.items()}
         if not losses:
             return None
         held_out = [loss for name, loss in losses.items() if name not in self.collection.validation]
@@ -105,12 +105,12 @@ class TokenSource:
             **({"sets": {name or "heldout": figures for name, figures in sets.items()}} if len(sets) > 1 else {}),
         }
 
-    def _judge(self, judged: Judged) -> HeldoutLoss:
-        return heldout_loss(self.built, judged.rows, num_bytes=judged.bytes, batch_size=self.plan.micro_batch_size)
+    def _evaluate_text(self, text: EvaluationText) -> HeldoutLoss:
+        return heldout_loss(self.state, text.rows, num_bytes=text.bytes, batch_size=self.plan.micro_batch_size)
 
     @property
     def _xz(self) -> float | None:
-        """Of a single text: those of several are not compressed together."""
+        """Bits per byte of a single text under xz: several are not compressed together."""
         return self.collection.main.manifest.xz_bits_per_byte if len(self.collection.parts) == 1 else None
 
     def summarise(self, evaluated: Figures | None) -> Figures:
@@ -130,7 +130,7 @@ class TokenSource:
         asked = question(self.spec.data, sample.prompt)
         prompt_ids = encode(folder, sample.prompt) if asked is None else encode_template(folder, asked)
         ids = write_text(
-            self.built,
+            self.state,
             prompt_ids or [self.collection.main.manifest.end_of_document_id],
             count=sample.max_new_tokens,
             temperature=sample.temperature,
@@ -143,12 +143,12 @@ class TokenSource:
 
 
 class SampleSource:
-    """Images or volumes with labels, judged by accuracy or Dice."""
+    """Images or volumes with labels, evaluated by accuracy or Dice."""
 
-    def __init__(self, plan: Plan, samples: LabelledSamples, built: Machinery):
-        self.plan, self.built, self.staging = plan, built, Staging(built.device)
+    def __init__(self, plan: Plan, samples: LabelledSamples, state: TrainState):
+        self.plan, self.state, self.staging = plan, state, Staging(state.device)
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.loader = SampleLoader(samples, batch_plan(plan, built), (os.cpu_count() or 1) // processes)
+        self.loader = SampleLoader(samples, batch_plan(plan, state), (os.cpu_count() or 1) // processes)
 
     def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
         return read_ahead(self.loader.read_step, self.staging, start, end)
@@ -160,7 +160,7 @@ class SampleSource:
         return len(positions)
 
     def evaluate(self) -> Figures | None:
-        return heldout_metrics(self.built, self.loader)
+        return heldout_metrics(self.state, self.loader)
 
     def summarise(self, evaluated: Figures | None) -> Figures:
         return evaluated or {}

@@ -16,7 +16,7 @@ from trainspec_cli.spec.recipe.model_parts import Activation, ExpertSpec, Latent
 class DecoderModel:
     """Llama-style decoder: pre-norm RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
-    The fields below `norm_eps` say how a model departs from that.
+    The fields below `norm_eps` describe deviations from that.
     """
 
     num_layers: int
@@ -47,7 +47,7 @@ class DecoderModel:
     """Extra layers that predict further tokens (multi-token prediction, DeepSeek-V3). The planner counts them; the
     engine does not build them."""
     activation: Activation = "silu"
-    """Of the feed-forward and the experts."""
+    """The activation of the feed-forward and the experts."""
     gate_limit: float | None = None
     """Gate and linear half of the experts are clamped to it, the gate weighed by sigmoid(1.702 x), 1 added to the
     linear half (gpt_oss)."""
@@ -142,7 +142,7 @@ class HybridModel:
     tied_embeddings: bool = False
     norm_eps: float = 1e-5
     activation: Activation = "silu"
-    """Of the feed-forward and the experts."""
+    """The activation of the feed-forward and the experts."""
     layer_pattern: str = ""
     """One letter a layer: M Mamba, * attention, - feed-forward, E experts. Empty: each kind spread evenly."""
 
@@ -184,7 +184,7 @@ class HybridModel:
 
     @property
     def layers(self) -> str:
-        """The pattern, or what stands for an empty one."""
+        """The pattern, or an even spread of the kinds if it is empty."""
         places = [(i + 0.5) / count for count in self.layer_counts.values() for i in range(count)]
         letters = [letter for letter, count in self.layer_counts.items() for _ in range(count)]
         even = "".join(letter for _, letter in sorted(zip(places, letters, strict=True), key=lambda pair: pair[0]))
@@ -231,9 +231,9 @@ class ConvModel:
     """Blocks a stage (resnet)."""
     in_channels: int = 3
     num_classes: int = 1000
-    """What a sample, or for a U-Net each voxel, is told to be; of voxels class 0 is the background."""
+    """Classes of a sample, or for a U-Net of each voxel; class 0 of voxels is the background."""
     groups: int = 1
-    """Of the 3x3 convolutions: 32 in ResNeXt-50 32x4d."""
+    """Groups of the 3x3 convolutions: 32 in ResNeXt-50 32x4d."""
     family: Literal["conv"] = "conv"
     name: str = ""
 

@@ -64,7 +64,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ExpertSpec:
-    """Mixture of experts in the place of the feed-forward."""
+    """A mixture of experts instead of the feed-forward."""
 
     num_experts: int
     top_k: int
@@ -78,17 +78,18 @@ class ExpertSpec:
     every: int = 1
     """2 makes every second layer an expert layer, the others plain."""
     shared_gate: bool = False
-    """The shared experts' output is weighed by a learned sigmoid of each token (Qwen2-MoE)."""
+    """The shared experts' output is scaled by a learned sigmoid of each token (Qwen2-MoE)."""
     bias: bool = False
     """Biases of the router and of the routed experts' matrices (gpt_oss)."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """How the router's logits become scores; sigmoid scores every expert by itself (DeepSeek-V3)."""
+    """The function from the router's logits to scores; sigmoid scores every expert by itself (DeepSeek-V3)."""
     normalise_weights: bool = True
     """The chosen experts' weights sum to one."""
     weight_scale: float = 1.0
-    """Of the weights, after that (the routed scaling factor)."""
+    """A factor on the weights after that (the routed scaling factor)."""
     num_groups: int = 1
-    """Experts stand in groups; a token's experts come from the `top_groups` groups whose two best score highest."""
+    """Experts are divided into groups; a token's experts come from the `top_groups` groups whose two best score
+    highest."""
     top_groups: int = 1
     balance_rate: float = 0.0
     """Balancing without a loss (arXiv:2408.15664): after each step the choice of an expert that was visited less than

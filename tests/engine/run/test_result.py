@@ -1,0 +1,116 @@
+"""When skipped steps, a loss or weights that are not finite end a run; it is told where to go on from."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trainspec_cli.engine.checkpoint.parts import TensorPart
+from trainspec_cli.engine.run.result import Divergence, RunTally
+from trainspec_cli.errors import WorkerError
+from trainspec_cli.rundir.events import EventWriter
+from trainspec_cli.rundir.paths import RunDir
+
+pytestmark = pytest.mark.usefixtures("one_process")
+
+
+def run_with(tmp_path, *checkpoints):
+    run = RunDir(tmp_path)
+    for step in checkpoints:
+        run.checkpoint(step).mkdir(parents=True)
+    return run
+
+
+def steps(*skipped, loss=1.0):
+    return [{"step": number, "skipped": bool(one), "loss": loss} for number, one in enumerate(skipped, 1)]
+
+
+def held(**tensors):
+    return SimpleNamespace(
+        parts=lambda: [TensorPart.whole(name.replace("_", "."), tensor) for name, tensor in tensors.items()]
+    )
+
+
+GOOD = held(model_w=torch.ones(3), optimizer_w=torch.tensor([math.inf]))
+
+
+def refusal(act):
+    with pytest.raises(WorkerError) as raised:
+        act()
+    assert (raised.value.exit_code, raised.value.problems[0].code) == (5, "not_finite")
+    return raised.value.problems[0]
+
+
+def note(divergence, *skipped):
+    for number, one in enumerate(skipped, 1):
+        divergence.note_step(number, skipped=bool(one))
+
+
+def test_skipped_steps_that_are_not_in_a_row_go_on(tmp_path):
+    note(Divergence(run_with(tmp_path), 3), 1, 1, 0, 1, 1, 0, 1)
+
+
+def test_so_many_in_a_row_end_the_run_and_name_the_checkpoint_from_before(tmp_path):
+    """The checkpoint of step 4 holds the weights with which step 5 and all after it failed."""
+    problem = refusal(lambda: note(Divergence(run_with(tmp_path, 2, 3, 4, 6), 3), 0, 0, 0, 0, 1, 1, 1))
+    assert problem.message == (
+        "the loss or the gradients were not finite for 3 steps in a row, up to step 7; "
+        f"the newest checkpoint from before that is {tmp_path}/checkpoints/step_00000003"
+    )
+    assert problem.hint.startswith("remove step_00000004, step_00000006 beside it, and go on from step 3: try a lower")
+
+
+def test_where_none_is_kept_from_before_it_starts_again(tmp_path):
+    problem = refusal(lambda: note(Divergence(run_with(tmp_path, 4, 6), 3), 0, 0, 0, 0, 1, 1, 1))
+    assert problem.message.endswith("; there is no checkpoint from before that")
+    assert problem.hint.startswith("start again: try a lower optim.lr")
+
+
+def check_end(tmp_path, own, *, heldout=None, weights=GOOD, step=None):
+    divergence = Divergence(run_with(tmp_path), 10)
+    tally = RunTally(steps=own, heldout=heldout and {"heldout_loss": heldout})
+    divergence.check_end(step or len(own), tally, weights)
+
+
+@pytest.mark.parametrize("skipped", [(0,), (1, 0), (0, 0, 1), (0, 1, 1, 1, 0), (0, 0, 0, 1, 1)])
+def test_a_few_skipped_steps_do_no_harm(tmp_path, skipped):
+    check_end(tmp_path, steps(*skipped), heldout=2.0)
+
+
+@pytest.mark.parametrize("skipped", [(1,), (0, 1), (0, 1, 1, 1), (1, 1)])
+def test_a_run_whose_second_half_was_skipped_is_not_done(tmp_path, skipped):
+    problem = refusal(lambda: check_end(tmp_path, steps(*skipped)))
+    assert f"in the last {sum(skipped)} of {len(skipped)} steps" in problem.message
+
+
+@pytest.mark.parametrize("loss", [None, math.nan, math.inf])
+def test_the_last_loss_is_finite_when_a_run_is_done(tmp_path, loss):
+    own = [*steps(0, 0, 0), {"step": 4, "skipped": True, "loss": loss}]
+    assert "the loss of the last step, 4, is not finite;" in refusal(lambda: check_end(tmp_path, own)).message
+
+
+@pytest.mark.parametrize("heldout", [math.nan, math.inf])
+def test_so_is_what_the_held_out_data_came_to(tmp_path, heldout):
+    problem = refusal(lambda: check_end(tmp_path, steps(0, 0), heldout=heldout))
+    assert problem.message.startswith("the held-out loss after the last step is not finite;")
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_so_are_the_weights(tmp_path, value):
+    weights = held(model_w=torch.tensor([1.0, value]), model_v=torch.ones(2))
+    problem = refusal(lambda: check_end(tmp_path, steps(0, 0), weights=weights))
+    assert problem.message.startswith("w is not finite after the last step;")
+
+
+@pytest.mark.parametrize(("before", "done"), [((0, 0, 0), True), ((0, 1, 1), False), ((1, 1, 1), False)])
+def test_steps_of_earlier_starts_count_where_this_one_updated_nothing(tmp_path, before, done):
+    story = EventWriter(run_with(tmp_path).events(0), 0)
+    for event in steps(*before):
+        story.write("step", **event)
+    story.close()
+    own = [{"step": 4, "skipped": True, "loss": 1.0}]
+    if done:
+        check_end(tmp_path, own, step=4)
+    else:
+        assert "of 4 steps" in refusal(lambda: check_end(tmp_path, own, step=4)).message

@@ -1,0 +1,41 @@
+"""What a test run measures of this machine once, for all tests and for all processes that pytest-xdist starts."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.cli.load import detect_machine, load, plan_on
+from trainspec_cli.launch.measuring import probe_machine
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.probe import MachineProbe
+
+
+def measured_cache(factory: pytest.TempPathFactory) -> Path:
+    """Return a cache (TRAINSPEC_CACHE) that has a probe of this machine; $TRAINSPEC_TEST_CACHE outlives a test run."""
+    base = factory.getbasetemp()
+    of_all = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    cache = Path(os.environ.get("TRAINSPEC_TEST_CACHE") or of_all / "measured")
+    cache.mkdir(exist_ok=True)
+    read_probe(cache)
+    return cache
+
+
+def probed() -> tuple[Plan, Machine]:
+    """What most runs of the tests are planned as, in as far as a probe depends on it."""
+    loaded = load(("recipe=tiny",))
+    machine = detect_machine(loaded.spec)
+    assert machine is not None
+    return plan_on(loaded, machine), machine
+
+
+def read_probe(cache: Path) -> MachineProbe:
+    """The probe for `probed()`, measured where the cache has none; other processes wait for it meanwhile."""
+    with (cache / "lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        patch.setenv("TRAINSPEC_CACHE", str(cache))
+        return probe_machine(*probed(), lambda: None)

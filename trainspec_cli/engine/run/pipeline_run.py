@@ -1,0 +1,124 @@
+"""Forward and backward over a step's micro-batches, in the order of the pipeline's schedule.
+
+Without a pipeline the schedule is forward, backward, forward, backward: the same code runs it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trainspec_cli.engine.batch import MicroBatch
+from trainspec_cli.engine.build.train_state import Stages
+from trainspec_cli.engine.parallel.data_parallel import exchange_in_backward, exchange_now
+from trainspec_cli.engine.parallel.pipeline import Mailbox, Message, Schedule, message_after
+from trainspec_cli.policy.pipeline import Action, Kind
+
+
+class PipelineRun:
+    """Runs a schedule once. `loss` is the sum over this rank's micro-batches, zero unless it holds the last stage."""
+
+    def __init__(self, stages: Stages, schedule: Schedule, micro_batches: Sequence[MicroBatch], global_tokens: int):
+        self.stages, self.micro_batches, self.global_tokens = stages, micro_batches, global_tokens
+        tokens = micro_batches[0][0]
+        self.loss = torch.zeros((), device=tokens.device)
+        self._own = schedule[stages.lines.up.rank()]
+        self._mail = Mailbox(stages.layout, schedule, stages.lines, stages.hidden.like(tokens), stages.clock.collective)
+        self._inputs: dict[tuple[int, int], Tensor] = {}
+        self._outputs: dict[tuple[int, int], Tensor] = {}
+        self._left = Counter(action.stage for action in self._own if action.kind in _GRADIENTS_DONE)
+        self._last = stages.layout.num_stages - 1
+
+    def run(self) -> Tensor:
+        """Run this rank's actions and return the loss, with the gradients in place."""
+        for action in self._own:
+            with self.stages.clock.part("forward" if action.kind == "forward" else "backward"):
+                _HANDLERS[action.kind](self, action)
+        self._mail.end()
+        return self.loss
+
+    def _forward(self, action: Action) -> None:
+        part, (tokens, *others) = self.stages.parts[action.stage], self.micro_batches[action.micro_batch]
+        entering = tokens if action.stage == 0 else self._mail.receive(Message(*_place(action), is_gradient=False))
+        if action.stage > 0:
+            self._inputs[_place(action)] = entering.requires_grad_()
+        leaving = part(entering, *others)
+        if action.stage == self._last:
+            leaving = leaving / self.global_tokens
+            self.loss += leaving.detach()
+        else:
+            self._send(action, leaving.detach())
+        self._outputs[_place(action)] = leaving
+
+    def _backward(self, action: Action) -> None:
+        self._left[action.stage] -= 1
+        every_time = self.stages.layout.exchanges_every_backward
+        exchange_in_backward(self.stages.parts[action.stage], every_time or self._left[action.stage] == 0)
+        self._backpropagate(action)
+
+    def _backward_input(self, action: Action) -> None:
+        exchange_in_backward(self.stages.parts[action.stage], False)
+        self.stages.queue.hold(*_place(action))
+        self._backpropagate(action)
+        self.stages.queue.stop_holding()
+
+    def _backward_weight(self, action: Action) -> None:
+        self.stages.queue.work_off(*_place(action))
+        self._left[action.stage] -= 1
+        if self._left[action.stage] == 0:
+            exchange_now(self.stages.parts[action.stage])
+
+    def _backpropagate(self, action: Action) -> None:
+        leaving = self._outputs.pop(_place(action))
+        if action.stage == self._last:
+            leaving.backward()
+        else:
+            torch.autograd.backward(leaving, self._mail.receive(Message(*_place(action), is_gradient=True)))
+        if action.stage > 0:
+            gradient = self._inputs.pop(_place(action)).grad
+            assert gradient is not None, "a stage's output depends on its input"
+            self._send(action, gradient)
+
+    def _send(self, action: Action, tensor: Tensor) -> None:
+        message = message_after(self.stages.layout, action)
+        assert message is not None, "the ends of the pipeline send nothing"
+        self._mail.send(message, tensor)
+
+
+_HANDLERS = {
+    "forward": PipelineRun._forward,
+    "backward": PipelineRun._backward,
+    "backward_input": PipelineRun._backward_input,
+    "backward_weight": PipelineRun._backward_weight,
+}
+_GRADIENTS_DONE: tuple[Kind, ...] = ("backward", "backward_weight")
+
+
+def _place(action: Action) -> tuple[int, int]:
+    return action.stage, action.micro_batch
+
+
+@torch.no_grad()
+def forward_only(stages: Stages, tokens: Tensor, *others: Tensor) -> Tensor | None:
+    """Run one micro-batch through all stages and return what the last gives, on its rank alone.
+
+    That is the summed loss, or without targets the logits.
+    """
+    layout = stages.layout
+    last = layout.num_stages - 1
+    schedule = [
+        [Action("forward", stage, 0) for stage in range(last + 1) if layout.rank_of_stage(stage) == rank]
+        for rank in range(layout.pp)
+    ]
+    mail = Mailbox(layout, schedule, stages.lines, stages.hidden.like(tokens), stages.clock.collective)
+    leaving = None
+    for action in schedule[stages.lines.up.rank()]:
+        entering = tokens if action.stage == 0 else mail.receive(Message(action.stage, 0, is_gradient=False))
+        leaving = stages.parts[action.stage](entering, *others)
+        if action.stage < last:
+            mail.send(Message(action.stage + 1, 0, is_gradient=False), leaving)
+    mail.end()
+    return leaving if last in stages.parts else None
