@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from trainspec_cli.engine.build.train_state import build_machinery
+from trainspec_cli.engine.build.train_state import build_train_state
 from trainspec_cli.engine.models.build import build_model
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.planner import workload
@@ -90,7 +90,7 @@ def test_a_new_family_is_planned_on_a_cluster(new_family: RunSpec) -> None:
 def test_a_new_family_is_trained(new_family: RunSpec, one_process: None) -> None:
     resolved = plan(new_family, Machine("host", cpu_cores=2, memory_bytes=2**34))
     assert from_plain(Plan, to_plain(resolved)) == resolved
-    built = build_machinery(resolved, torch.device("cpu"))
+    built = build_train_state(resolved, torch.device("cpu"))
     tokens = torch.randint(0, 512, (4, 17), generator=torch.Generator().manual_seed(0))
     batch = [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())]
     losses = [

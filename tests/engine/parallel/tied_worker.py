@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from trainspec_cli.certify.cases import Case, build_plan
-from trainspec_cli.engine.build.train_state import build_machinery
+from trainspec_cli.engine.build.train_state import build_train_state
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.tools.certify_worker import drawn_batch
 from trainspec_cli.spec.recipe.layout import Layout
@@ -20,7 +20,7 @@ SCHEDULES = ("zero_bubble", "zbv")
 
 
 def losses(plan: Plan) -> list[float]:
-    built = build_machinery(plan, torch.device("cpu"))
+    built = build_train_state(plan, torch.device("cpu"))
     return [
         float(
             train_step(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Family:
+class FamilyRecord:
     work: str
     """Module of the planner: parameters, FLOPs and the work of the layers (`planner.workload.FamilyWork`)."""
     builder: str

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from trainspec_cli.spec.recipe.family import Family
+from trainspec_cli.spec.recipe.family import FamilyRecord
 from trainspec_cli.spec.recipe.model_parts import Activation, ExpertSpec, LatentAttentionSpec, Layer, Mixer, RopeScaling
 
 
@@ -60,7 +60,7 @@ class DecoderModel:
     rope_scaling: RopeScaling | None = None
 
     unit: ClassVar[Literal["tokens"]] = "tokens"
-    record: ClassVar[Family] = Family(
+    record: ClassVar[FamilyRecord] = FamilyRecord(
         work="trainspec_cli.planner.workload.transformer",
         builder="trainspec_cli.engine.models.decoder",
         memory="trainspec_cli.planner.memory.engine.step",
@@ -147,7 +147,7 @@ class HybridModel:
     """One letter a layer: M Mamba, * attention, - feed-forward, E experts. Empty: each kind spread evenly."""
 
     unit: ClassVar[Literal["tokens"]] = "tokens"
-    record: ClassVar[Family] = Family(
+    record: ClassVar[FamilyRecord] = FamilyRecord(
         work="trainspec_cli.planner.workload.ssm",
         builder="trainspec_cli.engine.models.hybrid",
         memory="trainspec_cli.planner.memory.engine.step",
@@ -238,7 +238,7 @@ class ConvModel:
     name: str = ""
 
     unit: ClassVar[Literal["samples"]] = "samples"
-    record: ClassVar[Family] = Family(
+    record: ClassVar[FamilyRecord] = FamilyRecord(
         work="trainspec_cli.planner.workload.cnn",
         builder="trainspec_cli.engine.models.conv",
         memory="trainspec_cli.planner.memory.engine.conv_step",

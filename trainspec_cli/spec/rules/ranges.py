@@ -196,7 +196,7 @@ RANGES = {
     "run.node_timeout_s": POSITIVE,
 }
 """Dotted path -> what is allowed, of each value of a list; null and auto are always. A family may allow some of its
-sizes to be 0 (`Family.may_be_zero`)."""
+sizes to be 0 (`FamilyRecord.may_be_zero`)."""
 
 
 def check_ranges(spec: Any) -> list[Problem]:

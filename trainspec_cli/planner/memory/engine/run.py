@@ -71,7 +71,7 @@ def engine_peak(run: EngineRun, pipeline_rank: int) -> EnginePeak:
 
 
 class FamilyMemory(Protocol):
-    """The functions of the module that a family's record names (`Family.memory`)."""
+    """The functions of the module that a family's record names (`FamilyRecord.memory`)."""
 
     def replay(self, run: EngineRun, pipeline_rank: int) -> dict[str, float]:
         """Bytes by cause (`CAUSES`) at the fullest moment of a step on one rank of the pipeline."""
