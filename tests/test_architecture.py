@@ -29,18 +29,8 @@ DOORS = {
     "report": {"spec", "rundir"},
     "certify": {"spec", "planner", "rundir", "launch"},
     "doctor": {"spec", "rundir", "launch"},
-    "cli": {
-        "compose",
-        "spec",
-        "rundir",
-        "corpus",
-        "huggingface",
-        "planner",
-        "launch",
-        "report",
-        "certify",
-        "doctor",
-    },
+    "session": {"compose", "spec", "rundir", "corpus", "huggingface", "planner", "launch", "report", "doctor"},
+    "cli": {"session", "compose", "spec", "rundir", "corpus", "planner", "launch", "report", "certify", "doctor"},
 }
 """Room -> the rooms it may import. `FREE` modules are free to all."""
 

@@ -61,7 +61,7 @@ class PrintableStream:
     """A text stream that makes all it is given printable, but for the program's own colours.
 
     Those begin with `escape` instead of ESC, a word that changes with every stream, so that no text from elsewhere can
-    hold it. Rich finds the stream below in `rich_proxied_file`; its consoles escape by themselves (see cli/console.py).
+    hold it. Rich finds the stream below in `rich_proxied_file`; its consoles escape by themselves (session/console.py).
     """
 
     def __init__(self, stream: TextIO):

@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from trainspec_cli.cli.load import detect_machine, load, plan_on
 from trainspec_cli.launch.probing import probe_path
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.session.load import load, plan_on, this_machine
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.results.probe import MachineProbe
 
@@ -215,7 +215,7 @@ def too_small(place: Path, monkeypatch: pytest.MonkeyPatch, made_up_probe: Machi
     """The cache says that a bare worker takes 909 TiB here."""
     monkeypatch.setenv("TRAINSPEC_CACHE", str(place / "cache"))
     loaded = load(TINY)
-    machine = detect_machine(loaded.spec)
+    machine = this_machine(loaded.spec)
     assert machine is not None
     path = probe_path(plan_on(loaded, machine), machine)
     before = path.read_text() if path.is_file() else None  # a disturbed probe was not kept

@@ -19,7 +19,7 @@ from trainspec_cli.rundir.recoveries import read_recoveries
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     result: dict[str, Any]
     """What `result.json` holds."""
     explanation: Explanation | None = None
@@ -30,11 +30,11 @@ class Outcome:
         return int(self.result["exit_code"])
 
 
-def conclude(job: Job, ending: Ending) -> Outcome:
+def conclude(job: Job, ending: Ending) -> RunOutcome:
     """How the run ended, with what its failures cost. Copies in this host's memory are dropped where the run has ended
     and the disk has as much."""
     outcome = _conclude(job, ending)
-    if outcome.result["status"] != "failed" and max(job.run.checkpoint_steps(), default=0) >= newest_copy(job.run):
+    if outcome.result["status"] != "failed" and job.run.newest_step >= newest_copy(job.run):
         remove_copies(job.run)
     recoveries = read_recoveries(read_sound(job.run.events(0)))
     outcome.result["recoveries"] = recoveries
@@ -42,7 +42,7 @@ def conclude(job: Job, ending: Ending) -> Outcome:
     return outcome
 
 
-def _conclude(job: Job, ending: Ending) -> Outcome:
+def _conclude(job: Job, ending: Ending) -> RunOutcome:
     """The workers' own result counts where they left one; else it is told from what remains, and written down.
 
     Workers that stopped though nobody had wanted it have failed. A worker that fails after the run was done changes
@@ -51,7 +51,7 @@ def _conclude(job: Job, ending: Ending) -> Outcome:
     """
     if ending.given_up:
         result = _write_result(job.run, "failed", WorkerError.exit_code)
-        return Outcome(result, Explanation(ending.given_up))
+        return RunOutcome(result, Explanation(ending.given_up))
     failures = find_failures(job)
     causes = [failure for failure in failures if not failure.consequence]
     explanation = explain_ending(job, ending, failures) if failures or ending.exit_code else None
@@ -59,12 +59,12 @@ def _conclude(job: Job, ending: Ending) -> Outcome:
         result = read_json(job.run.result_json)
         own_words = any(failure.own_words for failure in causes)
         if not own_words if result["status"] == "done" else ending.stop_requested and not causes:
-            return Outcome(result, explanation)
+            return RunOutcome(result, explanation)
     elif ending.stop_requested and not causes:
-        exit_code = Stopped.exit_code if job.run.checkpoint_steps() else Interrupted.exit_code
-        return Outcome(_write_result(job.run, "stopped", exit_code))
+        exit_code = Stopped.exit_code if job.run.newest_step else Interrupted.exit_code
+        return RunOutcome(_write_result(job.run, "stopped", exit_code))
     result = _write_result(job.run, "failed", causes[0].exit_code if causes else WorkerError.exit_code)
-    return Outcome(result, explanation or explain_ending(job, ending, failures))
+    return RunOutcome(result, explanation or explain_ending(job, ending, failures))
 
 
 def explain_ending(job: Job, ending: Ending, failures: list[WorkerFailure]) -> Explanation:

@@ -35,7 +35,7 @@ _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.
 
 
 @dataclass(frozen=True)
-class Origin:
+class LaunchOrigin:
     """Where a run comes from."""
 
     recipe: str
@@ -88,7 +88,7 @@ def _make_unique(root: Path) -> Path:
 
 
 def write_launch(
-    job: Job, plan: Plan, origin: Origin, data_folder: Path | None, kernels: KernelTable | None = None
+    job: Job, plan: Plan, origin: LaunchOrigin, data_folder: Path | None, kernels: KernelTable | None = None
 ) -> None:
     """Everything the workers need, and everything needed to do it again. run.json is last: with it the run exists.
 
@@ -130,16 +130,20 @@ def _keep_small_files(init: InitSpec, run: RunDir) -> None:
             shutil.copyfile(source / name, run.huggingface / name)
 
 
-def write_resume(job: Job, plan: Plan, argv: Sequence[str], from_step: int, kernels: KernelTable | None = None) -> None:
-    """The run goes on under `plan`; what the last start said of its end is cleared away."""
+def write_resume(
+    job: Job, plan: Plan, argv: Sequence[str], from_step: int | None, kernels: KernelTable | None = None
+) -> None:
+    """Write down that the run goes on under `plan`; what the last start left of its end is cleared away. `from_step`:
+    None for a run that was written down and never started, which begins."""
     run = job.run
     about = read_about(run)
-    resume = {"argv": list(argv), "trainspec": __version__, "at": time.time(), "from_step": from_step}
-    about.setdefault("resumes", []).append(resume)
+    if from_step is not None:
+        resume = {"argv": list(argv), "trainspec": __version__, "at": time.time(), "from_step": from_step}
+        about.setdefault("resumes", []).append(resume)
     about["digest"] = digest(plan.spec)
     about.setdefault(memory.SECRET, memory.new_secret())
-    for words in run.errors_folder.glob("*.json"):
-        words.unlink()
+    for report in run.errors_folder.glob("*.json"):
+        report.unlink()
     run.result_json.unlink(missing_ok=True)
     _write_start(job, plan, kernels)
     write_json(run.run_json, about)

@@ -15,7 +15,7 @@ from trainspec_cli.launch.job.environment import own_modules
 from trainspec_cli.printable import on_one_line
 from trainspec_cli.spec.results.plan import Plan
 
-DRIVER = "trainspec_cli.cli.job"
+DRIVER = "trainspec_cli.session.slurm_job"
 """The module that the script ends in."""
 
 _PLAIN_WORD = re.compile(r"[\w.,:;/@%+=*&|()\[\]{}^~!?<>$-]+", re.ASCII)
@@ -24,8 +24,11 @@ KEPT = ("TRAINSPEC_CACHE",)
 """Variables of the submitting shell that the script sets again; the rest comes as the site has it."""
 
 
-def render_script(plan: Plan, roots: Sequence[Path], recipe: str, argv: Sequence[str], folder: Path) -> str:
-    """Of several `roots`, one task of an array each. `folder`: where the command was typed and the job begins."""
+def render_script(
+    plan: Plan, roots: Sequence[Path], recipe: str, argv: Sequence[str], folder: Path, *, force: bool = False
+) -> str:
+    """Return the script of one run, or of an array whose tasks are the runs in `roots`. `folder`: where the command was
+    typed and the job begins. `force`: train although the plan is predicted not to fit."""
     lines = [
         "#!/bin/bash",
         f"# trainspec {on_one_line(shlex.join(argv))}",
@@ -37,7 +40,7 @@ def render_script(plan: Plan, roots: Sequence[Path], recipe: str, argv: Sequence
         "",
         *_choose_root(roots),
         "# Begins or resumes the run, watches over it, requeues it at the time limit, and ends with its exit code.",
-        f'exec {shlex.join([sys.executable, "-m", DRIVER])} "$run" \\',
+        f'exec {shlex.join([sys.executable, "-m", DRIVER, *(["--force"] if force else [])])} "$run" \\',
         f"  {shlex.join(srun_command(plan))} \\",
         f"  {shlex.join(agent_command())}",
     ]
