@@ -128,17 +128,29 @@ def wait_for(condition: Callable[[], Any]) -> None:
         time.sleep(0.05)
 
 
+def hear_ctrl_c() -> None:
+    """A shell starts what runs in its background with SIGINT ignored, which the program respects and inherits."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on(
     trainspec: Command, place: Path, environment: dict[str, str]
 ) -> None:
     run = RunDir(place / "runs/tiny/stopped")
     command = [*CLI, "launch", *TINY, "train.max_steps=1e6", "run.dir=runs/tiny/stopped", "--json"]
-    running = subprocess.Popen(command, cwd=place, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    running = subprocess.Popen(
+        command,
+        cwd=place,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=hear_ctrl_c,
+    )
     wait_for(lambda: run.events(0).is_file() and b'"step": 5,' in run.events(0).read_bytes())
     descendants = psutil.Process(running.pid).children(recursive=True)
     refused = trainspec("resume", "runs/tiny/stopped")
     running.send_signal(signal.SIGINT)
-    output = running.communicate()[0]
+    output = running.communicate(timeout=120)[0]
 
     assert (refused.returncode, "is still running" in refused.stderr) == (2, True)
     assert running.returncode == 6

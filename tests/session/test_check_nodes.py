@@ -77,5 +77,5 @@ def test_nodes_that_are_let_in_with_a_warning_are_named(plan: Plan, tmp_path: Pa
     examination.judge(reports)
     assert shown.getvalue() == "b: /dev/shm: 64 MiB free; give the container more\n"
     reports[0]["checks"] = [small | {"status": "fail"}]
-    with pytest.raises(MachineError, match="a: /dev/shm"):
+    with pytest.raises(MachineError, match="a is not fit: /dev/shm"):
         examination.judge(reports)
