@@ -14,7 +14,7 @@ import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from trainspec_cli.corpus.collection import Collection
-from trainspec_cli.corpus.manifest import Manifest, SplitSummary
+from trainspec_cli.corpus.manifest import ShardManifest, SplitSummary
 from trainspec_cli.corpus.prepare import prepare as prepare_data
 from trainspec_cli.corpus.prepare import prepare_into
 from trainspec_cli.corpus.shards import TokenFolder
@@ -206,7 +206,7 @@ def _progress() -> Iterator[OnProgress]:
         yield lambda phase, done: bar.update(task, description=phase, completed=done)
 
 
-def _print_folder(folder: Path, manifest: Manifest, as_json: bool) -> None:
+def _print_folder(folder: Path, manifest: ShardManifest, as_json: bool) -> None:
     if as_json:
         print(json_text({"path": str(folder), **asdict(manifest)}))
         return
@@ -216,7 +216,7 @@ def _print_folder(folder: Path, manifest: Manifest, as_json: bool) -> None:
     print(f"\ntrain on it:     trainspec launch recipe=quickstart {where}")
 
 
-def _rows(manifest: Manifest) -> dict[str, Any]:
+def _rows(manifest: ShardManifest) -> dict[str, Any]:
     fewer = "" if manifest.vocab_size >= manifest.vocab_size_asked else (
         f" (the text is too small to fill the {manifest.vocab_size_asked} asked for)"
     )  # fmt: skip

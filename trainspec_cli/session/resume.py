@@ -89,7 +89,7 @@ def _reach(run: RunDir, spec: RunSpec, changes: Sequence[str], nodes: NodeOption
 
 def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
     """Return the run's own spec with `changes`. Raises RecipeError with every problem of theirs."""
-    from trainspec_cli.compose.amend import amend  # loads hydra, which the help of a command does without
+    from trainspec_cli.compose.compose import amend  # loads hydra, which the help of a command does without
 
     values = to_plain(old.spec)
     composed = amend(read_about(run)["recipe"], values, changes)
