@@ -11,7 +11,7 @@ import typer
 
 from trainspec_cli.cli.options import AsJson, RunArgument
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.launch.exporting import Export, newest_step, write_adapters, write_folder
+from trainspec_cli.launch.exporting import Export, find_checkpoint, write_adapters, write_folder
 from trainspec_cli.session.find import find_own_run
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.units import format_bytes
@@ -44,14 +44,11 @@ def export(
 ) -> None:
     """Write a run's weights, config, tokenizer and generation config; transformers loads them with no code of ours."""
     run_dir = find_own_run(run)
-    newest = newest_step(run_dir)
-    if step is not None and step not in run_dir.checkpoint_steps():
-        there_are = ", ".join(map(str, run_dir.checkpoint_steps()))
-        raise RecipeError(Problem("no_checkpoint", f"there is no checkpoint of step {step}", "--step", there_are))
+    chosen = find_checkpoint(run_dir, step)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         hint = f"choose another folder, or remove it first: rm -r {shlex.quote(str(output))}"
         raise RecipeError(Problem("output_exists", f"{output} exists and is not empty", "--output", hint))
-    wanted = Export(run_dir, newest if step is None else step, dtype.value, round(max_file_gb * 1e9))  # type: ignore[arg-type]
+    wanted = Export(run_dir, chosen, dtype.value, round(max_file_gb * 1e9))  # type: ignore[arg-type]
     what = (write_folder if format_ == Format.HF else write_adapters)(wanted, output)
     _report(output, wanted.step, what, as_json)
 

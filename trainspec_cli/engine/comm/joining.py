@@ -11,10 +11,10 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from trainspec_cli.environment_names import STORE_FILE
+
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-STORE_FILE = "TRAINSPEC_STORE_FILE"
-"""The environment variable that names the file in which the processes of one node meet."""
 _stores: list[dist.Store] = []
 """Process groups hold the C++ half of a store alone."""
 

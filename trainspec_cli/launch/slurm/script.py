@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from trainspec_cli.environment_names import CACHE
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.launch.backend.nodes.executor import agent_command
 from trainspec_cli.launch.job.environment import own_modules
@@ -20,7 +21,7 @@ DRIVER = "trainspec_cli.session.slurm_job"
 
 _PLAIN_WORD = re.compile(r"[\w.,:;/@%+=*&|()\[\]{}^~!?<>$-]+", re.ASCII)
 
-KEPT = ("TRAINSPEC_CACHE",)
+KEPT = (CACHE,)
 """Variables of the submitting shell that the script sets again; the rest comes as the site has it."""
 
 
