@@ -31,8 +31,8 @@ class RunOutcome:
 
 
 def conclude(job: Job, ending: Ending) -> RunOutcome:
-    """How the run ended, with what its failures cost. Copies in this host's memory are dropped where the run has ended
-    and the disk has as much."""
+    """Return how the run ended, with what its failures cost. Copies in this node's memory are dropped where the run has
+    ended and the disk has as much."""
     outcome = _conclude(job, ending)
     if outcome.result["status"] != "failed" and job.run.newest_step >= newest_copy(job.run):
         remove_copies(job.run)
@@ -43,10 +43,10 @@ def conclude(job: Job, ending: Ending) -> RunOutcome:
 
 
 def _conclude(job: Job, ending: Ending) -> RunOutcome:
-    """The workers' own result counts where they left one; else it is told from what remains, and written down.
+    """Take the workers' own result where they left one; else make one from what remains, and write it down.
 
     Workers that stopped though nobody had wanted it have failed. A worker that fails after the run was done changes
-    nothing, unless it told of an error of its own; one that fails while the others stop because torchrun asked them to
+    nothing, unless it reported an error of its own; one that fails while the others stop because torchrun asked them to
     is a failure, and no stop on request.
     """
     if ending.given_up:
@@ -68,7 +68,7 @@ def _conclude(job: Job, ending: Ending) -> RunOutcome:
 
 
 def explain_ending(job: Job, ending: Ending, failures: list[WorkerFailure]) -> Explanation:
-    """Why a start failed: a worker did, or torchrun, or all of them just ended."""
+    """Explain why a start failed: a worker did, or torchrun, or all of them just ended."""
     code = ending.exit_code or 0
     if failures and (code >= 0 or not failures[0].consequence):
         return explain(failures)
@@ -83,7 +83,7 @@ def explain_ending(job: Job, ending: Ending, failures: list[WorkerFailure]) -> E
 
 
 def _write_result(run: RunDir, status: str, exit_code: int) -> dict[str, Any]:
-    """As far as the events of rank 0 reach; what only the workers could know is null."""
+    """Write a result from the events of rank 0; what only the workers could know is null."""
     step: dict[str, Any] = {}
     evaluation: dict[str, Any] = {}
     for event in read_sound(run.events(0)):
