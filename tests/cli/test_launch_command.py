@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from trainspec_cli.launch.probing import probe_path
+from trainspec_cli.launch.measuring import probe_path
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.load import load, plan_on, this_machine

@@ -7,7 +7,6 @@ from collections import namedtuple
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,6 +15,7 @@ from trainspec_cli.errors import MachineError
 from trainspec_cli.planner.run.forecast import checkpoint_bytes
 from trainspec_cli.session.check_nodes import check_nodes
 from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.spec.results.doctor import Check, NodeReport
 from trainspec_cli.spec.results.local import LocalPrediction
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.probe import MachineProbe
@@ -71,11 +71,9 @@ def test_nodes_that_are_let_in_with_a_warning_are_named(plan: Plan, tmp_path: Pa
     examination = check_nodes(on_nodes(plan, 2), tmp_path, PrintableConsole(file=shown))
     assert examination is not None
     assert str(tmp_path) in examination.command
-    small = {"name": "/dev/shm", "status": "warn", "found": "64 MiB free", "advice": "give the container more"}
-    reports: list[dict[str, Any]] = [{"host": host, "checks": [], "speed": {}} for host in ("a", "b")]
-    reports[1]["checks"] = [small]
+    small = Check("/dev/shm", "warn", "64 MiB free", "give the container more")
+    reports = [NodeReport("a", 0.0, ()), NodeReport("b", 0.0, (small,))]
     examination.judge(reports)
     assert shown.getvalue() == "b: /dev/shm: 64 MiB free; give the container more\n"
-    reports[0]["checks"] = [small | {"status": "fail"}]
     with pytest.raises(MachineError, match="a is not fit: /dev/shm"):
-        examination.judge(reports)
+        examination.judge([NodeReport("a", 0.0, (replace(small, status="fail"),)), reports[1]])

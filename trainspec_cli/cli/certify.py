@@ -12,12 +12,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from trainspec_cli.certify.certificate import read_clauses, write_certificate
 from trainspec_cli.certify.certificate import verify as read_verified
-from trainspec_cli.certify.certificate import write_certificate
-from trainspec_cli.certify.clauses import read_clauses
 from trainspec_cli.certify.families import FAMILIES
-from trainspec_cli.certify.judge import Check, Finding, checks, judge, judge_refusals
-from trainspec_cli.certify.runs import hear
+from trainspec_cli.certify.judge import ClauseCheck, Finding, checks, judge, judge_refusals
+from trainspec_cli.certify.runs import measure
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.errors import Problem, RecipeError, WorkerError, closest
 from trainspec_cli.launch.job.machine import detect
@@ -92,7 +91,7 @@ def _machine() -> Machine:
     return detect(look_for_gpus=True)
 
 
-def _checks(only: list[str], processes: int) -> list[Check]:
+def _checks(only: list[str], processes: int) -> list[ClauseCheck]:
     """Raises RecipeError where a pattern names nothing."""
     for pattern in only:
         if not checks(processes, [pattern]) and pattern != "LEGAL-1":
@@ -109,7 +108,7 @@ def _names_nothing(pattern: str, processes: int) -> Problem:
 
 
 def _certify(
-    wanted: list[Check], only: list[str], processes: int, machine: Machine, console: Console
+    wanted: list[ClauseCheck], only: list[str], processes: int, machine: Machine, console: Console
 ) -> dict[str, Any]:
     findings = _measure(wanted, machine, console)
     if not only or "LEGAL-1" in only:
@@ -117,13 +116,13 @@ def _certify(
     return write_certificate(findings, machine, date=datetime.now(UTC).date().isoformat(), whole=not only)
 
 
-def _measure(wanted: list[Check], machine: Machine, console: Console) -> list[Finding]:
+def _measure(wanted: list[ClauseCheck], machine: Machine, console: Console) -> list[Finding]:
     runs = list(dict.fromkeys(run for check in wanted for run in check.runs))
     columns = (TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with tempfile.TemporaryDirectory(prefix="trainspec-certify-") as folder, Progress(*columns, console=console) as bar:
         task = bar.add_task("runs", total=len(runs))
-        heard = hear(runs, Path(folder), machine, lambda done: bar.update(task, completed=done))
-        return [judge(check, heard) for check in wanted]
+        results = measure(runs, Path(folder), machine, lambda done: bar.update(task, completed=done))
+        return [judge(check, results) for check in wanted]
 
 
 def _tell(body: dict[str, Any], console: Console, *, as_json: bool) -> int:

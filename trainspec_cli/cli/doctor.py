@@ -1,17 +1,17 @@
-"""`trainspec doctor`: whether this host, or every host of a Slurm job, is fit to train."""
+"""`trainspec doctor`: examine this node, or every node of a Slurm job."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.doctor.diagnosis import diagnose
-from trainspec_cli.doctor.examine import examine_here, examine_hosts
+from trainspec_cli.doctor.examine import Examined, examine_here, examine_nodes
 from trainspec_cli.errors import MachineError
 from trainspec_cli.launch.backend.nodes.executor import Reach, agent_command
 from trainspec_cli.launch.slurm import commands as slurm
@@ -36,22 +36,22 @@ Arguments = Annotated[
 
 @app.command()
 def doctor(arguments: Arguments = None, as_json: AsJson = False) -> int:
-    """Look at this host: what it has, how it is set, how fast it is, what its processes reach of one another.
+    """Look at this node: what it has, how it is set, how fast it is, what its processes reach of one another.
 
-    Inside a Slurm job (salloc, sbatch --wrap) at every host of the job: the slowest is named. Exit code 4 where
+    Inside a Slurm job (salloc, sbatch --wrap) at every node of the job: the slowest is named. Exit code 4 where
     something fails.
     """
     given = arguments or []
     named = any(argument.startswith("recipe=") for argument in given)
     diagnosis = diagnose(*_examine([*([] if named else [DEFAULT_RECIPE]), *given]))
     if as_json:
-        print(json_text(diagnosis))
+        print(json_text(diagnosis.as_json()))
     else:
         PrintableConsole(highlight=False, soft_wrap=True).print(render_diagnosis(diagnosis))
-    return MachineError.exit_code if diagnosis["status"] == "fail" else 0
+    return MachineError.exit_code if diagnosis.status == "fail" else 0
 
 
-def _examine(arguments: list[str]) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+def _examine(arguments: list[str]) -> Examined:
     nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
     loaded = load([*arguments, *([f"cluster.num_nodes={nodes}"] if nodes > 1 else []), *_any_batch(arguments, nodes)])
     machine = this_machine(loaded.spec)
@@ -67,11 +67,11 @@ def _any_batch(arguments: list[str], nodes: int) -> list[str]:
     return [] if any(argument.startswith(f"{key}=") for argument in arguments) else [f"{key}={5040 * nodes}"]
 
 
-def _examine_job(loaded: Loaded, machine: Machine) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """From the job's first host, by srun; below ./runs, which the hosts share."""
+def _examine_job(loaded: Loaded, machine: Machine) -> Examined:
+    """Examine from the job's first node, by srun; below ./runs, which the nodes share."""
     plan = plan_for(loaded, machine).as_one_group
     reach = Reach(slurm.own_address(), (*srun_command(plan), *agent_command()))
     with private_files():
         SHARED.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=SHARED) as folder:
-            return examine_hosts(plan, reach, Path(folder).absolute())
+            return examine_nodes(plan, reach, Path(folder).absolute())

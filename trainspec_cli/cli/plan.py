@@ -13,7 +13,7 @@ from rich.console import RenderableType
 
 from trainspec_cli.cli.options import AsJson, RecipeArguments, read_sweep
 from trainspec_cli.errors import PlanError, Problem, RecipeError, TrainspecError
-from trainspec_cli.launch.tracing import trace_plan
+from trainspec_cli.launch.measuring import trace_plan
 from trainspec_cli.planner.capacity import accelerator_of
 from trainspec_cli.planner.memory.engine import tensors_by_cause
 from trainspec_cli.planner.run.elastic import in_replica_groups

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from trainspec_cli.doctor.examine import host_command
-from trainspec_cli.doctor.judge import refuse_unfit
+from trainspec_cli.doctor.diagnosis import refuse_unfit
+from trainspec_cli.doctor.examine import node_command
 from trainspec_cli.doctor.preflight import Needs, preflight
 from trainspec_cli.launch.backend.nodes.executor import Examination
 from trainspec_cli.planner.run.forecast import checkpoint_bytes
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.spec.results.doctor import NodeReport
 from trainspec_cli.spec.results.plan import Plan
 
 
@@ -26,18 +26,18 @@ def check_nodes(plan: Plan, folder: Path, console: PrintableConsole, *, force: b
     if not plan.spec.run.preflight:
         return None
     if plan.num_nodes > 1:
-        return Examination(host_command(plan, folder), lambda reports: _judge(reports, console))
+        return Examination(node_command(plan, folder), lambda reports: _judge(reports, console))
     for check in preflight(folder, _needs(plan, written=len(RunDir(folder).checkpoint_steps()), force=force)):
         console.report(f"{check.name}: {check.found}; {check.advice}")
     return None
 
 
-def _judge(reports: Sequence[dict[str, Any]], console: PrintableConsole) -> None:
+def _judge(reports: Sequence[NodeReport], console: PrintableConsole) -> None:
     refuse_unfit(reports)
     for report in reports:
-        for check in report["checks"]:
-            if check["status"] == "warn":
-                console.report(f"{report['host']}: {check['name']}: {check['found']}; {check['advice']}")
+        for check in report.checks:
+            if check.status == "warn":
+                console.report(f"{report.host}: {check.name}: {check.found}; {check.advice}")
 
 
 def _needs(plan: Plan, written: int, *, force: bool) -> Needs:
