@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from trainspec_cli.printable import is_printable
-from trainspec_cli.rundir.events import PARTS, EventWriter
+from trainspec_cli.rundir.event_types import PARTS
+from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 

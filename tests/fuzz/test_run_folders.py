@@ -13,7 +13,8 @@ import pytest
 from fuzz.conftest import STRANGE, damaged_bytes, strange_variants, tell
 
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.rundir.events import PARTS, EventWriter
+from trainspec_cli.rundir.event_types import PARTS
+from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import to_plain

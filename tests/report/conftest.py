@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from trainspec_cli.report.plan.json import plan_as_json, sweep_as_json
-from trainspec_cli.rundir.events import PARTS, EventWriter
+from trainspec_cli.rundir.event_types import PARTS
+from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.batching import BatchingSpec

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainspec_cli.report.collect import collect
-from trainspec_cli.rundir.events import PARTS
+from trainspec_cli.rundir.event_types import PARTS
 
 
 def trained(run: Any, ranks: int = 2, steps: int = 10) -> None:

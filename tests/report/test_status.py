@@ -3,8 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from trainspec_cli.report.status import status_of
+
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir

@@ -4,9 +4,9 @@ import subprocess
 import sys
 
 import pytest
+from trainspec_cli.rundir.throughput import measure_throughput
 
 from trainspec_cli.rundir.events import EventWriter, read_events
-from trainspec_cli.rundir.throughput import measure_throughput
 
 
 def test_events_are_read_back_in_order(tmp_path):

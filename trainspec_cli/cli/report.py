@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import typer
 
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.cli.runs import RunArgument
+from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 
 app = typer.Typer(add_completion=False)
@@ -27,6 +26,6 @@ def report(run: RunArgument, as_json: AsJson = False) -> None:
     with refusing_closed(run):
         collected = collect(run_dir.root, running=is_running(run_dir), queued=Queue().holds(run_dir))
     if as_json:
-        print(json_text(asdict(collected)))
+        print(json_text(to_plain(collected)))
     else:
         PrintableConsole().print(render_report(collected))

@@ -119,7 +119,7 @@ def _change(run_dir: RunDir, old: Plan, changes: list[str]) -> Loaded:
     """The run's own spec with `changes`. Raises RecipeError with every problem of theirs."""
     from trainspec_cli.cli.load import Loaded, require
     from trainspec_cli.compose.amend import amend
-    from trainspec_cli.rundir.record import read_about
+    from trainspec_cli.rundir.record import read_run_record
     from trainspec_cli.spec.canonical import to_plain
     from trainspec_cli.spec.recipe.run import RunSpec
     from trainspec_cli.spec.rules.engine import check_engine
@@ -127,7 +127,7 @@ def _change(run_dir: RunDir, old: Plan, changes: list[str]) -> Loaded:
     from trainspec_cli.spec.structure import build
 
     values = to_plain(old.spec)
-    composed = amend(read_about(run_dir)["recipe"], values, changes)
+    composed = amend(read_run_record(run_dir).recipe, values, changes)
     draft, mistyped = build(RunSpec, composed.data)
     # The data was read when the run began; where it came from need not be there any more.
     broken = [problem for problem in [*check(draft), *check_engine(draft)] if not problem.path.startswith("data.")]

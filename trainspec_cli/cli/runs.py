@@ -154,7 +154,7 @@ def _show_copies(*, clear: bool, as_json: bool) -> None:
 def _status_of_owner(run: RunDir | None) -> str:
     from trainspec_cli.launch.job.claim import is_running
     from trainspec_cli.launch.slurm.queue import Queue
-    from trainspec_cli.report.status import status_of
+    from trainspec_cli.report.runs import status_of
 
     if run is None:
         return UNKNOWN

@@ -27,6 +27,7 @@ from trainspec_cli.report.render import render_summary
 from trainspec_cli.report.text import describe_recovery
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.results.plan import Plan
 
@@ -71,13 +72,13 @@ def train(
         console.print(f"processes {', '.join(map(str, ending.left_behind))} hang in the kernel and could not be ended")
     Fence(job.run, ending.generation).check()
     outcome = conclude(job, ending)
-    if outcome.result["status"] == "failed":
+    if outcome.result.status == "failed":
         kind = MachineError if outcome.exit_code == MachineError.exit_code else WorkerError
         raise kind(_failure(job, outcome.explanation, console, as_json=as_json))
     if isinstance(console, ViewConsole) and console.reader_left:
         raise BrokenPipeError
     if as_json:
-        print(json_text({"run": str(job.root), **outcome.result}))
+        print(json_text({"run": str(job.root), **to_plain(outcome.result)}))
     else:
         _tell_end(job, outcome, console)
     return outcome.exit_code
@@ -121,10 +122,10 @@ def _resume_hint(run: RunDir) -> str:
 def _tell_end(job: Job, outcome: Outcome, console: Console) -> None:
     if outcome.explanation:
         console.print(f"{outcome.explanation.headline}\n", markup=False, highlight=False, soft_wrap=True)
-    if outcome.exit_code == EXIT_DONE or outcome.result["steps"]:
+    if outcome.exit_code == EXIT_DONE or outcome.result.steps:
         console.print(render_summary(collect(job.root)))
-    if outcome.result["recoveries"]:
-        costs = [f"  {describe_recovery(recovery)}" for recovery in outcome.result["recoveries"]]
+    if outcome.result.recoveries:
+        costs = [f"  {describe_recovery(recovery)}" for recovery in outcome.result.recoveries]
         console.print("\n".join(["failures", *costs, ""]), markup=False, highlight=False, soft_wrap=True)
     console.print(_last_words(job.run, outcome), markup=False, highlight=False, soft_wrap=True)
 
@@ -132,7 +133,7 @@ def _tell_end(job: Job, outcome: Outcome, console: Console) -> None:
 def _last_words(run: RunDir, outcome: Outcome) -> str:
     folder, report = f"run folder  {shown(run.root)}", f"report      trainspec report {_quoted(run)}"
     if outcome.exit_code == EXIT_DONE:
-        return f"done after {outcome.result['steps']} steps\n{folder}\n{report}"
+        return f"done after {outcome.result.steps} steps\n{folder}\n{report}"
     if outcome.exit_code == Stopped.exit_code:
         step = run.checkpoint_steps()[-1]
         return f"stopped with a checkpoint at step {step}\n{folder}\n{report}\nresume      {resume_command(run)}"

@@ -1,4 +1,4 @@
-"""Specs and plans as JSON, and a run's digest. Workers read what `to_plain` wrote, without Hydra."""
+"""Dataclasses as JSON and back, and a run's digest. Workers read what `to_plain` wrote, without Hydra."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any, TypeVar
 
 from trainspec_cli.errors import RecipeError
@@ -15,9 +16,19 @@ from trainspec_cli.spec.structure import build, key_of
 T = TypeVar("T")
 
 
+class Absent(Enum):
+    """The type of `ABSENT`, the value of a field that has no key in the JSON object; null is None."""
+
+    ABSENT = "absent"
+
+
+ABSENT = Absent.ABSENT
+
+
 def to_plain(value: Any) -> dict[str, Any]:
-    """Dataclass -> what JSON holds: dicts, lists, numbers, text."""
-    return {key_of(field): _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    """Return a dataclass as what JSON holds: dicts, lists, numbers, text. Fields that are `ABSENT` are left out."""
+    items = ((key_of(field), getattr(value, field.name)) for field in dataclasses.fields(value))
+    return {key: _plain(item) for key, item in items if item is not ABSENT}
 
 
 def _plain(value: Any) -> Any:
@@ -29,7 +40,7 @@ def _plain(value: Any) -> Any:
 
 
 def from_plain(cls: type[T], data: Mapping[str, Any]) -> T:
-    """The inverse of `to_plain`. Raises RecipeError with every key that does not fit."""
+    """Return the dataclass that `to_plain` made `data` of. Raises RecipeError with every key that does not fit."""
     if not isinstance(data, Mapping):
         raise RecipeError(f"{type(data).__name__} in the place of the fields of {cls.__name__}", code="wrong_type")
     built, problems = build(cls, data)
@@ -39,12 +50,12 @@ def from_plain(cls: type[T], data: Mapping[str, Any]) -> T:
 
 
 def canonical_json(data: Any) -> str:
-    """One text for one content: sorted keys, no spaces, no NaN."""
+    """Return the one text for this content: sorted keys, no spaces, no NaN."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def digest(spec: RunSpec) -> str:
-    """sha256 of what is trained and how. The run folder is left out: where it is kept does not change the run."""
+    """Return the sha256 of what is trained and how. The run folder is left out, since it does not change the run."""
     plain = to_plain(spec)
     del plain["run"]["dir"]
     return hashlib.sha256(canonical_json(plain).encode()).hexdigest()

@@ -14,7 +14,7 @@ from trainspec_cli.engine.models.rope import rope_angles
 from trainspec_cli.engine.tools.probe import scheduled_s
 from trainspec_cli.launch.job.command import torchrun_command
 from trainspec_cli.planner.memory.local import activation_bytes_per_token
-from trainspec_cli.rundir.events import PARTS
+from trainspec_cli.rundir.event_types import PARTS
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.recipe.model import DecoderModel

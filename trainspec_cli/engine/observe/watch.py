@@ -27,6 +27,7 @@ import torch.distributed as dist
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.policy.hang import FIRST_S, Whereabouts, find_late, step_deadline_s
+from trainspec_cli.rundir.event_types import HangEvent
 from trainspec_cli.rundir.events import tail_events
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
@@ -100,31 +101,32 @@ class StepWatch(threading.Thread):
         began = time.time()
         place = whereabouts(self._main)
         self._journal.write(
-            "hang",
-            step=self._step + 1,
-            waited_s=waited_s,
-            deadline_s=self._deadline_s,
-            host=socket.gethostname(),
-            **place,
+            HangEvent(
+                step=self._step + 1,
+                waited_s=waited_s,
+                deadline_s=self._deadline_s,
+                host=socket.gethostname(),
+                **place,
+            )
         )
         time.sleep(OTHERS_S)
-        told = self._hear_all(began - 2 * OTHERS_S)
-        if self._rank == min(told):
-            self._leave_word(told, waited_s)
+        reports = self._read_reports(began - 2 * OTHERS_S)
+        if self._rank == min(reports):
+            self._leave_word(reports, waited_s)
             self._end(WorkerError.exit_code)
 
-    def _hear_all(self, since: float) -> dict[int, dict[str, Any]]:
-        """The newest report of each rank that has left one."""
-        told = {}
+    def _read_reports(self, since: float) -> dict[int, HangEvent]:
+        """Return the newest report of each rank that has left one."""
+        reports = {}
         for rank in range(self._world_size):
             for event in tail_events(self._journal.events_of(rank)):
-                if event["type"] == "hang" and event["time"] >= since:
-                    told[rank] = event
-        return told
+                if isinstance(event, HangEvent) and event.time >= since:
+                    reports[rank] = event
+        return reports
 
-    def _leave_word(self, told: dict[int, dict[str, Any]], waited_s: float) -> None:
+    def _leave_word(self, reports: dict[int, HangEvent], waited_s: float) -> None:
         """What happened, as this worker's error, for the supervisor to show and to act on."""
-        message, detail = describe(told, self._world_size, self._step + 1, waited_s, self._deadline_s)
+        message, detail = describe(reports, self._world_size, self._step + 1, waited_s, self._deadline_s)
         write_json(
             self._run_dir.error(self._rank),
             {
@@ -188,15 +190,15 @@ def _sizes(sizes: list[list[int]]) -> str:
 
 
 def describe(
-    told: dict[int, dict[str, Any]], world_size: int, step: int, waited_s: float, deadline_s: float
+    reports: dict[int, HangEvent], world_size: int, step: int, waited_s: float, deadline_s: float
 ) -> tuple[str, str]:
     """-> (what happened, every rank's stack)."""
-    places = {rank: Whereabouts(event["waiting"], event["collectives"]) for rank, event in told.items()}
+    places = {rank: Whereabouts(event.waiting, event.collectives) for rank, event in reports.items()}
     late, why = find_late(places, world_size)
-    waits_in = next((event["waits_in"] for rank, event in told.items() if rank not in late and event["waits_in"]), None)
+    waits_in = next((event.waits_in for rank, event in reports.items() if rank not in late and event.waits_in), None)
     who = f"rank {', '.join(map(str, late))} is late: {why}" if late else why
     others = f"; the others wait in {waits_in}" if late and waits_in else ""
     message = f"step {step} hung: {waited_s:.1f} s, and {deadline_s:.1f} s are allowed; {who}{others}"
-    stacks = [f"rank {rank} ({event['host']}) was at\n{event['stack']}" for rank, event in sorted(told.items())]
-    silent = [f"rank {rank} told nothing" for rank in range(world_size) if rank not in told]
+    stacks = [f"rank {rank} ({event.host}) was at\n{event.stack}" for rank, event in sorted(reports.items())]
+    silent = [f"rank {rank} reported nothing" for rank in range(world_size) if rank not in reports]
     return message, "\n".join([*silent, *stacks])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch.distributed as dist
 
@@ -71,7 +70,7 @@ class Cadence:
             self._last_due = step
         return due
 
-    def learn(self, cost_s: tuple[float, float] | None) -> dict[str, Any] | None:
+    def learn(self, cost_s: tuple[float, float] | None) -> Interval | None:
         """`auto`, with how long the newest checkpoint held this rank up and took to be whole (None: it failed).
 
         Called by every rank together; rank 0's figures count. -> the interval and its grounds, where it is a new one.
@@ -84,7 +83,7 @@ class Cadence:
         if chosen is None or chosen.interval_steps == self._interval_steps:
             return None
         self._interval_steps = chosen.interval_steps
-        return asdict(chosen)
+        return chosen
 
     def _best(self, blocked_s: float, written_s: float) -> Interval:
         """Daly's, for what training waited and for what the steps beside the writing took longer than others."""

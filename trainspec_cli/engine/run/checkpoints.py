@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import asdict
 
 import torch.distributed as dist
 
@@ -15,8 +16,10 @@ from trainspec_cli.engine.checkpoint.store import Restored, load_newest
 from trainspec_cli.engine.comm.joint_errors import raise_together
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.engine.run.cadence import Cadence
+from trainspec_cli.rundir.event_types import CadenceEvent, CheckpointEvent, WarningEvent
 from trainspec_cli.rundir.memory import make_memory_folder
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.spec.results.plan import Plan
 
 
@@ -122,7 +125,7 @@ class Checkpoints:
         self._tell(saved)
         chosen = self._cadence.learn(None if saved.error else (saved.blocked_s, saved.written_s))
         if chosen:
-            self._journal.write("cadence", step=saved.about.step, **chosen)
+            self._journal.write(CadenceEvent(step=saved.about.step, **asdict(chosen)))
 
     def _tell(self, saved: Saved, waited_s: float = 0.0) -> None:
         """A periodic one that failed is a warning: training goes on. `waited_s`: outside any step."""
@@ -132,13 +135,14 @@ class Checkpoints:
             self._warn(step, f"{saved.error}; the checkpoints before it are whole")
             return
         self._journal.write(
-            "checkpoint",
-            step=step,
-            path=str(self._run_dir.checkpoint(step)),
-            bytes=saved.bytes,
-            seconds=saved.blocked_s,
-            written_s=saved.written_s,
-            **({"waited_s": waited_s} if waited_s else {}),
+            CheckpointEvent(
+                step=step,
+                path=str(self._run_dir.checkpoint(step)),
+                bytes=saved.bytes,
+                seconds=saved.blocked_s,
+                written_s=saved.written_s,
+                waited_s=waited_s or ABSENT,
+            )
         )
 
     def _tell_put_off(self, due: int, step: int) -> None:
@@ -152,7 +156,7 @@ class Checkpoints:
         self._put_off = True
 
     def _warn(self, step: int, message: str) -> None:
-        self._journal.write("warning", step=step, message=message)
+        self._journal.write(WarningEvent(step=step, message=message))
 
 
 def find_place(run_dir: RunDir) -> Place:

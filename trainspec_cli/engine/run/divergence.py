@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
-from typing import Any
 
 from trainspec_cli.engine.checkpoint.parts import Held
 from trainspec_cli.engine.comm.joint_errors import raise_together
 from trainspec_cli.engine.finite import REMEDY, is_finite
 from trainspec_cli.engine.run.result import RunTally
 from trainspec_cli.errors import WorkerError
-from trainspec_cli.rundir.events import read_events
+from trainspec_cli.rundir.event_types import StepEvent
+from trainspec_cli.rundir.events import read_sound
 from trainspec_cli.rundir.paths import RunDir
 
-Steps = Sequence[dict[str, Any]]
+Steps = Sequence[StepEvent]
 """`step` events, in order."""
 
 
@@ -44,13 +44,13 @@ class Divergence:
 
     def _faults_of_steps(self, step: int, own: Steps) -> Iterator[str]:
         """`own` are those of this start; where they updated nothing, those before them count too."""
-        if any(not event["skipped"] for event in own):
+        if any(not event.skipped for event in own):
             events = own
         else:
-            events = [*(event for event in read_events(self._run_dir.events(0)) if event["type"] == "step"), *own]
-        if events and not _is_finite(events[-1]["loss"]):
+            events = [*(event for event in read_sound(self._run_dir.events(0)) if isinstance(event, StepEvent)), *own]
+        if events and not _is_finite(events[-1].loss):
             yield f"the loss of the last step, {step}, is not finite"
-        skipped = sum(1 for _ in takewhile(lambda event: event["skipped"], reversed(events)))
+        skipped = sum(1 for _ in takewhile(lambda event: event.skipped, reversed(events)))
         if skipped and 2 * skipped >= step:
             yield f"the loss or the gradients were not finite in the last {skipped} of {step} steps, at least half"
 

@@ -25,6 +25,7 @@ from trainspec_cli.errors import WorkerError
 from trainspec_cli.policy.recovery import enough_groups
 from trainspec_cli.policy.schedule import learning_rate
 from trainspec_cli.policy.spread import lr_factor, take_portion
+from trainspec_cli.rundir.event_types import RecoveryEvent, RetryEvent
 from trainspec_cli.rundir.files import read_json
 
 WAIT_S = 0.1
@@ -160,14 +161,14 @@ class ElasticTrainer(Trainer):
             return None
         self.taken += portion.step_samples
         self.tenure_steps += 1
-        took = [portion.start, portion.samples]
+        took = (portion.start, portion.samples)
         return self._count(
-            outcome, lr, portion.step_samples, group=self.place.group, groups=list(self.seat.groups), took=took
+            outcome, lr, portion.step_samples, group=self.place.group, groups=tuple(self.seat.groups), took=took
         )
 
     def _count_failed_try(self) -> None:
         self.failed_tries += 1
-        self.journal.write("retry", step=self.step + 1)
+        self.journal.write(RetryEvent(step=self.step + 1))
 
     # What the groups tell one another beside gradients
 
@@ -196,15 +197,17 @@ class ElasticTrainer(Trainer):
         tries, self.failed_tries = self.failed_tries, 0
         if before is None or (before.names == self.seat.names and not tries):
             return
-        usual = [event["step_time_s"] for event in self.tally.steps[-USUAL_STEPS - 1 : -1]]
+        usual = [event.step_time_s for event in self.tally.steps[-USUAL_STEPS - 1 : -1]]
         changed: list[tuple[str, int | None]] = [
             ("left", int(name.partition(":")[0])) for name in sorted(before.names - self.seat.names)
         ]
         changed += [("joined", int(name.partition(":")[0])) for name in sorted(self.seat.names - before.names)]
-        cost = {"stall_s": max(0.0, elapsed_s - median(usual or [0.0])), "lost_steps": tries}
+        stall_s, lost = max(0.0, elapsed_s - median(usual or [0.0])), tries
         for change, group in changed or [("retried", None)]:
-            self.journal.write("recovery", step=done.step, change=change, group=group, **cost)
-            cost = {"stall_s": 0.0, "lost_steps": 0}  # several at once cost as much as one
+            self.journal.write(
+                RecoveryEvent(step=done.step, change=change, group=group, stall_s=stall_s, lost_steps=lost)
+            )
+            stall_s, lost = 0.0, 0  # several at once cost as much as one
 
     # What is left behind
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,13 +13,18 @@ from trainspec_cli.engine.build.train_state import Machinery
 from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.observe.device import Peak, peak_memory_bytes
 from trainspec_cli.errors import EXIT_DONE, Stopped
-from trainspec_cli.rundir.accounting import account_run, goodput
-from trainspec_cli.rundir.files import write_json
+from trainspec_cli.rundir import record
+from trainspec_cli.rundir.accounting import account_run, measure_throughput
+from trainspec_cli.rundir.event_types import StepEvent
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import RunResult
 from trainspec_cli.rundir.stops import may_stop
-from trainspec_cli.rundir.throughput import measure_throughput
+from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.spec.results.plan import Plan
+
+Figures = dict[str, Any]
+"""Fields of an `eval` event, as a source of data fills them."""
 
 EXIT_CODES = {"done": EXIT_DONE, "stopped": Stopped.exit_code}
 
@@ -30,9 +34,9 @@ class RunTally:
     """What the result needs of a run, gathered on the way."""
 
     peak: Peak = field(default_factory=lambda: Peak(0.0, "unknown"))
-    steps: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[StepEvent] = field(default_factory=list)
     """This start's step events."""
-    heldout: dict[str, float | None] | None = None
+    heldout: Figures | None = None
     """Of the last look at what was held out."""
 
 
@@ -44,7 +48,7 @@ def write_result(
     *,
     status: str,
     step: int,
-    heldout: Mapping[str, float | None],
+    heldout: Figures,
 ) -> str:
     """Called by every rank together: weights are gathered for their digest, memory is compared; -> the digest.
 
@@ -62,20 +66,20 @@ def write_result(
     time_s = account_run(run_dir, now=time.time())
     if dist.get_rank() == 0 and (status == "done" or may_stop(run_dir)):
         Fence.of_worker(run_dir).check()
-        write_json(
-            run_dir.result_json,
-            {
-                "status": status,
-                "exit_code": EXIT_CODES[status],
-                "steps": step,
-                "final_loss": tally.steps[-1]["loss"] if tally.steps else None,
-                **heldout,
-                f"{plan.spec.data.unit}_per_s": throughput.tokens_per_s,
-                "mfu": throughput.mfu,
-                "peak_memory_bytes": int(memory),
-                "weights_sha256": sha256,
-                "goodput": goodput(time_s),
-                "time_s": time_s,
-            },
+        text = plan.spec.data.unit == "tokens"
+        result = RunResult(
+            status=status,
+            exit_code=EXIT_CODES[status],
+            steps=step,
+            final_loss=tally.steps[-1].loss if tally.steps else None,
+            tokens_per_s=throughput.tokens_per_s if text else ABSENT,
+            samples_per_s=ABSENT if text else throughput.tokens_per_s,
+            mfu=throughput.mfu,
+            peak_memory_bytes=int(memory),
+            weights_sha256=sha256,
+            goodput=time_s.goodput,
+            time_s=time_s,
+            **heldout,
         )
+        record.write_result(run_dir, result)
     return sha256

@@ -20,6 +20,7 @@ from trainspec_cli.engine.data.loader import BatchPlan, batches, read_ahead, rea
 from trainspec_cli.engine.data.sample_loader import SampleLoader
 from trainspec_cli.engine.data.staging import Staging
 from trainspec_cli.engine.run.evaluate import heldout_loss, heldout_metrics, write_text
+from trainspec_cli.rundir.event_types import SetFigures
 from trainspec_cli.spec.recipe.model import ConvModel
 from trainspec_cli.spec.results.plan import Plan
 
@@ -98,7 +99,9 @@ class TokenSource:
             return None
         held_out = [loss for name, loss in losses.items() if name not in self.collection.validation]
         whole = total(held_out or list(losses.values()))
-        sets = {name: {"loss": one.nats_per_token, "bits_per_byte": one.bits_per_byte} for name, one in losses.items()}
+        sets = {
+            name: SetFigures(loss=one.nats_per_token, bits_per_byte=one.bits_per_byte) for name, one in losses.items()
+        }
         return {
             "heldout_loss": whole.nats_per_token,
             "heldout_bits_per_byte": whole.bits_per_byte,

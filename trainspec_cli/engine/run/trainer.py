@@ -28,7 +28,9 @@ from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.sources import Source
 from trainspec_cli.engine.run.step import StepOutcome, train_step
 from trainspec_cli.policy.schedule import learning_rate
+from trainspec_cli.rundir.event_types import EndEvent, EvalEvent, SampleEvent, StartEvent, StepEvent, WarningEvent
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.spec.results.plan import Plan
 
 
@@ -111,18 +113,19 @@ class Trainer:
         else:
             self.tally.peak = Peak(self.plan.peak_flops, self.plan.peak_source)
         self.journal.write(
-            "start",
-            step=self.step,
-            world_size=self.plan.world_size,
-            device_name=device_name(self.built.device),
-            peak_flops=self.tally.peak.flops,
-            peak_source=self.tally.peak.source,
-            params=self.plan.params,
-            flops_per_token=self.plan.flops_per_token,
-            unit=self.spec.data.unit,
-            restored_from=restored_from,
-            pid=os.getpid(),
-            host=socket.gethostname(),
+            StartEvent(
+                step=self.step,
+                world_size=self.plan.world_size,
+                device_name=device_name(self.built.device),
+                peak_flops=self.tally.peak.flops,
+                peak_source=self.tally.peak.source,
+                params=self.plan.params,
+                flops_per_token=self.plan.flops_per_token,
+                unit=self.spec.data.unit,
+                restored_from=restored_from,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+            )
         )
 
     # One step after another
@@ -183,27 +186,27 @@ class Trainer:
     def _record(self, done: DoneStep) -> None:
         parts_s = done.segments.parts_s()
         skipped = bool(done.outcome.skipped.item())
-        event = {
-            "step": done.step,
-            "loss": done.outcome.loss.item(),
-            "grad_norm": done.outcome.grad_norm.item(),
-            "lr": done.lr,
-            self.spec.data.unit: done.samples * self.spec.data.seq_len,
-            "samples": done.samples,
-            "step_time_s": sum(parts_s.values()),
-            "time_s": parts_s,
-            "skipped": skipped,
+        event = StepEvent(
+            step=done.step,
+            loss=done.outcome.loss.item(),
+            grad_norm=done.outcome.grad_norm.item(),
+            lr=done.lr,
+            tokens=done.samples * self.spec.data.seq_len if self.spec.data.unit == "tokens" else ABSENT,
+            samples=done.samples,
+            step_time_s=sum(parts_s.values()),
+            time_s=parts_s,
+            skipped=skipped,
             **done.about,
-        }
-        self.journal.write("step", **event)
+        )
+        self.journal.write(event)
         self.tally.steps.append(event)
         self.checkpoints.note_step(done.step, sum(parts_s.values()), writing=done.outcome.writing.item() > 0)
         self.stopping = self.stopping or done.outcome.stop.item() > 0
         if skipped:
-            self.journal.write("warning", step=done.step, message="loss or gradient not finite: update skipped")
+            self.journal.write(WarningEvent(step=done.step, message="loss or gradient not finite: update skipped"))
         self.divergence.note_step(done.step, skipped=skipped)
         if leak := self.memory.look(done.step):
-            self.journal.write("warning", step=done.step, message=leak)
+            self.journal.write(WarningEvent(step=done.step, message=leak))
 
     # When what is due
 
@@ -235,12 +238,12 @@ class Trainer:
         if heldout is None:
             return
         self.tally.heldout = heldout
-        self.journal.write("eval", step=self.step, **heldout, seconds=time.perf_counter() - started)
+        self.journal.write(EvalEvent(step=self.step, **heldout, seconds=time.perf_counter() - started))
 
     def _write_sample(self) -> None:
         sample = self.source.write_sample()
         if sample is not None:
-            self.journal.write("sample", step=self.step, **sample)
+            self.journal.write(SampleEvent(step=self.step, prompt=sample["prompt"], text=sample["text"]))
 
     def _end_done(self) -> None:
         """All steps are made. Raises WorkerError where the model came to nothing, and leaves no checkpoint of it."""
@@ -256,7 +259,7 @@ class Trainer:
         sha256 = write_result(
             self.run_dir, self.built, self.plan, self.tally, status=status, step=self.step, heldout=summary
         )
-        self.journal.write("end", step=self.step, status=status, weights_sha256=sha256)
+        self.journal.write(EndEvent(step=self.step, status=status, weights_sha256=sha256))
         self.journal.close()
 
 

@@ -20,7 +20,7 @@ from trainspec_cli.engine.comm.joining import join_processes, leave_processes
 from trainspec_cli.engine.run.trainer import Trainer  # noqa: F401 - a worker's memory holds what it imports
 from trainspec_cli.engine.tools import probe_curves as curves
 from trainspec_cli.engine.tools.probe_steps import SmallRun, empty_plan, large_plan, resident_bytes, small_plan
-from trainspec_cli.rundir.events import PARTS
+from trainspec_cli.rundir.event_types import PARTS
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.results.plan import Plan

@@ -16,7 +16,7 @@ from trainspec_cli.engine.build.train_state import DTYPES, build_machinery
 from trainspec_cli.engine.models.build import build_model
 from trainspec_cli.engine.observe.device import measure_peak
 from trainspec_cli.engine.run.step import train_step
-from trainspec_cli.rundir.events import PARTS
+from trainspec_cli.rundir.event_types import PARTS
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import Layout
