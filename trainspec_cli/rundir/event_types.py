@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trainspec_cli.rundir.fields import Count, FieldError, Rank, Rate, Seconds, read_record
+from trainspec_cli.rundir.fields import Count, FieldError, Rank, Rate, Seconds, WorldSize, read_record
 from trainspec_cli.spec.canonical import ABSENT, Absent
 
 PARTS = ("data_wait", "forward", "backward", "exposed_comm", "optimizer", "checkpoint", "other")
@@ -41,7 +41,7 @@ class StartEvent(Event):
 
     type: Literal["start"] = "start"
     step: Count
-    world_size: Count
+    world_size: WorldSize
     device_name: str
     params: Count
     peak_flops: Rate

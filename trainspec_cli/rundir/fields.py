@@ -58,6 +58,7 @@ class Number:
 Count = Annotated[int, Number(0, 2**53, whole=True)]
 Rank = Annotated[int, Number(-1, 1e7, whole=True)]
 """-1 stands for the supervisor."""
+WorldSize = Annotated[int, Number(1, 1e6, whole=True)]
 Seconds = Annotated[float, Number(-1e12, 1e12)]
 Rate = Annotated[float, Number(0, 1e30)]
 """A loss or the like is a plain float. The writer puts null for one that is not finite, so its field allows None."""
@@ -193,7 +194,7 @@ def read_record(cls: type[T], plain: Mapping[str, Any]) -> T:
     """Return the dataclass `cls` with the values of `plain`. Raises FieldError that says what is wrong with the first
     field that does not fit."""
     values = {}
-    record: type[Any] = cls
+    record: Any = cls
     for field in _fields_of(record):
         if field.key in plain:
             try:
