@@ -68,7 +68,8 @@ class Testimony:
 
     @cached_property
     def told(self) -> dict[str, Any]:
-        return read_json(self.folder / "witness.json")
+        told: dict[str, Any] = read_json(self.folder / "witness.json")
+        return told
 
     @property
     def losses(self) -> list[float]:

@@ -15,9 +15,10 @@ from trainspec_cli.compose.origins import show_path
 from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, Stopped, WorkerError
 from trainspec_cli.launch.backend.executor import Executor
 from trainspec_cli.launch.backend.local import LocalExecutor
+from trainspec_cli.launch.failure import Explanation
 from trainspec_cli.launch.groups import supervise_groups
 from trainspec_cli.launch.job.job import Job
-from trainspec_cli.launch.outcome import Explanation, Outcome, conclude
+from trainspec_cli.launch.outcome import Outcome, conclude
 from trainspec_cli.launch.restarts import supervise_with_restarts
 from trainspec_cli.launch.signals import StopRequests, on_stop_signal
 from trainspec_cli.launch.supervise import Ending

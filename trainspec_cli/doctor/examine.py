@@ -11,7 +11,8 @@ from trainspec_cli.doctor import host
 from trainspec_cli.errors import Interrupted, MachineError, Problem
 from trainspec_cli.launch.backend.executor import Executor
 from trainspec_cli.launch.backend.local import LocalExecutor
-from trainspec_cli.launch.backend.nodes.executor import Examination, NodesExecutor, Reach, build_nodes_job
+from trainspec_cli.launch.backend.nodes.agents import Examination
+from trainspec_cli.launch.backend.nodes.executor import NodesExecutor, Reach, build_nodes_job
 from trainspec_cli.launch.failure import tail
 from trainspec_cli.launch.job.job import Job, build_job
 from trainspec_cli.launch.supervise import supervise

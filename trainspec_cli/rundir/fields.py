@@ -16,7 +16,8 @@ from functools import cache
 from typing import Annotated, Any, Protocol, TypeVar
 
 from trainspec_cli.reading.json_file import show_kind
-from trainspec_cli.spec.canonical import Absent, key_of
+from trainspec_cli.spec.canonical import Absent
+from trainspec_cli.spec.structure import key_of
 
 T = TypeVar("T")
 
