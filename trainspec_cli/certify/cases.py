@@ -23,6 +23,8 @@ Compute = Literal["fp32", "bf16", "fp64", "fp8"]
 """fp8: linear layers multiply in it, the rest is bf16."""
 STEPS = 20
 SAVE_AT = 10
+CLIP_FROM, CLIP_NORM = 10, 0.1
+"""Plain descent clips from this step on, to less than any gradient's norm."""
 
 
 @dataclass(frozen=True)

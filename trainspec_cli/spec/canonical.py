@@ -40,7 +40,7 @@ def _plain(value: Any) -> Any:
 
 
 def from_plain(cls: type[T], data: Mapping[str, Any]) -> T:
-    """Return the dataclass that `to_plain` made `data` of. Raises RecipeError with every key that does not fit."""
+    """Build a dataclass from the output of `to_plain`. Raises RecipeError with every key that does not fit."""
     if not isinstance(data, Mapping):
         raise RecipeError(f"{type(data).__name__} in the place of the fields of {cls.__name__}", code="wrong_type")
     built, problems = build(cls, data)
@@ -50,12 +50,12 @@ def from_plain(cls: type[T], data: Mapping[str, Any]) -> T:
 
 
 def canonical_json(data: Any) -> str:
-    """Return the one text for this content: sorted keys, no spaces, no NaN."""
+    """Return JSON that is the same for equal content: sorted keys, no spaces, no NaN."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def digest(spec: RunSpec) -> str:
-    """Return the sha256 of what is trained and how. The run folder is left out, since it does not change the run."""
+    """Return the sha256 of a spec. The run folder is left out: its location does not change the run."""
     plain = to_plain(spec)
     del plain["run"]["dir"]
     return hashlib.sha256(canonical_json(plain).encode()).hexdigest()

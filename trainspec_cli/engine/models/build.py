@@ -1,4 +1,4 @@
-"""ModelSpec -> the module that trains it."""
+"""Build the module of a ModelSpec."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel, HybridModel
 
 
 def build_model(model: ModelSpec, seq_len: int, layers: range | None = None) -> Any:
-    """The whole model, or the stage of a pipeline that holds `layers`."""
+    """Build the whole model, or the pipeline stage with `layers`."""
     if isinstance(model, ConvModel):
         return UNet(model) if model.segments else ResNet(model)
     if isinstance(model, HybridModel):

@@ -1,4 +1,4 @@
-"""What the convolutional networks have in common: what they publish, and how they begin."""
+"""The base of convolutional networks: their published modules and initial values."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ HEAD_STD = 0.01
 
 
 class ConvNet(nn.Module):
-    """Images (B, C, ...) -> the summed loss of their labels (scalar, fp32), or predictions where none are given.
+    """Maps images (B, C, ...) to the summed loss of their labels (scalar, fp32), or to predictions without labels.
 
-    Samples are divided over ranks, and nothing else is.
+    Only samples are divided over ranks.
     """
 
     tensor_cuts: ClassVar[dict[str, int]] = {}
     tensor_partial: ClassVar[tuple[str, ...]] = ()
 
     def block_modules(self) -> Sequence[nn.Module]:
-        """The units that are sharded and recomputed as one."""
+        """Return the units that are sharded and recomputed as one."""
         raise NotImplementedError
 
     def compile_modules(self) -> Sequence[nn.Module]:
         return self.block_modules()
 
     def norm_modules(self) -> Sequence[BatchNorm]:
-        """Those whose statistics are taken over the samples of all ranks."""
+        """Return the modules whose statistics are taken over the samples of all ranks."""
         return [module for module in self.modules() if isinstance(module, BatchNorm)]
 
     def region_modules(self) -> Sequence[nn.Module]:
@@ -47,7 +47,7 @@ class ConvNet(nn.Module):
         return []
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
-        """Convolutions Normal(0, sqrt(2 / inputs)) (arXiv:1502.01852); norms to 1, biases to 0."""
+        """Set convolutions to Normal(0, sqrt(2 / inputs)) (arXiv:1502.01852), norms to 1, biases to 0."""
         if full.dim() == 1:
             full.fill_(1.0 if name.endswith("weight") else 0.0)
         elif full.dim() == 2:

@@ -1,6 +1,6 @@
 """A llama-style decoder, dense or with experts.
 
-Shapes: B samples, S tokens a sample, D hidden size, E rotated size of a head.
+Shapes: B samples, S tokens per sample, D hidden size, E rotated size of a head.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def dense_feed_forward(model: DecoderModel) -> FeedForward:
 
 
 class Decoder(LanguageModel):
-    """Positions are rotated into queries and keys, or, where the model has a table of them, added to the embedding."""
+    """A decoder. Positions are rotated into queries and keys, or, with learned positions, added to the embedding."""
 
     cos_SE: Tensor
     sin_SE: Tensor
@@ -69,7 +69,7 @@ class Decoder(LanguageModel):
         return x_BSD + self.position_embed(self.positions_S[: tokens_BS.shape[1]])
 
     def block_inputs(self, x_BSD: Tensor, documents_BS: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Cosines and sines of this rank's positions; and where there are documents, which keys a query meets."""
+        """Return cosines and sines of this rank's positions, and with documents the attention mask."""
         if self.model.learned_positions:
             return ()
         rotation = self.cos_SE[self.positions_S].to(x_BSD.dtype), self.sin_SE[self.positions_S].to(x_BSD.dtype)

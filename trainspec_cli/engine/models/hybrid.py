@@ -21,7 +21,7 @@ MIXERS: dict[str, tuple[str, Callable[[HybridModel], nn.Module]]] = {
     "-": ("ffn", lambda model: dense_feed_forward(model.as_decoder)),
     "E": ("ffn", lambda model: MixtureOfExperts(model.as_decoder)),
 }
-"""Letter of the pattern -> (the mixer's name in its block, what makes it)."""
+"""Letter of the pattern -> (the mixer's name in its block, its constructor)."""
 
 
 class HybridBlock(nn.Module):
@@ -38,7 +38,7 @@ class HybridBlock(nn.Module):
 
 
 class Hybrid(LanguageModel):
-    """The order of the layers tells tokens' places: state-space layers need no positions, nor do those between."""
+    """A hybrid model. State-space layers need no positions, and nor do the layers between them."""
 
     writes_per_layer: ClassVar[int] = 1
 

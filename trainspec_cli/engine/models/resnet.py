@@ -19,7 +19,7 @@ STEM_CHANNELS = 64
 
 
 class ConvNorm(nn.Module):
-    """A convolution that keeps the extent (but for its stride), and batch normalisation."""
+    """A convolution that keeps the extent (except for its stride), and batch normalisation."""
 
     def __init__(self, channels_in: int, channels: int, kernel: int, stride: int = 1, groups: int = 1):
         super().__init__()
@@ -31,7 +31,7 @@ class ConvNorm(nn.Module):
 
 
 class BottleneckBlock(nn.Module):
-    """Narrow, mix, widen, beside a shortcut."""
+    """A bottleneck: narrow, mix, widen, beside a shortcut."""
 
     def __init__(self, channels_in: int, width: int, stride: int, model: ConvModel):
         super().__init__()
@@ -47,7 +47,7 @@ class BottleneckBlock(nn.Module):
 
 
 class ResNet(ConvNet):
-    """Classes of images; the loss is the cross-entropy of each."""
+    """An image classifier; the loss is the cross-entropy of each image."""
 
     def __init__(self, model: ConvModel):
         super().__init__()
@@ -62,7 +62,7 @@ class ResNet(ConvNet):
         self.head = nn.Linear(channels, model.num_classes)
 
     def forward(self, images_BCHW: Tensor, classes_B: Tensor | None = None) -> Tensor:
-        """-> the summed loss, or logits (B, classes) in fp32."""
+        """Return the summed loss, or logits (B, classes) in fp32 without labels."""
         x_BCHW = F.max_pool2d(F.relu(self.stem(images_BCHW)), 3, stride=2, padding=1)
         for block in self.blocks:
             x_BCHW = block(x_BCHW)
@@ -70,7 +70,7 @@ class ResNet(ConvNet):
         return logits if classes_B is None else F.cross_entropy(logits, classes_B, reduction="sum")
 
     def judge(self, logits: Tensor, classes_B: Tensor) -> dict[str, Tensor]:
-        """Loss and top-1 accuracy of each sample, (B,)."""
+        """Return the loss and top-1 accuracy of each sample, (B,)."""
         loss = F.cross_entropy(logits, classes_B, reduction="none")
         return {"loss": loss, "accuracy": (logits.argmax(dim=1) == classes_B).float()}
 
@@ -78,7 +78,7 @@ class ResNet(ConvNet):
         return list(self.blocks)
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
-        """A block begins as its shortcut: the last norm's scale is 0 (arXiv:1706.02677, section 5.1)."""
+        """Initialise a block to its shortcut: the last norm's scale is 0 (arXiv:1706.02677, section 5.1)."""
         if name.endswith("widen.norm.weight"):
             full.zero_()
         else:

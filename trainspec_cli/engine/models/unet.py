@@ -1,5 +1,6 @@
-"""U-Net (arXiv:1505.04597) in two or three dimensions, as MLPerf Training segments volumes: strided convolutions down,
-transposed ones up, instance normalisation (arXiv:1607.08022), no cropping.
+"""U-Net (arXiv:1505.04597) in two or three dimensions, as in MLPerf Training.
+
+Strided convolutions go down, transposed ones up; instance normalisation (arXiv:1607.08022), no cropping.
 
 Shapes: B samples, C channels, K classes, then the extents of space.
 """
@@ -46,7 +47,7 @@ class Pair(nn.Module):
 
 
 class Up(nn.Module):
-    """Twice the extent, joined with what the way down had there, and two convolutions."""
+    """Doubles the extent, concatenates the skip connection, and applies two convolutions."""
 
     def __init__(self, channels_in: int, channels: int, dims: int):
         super().__init__()
@@ -58,7 +59,7 @@ class Up(nn.Module):
 
 
 class UNet(ConvNet):
-    """Classes of voxels; the loss of a sample is its mean cross-entropy, and 1 - soft Dice (arXiv:1606.04797)."""
+    """Segments voxels; the loss of a sample is its mean cross-entropy plus 1 - soft Dice (arXiv:1606.04797)."""
 
     def __init__(self, model: ConvModel):
         super().__init__()
@@ -70,7 +71,7 @@ class UNet(ConvNet):
         self.head = CONV[dims](widths[0], model.num_classes, 1)
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
-        """(B, C, ...) -> the summed loss of labels (B, ...), or logits (B, K, ...)."""
+        """Return the summed loss of labels (B, ...), or logits (B, K, ...) without labels, of images (B, C, ...)."""
         beside, x = [], images
         for pair in self.down:
             x = pair(x)
@@ -82,7 +83,7 @@ class UNet(ConvNet):
         return logits if labels is None else segmentation_loss(logits, labels).sum()
 
     def judge(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Loss and Dice of each sample, (B,)."""
+        """Return the loss and Dice of each sample, (B,)."""
         chosen = F.one_hot(logits.argmax(dim=1), logits.shape[1]).movedim(-1, 1).float()
         return {"loss": segmentation_loss(logits, labels), "dice": dice(chosen, labels, smooth=0.0)}
 
@@ -91,16 +92,16 @@ class UNet(ConvNet):
 
 
 def segmentation_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Of each sample, (B,) in fp32."""
+    """Return the loss of each sample, (B,) in fp32."""
     logits = precise(logits)
     entropy = F.cross_entropy(logits, labels, reduction="none").flatten(1).mean(dim=1)
     return entropy + 1 - dice(logits.softmax(dim=1), labels, smooth=1.0)
 
 
 def dice(weights: Tensor, labels: Tensor, smooth: float) -> Tensor:
-    """2 |A and B| / (|A| + |B|), the mean over all classes but the background: weights (B, K, ...) -> (B,).
+    """Return 2 |A and B| / (|A| + |B|), the mean over all classes but the background: weights (B, K, ...) -> (B,).
 
-    1 for a class that is neither there nor foreseen. `smooth` voxels added to both parts keep the gradient finite.
+    A class that is neither present nor predicted gives 1. `smooth` voxels in both terms keep the gradient finite.
     """
     wanted = F.one_hot(labels, weights.shape[1]).movedim(-1, 1)
     weights, wanted = weights[:, 1:].flatten(2), wanted[:, 1:].flatten(2).to(weights.dtype)

@@ -1,4 +1,4 @@
-"""Events as named numbers, the same for every tracker."""
+"""Convert events to named numbers, the same for every tracker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SCALARS = {
 
 
 def scalars_of(event: Event) -> dict[str, float]:
-    """Return `step/loss`, `eval/heldout_loss`, and of a validation set `eval/NAME/loss`."""
+    """Return `step/loss`, `eval/heldout_loss`, and for a validation set `eval/NAME/loss`."""
     plain = to_plain(event)
     names = SCALARS.get(event.type, ())
     found = {f"{event.type}/{name}": plain[name] for name in names if plain.get(name) is not None}

@@ -20,7 +20,7 @@ from trainspec_cli.spec.recipe.layout import Layout
 
 
 class PipelineRun:
-    """One run of a schedule. `loss` is the sum over this rank's micro-batches, zero unless it holds the last stage."""
+    """Runs a schedule once. `loss` is the sum over this rank's micro-batches, zero unless it holds the last stage."""
 
     def __init__(self, stages: Stages, schedule: Schedule, micro_batches: Sequence[MicroBatch], global_tokens: int):
         self.stages, self.micro_batches, self.global_tokens = stages, micro_batches, global_tokens
@@ -99,9 +99,10 @@ _GRADIENTS_DONE: tuple[Kind, ...] = ("backward", "backward_weight")
 
 
 def exchanges_every_backward(layout: Layout) -> bool:
-    """ZeRO-2 and 3 keep gradients sharded from one micro-batch to the next; else they are exchanged once a step.
+    """Return whether each backward exchanges gradients: ZeRO-2 and 3 keep them sharded between micro-batches.
 
-    So they are with replicas, whose sum is the dearer exchange, and where weights' gradients come after their backward.
+    They are exchanged once a step with replicas, whose sum costs more, and where weights' gradients come after their
+    backward.
     """
     sharded = layout.zero_stage >= 2 and layout.dp_shard > 1 and layout.dp_replicate == 1
     return sharded and layout.pipeline_schedule not in SPLIT_SCHEDULES
@@ -113,8 +114,10 @@ def _place(action: Action) -> tuple[int, int]:
 
 @torch.no_grad()
 def forward_only(stages: Stages, tokens: Tensor, *others: Tensor) -> Tensor | None:
-    """One micro-batch through all stages: what the last gives (the summed loss, without targets logits), on its rank
-    alone."""
+    """Run one micro-batch through all stages and return what the last gives, on its rank alone.
+
+    That is the summed loss, or without targets the logits.
+    """
     layout = stages.layout
     last = num_stages(layout) - 1
     schedule = [

@@ -1,4 +1,4 @@
-"""Whether a job that ended goes back to the queue, and where it must not run again."""
+"""Decide whether a job that ended is requeued, and which nodes it must avoid."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
 
 HUNG = "hang"
-"""The code of a worker that ended a step which hung."""
+"""The error code of a worker whose step hung."""
 
 
 @dataclass(frozen=True)
@@ -18,23 +18,24 @@ class Requeue:
     reason: str
     """`the time limit is near`"""
     avoid: Sequence[str] = ()
-    """Hosts that were lost."""
+    """Nodes that were lost."""
 
 
 def is_over(job: Mapping[str, str], restarts: int) -> bool:
-    """Whether Slurm has begun the job anew (its host was cut off, and comes back): the start that had `restarts` before
-    it then has no say in it. `job`: what Slurm knows of it."""
+    """Return True if Slurm has restarted the job meanwhile (its node was cut off, and came back).
+
+    The start that had `restarts` before it must then do nothing. `job` holds Slurm's fields of it.
+    """
     return int(job.get("Restarts", restarts)) > restarts
 
 
 def is_preempted(job: Mapping[str, str]) -> bool:
-    """Whether it was told to end because of a job that goes first: by its warning's signal, or by the SIGTERM that a
-    scancel would be too."""
+    """Return True if the job was preempted, by its warning's signal or by SIGTERM (which a scancel sends too)."""
     return job.get("PreemptTime", "None") not in ("None", "Unknown")
 
 
 def decide(run: RunDir, exit_code: int, *, warned: bool, preempted: bool) -> Requeue | None:
-    """For what another start mends: a time limit, a preemption, a lost host, a hang; never for the run's own error."""
+    """Requeue for causes that a restart fixes: a time limit, a preemption, a lost node, a hang; not for an error."""
     if preempted and exit_code != EXIT_DONE:  # workers that had not begun yet die of the signal: that is no failure
         return Requeue("it was preempted")
     if warned and exit_code in (Stopped.exit_code, Interrupted.exit_code):

@@ -1,4 +1,4 @@
-"""How work is spread: the sizes of the mesh axes. Their product is the world size (ep divides dp_shard x cp x tp)."""
+"""The layout: sizes of the mesh axes. Their product is the world size (ep divides dp_shard x cp x tp)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ContextMethod = Literal["ring", "ulysses"]
 
 @dataclass(frozen=True)
 class LayoutSpec:
-    """What the recipe asks for; `auto` is resolved by the planner."""
+    """The layout as the recipe asks for it; the planner resolves `auto`."""
 
     dp_replicate: AutoInt = AUTO
     dp_shard: AutoInt = AUTO
@@ -39,7 +39,7 @@ class LayoutSpec:
     virtual_stages: AutoInt = 1
     """Chunks of layers a pipeline stage holds (the interleaved schedule needs 2 or more)."""
     stage_layers: tuple[int, ...] | None = None
-    """Layers of each pipeline stage, where they are uneven; null spreads them evenly."""
+    """Layers of each pipeline stage, if uneven; null spreads them evenly."""
     context_method: ContextMethod = "ring"
     """With cp: keys and values go round a ring (arXiv:2310.01889), or go all-to-all (Ulysses, arXiv:2309.14509)."""
 

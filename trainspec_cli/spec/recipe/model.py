@@ -1,4 +1,4 @@
-"""What is trained. One frozen dataclass per family; `family` tells them apart in YAML."""
+"""The model. One frozen dataclass per family; `family` selects it in YAML."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ExpertSpec:
-    """Mixture of experts in the place of the feed-forward."""
+    """A mixture of experts instead of the feed-forward."""
 
     num_experts: int
     top_k: int
@@ -58,17 +58,18 @@ class ExpertSpec:
     every: int = 1
     """2 makes every second layer an expert layer, the others plain."""
     shared_gate: bool = False
-    """The shared experts' output is weighed by a learned sigmoid of each token (Qwen2-MoE)."""
+    """The shared experts' output is scaled by a learned sigmoid of each token (Qwen2-MoE)."""
     bias: bool = False
     """Biases of the router and of the routed experts' matrices (gpt_oss)."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """How the router's logits become scores; sigmoid scores every expert by itself (DeepSeek-V3)."""
+    """The function from the router's logits to scores; sigmoid scores every expert by itself (DeepSeek-V3)."""
     normalise_weights: bool = True
     """The chosen experts' weights sum to one."""
     weight_scale: float = 1.0
-    """Of the weights, after that (the routed scaling factor)."""
+    """A factor on the weights after that (the routed scaling factor)."""
     num_groups: int = 1
-    """Experts stand in groups; a token's experts come from the `top_groups` groups whose two best score highest."""
+    """Experts are divided into groups; a token's experts come from the `top_groups` groups whose two best score
+    highest."""
     top_groups: int = 1
     balance_rate: float = 0.0
     """Balancing without a loss (arXiv:2408.15664): after each step the choice of an expert that was visited less than
@@ -85,7 +86,7 @@ class ExpertSpec:
 class DecoderModel:
     """Llama-style decoder: pre-norm RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
-    The fields below `norm_eps` say how a model departs from that.
+    The fields below `norm_eps` describe deviations from that.
     """
 
     num_layers: int
@@ -116,7 +117,7 @@ class DecoderModel:
     """Extra layers that predict further tokens (multi-token prediction, DeepSeek-V3). The planner counts them; the
     engine does not build them."""
     activation: Activation = "silu"
-    """Of the feed-forward and the experts."""
+    """The activation of the feed-forward and the experts."""
     gate_limit: float | None = None
     """Gate and linear half of the experts are clamped to it, the gate weighed by sigmoid(1.702 x), 1 added to the
     linear half (gpt_oss)."""
@@ -171,7 +172,7 @@ class HybridModel:
     tied_embeddings: bool = False
     norm_eps: float = 1e-5
     activation: Activation = "silu"
-    """Of the feed-forward and the experts."""
+    """The activation of the feed-forward and the experts."""
     layer_pattern: str = ""
     """One letter a layer: M Mamba, * attention, - feed-forward, E experts. Empty: each kind spread evenly."""
 
@@ -191,7 +192,7 @@ class HybridModel:
 
     @property
     def layers(self) -> str:
-        """The pattern, or what stands for an empty one."""
+        """The pattern, or an even spread of the kinds if it is empty."""
         places = [(i + 0.5) / count for count in self.layer_counts.values() for i in range(count)]
         letters = [letter for letter, count in self.layer_counts.items() for _ in range(count)]
         even = "".join(letter for _, letter in sorted(zip(places, letters, strict=True), key=lambda pair: pair[0]))
@@ -234,15 +235,15 @@ class ConvModel:
     """Blocks a stage (resnet)."""
     in_channels: int = 3
     num_classes: int = 1000
-    """What a sample, or for a U-Net each voxel, is told to be; of voxels class 0 is the background."""
+    """Classes of a sample, or for a U-Net of each voxel; class 0 of voxels is the background."""
     groups: int = 1
-    """Of the 3x3 convolutions: 32 in ResNeXt-50 32x4d."""
+    """Groups of the 3x3 convolutions: 32 in ResNeXt-50 32x4d."""
     family: Literal["conv"] = "conv"
     name: str = ""
 
     @property
     def segments(self) -> bool:
-        """Whether every voxel has a class, or the sample as a whole."""
+        """True if every voxel has a class, False if the sample as a whole has one."""
         return self.architecture == "unet"
 
     @property

@@ -183,7 +183,7 @@ def test_a_stranger_that_says_nothing_is_sent_away(hub: Hub, monkeypatch: pytest
 @pytest.mark.parametrize(
     "line",
     [
-        *("ended", "ended x", "report", "report [", "report 5", "lost 1", "lost 0 1 x y"),
+        *("ended", "ended x", "report", "report [", "report 5", 'report {"host": "a"}', "lost 1", "lost 0 1 x y"),
         *("done x 1", "done 0 1e9", "begin 0 1", "ended " + "9" * 5000),
     ],
 )
@@ -250,10 +250,10 @@ def test_who_never_comes_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_report_is_kept(hub: Hub, call) -> None:
     agent = call("hello 0 host")
-    agent.say('report {"host": "a b", "checks": []}')
+    agent.say('report {"host": "a b", "time": 1.5, "checks": [{"name": "disk", "status": "ok", "found": "9 GB"}]}')
     poll_until(hub, lambda: hub.members[0].report is not None, agent)
     assert hub.members[0].report is not None
-    assert hub.members[0].report["host"] == "a b"
+    assert (hub.members[0].report.host, hub.members[0].report.checks[0].found) == ("a b", "9 GB")
 
 
 def test_a_lost_host_takes_its_seat_again_where_it_is_welcome() -> None:

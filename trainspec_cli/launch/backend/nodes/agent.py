@@ -30,6 +30,7 @@ from trainspec_cli.launch.job.job import Job, build_node_job
 from trainspec_cli.launch.job.machine import detect
 from trainspec_cli.launch.job.place import Place
 from trainspec_cli.launch.signals import PatientRequests, on_stop_signal
+from trainspec_cli.node import node_name
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
@@ -122,7 +123,7 @@ def connect(start: dict[str, Any], secret: bytes, node: int) -> Wire:
         message = f"{socket.gethostname()} cannot reach the first host at {address[0]}:{address[1]}: {error}"
         hint = "open the way between the job's hosts (a firewall), or look at the cable"
         raise MachineError(Problem("hub_unreachable", message, hint=hint, environment=True)) from error
-    wire.say(f"hello {node} {os.environ.get('SLURMD_NODENAME') or socket.gethostname()}")
+    wire.say(f"hello {node} {node_name()}")
     return wire
 
 

@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from trainspec_cli.errors import MachineError
 from trainspec_cli.launch.backend.nodes.hub import Hub, Member
@@ -18,6 +17,7 @@ from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.rendezvous.address import Rendezvous
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.generations import Fence
+from trainspec_cli.spec.results.doctor import NodeReport
 
 END_TIMEOUT_S = 12.0
 """An agent that was told to end and has not after this long is given up: its host's own agent ends it when it no
@@ -32,7 +32,7 @@ class Examination:
 
     command: tuple[str, ...]
     """Run on each host; prints its report as JSON in its last line."""
-    judge: Callable[[Sequence[dict[str, Any]]], None]
+    judge: Callable[[Sequence[NodeReport]], None]
     """Takes the reports of all hosts, by number. Raises MachineError where one is not fit."""
 
 
@@ -91,7 +91,7 @@ class Agents:
             return []
         if new and self._examination:
             reports = [member.report for member in here if member.report is not None]
-            write_json(self._job.root / "preflight.json", reports)
+            write_json(self._job.root / "preflight.json", [report.as_json() for report in reports])
             try:
                 self._examination.judge(reports)
             except MachineError as error:

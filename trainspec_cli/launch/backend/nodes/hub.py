@@ -7,10 +7,12 @@ import math
 import socket
 import time
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
+from trainspec_cli.errors import RecipeError
 from trainspec_cli.launch.backend.nodes.wire import Knock, Wire
+from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.results.doctor import NodeReport
 
 MAX_ACCEPTED = 256
 """In one look: a flood of connections does not keep the hub from its members."""
@@ -35,7 +37,7 @@ class Member:
     """Why it counts as lost."""
     complaint: str = ""
     """Why it did not start."""
-    report: dict[str, Any] | None = None
+    report: NodeReport | None = None
     """What the examination of the host found."""
     admitted: bool = False
     """Whether workers may start there."""
@@ -190,7 +192,7 @@ class Hub:
         for words in said:
             try:
                 self._take_down_line(member, words)
-            except (ValueError, IndexError, TypeError):
+            except (ValueError, IndexError, TypeError, RecipeError):
                 member.loss = f"said what the hub does not understand: {' '.join(words)[:80]!r}"
                 return
 
@@ -198,7 +200,8 @@ class Hub:
         if words[0] == "ended":
             member.exit_code = int(words[1])
         elif words[0] == "report":
-            member.report = {**json.loads(" ".join(words[1:])), "heard_at": time.time()}
+            report = from_plain(NodeReport, json.loads(" ".join(words[1:])))
+            member.report = replace(report, heard_at=time.time())
         elif words[0] == "failed":
             member.complaint = " ".join(words[1:])
         elif words[0] in ("lost", "done", "dropped") and all(_is_number(word) for word in words[1:3]):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.engine.tools.kernel_calls import calls_of
+from trainspec_cli.engine.tools.kernels import calls_of
 from trainspec_cli.planner.hardware.catalogue import models
-from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import Layout
@@ -75,21 +72,10 @@ def test_tensor_parallel_ranks_have_their_parts() -> None:
     assert list(calls["linear_cross_entropy"]) == [((64, 64), (256, 64), (64,), None)]
 
 
-def counted_apart(plan: Plan, rank: int) -> dict[str, int]:
-    """Calls by operation, counted in a process of its own: groups of a pipeline cannot be made twice in one."""
-    code = (
-        "import json, sys; from trainspec_cli.engine.tools.kernel_calls import calls_of;"
-        "from trainspec_cli.spec.canonical import from_plain; from trainspec_cli.spec.results.plan import Plan;"
-        "calls = calls_of(from_plain(Plan, json.loads(sys.argv[1])), int(sys.argv[2]));"
-        "print(json.dumps({op: numbers.total() for op, numbers in calls.by_op.items()}))"
-    )
-    command = [sys.executable, "-c", code, json.dumps(to_plain(plan)), str(rank)]
-    counted: dict[str, int] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    return counted
-
-
-def test_stages_of_a_pipeline_have_their_own() -> None:
-    first, last = (counted_apart(plan_of(UNTIED, Layout(pp=2)), rank) for rank in (0, 1))
+def test_stages_of_a_pipeline_have_their_own(forks: ProcessPoolExecutor) -> None:
+    """In processes of their own: groups of a pipeline cannot be made twice in one."""
+    calls = forks.map(calls_of, [plan_of(UNTIED, Layout(pp=2))] * 2, (0, 1))
+    first, last = ({op: numbers.total() for op, numbers in of_rank.by_op.items()} for of_rank in calls)
     assert first == {"attention": 1, "rms_norm": 2, "swiglu": 1, "rope": 2}
     assert last == {"attention": 1, "rms_norm": 3, "swiglu": 1, "rope": 2, "linear_cross_entropy": 1}
 

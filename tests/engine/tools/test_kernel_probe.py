@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainspec_cli.engine.tools.kernel_probe import stand_in
+from trainspec_cli.engine.tools.kernels import stand_in
 
 
 @pytest.mark.parametrize(("processes", "world_size"), [(1, 1), (2, 2), (8, 8), (8, 64), (8, 17), (2, 3)])

@@ -10,11 +10,12 @@ from engine.kernels.shapes import DEVICE, PARAMETERS
 
 from trainspec_cli.engine.build.kernel_loading import load_kernel
 from trainspec_cli.engine.tools import kernel_trial
-from trainspec_cli.engine.tools.kernel_trial import operation, try_kernels
-from trainspec_cli.engine.tools.optimizer_trial import optimizer_update
+from trainspec_cli.engine.tools.kernel_trial import operation, optimizer_update, try_kernels
 from trainspec_cli.policy.kernels import judge_operation
 from trainspec_cli.spec.recipe.kernels import TORCH
 from trainspec_cli.spec.recipe.optim import OptimSpec
+
+pytestmark = pytest.mark.usefixtures("compile_anew")
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,8 @@ from trainspec_cli.engine.parallel.recompute import apply_recompute
 from trainspec_cli.planner.hardware.catalogue import models
 from trainspec_cli.spec.recipe.kernels import KERNELS, TORCH, KernelSpec
 
+pytestmark = pytest.mark.usefixtures("compile_anew")
+
 OTHERS = KernelSpec(
     attention="expanded",
     rms_norm="frugal",
