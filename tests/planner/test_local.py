@@ -10,7 +10,7 @@ from trainspec_cli.planner.local import is_predictable, predict_local
 from trainspec_cli.planner.memory.local import SPEED_TEST_BYTES, parameter_bytes, step_bytes
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.planner.time.local import curve_parts_s
-from trainspec_cli.rundir.events import PARTS
+from trainspec_cli.rundir.event_types import PARTS
 from trainspec_cli.spec.canonical import from_plain, to_plain
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine

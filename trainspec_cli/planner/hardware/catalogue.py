@@ -20,15 +20,14 @@ def conf_folders() -> list[Path]:
 
 
 def _load_group(group: str) -> dict[str, dict[str, Any]]:
-    """Every option of a group, by file name; the first folder that has one wins."""
-    import yaml  # deferred: `plan` never needs it
+    """Return every option of a group, by file name; the first folder that has one wins. Raises UnreadableFileError."""
+    from trainspec_cli.reading.yaml_file import read_yaml  # deferred: `plan` never needs it
 
     options: dict[str, dict[str, Any]] = {}
     for folder in conf_folders():
         for path in sorted((folder / group).glob("*.yaml")):
             if path.stem not in options:
-                text = path.read_text(encoding="utf-8")
-                options[path.stem] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+                options[path.stem] = read_yaml(path) or {}
     return options
 
 

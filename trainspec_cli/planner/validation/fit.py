@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.setup import Setup
@@ -89,7 +90,7 @@ def _cost(errors, cases: Sequence[FittedRow], shift, ridge: float, np) -> float:
     return float((np.array([case.weight for case in cases]) * huber).sum() + 0.5 * ridge * (shift**2).sum())
 
 
-def _jacobian(cases, current, names, theta, errors, np):  # type: ignore[no-untyped-def]
+def _jacobian(cases: Any, current: Any, names: Any, theta: Any, errors: Any, np: Any) -> Any:
     columns = []
     for index in range(len(names)):
         moved = theta.copy()
