@@ -1,6 +1,7 @@
-"""`python -m trainspec_cli.cli.job RUN COMMAND...`: the inside of a Slurm job, started by its batch script.
+"""`python -m trainspec_cli.session.slurm_job [--force] RUN COMMAND...`: the inside of a Slurm job, started by its batch
+script.
 
-Begins or resumes the run in RUN on the job's hosts (COMMAND is an srun of one agent each), and decides at the end
+Begins or resumes the run in RUN on the job's nodes (COMMAND is an srun of one agent each), and decides at the end
 whether the job goes back to the queue. Its exit code is the run's own, and so the job's.
 """
 
@@ -13,25 +14,26 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from rich.console import Console
-
-from trainspec_cli.cli.console import PrintableConsole
-from trainspec_cli.cli.nodes import drive
-from trainspec_cli.cli.problems import render_problems
-from trainspec_cli.cli.style import Style
-from trainspec_cli.errors import EXIT_DONE, MachineError, TrainspecError
+from trainspec_cli.errors import EXIT_DONE, Interrupted, MachineError, TrainspecError
 from trainspec_cli.launch.backend.nodes.executor import Reach
 from trainspec_cli.launch.job.folder import storage
-from trainspec_cli.launch.signals import PatientRequests
+from trainspec_cli.launch.signals import PatientRequests, interrupt, on_stop_signal
 from trainspec_cli.launch.slurm import commands as slurm
 from trainspec_cli.launch.slurm.queue import note_job, own_job
 from trainspec_cli.launch.slurm.requeue import decide, is_over, is_preempted
 from trainspec_cli.printable import printing_safely
+from trainspec_cli.report.problems import render_problems
+from trainspec_cli.report.style import Style
 from trainspec_cli.rundir.generations import FENCED
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan
+from trainspec_cli.session.console import PrintableConsole, RunConsole
+from trainspec_cli.session.resume import prepare_unchanged
+from trainspec_cli.session.session import start
 from trainspec_cli.trust import check_tree
 
+FORCE = "--force"
+"""Train although the plan is predicted not to fit the nodes."""
 AVOID_S = 5.0
 """Slurm leaves a job that it has requeued some seconds to end (KillWait, 30 by default)."""
 
@@ -42,15 +44,20 @@ def main() -> None:
 
 
 def _main() -> None:
-    run, start = RunDir(sys.argv[1]), tuple(sys.argv[2:])
-    job_id, warning = own_job(), TimeWarning()
-    console = PrintableConsole(width=120, highlight=False)
+    force = sys.argv[1] == FORCE
+    name, *command = sys.argv[1 + force :]
+    run, job_id, warning = RunDir(name), own_job(), TimeWarning()
+    console = RunConsole(width=120, highlight=False)
     try:
-        check_tree(run.root)
-        with storage(str(run.root)):
-            note_job(run, job_id)
-        reach = Reach(slurm.own_address(), start)
-        code = drive(run, reach, console, requests=PatientRequests())
+        with on_stop_signal(interrupt):
+            check_tree(run.root)
+            with storage(str(run.root)):
+                note_job(run, job_id)
+            reach = Reach(slurm.own_address(), tuple(command))
+            code = start(prepare_unchanged(run, reach, console, force=force), PatientRequests())
+    except KeyboardInterrupt:
+        print("interrupted before the workers were started", file=sys.stderr)
+        code = Interrupted.exit_code
     except TrainspecError as error:
         print(render_problems(error.problems, Style.of(sys.stderr), "error"), file=sys.stderr)
         if error.problems[0].code == FENCED:
@@ -76,17 +83,16 @@ class TimeWarning:
         signal.raise_signal(signal.SIGTERM)
 
 
-def _end_badly(run: RunDir, job_id: str, code: int, *, warned: bool, console: Console) -> None:
-    """Back to the queue, if that is of use, unless the job has been requeued often enough. Raises MachineError."""
+def _end_badly(run: RunDir, job_id: str, code: int, *, warned: bool, console: PrintableConsole) -> None:
+    """Send the job back to the queue if that is of use, unless that was done often enough. Raises MachineError."""
     options, done = read_plan(run).spec.cluster.slurm, int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     job = slurm.show(job_id)
     again = decide(run, code, warned=warned, preempted=is_preempted(job))
     if again is None or is_over(job, done):
         return
     if done >= options.max_requeues:
-        console.print(
-            f"not requeued: {again.reason}, and the job was requeued {done} times (cluster.slurm.max_requeues)"
-        )
+        often = f"the job was requeued {done} times (cluster.slurm.max_requeues)"
+        console.print(f"not requeued: {again.reason}, and {often}")
         return
     console.print(f"requeued: {again.reason}; start {done + 2} goes on from the newest checkpoint")
     sys.stdout.flush()
@@ -97,7 +103,7 @@ def _end_badly(run: RunDir, job_id: str, code: int, *, warned: bool, console: Co
 
 
 def _avoid(job_id: str, hosts: Sequence[str], always: str | None) -> None:
-    """Only a job that waits can be told to stay away from a host, so this is done in the grace time before the end."""
+    """Keep the job off `hosts`: only a job that waits takes that, so it is done in the grace time before the end."""
     deadline = time.monotonic() + AVOID_S
     while True:
         try:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from trainspec_cli.cli.style import Style
 from trainspec_cli.errors import Problem
 from trainspec_cli.printable import on_one_line
+from trainspec_cli.report.style import Style
 from trainspec_cli.spec.json_text import json_text
 
 POINTED_AT_ONE_CHARACTER = frozenset({"bad_yaml"})

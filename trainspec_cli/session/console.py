@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import IO, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -34,3 +36,35 @@ class PrintableConsole(Console):
         """Escape every text that is drawn; what moves the cursor is rich's own."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+    def report(self, *lines: str) -> None:
+        """Print lines as they are: without colours, however long they are."""
+        self.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+class RunConsole(PrintableConsole):
+    """A console whose reader may go away (`| head`): the command ends then, with the exit code that a shell gives it.
+
+    While a run goes on that stops it in order, as a closed terminal does; before and after there is nothing to save.
+    """
+
+    reader_left = False
+    run_goes_on = False
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = self.reader_left = True
+        if not self.run_goes_on:
+            raise BrokenPipeError
+        signal.raise_signal(signal.SIGHUP)
+
+    @contextmanager
+    def stopping_run_without_reader(self) -> Iterator[None]:
+        """A reader that goes away during the block asks the run to stop."""
+        self.run_goes_on = True
+        yield
+        self.run_goes_on = False
+
+
+def make_console(*, as_json: bool) -> RunConsole:
+    """With `--json` the output belongs to a program, and people look at the error output."""
+    return RunConsole(stderr=as_json)

@@ -14,9 +14,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from trainspec_cli.cli.console import PrintableConsole
 from trainspec_cli.printable import PrintableStream, is_printable
 from trainspec_cli.report.live import PlainScreen, TerminalScreen
+from trainspec_cli.session.console import PrintableConsole
 
 OWN_STYLES = re.compile(r"\x1b\[[0-9;]*m")
 CURSOR = re.compile(r"\x1b\[(\?25[lh]|[12]?K|\d*A)|\r")

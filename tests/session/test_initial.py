@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.cli.load import examine
 from trainspec_cli.huggingface.config import write_config
 from trainspec_cli.huggingface.safetensors import make_header
 from trainspec_cli.huggingface.tensors import parameters
+from trainspec_cli.session.load import examine
 from trainspec_cli.spec.recipe.model import DecoderModel
 
 MODEL = DecoderModel(2, 64, 4, 2, 16, 160, 300, rope_theta=5e5)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainspec_cli.cli.load import load, plan_on, require
 from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.session.load import load, plan_on, require
 from trainspec_cli.spec.recipe.cluster import Machine
 
 HOST = Machine(hostname="box", cpu_cores=2, memory_bytes=2**30)

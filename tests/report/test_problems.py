@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from trainspec_cli.cli.problems import render_problems
-from trainspec_cli.cli.style import Style
 from trainspec_cli.errors import Problem
+from trainspec_cli.report.problems import render_problems
+from trainspec_cli.report.style import Style
 
 PLAIN = Style(coloured=False)
 
