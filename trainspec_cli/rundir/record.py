@@ -58,7 +58,8 @@ def read_run_record(run: RunDir) -> RunRecord:
         record = read_record(RunRecord, {key: value for key, value in plain.items() if key != "others"})
     except FieldError as fault:
         raise unreadable(run.run_json, f"is no record of a run: {fault}") from fault
-    return replace(record, others={key: value for key, value in plain.items() if key not in to_plain(record)})
+    known = to_plain(record).keys() - {"others"}
+    return replace(record, others={key: value for key, value in plain.items() if key not in known})
 
 
 def write_run_record(run: RunDir, record: RunRecord) -> None:
