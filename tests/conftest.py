@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from textwrap import dedent
 from typing import Any, TypeVar
 
 import pytest
@@ -160,6 +161,20 @@ def hf_folder(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return make
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """write("recipes/mine.yaml", text): a file in a user's own project, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def write_file(name: str, text: str) -> Path:
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(dedent(text))
+        return file
+
+    return write_file
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ class PrintableStream:
     """A text stream that makes everything written to it printable, except for the program's own colours.
 
     Those begin with `escape` instead of ESC, a string that differs for every stream, so that no other text can contain
-    it. Rich finds the wrapped stream in `rich_proxied_file`; its consoles escape by themselves (see cli/console.py).
+    it. Rich finds the wrapped stream in `rich_proxied_file`; its consoles escape by themselves (session/console.py).
     """
 
     def __init__(self, stream: TextIO):

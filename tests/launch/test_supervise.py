@@ -15,7 +15,7 @@ import pytest
 from trainspec_cli.launch.backend import processes
 from trainspec_cli.launch.backend.local import LocalExecutor
 from trainspec_cli.launch.job.job import Job
-from trainspec_cli.launch.outcome import Outcome, conclude
+from trainspec_cli.launch.outcome import RunOutcome, conclude
 from trainspec_cli.launch.restarts import supervise_with_restarts
 from trainspec_cli.launch.supervise import supervise
 from trainspec_cli.rundir.events import read_events
@@ -24,7 +24,7 @@ from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 MakeJob = Callable[..., Job]
 
 
-def run(job: Job, watch: Callable[[], None] = lambda: None) -> Outcome:
+def run(job: Job, watch: Callable[[], None] = lambda: None) -> RunOutcome:
     outcome = conclude(job, supervise(job, LocalExecutor(), lambda stop_requested: watch()))
     assert processes.members(job.launch_id) == []
     return outcome

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from trainspec_cli.environment_names import GENERATION
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.generations import Fence
@@ -58,6 +59,6 @@ def test_often_written_things_look_now_and_then(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_worker_that_no_launch_started_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(generations.GENERATION, raising=False)
+    monkeypatch.delenv(GENERATION, raising=False)
     generations.begin(RunDir(tmp_path))
     Fence.of_worker(RunDir(tmp_path)).check()

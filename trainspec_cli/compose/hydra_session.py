@@ -23,8 +23,8 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from trainspec_cli.compose.arguments import RECIPE
 from trainspec_cli.compose.folders import ROOT, SUFFIX, Folders
+from trainspec_cli.compose.origins import RECIPE
 from trainspec_cli.reading.yaml_file import read_yaml
 
 HYDRA_VERSION_BASE = "1.3"

@@ -1,4 +1,4 @@
-"""Why a worker failed, told from what is left: its own last words, torchrun's list of exit codes, its log."""
+"""Why a worker failed, found in what it left: its own report, torchrun's list of exit codes, its log."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ by SIGABRT."""
 @dataclass(frozen=True)
 class WorkerFailure:
     rank: int
-    """Of a whole host: its number."""
+    """Of a whole node: the node's number."""
     host: str
     summary: str
     """One line: `ValueError: boo`, `killed by SIGKILL`."""
@@ -44,15 +44,15 @@ class WorkerFailure:
     time: float = math.inf
     """Unix seconds, where it is known."""
     own_words: bool = False
-    """Told by the worker itself."""
+    """Reported by the worker itself."""
     consequence: bool = False
     """It ended because another one had."""
     foreseen: bool = False
-    """It would come again where the run was started again as it is: an error for people, a host that is gone."""
+    """It would come again if the run was started again as it is: an error for people, a node that is gone."""
     exit_code: int = WorkerError.exit_code
     """What the run ends with because of it."""
     whole_node: bool = False
-    """Not one worker, but a host of several: it was lost, or lacks something."""
+    """Not one worker, but one node of several: it was lost, or lacks something."""
 
     @property
     def who(self) -> str:
@@ -60,24 +60,24 @@ class WorkerFailure:
 
 
 def find_failures(job: Job) -> list[WorkerFailure]:
-    """All workers that failed, the one that began it first; those that only lost their peers last."""
-    told = {failure.rank: failure for failure in _told(job)}
-    silent = [failure for failure in find_listed(job) if failure.rank not in told]
-    return first_causes([*_nodes(job), *told.values(), *silent])
+    """Return all workers that failed, the one that began it first; those that only lost their peers last."""
+    reported = {failure.rank: failure for failure in _reported(job)}
+    silent = [failure for failure in find_listed(job) if failure.rank not in reported]
+    return first_causes([*_nodes(job), *reported.values(), *silent])
 
 
 def find_listed(job: Job) -> list[WorkerFailure]:
-    """Those that torchrun lists with their exit codes, ordered likewise."""
+    """Return the workers that torchrun lists with their exit codes, ordered likewise."""
     return first_causes(failure for log in torchrun_logs(job) for failure in _silent(job, log))
 
 
 def first_causes(failures: Iterable[WorkerFailure]) -> list[WorkerFailure]:
-    """The one that began it first; those that only lost their peers last."""
+    """Sort the failures: the one that began it first, those that only lost their peers last."""
     return sorted(failures, key=lambda failure: (failure.consequence, failure.time, failure.rank))
 
 
-def _told(job: Job) -> Iterator[WorkerFailure]:
-    """Workers that wrote down what happened to them."""
+def _reported(job: Job) -> Iterator[WorkerFailure]:
+    """Yield the workers that wrote down what happened to them."""
     for path in sorted(job.run.errors_folder.glob("rank*.json")):
         error = read_json(path)
         if job.ranks is not None and error["rank"] not in job.ranks:
@@ -101,7 +101,7 @@ def _told(job: Job) -> Iterator[WorkerFailure]:
 
 
 def _nodes(job: Job) -> Iterator[WorkerFailure]:
-    """Hosts of several that were lost or could not start. Who loses a host loses its workers: it is where it began."""
+    """Yield the nodes that were lost or could not start: a failure of their workers began with them."""
     for path in sorted(job.run.errors_folder.glob("node*.json")):
         error = read_json(path)
         yield WorkerFailure(
@@ -116,12 +116,12 @@ def _nodes(job: Job) -> Iterator[WorkerFailure]:
 
 
 def torchrun_logs(job: Job) -> list[Path]:
-    """One a host."""
+    """Return the logs of torchrun, one per node."""
     return sorted([*job.logs.glob("torchrun.log"), *job.logs.glob("node*/torchrun.log")])
 
 
 def _silent(job: Job, torchrun_log: Path) -> Iterator[WorkerFailure]:
-    """Workers that ended without a word (a signal, an error before their own code began), from torchrun's summary."""
+    """Yield the workers that left no report (a signal, an error before their own code), from torchrun's summary."""
     text = torchrun_log.read_text(errors="replace")
     forced = set(_FORCED.findall(text))
     for host, rank, local_rank, code, pid in _EXIT.findall(text):
@@ -138,7 +138,8 @@ def _silent(job: Job, torchrun_log: Path) -> Iterator[WorkerFailure]:
 
 
 def _rank_in_run(job: Job, rank: int, local_rank: int) -> int:
-    """`rank` is torchrun's. Of a replica group on several hosts, a host's part of it holds the ranks of that host."""
+    """Return a worker's rank among all of the run's. `rank` is torchrun's; a node's part of a replica group that has
+    several nodes holds the ranks of that node."""
     if not job.ranks:
         return rank
     return job.ranks[rank if rank < len(job.ranks) else local_rank]
@@ -156,19 +157,19 @@ def describe_exit(code: int) -> str:
 
 
 def worker_log(logs_of_host: Path, local_rank: int) -> Path | None:
-    """The newest standard error of a worker."""
+    """Return the newest standard error of a worker."""
     logs = sorted(logs_of_host.glob(f"workers_*/attempt_*/{local_rank}/stderr.log"))
     return logs[-1] if logs else None
 
 
 def tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
-    """The end of a log, without its colours."""
+    """Return the end of a log, without its colours."""
     return "\n".join(without_colours(log.read_text(errors="replace")).splitlines()[-lines:])
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """For people."""
+    """A failure as people read it."""
 
     headline: str
     detail: str = ""
@@ -176,7 +177,7 @@ class Explanation:
 
 
 def explain(failures: list[WorkerFailure]) -> Explanation:
-    """The first failure in its own words; the others in a line."""
+    """Describe the first failure as it was reported, and the others in a line."""
     first, *others = failures
     at = f", step {first.step}" if first.step is not None else ""
     who = f"{first.who} (host {first.host or 'unknown'}{at})"

@@ -19,7 +19,7 @@ from trainspec_cli.spec.canonical import Absent
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     result: RunResult
     explanation: Explanation | None = None
     """What went wrong, where something did."""
@@ -30,11 +30,11 @@ class Outcome:
         return self.result.exit_code
 
 
-def conclude(job: Job, ending: Ending) -> Outcome:
-    """How the run ended, with what its failures cost. Copies in this host's memory are dropped where the run has ended
-    and the disk has as much."""
+def conclude(job: Job, ending: Ending) -> RunOutcome:
+    """Return how the run ended, with what its failures cost. Copies in this node's memory are dropped where the run has
+    ended and the disk has as much."""
     outcome = _conclude(job, ending)
-    if outcome.result.status != "failed" and max(job.run.checkpoint_steps(), default=0) >= newest_copy(job.run):
+    if outcome.result.status != "failed" and job.run.newest_step >= newest_copy(job.run):
         remove_copies(job.run)
     recoveries = tuple(read_recoveries(read_sound(job.run.events(0))))
     outcome = replace(outcome, result=replace(outcome.result, recoveries=recoveries))
@@ -42,16 +42,16 @@ def conclude(job: Job, ending: Ending) -> Outcome:
     return outcome
 
 
-def _conclude(job: Job, ending: Ending) -> Outcome:
-    """The workers' own result counts where they left one; else it is told from what remains, and written down.
+def _conclude(job: Job, ending: Ending) -> RunOutcome:
+    """Take the workers' own result where they left one; else make one from what remains, and write it down.
 
     Workers that stopped though nobody had wanted it have failed. A worker that fails after the run was done changes
-    nothing, unless it told of an error of its own; one that fails while the others stop because torchrun asked them to
+    nothing, unless it reported an error of its own; one that fails while the others stop because torchrun asked them to
     is a failure, and no stop on request.
     """
     if ending.given_up:
         result = _write_result(job.run, "failed", WorkerError.exit_code)
-        return Outcome(result, Explanation(ending.given_up))
+        return RunOutcome(result, Explanation(ending.given_up))
     failures = find_failures(job)
     causes = [failure for failure in failures if not failure.consequence]
     explanation = explain_ending(job, ending, failures) if failures or ending.exit_code else None
@@ -59,16 +59,16 @@ def _conclude(job: Job, ending: Ending) -> Outcome:
     if left is not None:
         own_words = any(failure.own_words for failure in causes)
         if not own_words if left.status == "done" else ending.stop_requested and not causes:
-            return Outcome(left, explanation)
+            return RunOutcome(left, explanation)
     elif ending.stop_requested and not causes:
-        exit_code = Stopped.exit_code if job.run.checkpoint_steps() else Interrupted.exit_code
-        return Outcome(_write_result(job.run, "stopped", exit_code))
+        exit_code = Stopped.exit_code if job.run.newest_step else Interrupted.exit_code
+        return RunOutcome(_write_result(job.run, "stopped", exit_code))
     result = _write_result(job.run, "failed", causes[0].exit_code if causes else WorkerError.exit_code)
-    return Outcome(result, explanation or explain_ending(job, ending, failures))
+    return RunOutcome(result, explanation or explain_ending(job, ending, failures))
 
 
 def explain_ending(job: Job, ending: Ending, failures: list[WorkerFailure]) -> Explanation:
-    """Why a start failed: a worker did, or torchrun, or all of them just ended."""
+    """Explain why a start failed: a worker did, or torchrun, or all of them just ended."""
     code = ending.exit_code or 0
     if failures and (code >= 0 or not failures[0].consequence):
         return explain(failures)

@@ -11,12 +11,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from trainspec_cli.environment_names import GENERATION as GENERATION
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
-
-GENERATION = "TRAINSPEC_GENERATION"
-"""The environment variable that tells a worker which one it belongs to."""
 
 FENCED = "fenced"
 """The code of the error that ends what belongs to an older start."""

@@ -17,7 +17,7 @@ EVAL = EvalEvent(step=1, heldout_loss=2.0, heldout_bits_per_byte=None, sets=SETS
 def journal(tmp_path):
     from dataclasses import replace
 
-    from trainspec_cli.cli.load import load
+    from trainspec_cli.session.load import load
 
     def make(**tracking) -> Journal:
         spec = load(["recipe=tiny"]).spec

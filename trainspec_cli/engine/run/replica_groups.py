@@ -28,8 +28,8 @@ from trainspec_cli.engine.elastic.cross_group import sum_as_one, sum_in_packets
 from trainspec_cli.engine.elastic.membership import NOBODY, GroupRank, Membership, Participation
 from trainspec_cli.engine.observe.journal import GroupJournal
 from trainspec_cli.engine.run.coordinator import RunContext, StepSamples, StepStart, TrainProgress
-from trainspec_cli.engine.run.faults import GROUP, START
 from trainspec_cli.engine.run.sources import DataSource
+from trainspec_cli.environment_names import GROUP, START
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.policy.recovery import enough_groups
 from trainspec_cli.policy.spread import Portion, lr_factor, take_portion

@@ -22,7 +22,6 @@ from trainspec_cli.engine.data.sample_loader import SampleLoader
 from trainspec_cli.engine.data.staging import Staging
 from trainspec_cli.engine.run.evaluate import heldout_loss, heldout_metrics, write_text
 from trainspec_cli.rundir.event_types import SetFigures
-from trainspec_cli.spec.recipe.model import ConvModel
 from trainspec_cli.spec.results.plan import Plan
 
 Figures = dict[str, Any]
@@ -61,7 +60,7 @@ class DataSource(Protocol):
 
 def open_source(plan: Plan, folder: str | None, state: TrainState) -> DataSource:
     """Open the plan's data in `folder` (phantoms have none)."""
-    if isinstance(plan.spec.model, ConvModel):
+    if plan.spec.model.unit == "samples":
         return SampleSource(
             plan, open_samples(plan.spec.data, plan.spec.model, Path(folder) if folder else None), state
         )

@@ -35,7 +35,7 @@ _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.
 
 
 @dataclass(frozen=True)
-class Origin:
+class LaunchOrigin:
     """Where a run comes from."""
 
     recipe: str
@@ -64,7 +64,7 @@ def _check_no_run(root: Path) -> None:
 
 
 def make_folder(run_dir: str, recipe: str) -> Path:
-    """The folder that `run.dir` names, or a new one of its own below ./runs; for this user alone, where it is new.
+    """Make the folder that `run.dir` names, or a new one of its own below ./runs; for this user alone, where it is new.
     Raises as `check_free`."""
     if run_dir != AUTO:
         check_free(run_dir)
@@ -88,9 +88,9 @@ def _make_unique(root: Path) -> Path:
 
 
 def write_launch(
-    job: Job, plan: Plan, origin: Origin, data_folder: Path | None, kernels: KernelTable | None = None
+    job: Job, plan: Plan, origin: LaunchOrigin, data_folder: Path | None, kernels: KernelTable | None = None
 ) -> None:
-    """Everything the workers need, and everything needed to do it again. run.json is last: with it the run exists.
+    """Write what the workers need, and what is needed to do it again. run.json is last: with it the run exists.
 
     To be called while the run is claimed; raises RecipeError where another launch was there before.
     """
@@ -114,8 +114,8 @@ def write_launch(
 
 
 def _keep_small_files(init: InitSpec, run: RunDir) -> None:
-    """What an export needs of the Hugging Face folder that the run begins with, at once or through other runs: config
-    and tokenizer, since the folder need not be there for ever."""
+    """Keep what an export needs of the Hugging Face folder that the run begins with, at once or through other runs:
+    config and tokenizer, since the folder need not be there for ever."""
     from trainspec_cli.huggingface.folder import SMALL_FILES
 
     source = init.hugging_face or (init.run and RunDir(init.run).huggingface)
@@ -127,15 +127,18 @@ def _keep_small_files(init: InitSpec, run: RunDir) -> None:
             shutil.copyfile(source / name, run.huggingface / name)
 
 
-def write_resume(job: Job, plan: Plan, argv: Sequence[str], from_step: int, kernels: KernelTable | None = None) -> None:
-    """The run goes on under `plan`; what the last start said of its end is cleared away."""
+def write_resume(
+    job: Job, plan: Plan, argv: Sequence[str], from_step: int | None, kernels: KernelTable | None = None
+) -> None:
+    """Write down that the run goes on under `plan`; what the last start left of its end is cleared away. `from_step`:
+    None for a run that was written down and never started, which begins."""
     run = job.run
     record = read_run_record(run)
-    resume = Resume(tuple(argv), __version__, time.time(), from_step)
+    resumes = () if from_step is None else (Resume(tuple(argv), __version__, time.time(), from_step),)
     secret = memory.new_secret() if isinstance(record.memory_secret, Absent) else record.memory_secret
-    record = replace(record, digest=digest(plan.spec), resumes=(*record.resumes, resume), memory_secret=secret)
-    for words in run.errors_folder.glob("*.json"):
-        words.unlink()
+    record = replace(record, digest=digest(plan.spec), resumes=(*record.resumes, *resumes), memory_secret=secret)
+    for report in run.errors_folder.glob("*.json"):
+        report.unlink()
     run.result_json.unlink(missing_ok=True)
     _write_start(job, plan, kernels)
     write_run_record(run, record)
@@ -151,7 +154,7 @@ def _write_start(job: Job, plan: Plan, kernels: KernelTable | None) -> None:
 
 @contextmanager
 def storage(run_dir: str) -> Iterator[None]:
-    """For all that is written in a run's folder: it is for this user alone, and what the disk refuses becomes a
+    """Cover all that is written in a run's folder: it is for this user alone, and what the disk refuses becomes a
     MachineError that names the file, or the folder."""
     try:
         with private_files():

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from lab.agents import SECRET, connect_agent
 
+from trainspec_cli.environment_names import LAUNCH_ID
 from trainspec_cli.launch.backend.nodes.agents import Agents
 from trainspec_cli.launch.backend.nodes.groups import NodesGroups
 from trainspec_cli.launch.backend.nodes.hub import Hub
 from trainspec_cli.launch.backend.nodes.wire import Wire
-from trainspec_cli.launch.job.environment import LAUNCH_ID
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.job.place import listen
 from trainspec_cli.launch.rendezvous.address import Rendezvous

@@ -16,7 +16,7 @@ from trainspec_cli.launch.backend import processes
 from trainspec_cli.launch.backend.nodes.parts import Parts
 from trainspec_cli.launch.backend.nodes.wire import Wire
 from trainspec_cli.launch.job.job import build_node_job
-from trainspec_cli.launch.job.place import Place
+from trainspec_cli.launch.job.place import NodePlace
 
 HERE = "127.0.0.1"
 LAUNCH = f"token-{os.getpid()}-1"
@@ -31,7 +31,7 @@ class Ends:
         self._hub, self._heard = Wire(hub), []
         logs = root / "logs" / "node00001"
         standin = (str(Path(__file__).parents[1] / "standin_worker.py"), "endless")
-        job = build_node_job(plan, root, machine, Place(1, 2, HERE), {}, 1, LAUNCH, logs, standin)
+        job = build_node_job(plan, root, machine, NodePlace(1, 2, HERE), {}, 1, LAUNCH, logs, standin)
         self.parts = Parts(Wire(agent), self.orders, plan, job, node=1, head=HERE)
 
     def order(self, line: str) -> None:

@@ -28,7 +28,7 @@ from trainspec_cli.launch.backend.nodes.wire import Wire, call_hub
 from trainspec_cli.launch.backend.processes import POLL_S
 from trainspec_cli.launch.job.job import Job, build_node_job
 from trainspec_cli.launch.job.machine import detect
-from trainspec_cli.launch.job.place import Place
+from trainspec_cli.launch.job.place import NodePlace
 from trainspec_cli.launch.signals import PatientRequests, on_stop_signal
 from trainspec_cli.node import node_name
 from trainspec_cli.rundir import generations
@@ -37,7 +37,7 @@ from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.secret import read_secret
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.rules.rules import check_machine
+from trainspec_cli.spec.rules.check import check_machine
 from trainspec_cli.trust import private_files
 
 APPEAR_TIMEOUT_S = 60.0
@@ -179,7 +179,7 @@ class Agent:
 
     def _build_job(self) -> Job:
         start = self._start
-        place = Place(self._node, start["num_nodes"], start["head"])
+        place = NodePlace(self._node, start["num_nodes"], start["head"])
         return build_node_job(
             self._plan,
             self._run.root,

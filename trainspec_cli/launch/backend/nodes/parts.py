@@ -15,7 +15,7 @@ from trainspec_cli.launch.backend.spawn import start_guard
 from trainspec_cli.launch.job.command import node_command
 from trainspec_cli.launch.job.environment import group_environment
 from trainspec_cli.launch.job.job import Job
-from trainspec_cli.launch.job.place import Place
+from trainspec_cli.launch.job.place import NodePlace
 from trainspec_cli.rundir.stops import note_stop
 from trainspec_cli.spec.results.plan import Plan
 
@@ -75,7 +75,7 @@ class Parts:
 
     def _start(self, group: int, number: int) -> Part:
         nodes, name = self._plan.nodes_of_group(group), start_folder(group, number)
-        place, size = Place(self._node - nodes.start, len(nodes), self._head), self._plan.group_size // len(nodes)
+        place, size = NodePlace(self._node - nodes.start, len(nodes), self._head), self._plan.group_size // len(nodes)
         logs = self._job.logs.parent / name / self._job.logs.name
         own = group_environment(group, number) | devices_of(self._plan, group)
         job = replace(
