@@ -59,7 +59,8 @@ def test_what_a_resume_makes_again_counts_once(fake_run: Any) -> None:
     fake_run.start()
     for step in range(1, 9):
         fake_run.step(step, loss=1.0)
-    fake_run.write("checkpoint", step=5, path="p", bytes=1, seconds=0.1)
+    for step in (5, 8):
+        fake_run.write("checkpoint", step=step, path="p", bytes=1, seconds=0.1)
     fake_run.start(step=5)
     for step in (6, 7):
         fake_run.step(step, loss=9.0)

@@ -115,8 +115,7 @@ class _RecordOf:
         return read_record(self.cls, value)
 
     def describe(self) -> str:
-        needed = [f"`{field.key}`" for field in _fields_of(self.cls) if field.needed]
-        return f"an object with {' and '.join(needed)}"
+        return "an object"
 
 
 @dataclass(frozen=True)
@@ -201,6 +200,8 @@ def read_record(cls: type[T], plain: Mapping[str, Any]) -> T:
             try:
                 values[field.name] = field.kind.read(plain[field.key])
             except FieldError as error:
+                if inner := str(error):
+                    raise FieldError(f"`{field.key}` does not fit: {inner}") from error
                 wrong = show_kind(plain[field.key])
                 raise FieldError(f"`{field.key}` is {wrong}; {field.kind.describe()} is needed") from error
         elif field.needed:

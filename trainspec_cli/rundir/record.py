@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.reading.files import unreadable
@@ -16,6 +17,7 @@ from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import ABSENT, Absent, from_plain, to_plain
 from trainspec_cli.spec.results.plan import Plan
 
+ErrorRecord = TypeVar("ErrorRecord", "WorkerErrorRecord", "NodeErrorRecord")
 UnixSeconds = Annotated[float, Number(0, 1e11)]
 
 
@@ -58,7 +60,8 @@ def read_run_record(run: RunDir) -> RunRecord:
         record = read_record(RunRecord, {key: value for key, value in plain.items() if key != "others"})
     except FieldError as fault:
         raise unreadable(run.run_json, f"is no record of a run: {fault}") from fault
-    return replace(record, others={key: value for key, value in plain.items() if key not in to_plain(record)})
+    known = to_plain(record).keys() - {"others"}
+    return replace(record, others={key: value for key, value in plain.items() if key not in known})
 
 
 def write_run_record(run: RunDir, record: RunRecord) -> None:
@@ -152,3 +155,39 @@ def read_result(run: RunDir) -> RunResult | None:
 
 def write_result(run: RunDir, result: RunResult) -> None:
     write_json(run.result_json, to_plain(result))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerErrorRecord:
+    """errors/rank00000.json: a failing worker's own report."""
+
+    rank: Count
+    host: str
+    type: str
+    """The exception's name."""
+    message: str
+    traceback: str
+    time: UnixSeconds | None = None
+    code: str | None = None
+    """Of an error that was foreseen; `hang` has a traceback for all that."""
+    hint: str | None = None
+    step: Count | None = None
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeErrorRecord:
+    """errors/node00001.json: a node that was lost, or could not start."""
+
+    node: Count
+    host: str
+    message: str
+    lost: bool
+
+
+def read_error(path: Path, cls: type[ErrorRecord]) -> ErrorRecord:
+    """Read a file of the run's errors folder. Raises UnreadableFileError."""
+    try:
+        return read_record(cls, read_object(path))
+    except FieldError as fault:
+        raise unreadable(path, f"is no error of a run: {fault}") from fault
