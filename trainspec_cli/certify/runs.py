@@ -13,7 +13,7 @@ import numpy as np
 
 from trainspec_cli.certify.cases import SAVE_AT, STEPS, Case, build_plan
 from trainspec_cli.errors import Interrupted, MachineError, Problem
-from trainspec_cli.launch.backend.local import LocalExecutor
+from trainspec_cli.launch.backend.local import LocalBackend
 from trainspec_cli.launch.failure import tail
 from trainspec_cli.launch.job.job import build_job
 from trainspec_cli.launch.supervise import supervise
@@ -137,7 +137,7 @@ def _run_batch(
     write_json(root / "runs.json", [run.name for run in batch])
     job = build_job(plans[batch[0]], root, machine, worker=worker)
     job = replace(job, environment={**job.environment, "OMP_NUM_THREADS": "1"})  # threads of small work only wait
-    ending = supervise(job, LocalExecutor(), lambda _: on_tick())
+    ending = supervise(job, None, LocalBackend, lambda _: on_tick())
     if ending.stop_requested:
         raise Interrupted("the certification was interrupted", code="interrupted")
     if ending.exit_code != 0:

@@ -75,7 +75,7 @@ def _examine_job(loaded: Loaded, machine: Machine) -> tuple[list[dict[str, Any]]
     """From the job's first host, by srun; below ./runs, which the hosts share."""
     from trainspec_cli.cli.load import plan_for
     from trainspec_cli.doctor.examine import examine_hosts
-    from trainspec_cli.launch.backend.nodes.executor import Reach, agent_command
+    from trainspec_cli.launch.backend.nodes.backend import Reach, agent_command
     from trainspec_cli.launch.slurm import commands as slurm
     from trainspec_cli.launch.slurm.script import srun_command
 

@@ -20,7 +20,7 @@ from trainspec_cli.cli.nodes import drive
 from trainspec_cli.cli.problems import render_problems
 from trainspec_cli.cli.style import Style
 from trainspec_cli.errors import EXIT_DONE, MachineError, TrainspecError
-from trainspec_cli.launch.backend.nodes.executor import Reach
+from trainspec_cli.launch.backend.nodes.backend import Reach
 from trainspec_cli.launch.job.folder import storage
 from trainspec_cli.launch.signals import PatientRequests
 from trainspec_cli.launch.slurm import commands as slurm

@@ -91,7 +91,7 @@ def _launch_on_several(loaded: Loaded, plan: Plan, endpoint: str, *, as_json: bo
     """As the first of them."""
     from trainspec_cli.cli.nodes import drive
     from trainspec_cli.cli.train import make_console
-    from trainspec_cli.launch.backend.nodes.executor import build_nodes_job, reach_from_here
+    from trainspec_cli.launch.backend.nodes.backend import build_nodes_job, reach_from_here
     from trainspec_cli.launch.job.folder import check_free, make_folder, storage, write_launch
 
     console, wanted = make_console(as_json=as_json), plan.spec.run.dir

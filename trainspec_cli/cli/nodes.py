@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +15,7 @@ from trainspec_cli.cli.settle_kernels import settle_kernels
 from trainspec_cli.cli.train import train
 from trainspec_cli.errors import MachineError, Problem, WorkerError
 from trainspec_cli.launch.backend.nodes.agent import run_agent
-from trainspec_cli.launch.backend.nodes.executor import JOIN_TIMEOUT_S, NodesExecutor, Reach, build_nodes_job
+from trainspec_cli.launch.backend.nodes.backend import JOIN_TIMEOUT_S, NodesBackend, Reach, build_nodes_job
 from trainspec_cli.launch.job.claim import claim
 from trainspec_cli.launch.job.folder import storage, write_resume
 from trainspec_cli.launch.job.machine import detect
@@ -49,8 +50,8 @@ def drive(
                 examine_here(plan, run.root, console)
             plan = _settle(plan, run, console)
             examination = examine_all(plan, run, console) if plan.num_nodes > 1 else None
-            executor = NodesExecutor(plan, reach, examination=examination)
-            return train(job, plan, console, as_json=as_json, executor=executor, requests=requests)
+            backend = partial(NodesBackend, reach=reach, examination=examination)
+            return train(job, plan, console, as_json=as_json, backend=backend, requests=requests)
 
 
 def _settle(plan: Plan, run: RunDir, console: Console) -> Plan:

@@ -11,7 +11,7 @@ from rich.console import Console
 from trainspec_cli.doctor.examine import host_command
 from trainspec_cli.doctor.judge import refuse_unfit
 from trainspec_cli.doctor.preflight import Needs, preflight
-from trainspec_cli.launch.backend.nodes.executor import Examination
+from trainspec_cli.launch.backend.nodes.backend import Examination
 from trainspec_cli.planner.run.forecast import checkpoint_bytes
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.results.plan import Plan

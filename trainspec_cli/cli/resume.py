@@ -103,7 +103,7 @@ def _check_several(
 
 def _resume_on_several(run_dir: RunDir, node_rank: int, endpoint: str, console: Console, *, as_json: bool) -> int:
     from trainspec_cli.cli.nodes import drive, join
-    from trainspec_cli.launch.backend.nodes.executor import reach_from_here
+    from trainspec_cli.launch.backend.nodes.backend import reach_from_here
 
     if node_rank:
         return join(str(run_dir.root), node_rank, console)

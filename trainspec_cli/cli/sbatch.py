@@ -145,7 +145,7 @@ def _make_run(loaded: Loaded, plan: Plan) -> Path:
     """The run on paper: all that a launch writes before its workers start, and the folder of the job's logs."""
     from trainspec_cli.cli.console import PrintableConsole
     from trainspec_cli.cli.launch import origin_of, prepare_data
-    from trainspec_cli.launch.backend.nodes.executor import Reach, build_nodes_job
+    from trainspec_cli.launch.backend.nodes.backend import Reach, build_nodes_job
     from trainspec_cli.launch.job.folder import make_folder, storage, write_launch
     from trainspec_cli.launch.slurm.script import check_folder, log_of
 

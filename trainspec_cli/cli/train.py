@@ -13,14 +13,12 @@ from rich.console import Console
 from trainspec_cli.cli.console import PrintableConsole
 from trainspec_cli.compose.origins import show_path
 from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, Stopped, WorkerError
-from trainspec_cli.launch.backend.executor import Executor
-from trainspec_cli.launch.backend.local import LocalExecutor
-from trainspec_cli.launch.groups import supervise_groups
+from trainspec_cli.launch.backend import OpenBackend
+from trainspec_cli.launch.backend.local import LocalBackend
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.outcome import Explanation, Outcome, conclude
-from trainspec_cli.launch.restarts import supervise_with_restarts
 from trainspec_cli.launch.signals import StopRequests, on_stop_signal
-from trainspec_cli.launch.supervise import Ending
+from trainspec_cli.launch.supervise import Ending, supervise
 from trainspec_cli.report.collect import collect
 from trainspec_cli.report.live import LiveView
 from trainspec_cli.report.render import render_summary
@@ -58,15 +56,16 @@ def train(
     console: Console,
     *,
     as_json: bool,
-    executor: Executor | None = None,
+    backend: OpenBackend = LocalBackend,
     requests: StopRequests | None = None,
 ) -> int:
-    """Run the job (on this host, where no executor is given) and tell how it ended; -> the exit code.
+    """Run the job (on this node, where no other backend is given) and tell how it ended; -> the exit code.
 
     Raises WorkerError where it failed, or was begun anew by another start while it ran; BrokenPipeError where it ended
     well and nobody reads that.
     """
-    job, ending = _run(job, plan, console, executor or LocalExecutor(), requests or StopRequests())
+    ending = _run(job, plan, console, backend, requests or StopRequests())
+    job = ending.job
     if ending.left_behind:
         console.print(f"processes {', '.join(map(str, ending.left_behind))} hang in the kernel and could not be ended")
     Fence(job.run, ending.generation).check()
@@ -83,12 +82,10 @@ def train(
     return outcome.exit_code
 
 
-def _run(job: Job, plan: Plan, console: Console, executor: Executor, requests: StopRequests) -> tuple[Job, Ending]:
-    """Supervise the job, and show what it does; -> its last start and how that ended."""
+def _run(job: Job, plan: Plan, console: Console, backend: OpenBackend, requests: StopRequests) -> Ending:
+    """Supervise the job, and show what it does."""
     with _stopped_without_reader(console), on_stop_signal(requests.add), LiveView(job.run, plan, console) as view:
-        if plan.replica_groups > 1:
-            return job, supervise_groups(job, plan, executor, view.watch, view.say, requests)
-        return supervise_with_restarts(job, executor, plan.spec.resilience, view.watch, view.say, requests)
+        return supervise(job, plan, backend, view.watch, view.say, requests)
 
 
 @contextmanager

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainspec_cli.doctor import host
 from trainspec_cli.errors import Interrupted, MachineError, Problem
-from trainspec_cli.launch.backend.executor import Executor
-from trainspec_cli.launch.backend.local import LocalExecutor
-from trainspec_cli.launch.backend.nodes.executor import Examination, NodesExecutor, Reach, build_nodes_job
+from trainspec_cli.launch.backend import OpenBackend
+from trainspec_cli.launch.backend.local import LocalBackend
+from trainspec_cli.launch.backend.nodes.backend import Examination, NodesBackend, Reach, build_nodes_job
 from trainspec_cli.launch.failure import tail
 from trainspec_cli.launch.job.job import Job, build_job
 from trainspec_cli.launch.supervise import supervise
@@ -30,7 +31,7 @@ def examine_here(plan: Plan, machine: Machine, root: Path) -> tuple[list[dict[st
     if plan.world_size == 1:
         return reports, None
     job = build_job(plan, root, machine, worker=(*LINKS, plan.device))
-    return reports, _measure_links(job, LocalExecutor())
+    return reports, _measure_links(job, None, LocalBackend)
 
 
 def examine_hosts(plan: Plan, reach: Reach, root: Path) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
@@ -38,8 +39,8 @@ def examine_hosts(plan: Plan, reach: Reach, root: Path) -> tuple[list[dict[str, 
     reports: list[dict[str, Any]] = []
     write_json(RunDir(root).plan_json, to_plain(plan))
     examination = Examination(host_command(plan, root), _keep(reports))
-    executor = NodesExecutor(plan, reach, (*LINKS, plan.device), examination)
-    return reports, _measure_links(build_nodes_job(plan, root, reach), executor)
+    backend = partial(NodesBackend, reach=reach, worker=(*LINKS, plan.device), examination=examination)
+    return reports, _measure_links(build_nodes_job(plan, root, reach), plan, backend)
 
 
 def host_command(plan: Plan, root: Path) -> tuple[str, ...]:
@@ -52,9 +53,9 @@ def _keep(reports: list[dict[str, Any]]) -> Callable[[Sequence[dict[str, Any]]],
     return reports.extend
 
 
-def _measure_links(job: Job, executor: Executor) -> dict[str, Any]:
+def _measure_links(job: Job, plan: Plan | None, backend: OpenBackend) -> dict[str, Any]:
     """Raises MachineError where the processes cannot reach one another."""
-    ending = supervise(job, executor, lambda _: None)
+    ending = supervise(job, plan, backend)
     if ending.stop_requested:
         raise Interrupted("the examination was interrupted", code="interrupted")
     figures = job.root / "links.json"

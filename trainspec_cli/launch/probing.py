@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from trainspec_cli import __version__
 from trainspec_cli.corpus.cache import cache_dir, make_cache
 from trainspec_cli.errors import Interrupted, MachineError, Problem, RecipeError
-from trainspec_cli.launch.backend.local import LocalExecutor
+from trainspec_cli.launch.backend.local import LocalBackend
 from trainspec_cli.launch.failure import tail
 from trainspec_cli.launch.job.job import Job, build_job
 from trainspec_cli.launch.job.machine import cpu_model
@@ -95,7 +95,7 @@ def probe_machine(plan: Plan, machine: Machine, on_start: Callable[[], None]) ->
 
 def run_probe(job: Job, figures: Sequence[Path], hint: str) -> None:
     """Until it has left its figures. Raises as `probe_machine`."""
-    ending = supervise(job, LocalExecutor(), lambda _: None)
+    ending = supervise(job, None, LocalBackend)
     if ending.stop_requested:
         raise Interrupted("the probe of this machine was interrupted", code="interrupted")
     if ending.exit_code != 0 or not all(path.is_file() for path in figures):

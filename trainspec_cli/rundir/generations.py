@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.canonical import from_plain, to_plain
 
 GENERATION = "TRAINSPEC_GENERATION"
 """The environment variable that tells a worker which one it belongs to."""
@@ -33,7 +33,7 @@ def newest(run: RunDir) -> int:
 
 
 def begin(run: RunDir) -> int:
-    """Own the run from now on; -> the number. Of two that begin at once each gets a number of its own."""
+    """Own the run from now on, and return the number. Of two that begin at once each gets a number of its own."""
     run.generations.mkdir(parents=True, exist_ok=True)
     while True:
         number = newest(run) + 1
@@ -44,17 +44,40 @@ def begin(run: RunDir) -> int:
         return number
 
 
-def describe(run: RunDir, number: int, about: Mapping[str, Any]) -> None:
-    """Where its processes find one another; written once it is known."""
-    write_json(run.generation(number), {"generation": number, "at": time.time(), **about})
+@dataclass(frozen=True)
+class GenerationRecord:
+    """Where the processes of one start find one another: what the file of its number holds. The fields from
+    `num_nodes` on are what every node is to run."""
+
+    generation: int
+    at: float
+    """Unix seconds."""
+    host: str
+    """The first node's own hostname."""
+    head: str
+    """The name or address by which the others reach it."""
+    hub_port: int
+    rendezvous: dict[str, str]
+    """Environment variables."""
+    num_nodes: int
+    launch_id: str
+    logs: str
+    worker: tuple[str, ...]
+    examine: tuple[str, ...]
+    """A command; empty: the nodes are not examined."""
 
 
-def read(run: RunDir, number: int) -> dict[str, Any]:
-    """Empty until it is described."""
+def describe(run: RunDir, record: GenerationRecord) -> None:
+    """Written once it is known; a file of that number is there already."""
+    write_json(run.generation(record.generation), to_plain(record))
+
+
+def read(run: RunDir, number: int) -> GenerationRecord | None:
+    """None until it is described."""
     try:
-        return dict(read_json(run.generation(number)))
+        return from_plain(GenerationRecord, read_json(run.generation(number)))
     except (FileNotFoundError, ValueError):
-        return {}
+        return None
 
 
 class Fence:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from trainspec_cli.engine.comm.json_collectives import broadcast_json
 from trainspec_cli.policy.cadence import checkpoint_interval_s, checkpoint_interval_steps
-from trainspec_cli.policy.recovery import job_mtbf_s, rollback_mtbf_s
+from trainspec_cli.policy.reliability import job_mtbf_s, rollback_mtbf_s
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.canonical import from_plain, to_plain
 from trainspec_cli.spec.results.plan import Plan

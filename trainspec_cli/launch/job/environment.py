@@ -10,6 +10,7 @@ from pathlib import Path
 
 import trainspec_cli
 from trainspec_cli.launch.job.place import Place, interface_of, own_address
+from trainspec_cli.policy.recovery import FAILURE_GRACE_S
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.trust import make_folder
@@ -18,8 +19,6 @@ LAUNCH_ID = "TRAINSPEC_LAUNCH_ID"
 GROUP, START = "TRAINSPEC_GROUP", "TRAINSPEC_START"
 """A replica group's number, and that of its start, from 1."""
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
-FAILURE_GRACE_S = 10
-"""How long workers may take to end once one of them has failed."""
 
 
 def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ from trainspec_cli.planner.assumptions import gather_assumptions
 from trainspec_cli.planner.run import goodput
 from trainspec_cli.planner.run.expense import expect_carbon, expect_energy, expect_money, occupation
 from trainspec_cli.planner.run.uncertainty import propagate, within
-from trainspec_cli.policy import cadence, recovery
+from trainspec_cli.policy import cadence, reliability
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.recipe.resilience import RecoveryMode, ResilienceSpec
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -73,9 +73,9 @@ def expect_goodput(spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resi
     outcomes = goodput.simulate_many(job, cluster, resilience, SEEDS)
     parts = [{cause: lost / outcome.wall_s for cause, lost in outcome.lost_s.items()} for outcome in outcomes]
     kept = [outcome.goodput for outcome in outcomes]
-    mtbf_s = recovery.job_mtbf_s(cluster, plan.world_size)
+    mtbf_s = reliability.job_mtbf_s(cluster, plan.world_size)
     saving = checkpoint_times(spec, plan)
-    rollback_s = recovery.rollback_mtbf_s(resilience, cluster, mtbf_s, job.replica_groups)
+    rollback_s = reliability.rollback_mtbf_s(resilience, cluster, mtbf_s, job.replica_groups)
     return Goodput(
         mode=resilience.mode,
         goodput=Interval(_quantile(kept, 0.5), _quantile(kept, 0.05), _quantile(kept, 0.95)),
@@ -87,7 +87,7 @@ def expect_goodput(spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resi
         optimal_interval_s=cadence.checkpoint_interval_s(saving.blocked_s, saving.written_s, rollback_s),
         checkpoint_s=saving.blocked_s,
         checkpoint_bytes=checkpoint_bytes(spec, plan.params),
-        restart_s=recovery.durations(cluster, job.state_bytes_per_device, job.load_s).restart_s,
+        restart_s=reliability.durations(cluster, job.state_bytes_per_device, job.load_s).restart_s,
         wall_time_s=job.work_s / _quantile(kept, 0.5),
     )
 
@@ -99,8 +99,8 @@ def describe_job(spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resili
     saving = checkpoint_times(spec, plan)
     steps = spec.checkpoint.interval_steps
     if steps is None or steps == AUTO:
-        mtbf_s = recovery.job_mtbf_s(spec.cluster.reliability, plan.world_size)
-        rollback_s = recovery.rollback_mtbf_s(resilience, spec.cluster.reliability, mtbf_s, groups)
+        mtbf_s = reliability.job_mtbf_s(spec.cluster.reliability, plan.world_size)
+        rollback_s = reliability.rollback_mtbf_s(resilience, spec.cluster.reliability, mtbf_s, groups)
         best_s = cadence.checkpoint_interval_s(saving.blocked_s, saving.written_s, rollback_s)
         steps = cadence.checkpoint_interval_steps(min(best_s, work_s), candidate.step_time_s)
     return goodput.Job(
