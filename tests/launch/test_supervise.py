@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
 from launch.memory_backend import World
+
 from trainspec_cli.errors import MachineError
 from trainspec_cli.launch import supervise as module
 from trainspec_cli.launch.job.environment import LAUNCH_ID
@@ -383,7 +383,7 @@ class Histories(RuleBasedStateMachine):
             assert {n for n, group in enumerate(groups) if group.phase == "done"} <= self.ended_well
 
     def teardown(self) -> None:
-        """From wherever it is: workers fail again and again, or ignore a request to stop; it ends, and nothing lives."""
+        """Workers fail again and again, or ignore a request to stop: it ends, and nothing lives."""
         if not self.world.backends:
             return
         deaf = self.world.checkpoint % 20 == 0

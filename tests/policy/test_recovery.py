@@ -64,7 +64,13 @@ DONE, GONE = GroupState("done", "there", starts=1), GroupState("gone", "there", 
 def a_run(*groups: GroupState, **more: Any) -> RunState:
     """A run that has stepped, of these groups."""
     resilience = RESTART if len(groups) == 1 else ELASTIC
-    about = {"checkpoint_step": 10, "now_s": NOW, "has_begun": True, "has_stepped": True, "expected_groups": len(groups)}
+    about = {
+        "checkpoint_step": 10,
+        "now_s": NOW,
+        "has_begun": True,
+        "has_stepped": True,
+        "expected_groups": len(groups),
+    }
     return RunState(resilience, groups, GRACE_S, **(about | more))
 
 
