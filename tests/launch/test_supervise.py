@@ -10,9 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from launch.memory_backend import World
 
 from trainspec_cli.errors import MachineError
@@ -408,10 +415,15 @@ def plan_of_histories(make_plan) -> None:
     PLAN = make_plan()
 
 
-HISTORIES = settings(max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+HISTORIES = settings(
+    max_examples=80,
+    stateful_step_count=25,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],  # shrinking a failure would take minutes
+    suppress_health_check=list(HealthCheck),
+)
 
 
 def test_random_histories() -> None:
-    from hypothesis.stateful import run_state_machine_as_test
-
     run_state_machine_as_test(Histories, settings=HISTORIES)

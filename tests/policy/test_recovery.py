@@ -31,6 +31,7 @@ from trainspec_cli.policy.run_state import (
     GroupState,
     Inform,
     Kill,
+    Launch,
     MarkFailure,
     NodeBack,
     NodeLost,
@@ -43,7 +44,6 @@ from trainspec_cli.policy.run_state import (
     RendezvousRestarted,
     Retried,
     RunState,
-    Start,
     Stepped,
     Stop,
     StopRequested,
@@ -90,13 +90,13 @@ LATE = NOW + 100
 TABLE: list[tuple[str, RunState, Event, list[str], tuple[Action, ...]]] = [
     # Starting
     ("its nodes have come", a_run(replace(WAITING, presence="awaited")), PresenceChanged(0, "there"),
-     ["running"], (Start(0, 1),)),
+     ["running"], (Launch(0, 1),)),
     ("one node is missing", a_run(WAITING), PresenceChanged(0, "awaited"), ["waiting"], ()),
     ("time alone brings no node", a_run(replace(WAITING, presence="awaited")), Tick(LATE), ["waiting"], ()),
     ("the pause is not over", a_run(replace(WAITING, start_at_s=LATE), RUNNING), Tick(LATE - 1),
      ["waiting", "running"], ()),
     ("the pause is over", a_run(replace(WAITING, starts=3, start_at_s=LATE), RUNNING), Tick(LATE),
-     ["running", "running"], (Start(0, 4),)),
+     ["running", "running"], (Launch(0, 4),)),
     ("a new generation is opened first", a_run(replace(WAITING, starts=1, needs_generation=True)), Tick(LATE),
      ["waiting"], (BeginGeneration(),)),
     # One group: failures
@@ -179,7 +179,7 @@ TABLE: list[tuple[str, RunState, Event, list[str], tuple[Action, ...]]] = [
     ("a group is not waited for", a_run(RUNNING, WAITING), PresenceChanged(1, "away"), ["running", "waiting"],
      (Expect(1),)),
     ("a group is away and comes back", a_run(RUNNING, replace(WAITING, presence="away"), expected_groups=1),
-     PresenceChanged(1, "there"), ["running", "running"], (Start(1, 1), Expect(2))),
+     PresenceChanged(1, "there"), ["running", "running"], (Launch(1, 1), Expect(2))),
     ("an unfit node before anything ran", a_run(WAITING, WAITING), NodeUnfit(1, "b", "no GPU"), ["waiting", "waiting"],
      (Refuse("unfit_host", "node 1 (b): no GPU"),)),
     ("a node comes back unfit", PAIR, NodeUnfit(1, "b", "no GPU"), ["running", "running"],
@@ -241,7 +241,7 @@ def test_a_new_generation_is_waited_for_and_begins_with_nothing_to_save() -> Non
     assert actions == (BeginGeneration(),)
     assert (state.has_begun, state.exit_code, state.groups[0].presence) == (False, None, "awaited")
     state, actions = next_action(state, PresenceChanged(0, "there"))
-    assert actions == (Start(0, 2),)
+    assert actions == (Launch(0, 2),)
     assert (state.groups[0].restarts_s, state.groups[0].checkpoint_step) == ((LATE,), 10)
 
 
@@ -285,7 +285,7 @@ def test_too_few_groups_end_the_run_with_their_losses_and_the_reason() -> None:
 def test_groups_that_may_come_are_counted_from_the_beginning() -> None:
     state, actions = next_action(begin(ELASTIC, 3), PresenceChanged(1, "awaited"))
     assert actions == (Expect(3),)
-    assert next_action(state, PresenceChanged(1, "there"))[1] == (Start(1, 1),)
+    assert next_action(state, PresenceChanged(1, "there"))[1] == (Launch(1, 1),)
 
 
 def test_a_run_is_over_when_no_group_runs_or_waits() -> None:

@@ -8,33 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from trainspec_cli.errors import MachineError, Problem
-from trainspec_cli.launch.backend import Backend, OpenBackend
+from trainspec_cli.launch.backend import OpenBackend, RunBackend
 from trainspec_cli.launch.backend.node_processes import ranks_of, start_folder
 from trainspec_cli.launch.backend.observe import newest_checkpoint
 from trainspec_cli.launch.backend.processes import POLL_S
 from trainspec_cli.launch.job.command import torchrun_command
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.signals import StopRequests, on_stop_signal
-from trainspec_cli.policy import recovery
-from trainspec_cli.policy.run_state import (
-    Action,
-    ArchiveErrors,
-    BeginGeneration,
-    Event,
-    Expect,
-    Inform,
-    Kill,
-    MarkFailure,
-    NodeBack,
-    NodeLost,
-    NodeUnfit,
-    RecordLosses,
-    Refuse,
-    Start,
-    Stop,
-    StopRequested,
-    Tick,
-)
+from trainspec_cli.policy import recovery, run_state
 from trainspec_cli.rundir.events import EventWriter, read_sound
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.generations import Fence
@@ -109,10 +90,10 @@ class Supervisor:
             job.stop_grace_s,
             newest_checkpoint(job.run),
         )
-        self._backend: Backend | None = None
+        self._backend: RunBackend | None = None
         self._generation: int | None = None
         self._left_behind: tuple[int, ...] = ()
-        self._losses: dict[int, NodeLost | NodeUnfit] = {}
+        self._losses: dict[int, run_state.NodeLost | run_state.NodeUnfit] = {}
 
     def open(self) -> None:
         """Begin a generation of the run."""
@@ -133,12 +114,12 @@ class Supervisor:
 
     def turn(self, now_s: float, requests: StopRequests) -> None:
         """Take in what has happened, and do what follows."""
-        self._take(Tick(now_s))
+        self._take(run_state.Tick(now_s))
         if self._backend:
             for event in self._backend.poll():
                 self._take(event)
         if requests.count:
-            self._take(StopRequested(requests.count))
+            self._take(run_state.StopRequested(requests.count))
 
     def ending(self) -> Ending:
         noted = self._generation is not None and was_stop_noted(self._job.run, self._generation)
@@ -155,38 +136,38 @@ class Supervisor:
     def _exit_code(self) -> int | None:
         return self.state.exit_code if self.state.is_alone else 0
 
-    def _take(self, event: Event) -> None:
-        if isinstance(event, (NodeLost, NodeUnfit)):
+    def _take(self, event: run_state.Event) -> None:
+        if isinstance(event, (run_state.NodeLost, run_state.NodeUnfit)):
             self._losses[event.node] = event
-        elif isinstance(event, NodeBack):
+        elif isinstance(event, run_state.NodeBack):
             self._losses.pop(event.node, None)
         self.state, actions = recovery.next_action(self.state, event)
         for action in actions:
             self._apply(action)
 
-    def _apply(self, action: Action) -> None:
+    def _apply(self, action: run_state.Action) -> None:
         backend, run = self._backend, self._job.run
         assert backend is not None, "a generation is open"
         match action:
-            case Start(group, number):
+            case run_state.Launch(group, number):
                 backend.start(group, number)
-            case Stop(group):
+            case run_state.Stop(group):
                 backend.stop(group)
-            case Kill(group):
+            case run_state.Kill(group):
                 backend.kill(group)
-            case BeginGeneration():
+            case run_state.BeginGeneration():
                 self._begin_generation()
-            case Inform(text):
+            case run_state.Inform(text):
                 self._report(text)
-            case MarkFailure():
+            case run_state.MarkFailure():
                 self._marks.write("failure")
-            case ArchiveErrors(group):
+            case run_state.ArchiveErrors(group):
                 self._archive_errors(group)
-            case RecordLosses():
+            case run_state.RecordLosses():
                 self._record_losses()
-            case Expect(groups):
+            case run_state.Expect(groups):
                 write_json(run.groups_json, {"expected": groups})
-            case Refuse(code, message):
+            case run_state.Refuse(code, message):
                 hint = f"look at {self._job.torchrun_log}" if code == "agents_failed" else ""
                 raise MachineError(Problem(code, message, hint=hint, environment=True))
 
@@ -228,6 +209,6 @@ class Supervisor:
         for node, event in self._losses.items():
             if run.node_error(node).exists() or Fence(run, self._generation).is_closed():
                 continue
-            lost = isinstance(event, NodeLost)
+            lost = isinstance(event, run_state.NodeLost)
             about = {"node": node, "host": event.hostname, "time": time.time(), "lost": lost, "message": event.why}
             write_json(run.node_error(node), about)

@@ -34,6 +34,7 @@ from trainspec_cli.policy.run_state import (
     GroupState,
     Inform,
     Kill,
+    Launch,
     MarkFailure,
     NodeBack,
     NodeLost,
@@ -47,7 +48,6 @@ from trainspec_cli.policy.run_state import (
     RendezvousRestarted,
     Retried,
     RunState,
-    Start,
     Stepped,
     Stop,
     StopRequested,
@@ -150,7 +150,7 @@ def _start_if_due(state: RunState, number: int) -> Decision:
         stepped_s=0.0,
         retried_s=0.0,
     )
-    return state, (Start(number, starts),)
+    return state, (Launch(number, starts),)
 
 
 def _is_stuck(state: RunState, group: GroupState, newest_step_s: float, newest_retry_s: float) -> bool:

@@ -211,7 +211,7 @@ Event = (
 
 
 @dataclass(frozen=True)
-class Start:
+class Launch:
     group: int
     number: int
     """Of the group's starts, from 1."""
@@ -274,6 +274,6 @@ class Refuse:
 
 
 Action = (
-    Start | Stop | Kill | BeginGeneration | Inform | MarkFailure | ArchiveErrors | RecordLosses | Expect | Refuse
+    Launch | Stop | Kill | BeginGeneration | Inform | MarkFailure | ArchiveErrors | RecordLosses | Expect | Refuse
 )  # fmt: skip
 Decision = tuple[RunState, tuple[Action, ...]]

@@ -1,7 +1,7 @@
 """Which start of a run owns its folder: every launch and every resume begins a new generation.
 
 RUN/generations/00000003.json exists from the third start on. A worker of an older one that comes back (a healed cable,
-a host that was thought dead) finds it there and writes no more: it is fenced off.
+a node that was thought dead) finds it there and writes no more: it is fenced off.
 """
 
 from __future__ import annotations

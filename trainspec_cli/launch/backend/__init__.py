@@ -10,7 +10,7 @@ from trainspec_cli.policy.run_state import Event
 from trainspec_cli.spec.results.plan import Plan
 
 
-class Backend(Protocol):
+class RunBackend(Protocol):
     """The processes of one generation of a run. Only `poll` and `kill()` look at anything or wait."""
 
     generation: int
@@ -33,6 +33,6 @@ class Backend(Protocol):
         give back what the generation held; -> the ids of processes that could not be ended."""
 
 
-OpenBackend = Callable[[Job, Plan | None], Backend]
+OpenBackend = Callable[[Job, Plan | None], RunBackend]
 """Opens a generation of a run: it owns the run from then on, and nothing has been started. Without a plan the job is a
 tool's: one group, that is never started again."""

@@ -46,7 +46,7 @@ class NodeProcesses:
         return [message for processes_of in self._starts.values() for message in processes_of.poll()]
 
     def stop(self, group: int | None = None) -> None:
-        """As `Backend.stop`."""
+        """As `RunBackend.stop`."""
         if group is None:
             note_stop(self._job.run, generation_of(self._job))
             self._family.ask_to_stop()

@@ -9,16 +9,7 @@ from trainspec_cli.launch.backend.nodes.messages import GroupExited, ProcessMess
 from trainspec_cli.launch.failure import WorkerFailure, explain, explain_end, find_failures, first_causes
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.rendezvous.address import Rendezvous
-from trainspec_cli.policy.run_state import (
-    Begun,
-    Event,
-    GroupEnded,
-    Orphaned,
-    RendezvousRestarted,
-    Retried,
-    Stepped,
-    WorkerFailed,
-)
+from trainspec_cli.policy import run_state
 from trainspec_cli.rundir.events import EventTail
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.memory import newest_copy
@@ -42,7 +33,7 @@ class GroupStart:
         self._events = EventTail(job.run.events(0) if self._is_alone else job.run.group_events(group, 0))
         self._has_begun = self._has_failed = False
 
-    def hear(self, node: int, hostname: str, message: ProcessMessage) -> list[Event]:
+    def hear(self, node: int, hostname: str, message: ProcessMessage) -> list[run_state.Event]:
         if isinstance(message, WorkerExited):
             self._failure = self._failure or WorkerFailure(message.rank, hostname, message.summary)
             return self._fail()
@@ -51,22 +42,22 @@ class GroupStart:
             self._left_behind += message.left_behind
             self._running.discard(node)
             return []
-        return [Orphaned(self.group)]
+        return [run_state.Orphaned(self.group)]
 
     def lose(self, node: int, hostname: str, why: str) -> None:
         """A lost node ends by itself what it runs."""
         self._failure = WorkerFailure(node, hostname, why, time=0.0, whole_node=True)
         self._running.discard(node)
 
-    def poll(self) -> Iterator[Event]:
+    def poll(self) -> Iterator[run_state.Event]:
         kinds = {event["type"] for event in self._events.read()}
         if kinds and not self._has_begun:
             self._has_begun = True
-            yield Begun(self.group)
+            yield run_state.Begun(self.group)
         if "step" in kinds:
-            yield Stepped(self.group)
+            yield run_state.Stepped(self.group)
         if "retry" in kinds:
-            yield Retried(self.group)
+            yield run_state.Retried(self.group)
         if self._is_alone and any(self.job.run.errors_folder.glob("*.json")):
             yield from self._fail()
         if self.has_ended:
@@ -76,19 +67,19 @@ class GroupStart:
     def has_ended(self) -> bool:
         return not self._running
 
-    def _fail(self) -> list[Event]:
+    def _fail(self) -> list[run_state.Event]:
         if self._has_failed:
             return []
         self._has_failed = True
-        return [WorkerFailed(self.group)]
+        return [run_state.WorkerFailed(self.group)]
 
-    def _end(self) -> GroupEnded:
+    def _end(self) -> run_state.GroupEnded:
         codes = self._exit_codes.values()
         exit_code = next((code for code in codes if code), None if None in codes else 0)
         failures = self.failures()
         causes = [failure for failure in failures if not failure.consequence]
         own_error = any(failure.own_words for failure in causes)
-        return GroupEnded(
+        return run_state.GroupEnded(
             group=self.group,
             done=_is_done(self.job.run) if self._is_alone else exit_code == 0,
             headline=self._explain(failures, exit_code),
@@ -126,12 +117,12 @@ class RendezvousWatch:
             fault.step for fault in parse_faults(plan.spec.fault) if fault.kind == "lighthouse"
         )
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[run_state.Event]:
         step = max((event["step"] for event in self._story.read() if event["type"] == "step"), default=0)
         while self._kill_at_steps and step >= self._kill_at_steps[0]:
             self._kill_at_steps.pop(0)
             self._rendezvous.kill()
-        return [RendezvousRestarted()] if self._rendezvous.keep_alive() else []
+        return [run_state.RendezvousRestarted()] if self._rendezvous.keep_alive() else []
 
 
 def newest_checkpoint(run: RunDir) -> int:

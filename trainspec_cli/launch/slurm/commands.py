@@ -53,17 +53,17 @@ def requeue(job_id: str) -> None:
     _run(["scontrol", "requeue", job_id], hint="resume it yourself: sbatch job.sbatch in the run's folder")
 
 
-def exclude(job_id: str, hosts: Sequence[str], always: str | None = None) -> None:
-    """The job, which waits to be started, stays away from `hosts` too, and from those `always` (a node list).
+def exclude(job_id: str, hostnames: Sequence[str], always: str | None = None) -> None:
+    """The job, which waits to be started, stays away from `hostnames` too, and from those `always` (a node list).
 
-    Of earlier ones as many are still avoided as leave the partition nodes enough: a host that was lost long ago may
+    Of earlier ones as many are still avoided as leave the partition nodes enough: a node that was lost long ago may
     serve again, and a job that could never start would wait for ever. Raises MachineError.
     """
     job = show(job_id)
     nodes_wanted = int(job["NumNodes"].partition("-")[0])  # of a range the lower end
     room = int(show(job["Partition"], "partition")["TotalNodes"]) - nodes_wanted
     kept = _names(always)
-    lost = [*(name for name in _names(job.get("ExcNodeList")) if name not in {*hosts, *kept}), *hosts]
+    lost = [*(name for name in _names(job.get("ExcNodeList")) if name not in {*hostnames, *kept}), *hostnames]
     newest = lost[max(0, len(lost) - max(0, room - len(kept))) :]
     _run(["scontrol", "update", f"job={job_id}", f"ExcNodeList={','.join([*kept, *newest])}"], hint="")
 
@@ -76,15 +76,15 @@ def _names(node_list: str | None) -> list[str]:
 
 
 def own_address() -> str:
-    """Of the host that this process of a job runs on, as Slurm itself reaches it: the job's first."""
-    host = os.environ.get("SLURMD_NODENAME") or _names(os.environ["SLURM_JOB_NODELIST"])[0]
-    return address_of(host)
+    """Return the address of the node that this process runs on, the job's first, as Slurm itself reaches it."""
+    hostname = os.environ.get("SLURMD_NODENAME") or _names(os.environ["SLURM_JOB_NODELIST"])[0]
+    return address_of(hostname)
 
 
-def address_of(host: str) -> str:
+def address_of(hostname: str) -> str:
     """What Slurm itself reaches it by."""
-    found = re.search(r"NodeAddr=(\S+)", _run(["scontrol", "show", "node", host], hint=""))
-    return found[1] if found else host
+    found = re.search(r"NodeAddr=(\S+)", _run(["scontrol", "show", "node", hostname], hint=""))
+    return found[1] if found else hostname
 
 
 def _run(command: Sequence[str], hint: str) -> str:
@@ -94,7 +94,7 @@ def _run(command: Sequence[str], hint: str) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
     except FileNotFoundError as error:
         hint = "go to a login node of the cluster, or print the script here without --submit"
-        raise _failed("no_slurm", f"there is no {name} on this host", hint) from error
+        raise _failed("no_slurm", f"there is no {name} on this node", hint) from error
     except subprocess.TimeoutExpired as error:
         raise _failed("slurm_silent", f"{name} has not answered for {TIMEOUT_S:g} s", "scontrol ping") from error
     if done.returncode != 0:

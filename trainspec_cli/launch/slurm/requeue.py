@@ -1,4 +1,4 @@
-"""Whether a job that ended goes back to the queue, and where it must not run again."""
+"""The decision whether a job that ended goes back to the queue, and where it must not run again."""
 
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ class Requeue:
     reason: str
     """`the time limit is near`"""
     avoid: Sequence[str] = ()
-    """Hosts that were lost."""
+    """Hostnames of nodes that were lost."""
 
 
 def is_over(job: Mapping[str, str], restarts: int) -> bool:
-    """Whether Slurm has begun the job anew (its host was cut off, and comes back): the start that had `restarts` before
-    it then has no say in it. `job`: what Slurm knows of it."""
+    """Return whether Slurm has begun the job anew (its node was cut off, and comes back): the start that had `restarts`
+    before it then has no say in it. `job`: what Slurm knows of it."""
     return int(job.get("Restarts", restarts)) > restarts
 
 
 def is_preempted(job: Mapping[str, str]) -> bool:
-    """Whether it was told to end because of a job that goes first: by its warning's signal, or by the SIGTERM that a
-    scancel would be too."""
+    """Return whether the job was told to end because of one that goes first: by its warning's signal, or by the SIGTERM
+    that a scancel would be too."""
     return job.get("PreemptTime", "None") not in ("None", "Unknown")
 
 
 def decide(run: RunDir, exit_code: int, *, warned: bool, preempted: bool) -> Requeue | None:
-    """For what another start mends: a time limit, a preemption, a lost host, a hang; never for the run's own error."""
+    """Requeue the job for what another start mends: a time limit, a preemption, a lost node, a hang; never for the run's
+    own error."""
     if preempted and exit_code != EXIT_DONE:  # workers that had not begun yet die of the signal: that is no failure
         return Requeue("it was preempted")
     if warned and exit_code in (Stopped.exit_code, Interrupted.exit_code):
         return Requeue("it was warned of its time limit")
     if exit_code != WorkerError.exit_code:
         return None
-    words = [read_json(path) for path in sorted(run.errors_folder.glob("*.json"))]
-    lost = [word for word in words if word.get("lost")]
+    errors = [read_json(path) for path in sorted(run.errors_folder.glob("*.json"))]
+    lost = [error for error in errors if error.get("lost")]
     if lost:
-        names = ", ".join(f"node {word['node']} ({word['host'] or 'never came'})" for word in lost)
-        all_at_once = len(lost) == read_json(run.plan_json)["num_nodes"]  # that is not the hosts' doing
-        avoid = [] if all_at_once else [word["host"] for word in lost if word["host"]]
+        names = ", ".join(f"node {error['node']} ({error['host'] or 'never came'})" for error in lost)
+        all_at_once = len(lost) == read_json(run.plan_json)["num_nodes"]  # that is not the nodes' doing
+        avoid = [] if all_at_once else [error["host"] for error in lost if error["host"]]
         return Requeue(f"{names} was lost", avoid)
-    if any(word.get("code") == HUNG for word in words):
+    if any(error.get("code") == HUNG for error in errors):
         return Requeue("a step hung")
     return None

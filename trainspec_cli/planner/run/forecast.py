@@ -92,7 +92,9 @@ def expect_goodput(spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resi
     )
 
 
-def describe_job(spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resilience: ResilienceSpec) -> goodput.Job:
+def describe_job(
+    spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resilience: ResilienceSpec
+) -> goodput.SimulatedJob:
     """The run as the simulation sees it, with the recipe's checkpoint interval or else the best."""
     groups = candidate.layout.dp_replicate
     work_s = spec.train.max_steps * candidate.step_time_s
@@ -103,7 +105,7 @@ def describe_job(spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resili
         rollback_s = reliability.rollback_mtbf_s(resilience, spec.cluster.reliability, mtbf_s, groups)
         best_s = cadence.checkpoint_interval_s(saving.blocked_s, saving.written_s, rollback_s)
         steps = cadence.checkpoint_interval_steps(min(best_s, work_s), candidate.step_time_s)
-    return goodput.Job(
+    return goodput.SimulatedJob(
         work_s=work_s,
         step_time_s=candidate.step_time_s,
         devices=plan.world_size,

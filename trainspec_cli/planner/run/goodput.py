@@ -15,17 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from trainspec_cli.planner.clock import Clock
-from trainspec_cli.policy import recovery, reliability
+from trainspec_cli.policy import recovery, reliability, run_state
 from trainspec_cli.policy.reliability import Durations
-from trainspec_cli.policy.run_state import (
-    Event,
-    GroupEnded,
-    NodeLost,
-    PresenceChanged,
-    RunState,
-    Stepped,
-    Tick,
-)
 from trainspec_cli.spec.recipe.reliability import ReliabilitySpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 
@@ -36,7 +27,7 @@ NORMAL_90 = 1.645
 
 
 @dataclass(frozen=True)
-class Job:
+class SimulatedJob:
     """What the simulation needs to know of a run. Work is counted in seconds of undisturbed training."""
 
     work_s: float
@@ -54,7 +45,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulatedRun:
     """Seconds of one simulated run: `kept_s` and the parts of `lost_s` sum to `wall_s`."""
 
     wall_s: float
@@ -68,12 +59,12 @@ class Outcome:
 
 
 def simulate(
-    job: Job,
+    job: SimulatedJob,
     cluster: ReliabilitySpec,
     resilience: ResilienceSpec,
     seed: int = 0,
     failures: Sequence[tuple[float, int]] | None = None,
-) -> Outcome:
+) -> SimulatedRun:
     """One run, from its first step to its last (or to MAX_FAILURES).
 
     `failures`: the times in seconds and the groups that fail then, instead of chance.
@@ -81,7 +72,9 @@ def simulate(
     return _Simulation(job, cluster, resilience, Clock(seed), failures).run()
 
 
-def simulate_many(job: Job, cluster: ReliabilitySpec, resilience: ResilienceSpec, seeds: int) -> list[Outcome]:
+def simulate_many(
+    job: SimulatedJob, cluster: ReliabilitySpec, resilience: ResilienceSpec, seeds: int
+) -> list[SimulatedRun]:
     """Runs that differ by chance and by what is not known well: each draws its own rates within `known_within`.
 
     Sorted by goodput, worst first. The draws of a seed are the same for every job, so that jobs compare.
@@ -102,7 +95,7 @@ def draw(cluster: ReliabilitySpec, chance: random.Random) -> ReliabilitySpec:
 class _Simulation:
     def __init__(
         self,
-        job: Job,
+        job: SimulatedJob,
         cluster: ReliabilitySpec,
         resilience: ResilienceSpec,
         clock: Clock,
@@ -126,7 +119,7 @@ class _Simulation:
         for time_s, group in failures or ():
             self.clock.after(time_s, partial(self._strike, group, job_wide=False))
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulatedRun:
         while self.failures < MAX_FAILURES:
             finish_s = self.clock.now_s + self.progress.wall_to_finish_s()
             if finish_s <= self.clock.peek_s():
@@ -134,7 +127,7 @@ class _Simulation:
                 break
             self.clock.step()
         progress = self.progress
-        return Outcome(progress.now_s, progress.work_s, progress.lost_s, self.failures)
+        return SimulatedRun(progress.now_s, progress.work_s, progress.lost_s, self.failures)
 
     def _schedule_failure(self) -> None:
         self.clock.after(self.clock.random.expovariate(1 / self.mtbf_s), self._fail)
@@ -149,7 +142,7 @@ class _Simulation:
         self.progress.advance(self.clock.now_s)
         groups = range(len(self.run_state.groups))
         hit = tuple(groups) if job_wide or len(groups) == 1 else (group,)
-        self._observe(NodeLost(0, "", "", hit))
+        self._observe(run_state.NodeLost(0, "", "", hit))
         self.progress.lose(self.run_state.is_lost)
         wait_for_node_s = 0.0 if job_wide else self._take_spare()
         if self.run_state.is_lost:
@@ -157,7 +150,7 @@ class _Simulation:
         else:
             self._leave(group, wait_for_node_s)
 
-    def _observe(self, event: Event) -> None:
+    def _observe(self, event: run_state.Event) -> None:
         """What is to be done at once takes the time that `takes` says, and needs no action here."""
         self.run_state, _ = recovery.next_action(self.run_state, event)
 
@@ -178,8 +171,8 @@ class _Simulation:
         """The group goes away and the others step on without it, or wait when they are too few."""
         self.event += 1
         failure = self.away[group] = self.event
-        self._observe(PresenceChanged(group, "awaited"))
-        self._observe(GroupEnded(group, done=False, from_outside=True))
+        self._observe(run_state.PresenceChanged(group, "awaited"))
+        self._observe(run_state.GroupEnded(group, done=False, from_outside=True))
         self.clock.after(self.takes.group_return_s + wait_for_node_s, lambda: self._return(group, failure))
         if self.progress.paused_for != "restart":
             self._pause("stall", self.takes.shrink_stall_s)
@@ -189,8 +182,8 @@ class _Simulation:
             return
         self.progress.advance(self.clock.now_s)
         del self.away[group]
-        self._observe(PresenceChanged(group, "there"))
-        self._observe(Stepped(group))
+        self._observe(run_state.PresenceChanged(group, "there"))
+        self._observe(run_state.Stepped(group))
         if self.progress.paused_for != "restart":
             self._pause("stall", self.takes.rejoin_stall_s)
 
@@ -210,19 +203,19 @@ class _Simulation:
         self.progress.rate = reliability.capacity(active, self.job.replica_groups)
 
 
-def _start_run(job: Job, resilience: ResilienceSpec) -> RunState:
+def _start_run(job: SimulatedJob, resilience: ResilienceSpec) -> run_state.RunState:
     """Return the state of a run that trains. Somebody starts again what the limit of restarts would end: what is asked
     is how long the work takes."""
     patient = replace(resilience, max_restarts_per_hour=MAX_FAILURES * MAX_FAILURES)
     groups = job.replica_groups if resilience.mode == "elastic" else 1
-    state, _ = recovery.next_action(recovery.begin(patient, groups, presence="there"), Tick(0.0))
+    state, _ = recovery.next_action(recovery.begin(patient, groups, presence="there"), run_state.Tick(0.0))
     return state
 
 
 class _Progress:
     """Work done, work saved, and the position in the cycle of working for `interval_s` and then writing."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: SimulatedJob) -> None:
         self.job = job
         self.now_s = 0.0
         self.work_s = 0.0

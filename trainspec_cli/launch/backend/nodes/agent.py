@@ -23,19 +23,7 @@ from pathlib import Path
 from trainspec_cli.errors import MachineError, Problem, TrainspecError
 from trainspec_cli.launch.backend import processes
 from trainspec_cli.launch.backend.node_processes import NodeProcesses
-from trainspec_cli.launch.backend.nodes.messages import (
-    EndAgent,
-    Goodbye,
-    GroupExited,
-    Hello,
-    KillGroup,
-    Message,
-    NodeExamined,
-    NodeRefuses,
-    StartGroup,
-    StopAsked,
-    StopWorkers,
-)
+from trainspec_cli.launch.backend.nodes import messages
 from trainspec_cli.launch.backend.nodes.wire import Wire, call_hub
 from trainspec_cli.launch.backend.processes import POLL_S
 from trainspec_cli.launch.job.job import Job, build_node_job
@@ -96,7 +84,7 @@ def _keep_serving(serve: Callable[[], int], goes_on: Callable[[], bool]) -> int:
             code, deadline = serve(), time.monotonic() + RETURN_TIMEOUT_S
         except MachineError as error:
             if isinstance(error.__cause__, (ConnectionRefusedError, FileNotFoundError)):
-                break  # the first host is there, and its hub, or this start's secret, is not
+                break  # the first node is there, and its hub, or this start's secret, is not
     return code
 
 
@@ -105,8 +93,8 @@ def _serve(run: RunDir, plan: Plan, record: GenerationRecord, node: int, request
     try:
         return Agent(wire, run, plan, record, node, requests).work()
     except MachineError as error:
-        wire.send(NodeRefuses(" ".join(str(error).split())))
-        wire.send(Goodbye())
+        wire.send(messages.NodeRefuses(" ".join(str(error).split())))
+        wire.send(messages.Goodbye())
         return UNFIT
     finally:
         wire.close()
@@ -133,7 +121,7 @@ def connect(record: GenerationRecord, secret: bytes, node: int) -> Wire:
         message = f"{socket.gethostname()} cannot reach the first node at {address[0]}:{address[1]}: {error}"
         hint = "open the way between the job's nodes (a firewall), or look at the cable"
         raise MachineError(Problem("hub_unreachable", message, hint=hint, environment=True)) from error
-    wire.send(Hello(node, os.environ.get("SLURMD_NODENAME") or socket.gethostname()))
+    wire.send(messages.Hello(node, os.environ.get("SLURMD_NODENAME") or socket.gethostname()))
     return wire
 
 
@@ -142,8 +130,8 @@ class Agent:
         self, wire: Wire, run: RunDir, plan: Plan, record: GenerationRecord, node: int, requests: PatientRequests
     ):
         self._wire, self._run, self._plan, self._record, self._node = wire, run, plan, record, node
-        self._requests, self._stop_asked, self._told_to_end = requests, False, False
-        self._received: deque[Message] = deque()
+        self._requests, self._stop_asked, self._is_ended = requests, False, False
+        self._received: deque[messages.Message] = deque()
         self._numbers: dict[int, int] = {}
         """The newest start of each group that runs, or ran, here."""
 
@@ -167,25 +155,25 @@ class Agent:
         self._take_in()
         if self._is_cut_off:
             return CUT_OFF
-        self._wire.send(Goodbye())
+        self._wire.send(messages.Goodbye())
         return 0
 
-    def _obey(self, message: Message, running: NodeProcesses) -> None:
-        if isinstance(message, StartGroup):
+    def _obey(self, message: messages.Message, running: NodeProcesses) -> None:
+        if isinstance(message, messages.StartGroup):
             self._numbers[message.group] = message.number
             running.start(message.group, message.number)
-        elif isinstance(message, KillGroup):
+        elif isinstance(message, messages.KillGroup):
             if self._numbers.get(message.group) == message.number:
                 running.kill(message.group)
             else:  # an agent that came back knows nothing of it
-                self._wire.send(GroupExited(message.group, message.number, None))
-        elif isinstance(message, StopWorkers):
+                self._wire.send(messages.GroupExited(message.group, message.number, None))
+        elif isinstance(message, messages.StopWorkers):
             running.stop(message.group)
 
     def _pass_on_request(self, running: NodeProcesses) -> None:
         if self._requests.count and not self._stop_asked:
             self._stop_asked = True
-            self._wire.send(StopAsked())
+            self._wire.send(messages.StopAsked())
             running.stop()
 
     def _check_node(self) -> None:
@@ -226,8 +214,8 @@ class Agent:
             output.seek(0)
             lines = output.read().decode(errors="replace").splitlines()
         if lines:
-            self._wire.send(NodeExamined(lines[-1]))
-        elif not self._told_to_end:
+            self._wire.send(messages.NodeExamined(lines[-1]))
+        elif not self._is_ended:
             message = f"the examination of {socket.gethostname()} ended without a report within {EXAMINE_TIMEOUT_S:g} s"
             raise MachineError(Problem("examination_failed", message, hint=f"look at {self._record.logs}"))
 
@@ -236,16 +224,16 @@ class Agent:
         time.sleep(POLL_S)
         self._take_in()
         self._wire.beat()
-        return not self._told_to_end and not self._is_cut_off
+        return not self._is_ended and not self._is_cut_off
 
     def _take_in(self) -> None:
         """Receive what has come; only then can it be known that nothing did."""
         self._received.extend(self._wire.receive())
-        self._told_to_end = self._told_to_end or any(isinstance(message, EndAgent) for message in self._received)
+        self._is_ended = self._is_ended or any(isinstance(message, messages.EndAgent) for message in self._received)
 
     @property
     def _is_cut_off(self) -> bool:
-        return not self._told_to_end and (self._wire.closed or self._wire.silent_s > self._plan.spec.run.node_timeout_s)
+        return not self._is_ended and (self._wire.closed or self._wire.silent_s > self._plan.spec.run.node_timeout_s)
 
 
 if __name__ == "__main__":

@@ -17,16 +17,8 @@ from typing import Any
 from trainspec_cli.errors import MachineError
 from trainspec_cli.launch.backend.family import Family
 from trainspec_cli.launch.backend.node_processes import close_family
+from trainspec_cli.launch.backend.nodes import messages
 from trainspec_cli.launch.backend.nodes.hub import Came, Hub, Lost, News, RemoteNode, max_knocks
-from trainspec_cli.launch.backend.nodes.messages import (
-    EndAgent,
-    KillGroup,
-    NodeRefuses,
-    ProcessMessage,
-    StartGroup,
-    StopAsked,
-    StopWorkers,
-)
 from trainspec_cli.launch.backend.observe import GroupStart, RendezvousWatch
 from trainspec_cli.launch.backend.processes import POLL_S
 from trainspec_cli.launch.backend.spawn import start_guard
@@ -35,16 +27,7 @@ from trainspec_cli.launch.job.environment import LAUNCH_ID, own_modules
 from trainspec_cli.launch.job.job import Job, next_log_folder
 from trainspec_cli.launch.job.place import allow_connections, listen, listening_address
 from trainspec_cli.launch.rendezvous.address import Rendezvous
-from trainspec_cli.policy.run_state import (
-    AgentsFailed,
-    Event,
-    NodeBack,
-    NodeLost,
-    NodeStopRequested,
-    NodeUnfit,
-    Presence,
-    PresenceChanged,
-)
+from trainspec_cli.policy import run_state
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.generations import Fence, GenerationRecord
@@ -137,16 +120,16 @@ class NodesBackend:
         self._guarded = (start_guard(job), Family(job)) if plan.replica_groups > 1 else None
         self._starter = _start_agents(job, self.generation)
         self._starts: dict[int, GroupStart] = {}
-        self._presence: dict[int, Presence] = {}
+        self._presence: dict[int, run_state.Presence] = {}
         self._lost: set[int] = set()
         self._agents_failed = False
 
     def start(self, group: int, number: int) -> None:
         nodes = self._plan.nodes_of_group(group)
         self._starts[group] = GroupStart(self._job, self._plan, group, number, nodes)
-        self._send(group, StartGroup(group, number))
+        self._send(group, messages.StartGroup(group, number))
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[run_state.Event]:
         """Raises MachineError for a node that is unfit from the beginning, WorkerError where the run was begun anew
         elsewhere."""
         self._fence.check_now_and_then()
@@ -160,47 +143,47 @@ class NodesBackend:
 
     def stop(self, group: int | None = None) -> None:
         if group is None:
-            self._hub.send(StopWorkers(None))
+            self._hub.send(messages.StopWorkers(None))
         else:
-            self._send(group, StopWorkers(group))
+            self._send(group, messages.StopWorkers(group))
 
     def kill(self, group: int | None = None) -> tuple[int, ...]:
         """A lost node is fenced off, and ends by itself what it runs."""
         if group is None:
             return self._close()
         if group in self._starts:
-            self._send(group, KillGroup(group, self._starts[group].number))
+            self._send(group, messages.KillGroup(group, self._starts[group].number))
         return ()
 
     # What comes from the agents
 
-    def _handle(self, news: News) -> list[Event]:
+    def _handle(self, news: News) -> list[run_state.Event]:
         node, message = news
         if isinstance(message, Came):
             returned = node.node in self._lost
             self._lost.discard(node.node)
-            return [NodeBack(node.node)] if returned else []
+            return [run_state.NodeBack(node.node)] if returned else []
         if isinstance(message, Lost):
             return [self._lose(node, node.loss)]
-        if isinstance(message, NodeRefuses):
+        if isinstance(message, messages.NodeRefuses):
             node.refusal = message.why
-            return [NodeUnfit(node.node, node.hostname, message.why)]
-        if isinstance(message, StopAsked):
-            return [NodeStopRequested(node.node)]
-        if isinstance(message, ProcessMessage):
+            return [run_state.NodeUnfit(node.node, node.hostname, message.why)]
+        if isinstance(message, messages.StopAsked):
+            return [run_state.NodeStopRequested(node.node)]
+        if isinstance(message, messages.ProcessMessage):
             start = self._starts.get(message.group)
             if start and start.number == message.number:  # else it belongs to an earlier start
                 return start.hear(node.node, node.hostname, message)
         return []
 
-    def _lose(self, node: RemoteNode, why: str) -> NodeLost:
+    def _lose(self, node: RemoteNode, why: str) -> run_state.NodeLost:
         self._lost.add(node.node)
         there = [start for start in self._starts.values() if node.node in self._plan.nodes_of_group(start.group)]
         for start in there:
             start.lose(node.node, node.hostname, why)
-        return NodeLost(node.node, node.hostname, why, tuple(start.group for start in there))
+        return run_state.NodeLost(node.node, node.hostname, why, tuple(start.group for start in there))
 
-    def _admit(self) -> list[Event]:
+    def _admit(self) -> list[run_state.Event]:
         """Let workers start once every node that is there has been examined; later, on one that came back."""
         here = [node for node in self._hub.nodes if not node.is_gone and not node.refusal]
         new = [node for node in here if node.wire and not node.admitted]
@@ -219,24 +202,24 @@ class NodesBackend:
             node.admitted = True
         return []
 
-    def _refuse(self, node: RemoteNode, error: MachineError) -> Event:
+    def _refuse(self, node: RemoteNode, error: MachineError) -> run_state.Event:
         node.refusal = str(error)
-        node.send(EndAgent())
-        return NodeUnfit(node.node, node.hostname, node.refusal)
+        node.send(messages.EndAgent())
+        return run_state.NodeUnfit(node.node, node.hostname, node.refusal)
 
-    def _find_failed_starter(self) -> list[Event]:
+    def _find_failed_starter(self) -> list[run_state.Event]:
         if self._agents_failed or any(node.wire for node in self._hub.nodes) or not self._starter.poll():
             return []
         self._agents_failed = True
-        return [AgentsFailed(self._starter.returncode)]
+        return [run_state.AgentsFailed(self._starter.returncode)]
 
-    def _find_presence(self) -> list[Event]:
+    def _find_presence(self) -> list[run_state.Event]:
         found = {group: self._presence_of(group) for group in range(self._plan.replica_groups)}
         changed = [group for group, presence in found.items() if self._presence.get(group) != presence]
         self._presence = found
-        return [PresenceChanged(group, found[group]) for group in changed]
+        return [run_state.PresenceChanged(group, found[group]) for group in changed]
 
-    def _presence_of(self, group: int) -> Presence:
+    def _presence_of(self, group: int) -> run_state.Presence:
         nodes = [self._hub.nodes[node] for node in self._plan.nodes_of_group(group)]
         if all(node.admitted and not node.is_gone for node in nodes):
             return "there"
@@ -269,13 +252,13 @@ class NodesBackend:
             examine=self._examination.command if self._examination else (),
         )
 
-    def _send(self, group: int, message: StartGroup | StopWorkers | KillGroup) -> None:
+    def _send(self, group: int, message: messages.StartGroup | messages.StopWorkers | messages.KillGroup) -> None:
         for node in self._plan.nodes_of_group(group):
             self._hub.nodes[node].send(message)
 
     def _close(self) -> tuple[int, ...]:
         """Have every agent end what it runs, then end what started them."""
-        self._hub.send(EndAgent())
+        self._hub.send(messages.EndAgent())
         deadline_s = time.monotonic() + END_TIMEOUT_S
         while time.monotonic() < deadline_s and any(node.is_connected for node in self._hub.nodes):
             self._hub.poll()

@@ -9,14 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from trainspec_cli.launch.backend.nodes.messages import (
-    AgentMessage,
-    Goodbye,
-    Hello,
-    HubMessage,
-    Message,
-    NodeExamined,
-)
+from trainspec_cli.launch.backend.nodes import messages
 from trainspec_cli.launch.backend.nodes.wire import Knock, Wire
 from trainspec_cli.reading.json_file import parse_json
 
@@ -58,7 +51,7 @@ class RemoteNode:
     def is_connected(self) -> bool:
         return self.wire is not None and not self.is_gone
 
-    def send(self, message: HubMessage) -> None:
+    def send(self, message: messages.HubMessage) -> None:
         if self.wire:
             self.wire.send(message)
 
@@ -77,7 +70,7 @@ class Lost:
     """The agent of a node is lost, or did not come; `RemoteNode.loss` says why."""
 
 
-News = tuple[RemoteNode, AgentMessage | Came | Lost]
+News = tuple[RemoteNode, messages.AgentMessage | Came | Lost]
 
 
 class Hub:
@@ -115,7 +108,7 @@ class Hub:
                 news += self._attend(node)
         return news
 
-    def send(self, message: HubMessage) -> None:
+    def send(self, message: messages.HubMessage) -> None:
         """To every agent."""
         for node in self.nodes:
             node.send(message)
@@ -169,16 +162,22 @@ class Hub:
             except OSError:  # it is gone already
                 connection.close()
 
-    def _introduce(self, wire: Wire, received: list[Message]) -> list[News]:
+    def _introduce(self, wire: Wire, received: list[messages.Message]) -> list[News]:
         """Take an agent for the node that it names, unless that has one already; others are sent away."""
         hello, *others = received
-        if not isinstance(hello, Hello) or not 0 <= hello.node < len(self.nodes) or not self._is_free(hello.node):
+        if (
+            not isinstance(hello, messages.Hello)
+            or not 0 <= hello.node < len(self.nodes)
+            or not self._is_free(hello.node)
+        ):
             wire.close()
             return []
         node = self.nodes[hello.node] = RemoteNode(hello.node, hello.hostname, wire)
         return [(node, Came()), *self._take(node, others)]
 
     def _is_free(self, number: int) -> bool:
+        if not 0 <= number < len(self.nodes):
+            return False
         node = self.nodes[number]
         return node.wire is None or (self._welcomes_back and node.is_gone)
 
@@ -202,18 +201,18 @@ class Hub:
             return f"has not been heard of for {self._timeout_s:g} s: the node is off, hangs, or its link is cut"
         return ""
 
-    def _take(self, node: RemoteNode, received: list[Message]) -> list[News]:
+    def _take(self, node: RemoteNode, received: list[messages.Message]) -> list[News]:
         """Pass on what an agent may send; one that sends anything else is lost."""
         news: list[News] = []
         for message in received:
-            if not isinstance(message, AgentMessage) or isinstance(message, Hello):
+            if not isinstance(message, messages.AgentMessage) or isinstance(message, messages.Hello):
                 return [*news, *_lose(node, f"sent what the hub does not understand: {type(message).__name__}")]
-            if isinstance(message, NodeExamined):
+            if isinstance(message, messages.NodeExamined):
                 try:
                     node.report = {**parse_json(message.report), "heard_at": time.time()}
                 except (ValueError, TypeError):
                     return [*news, *_lose(node, f"sent what the hub does not understand: {message.report[:80]!r}")]
-            node.has_left = node.has_left or isinstance(message, Goodbye)
+            node.has_left = node.has_left or isinstance(message, messages.Goodbye)
             news.append((node, message))
         return news
 
