@@ -34,8 +34,8 @@ def is_preempted(job: Mapping[str, str]) -> bool:
 
 
 def decide(run: RunDir, exit_code: int, *, warned: bool, preempted: bool) -> Requeue | None:
-    """Requeue the job for what another start mends: a time limit, a preemption, a lost node, a hang; never for the run's
-    own error."""
+    """Requeue the job for what another start mends: a time limit, a preemption, a lost node, a hang; never for the
+    run's own error."""
     if preempted and exit_code != EXIT_DONE:  # workers that had not begun yet die of the signal: that is no failure
         return Requeue("it was preempted")
     if warned and exit_code in (Stopped.exit_code, Interrupted.exit_code):
