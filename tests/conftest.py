@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
-from lab import strangers
+from lab import measured, strangers
+from lab.tracing import Trace, open_tracer
 
 from trainspec_cli.corpus import bpe
 from trainspec_cli.planner.plan import plan
@@ -20,6 +22,12 @@ from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
 from trainspec_cli.spec.results.probe import Curve, MachineProbe, MatmulCurves, Passes, Reference
 
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
+
+LAUNCHING = ("integration", "slurm", "cli", "launch", "certify", "engine", "planner", "fuzz")
+"""Folders whose files take longest: they begin first, so that no process is left with one of them at the end."""
+EXCUSED_IN_CI = ("needs a GPU", "needs macOS", "runs on CUDA alone")
+
 MACHINE = Machine("host", cpu_cores=2, memory_bytes=2**34, bf16=True)
 SPEC = RunSpec(
     model=DecoderModel(1, 64, 2, 2, 32, 128, 512, tied_embeddings=True),
@@ -31,6 +39,42 @@ SPEC = RunSpec(
 )
 CURVES = ("loss", "add", "cast", "optimizer", "all_reduce", "all_gather", "reduce_scatter")
 PASSES = ("attention", "attention_narrow", "norm", "rope", "swiglu")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two processes or more for the whole suite, most of which waits; none for files that somebody names."""
+    return max(2, (os.cpu_count() or 2) // 2) if config.args_source is config.ArgsSource.TESTPATHS else 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort by folder, stably: the order of tests within a file stays."""
+    items.sort(key=lambda item: LAUNCHING.index(folder) if (folder := _folder(item)) in LAUNCHING else len(LAUNCHING))
+
+
+def _folder(item: pytest.Item) -> str:
+    return item.path.relative_to(Path(__file__).parent).parts[0]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    return _refuse_skip(report)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    return _refuse_skip(report)
+
+
+def _refuse_skip(report: Report) -> Report:
+    """In CI (TRAINSPEC_CI=1) a skipped test is a failure, unless its reason is that CI has no such machine."""
+    if not os.environ.get("TRAINSPEC_CI") or not report.skipped or hasattr(report, "wasxfail"):
+        return report
+    reason = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else ""
+    if not any(excuse in reason for excuse in EXCUSED_IN_CI):
+        report.outcome, report.longrepr = "failed", f"skipped, which CI does not allow: {reason}"
+    return report
 
 
 @pytest.fixture
@@ -50,6 +94,18 @@ def made_up_probe() -> MachineProbe:
         **dict.fromkeys(CURVES, curve),
         **dict.fromkeys(PASSES, Passes(curve, curve)),
     )
+
+
+@pytest.fixture(scope="session")
+def measured_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache for TRAINSPEC_CACHE that has a probe of this machine. Tests add to it and take nothing away."""
+    return measured.measured_cache(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def trace() -> Iterator[Trace]:
+    with open_tracer() as trace:
+        yield trace
 
 
 @pytest.fixture
@@ -128,3 +184,26 @@ def hf_folder(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return make
+
+
+@pytest.fixture
+def disk_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Every ("fsync", NAME) and ("rename", NEW NAME) of this process, in the order of the calls."""
+    calls: list[tuple[str, str]] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def record_fsync(descriptor: int) -> None:
+        calls.append(("fsync", Path(f"/proc/self/fd/{descriptor}").readlink().name))
+        fsync(descriptor)
+
+    def record(call: Callable[..., None]) -> Callable[..., None]:
+        def recorded(source: Any, target: Any, **options: Any) -> None:
+            call(source, target, **options)
+            calls.append(("rename", Path(target).name))
+
+        return recorded
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "rename", record(rename))
+    monkeypatch.setattr(os, "replace", record(replace))
+    return calls

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from trainspec_cli.certify.cases import Case
-from trainspec_cli.certify.judge import Check, Finding, judge
+from trainspec_cli.certify.judge import Check, Finding, Heard, judge
 from trainspec_cli.certify.runs import WITNESS, Run, hear
 from trainspec_cli.launch.job.machine import detect
 from trainspec_cli.spec.recipe.layout import Layout
@@ -25,34 +26,44 @@ def measure(folder: Path, checks: list[Check], worker=WITNESS) -> dict[tuple[str
     return {(check.clause, check.run.case.name): judge(check, heard) for check in checks}
 
 
+PLANTED = {
+    fault: Run(case, losses=False, take=number)
+    for number, (fault, case) in enumerate(
+        (
+            ("wrong_gradient_scale", SHARDED),
+            ("skipped_all_reduce", REPLICATED),
+            ("stale_embedding_gradient", TIED),
+            ("lost_last_backward", SHARDED),
+        ),
+        1,
+    )
+}
+"""The runs that a fault is planted in."""
+SOUND = [
+    *(Check("NUM-1", Run(case)) for case in (REPLICATED, SHARDED, TIED, CUT, SPREAD)),
+    *(Check("NUM-2", Run(case)) for case in (CUT, SPREAD)),
+]
+
+
 @pytest.fixture(scope="module")
-def references(tmp_path_factory):
-    """What one process computes, of the families that faults are planted in."""
-    runs = [Run(Case("dense")), Run(Case("tied"))]
-    return hear(runs, tmp_path_factory.mktemp("references"), detect(look_for_gpus=False), lambda done: None)
+def heard(tmp_path_factory) -> Heard:
+    """One torchrun for one process and one for two, sound runs and faulty ones in turn."""
+    sound = [run for check in SOUND for run in check.runs]
+    worker = (FAULTY, json.dumps({run.name: fault for fault, run in PLANTED.items()}))
+    folder = tmp_path_factory.mktemp("certify")
+    return hear([*PLANTED.values(), *sound], folder, detect(look_for_gpus=False), lambda done: None, worker)
 
 
-def test_sound_layouts_keep_the_clauses(tmp_path):
-    gradients = [Check("NUM-1", Run(case)) for case in (REPLICATED, TIED, CUT, SPREAD)]
-    findings = measure(tmp_path, [*gradients, Check("NUM-2", Run(CUT)), Check("NUM-2", Run(SPREAD))])
-    for place, finding in findings.items():
-        assert finding.passed, (place, finding.figures)
-        assert 0 <= finding.measured <= 1e-5
+@pytest.mark.parametrize("check", SOUND, ids=lambda check: f"{check.clause} {check.run.case.name}")
+def test_sound_layouts_keep_the_clauses(heard: Heard, check: Check) -> None:
+    finding = judge(check, heard)
+    assert finding.passed, finding.figures
+    assert 0 <= finding.measured <= 1e-5
 
 
-@pytest.mark.parametrize(
-    ("fault", "case"),
-    [
-        ("wrong_gradient_scale", SHARDED),
-        ("skipped_all_reduce", REPLICATED),
-        ("stale_embedding_gradient", TIED),
-        ("lost_last_backward", SHARDED),
-    ],
-)
-def test_a_planted_fault_is_caught(tmp_path, references, fault, case):
-    check = Check("NUM-1", Run(case, losses=False))
-    faulty = hear([check.run], tmp_path, detect(look_for_gpus=False), lambda done: None, worker=(FAULTY, fault))
-    finding = judge(check, references | faulty)
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_caught(heard: Heard, fault: str) -> None:
+    finding = judge(Check("NUM-1", PLANTED[fault]), heard)
     assert not finding.passed
     assert finding.measured > 0.1, "far beyond the bound, not a matter of rounding"
 
@@ -73,5 +84,6 @@ def test_forgotten_moments_are_caught_and_sound_ones_resume(tmp_path):
     run = Run(Case("dense", Layout(dp_shard=2), optimizer="adamw"), gradients=False, resume=True)
     check = Check("CKPT-1", run)
     assert measure(tmp_path / "sound", [check])["CKPT-1", run.case.name].passed
-    faulty = measure(tmp_path / "faulty", [check], worker=(FAULTY, "forgotten_moments"))
+    worker = (FAULTY, json.dumps({run.name: "forgotten_moments"}))
+    faulty = measure(tmp_path / "faulty", [check], worker=worker)
     assert not faulty["CKPT-1", run.case.name].passed

@@ -81,7 +81,7 @@ def test_errors_speak_of_options_rather_than_recipe_keys(tmp_path):
     with pytest.raises(RecipeError) as error:
         run("prepare", "--source", "jsonl", "--path", tmp_path, "--output", tmp_path / "out")
     (problem,) = error.value.problems
-    assert (problem.path, problem.hint) == ("--path", "--text-field NAME says which to read")
+    assert (problem.path, problem.hint) == ("--path", "type --text-field NAME to choose one")
     assert problem.where() == f"{tmp_path / 'x.jsonl'}:1"
     assert not (tmp_path / "out").exists()
 

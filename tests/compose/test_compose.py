@@ -109,7 +109,7 @@ def test_taking_a_key_out(tmp_path: Path) -> None:
     assert "schedule" not in composed.data["optim"]
     assert str(composed.origins["optim.schedule"]) == "command line:2"
     assert told(compose("tiny", ["~optim.schedul"], tmp_path)) == [
-        ("unknown_key", "command line:2", "there is no `optim.schedul` to take out", "did you mean `optim.schedule`?")
+        ("unknown_key", "command line:2", "there is no `optim.schedul` to delete", "did you mean `optim.schedule`?")
     ]
 
 
@@ -167,7 +167,7 @@ def test_every_wrong_line_of_a_defaults_list(tmp_path: Path, write) -> None:
     )
     composed = compose("mine", [], tmp_path)
     assert told(composed) == [
-        ("unknown_group", "recipes/mine.yaml:2:5", "there is no group `modle` to choose an option of",
+        ("unknown_group", "recipes/mine.yaml:2:5", "there is no group `modle`",
          f"did you mean `override /model`? Groups: {GROUPS}"),
         ("bad_defaults", "recipes/mine.yaml:3:5", "`optim: sgd` would add a second optim, not replace the first",
          "write - override /optim: sgd"),

@@ -42,7 +42,7 @@ def test_an_empty_file_holds_nothing(write) -> None:
 @pytest.mark.parametrize(
     ("text", "where", "message", "hint"),
     [
-        ("train:\n\tmax_steps: 3\n", "2:1", "a tab indents this line; YAML takes spaces alone",
+        ("train:\n\tmax_steps: 3\n", "2:1", "this line is indented by a tab; YAML allows only spaces",
          "replace the tab with two spaces"),
         ("train:\n  max_steps:3\n  seed: 4\n", "3:7", "this is not YAML: mapping values are not allowed here",
          "put a space after the colon in line 2"),
@@ -63,8 +63,8 @@ def test_says_where_a_file_is_no_yaml(write, text: str, where: str, message: str
 
 def test_every_key_that_stands_twice_is_told(write) -> None:
     assert faults(write("a.yaml", "a: 1\nb: {c: 1, c: 2}\na: 3\n")) == [
-        ("a.yaml:2:11", "the key `c` stands twice, first in line 2", "keep one"),
-        ("a.yaml:3:1", "the key `a` stands twice, first in line 1", "keep one"),
+        ("a.yaml:2:11", "the key `c` occurs twice, first in line 2", "keep one"),
+        ("a.yaml:3:1", "the key `a` occurs twice, first in line 1", "keep one"),
     ]
 
 

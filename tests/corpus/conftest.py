@@ -11,7 +11,8 @@ import pytest
 from trainspec_cli.corpus import bpe
 from trainspec_cli.corpus.prepare import prepare
 from trainspec_cli.corpus.shards import TokenFolder
-from trainspec_cli.corpus.sources import documents, find_files
+from trainspec_cli.corpus.source_files import find_files
+from trainspec_cli.corpus.sources import documents
 from trainspec_cli.spec.recipe.data import DataSpec, TokenizerSpec
 
 STDLIB = DataSpec(

@@ -80,3 +80,15 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content, message):
     with pytest.raises(RecipeError, match=message) as error:
         bpe.load(file)
     assert error.value.problems[0].path == "data.tokenizer.path"
+
+
+def test_text_comes_back_from_its_tokens(stdlib_folder):
+    ids = bpe.encode(stdlib_folder.path, "def f(x):\n    return x\n")
+    assert 1 < len(ids) < 22
+    assert bpe.decode(stdlib_folder.path, ids) == "def f(x):\n    return x\n"
+
+
+def test_the_end_of_document_is_spelt_out_and_broken_bytes_are_marked(stdlib_folder):
+    half_of_e_acute = bpe.encode(stdlib_folder.path, "é")[:1]
+    ids = [stdlib_folder.manifest.end_of_document_id, *half_of_e_acute]
+    assert bpe.decode(stdlib_folder.path, ids) == "<|endoftext|>\ufffd"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.corpus.cache import cache_dir, cached_folder, make_cache
-from trainspec_cli.corpus.sources import find_files
+from trainspec_cli.corpus.source_files import find_files
 from trainspec_cli.errors import MachineError
 from trainspec_cli.spec.recipe.data import TokenizerSpec
 

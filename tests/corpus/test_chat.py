@@ -55,6 +55,14 @@ def test_replies_and_what_ends_them_are_learnt(prepared):
     assert sorted(learnt) == sorted([*replies, *sums])
 
 
+def test_a_part_of_the_conversations_is_held_out(prepared):
+    folder = prepared(lines(40), heldout_fraction=0.2)
+    train, heldout = (learnt_texts(folder, Packed(folder, split, 64)) for split in ("train", "heldout"))
+    assert len(train) + len(heldout) == 80 and not set(train) & set(heldout)
+    assert 1 <= len(heldout) <= 40
+    assert (folder.manifest.train.documents, folder.manifest.heldout.documents) == (len(train), len(heldout))
+
+
 def test_all_of_a_conversation_can_be_learnt(prepared):
     folder = prepared([*lines(3), TALK], loss_on="all")
     learnt = learnt_texts(folder, Packed(folder, "train", 64)) + learnt_texts(folder, Packed(folder, "heldout", 64))

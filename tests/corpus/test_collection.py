@@ -8,7 +8,9 @@ import pytest
 from trainspec_cli.corpus import bpe
 from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.corpus.prepare import prepare
+from trainspec_cli.corpus.rows import IGNORED
 from trainspec_cli.corpus.shards import TokenFolder
+from trainspec_cli.corpus.split import content_hash
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.spec.recipe.data import DataSpec, PartSpec, TokenizerSpec
 
@@ -58,6 +60,27 @@ def test_a_column_that_is_not_there_is_told(files, tokenizer):
         prepare(DataSpec(8, "parquet", str(files / "parquet"), text_field="body", tokenizer=tokenizer))
 
 
+def test_a_run_trains_on_one_split_and_is_evaluated_on_the_other(files, tokenizer):
+    data = DataSpec(8, "jsonl", str(files / "text.jsonl"), heldout_fraction=0.2, tokenizer=tokenizer)
+    collection = Collection.open(prepare(data))
+    (text,) = collection.evaluation_texts(data).values()
+    rows = [text.rows.read(index) for index in range(len(text.rows))]
+    evaluated = [target for row in rows for target in row.targets if target != IGNORED]
+    windows = collection.order(data, seed=1).rows(np.arange(collection.main.num_tokens("train") // 8))
+    trained = {tuple(row.tokens) for row in windows}
+    assert evaluated == collection.main.tokens("heldout", 1, len(evaluated)).tolist()
+    assert trained == {tuple(collection.main.tokens("train", 8 * index, 8)) for index in range(len(windows))}
+    heldout, train = (documents_of(collection.main, split) for split in ("heldout", "train"))
+    assert sorted(heldout + train) == sorted(TEXTS) and 1 <= len(heldout) < len(train)
+    assert max(map(content_hash, heldout)) < min(map(content_hash, train))
+    assert text.bytes == sum(map(len, heldout))
+
+
+def documents_of(folder: TokenFolder, split) -> list[str]:
+    text = bpe.decode(folder.path, folder.tokens(split, 0, folder.num_tokens(split)).tolist())
+    return text.split(bpe.END_OF_DOCUMENT)[:-1]
+
+
 def mixture(files, tokenizer, **options) -> DataSpec:
     parts = {
         "tables": PartSpec("parquet", str(files / "parquet"), weight=3.0),
@@ -70,7 +93,7 @@ def test_a_mixture_with_validation_sets(files, tokenizer):
     data = mixture(files, tokenizer, validation={"other": PartSpec("jsonl", str(files / "text.jsonl"))})
     collection = Collection.open(prepare(data))
     assert {name: part.weight for name, part in collection.parts.items()} == {"tables": 3.0, "lines": 1.0}
-    judged = collection.judged(data)
+    judged = collection.evaluation_texts(data)
     assert list(judged) == ["tables", "lines", "other"]
     assert judged["other"].bytes == sum(map(len, TEXTS)), "a validation set is judged whole"
     counted = sum(judged["other"].rows.counted(index) for index in range(len(judged["other"].rows)))
@@ -84,7 +107,7 @@ def test_a_mixture_with_validation_sets(files, tokenizer):
 def test_parts_of_different_tokenizers_are_refused(files, tokenizer):
     own = prepare(DataSpec(8, "jsonl", str(files / "text.jsonl"), tokenizer=TokenizerSpec(280)))
     parts = {"own": PartSpec("tokens", str(own)), "lines": PartSpec("jsonl", str(files / "text.jsonl"))}
-    with pytest.raises(RecipeError, match="are of different tokenizers"):
+    with pytest.raises(RecipeError, match="were made with different tokenizers"):
         prepare(DataSpec(8, "mixture", mixture=parts, tokenizer=tokenizer))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.corpus.decode import decode
+from trainspec_cli.corpus.bpe import decode
 from trainspec_cli.corpus.prepare import prepare
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.errors import MachineError, RecipeError
@@ -109,7 +109,7 @@ def test_a_missing_token_folder_is_the_recipes_fault(path):
 
 
 def test_text_shorter_than_a_sample_is_refused(cache, text_data):
-    with pytest.raises(RecipeError, match=r"there are \d+ tokens to train on, too few for one sample of 512") as error:
+    with pytest.raises(RecipeError, match=r"\d+ training tokens are too few for one sample of 512") as error:
         prepare(text_data("a few words", "and more", seq_len=512))
     assert error.value.problems[0].path == "data.seq_len"
 

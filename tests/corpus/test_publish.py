@@ -21,6 +21,14 @@ def test_the_folder_appears_whole_at_the_end(tmp_path):
     assert list(target.parent.iterdir()) == [target]
 
 
+def test_every_file_and_then_the_folder_is_on_disk_before_the_rename(tmp_path, disk_calls):
+    with publishing(tmp_path / "folder") as temporary:
+        for name in ("a", "b"):
+            (temporary / name).write_text(name)
+    assert sorted(disk_calls[:2]) == [("fsync", "a"), ("fsync", "b")]
+    assert disk_calls[2:] == [("fsync", temporary.name), ("rename", "folder")]
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_failure_leaves_nothing(tmp_path, error):
     with pytest.raises(error), publishing(tmp_path / "folder") as temporary:

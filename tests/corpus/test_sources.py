@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.corpus.sources import documents, find_files
+from trainspec_cli.corpus.source_files import find_files
+from trainspec_cli.corpus.sources import documents
 from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.spec.recipe.data import DataSpec
 
@@ -85,7 +86,7 @@ def test_a_missing_field_says_how_to_choose_another(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"body": "a"}')
     with pytest.raises(RecipeError) as error:
         read(source="jsonl", path=str(tmp_path))
-    assert problem_of(error).hint == "data.text_field=NAME says which to read"
+    assert problem_of(error).hint == "type data.text_field=NAME to choose one"
 
 
 def test_text_that_is_not_utf8_names_file_and_byte(tmp_path):
@@ -119,7 +120,7 @@ def test_a_folder_without_jsonl_says_so(tmp_path):
 
 def test_a_broken_link_is_named_rather_than_skipped(tmp_path):
     (tmp_path / "link.txt").symlink_to(tmp_path / "gone.txt")
-    with pytest.raises(MachineError, match=r"link\.txt is no regular file"):
+    with pytest.raises(MachineError, match=r"link\.txt is not a regular file"):
         find_files(DataSpec(seq_len=8, source="text", path=str(tmp_path)))
 
 

@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from trainspec_cli.corpus.split import HeldoutRule, Scan, content_hash, pieces
+from trainspec_cli.corpus.split import HeldoutRule, SplitScan, content_hash, pieces
 
 
 def rule_for(texts: list[str], fraction: float) -> HeldoutRule:
-    scan = Scan()
+    scan = SplitScan()
     for text in texts:
         scan.add(text)
     return HeldoutRule.from_scan(scan, fraction)

@@ -65,14 +65,14 @@ def test_megatrons_files_are_cut_between_documents(tmp_path, code, dtype):
 def test_files_that_are_not_whole_are_named(tmp_path):
     write_megatron(tmp_path / "text", [np.arange(10), np.arange(10)])
     (tmp_path / "text.bin").write_bytes(b"1234")
-    with pytest.raises(MachineError, match=r"text.bin has 4 bytes, and its index speaks of 20 uint32 ids"):
+    with pytest.raises(MachineError, match=r"text.bin has 4 bytes, and its index lists 20 uint32 ids"):
         open_data("megatron", tmp_path)
     (tmp_path / "text.idx").write_bytes(b"something else, and longer than a header is")
-    with pytest.raises(MachineError, match=r"text.idx is no index of Megatron's"):
+    with pytest.raises(MachineError, match=r"text.idx is not a Megatron index"):
         open_data("megatron", tmp_path)
     (tmp_path / "text.idx").unlink()
     with pytest.raises(RecipeError, match=r"there is no .*text.idx"):
         open_data("megatron", tmp_path)
     (tmp_path / "text.bin").write_bytes(b"123")
-    with pytest.raises(MachineError, match="no whole uint16 ids"):
+    with pytest.raises(MachineError, match="not a whole number of uint16 ids"):
         open_data("nanogpt", tmp_path)

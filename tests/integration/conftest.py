@@ -23,9 +23,8 @@ Trainspec = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="session")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """One cache of prepared text for all runs of the session."""
-    return os.environ | {"TRAINSPEC_CACHE": str(tmp_path_factory.mktemp("cache"))}
+def environment(measured_cache: Path) -> dict[str, str]:
+    return os.environ | {"TRAINSPEC_CACHE": str(measured_cache)}
 
 
 @pytest.fixture

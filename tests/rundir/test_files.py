@@ -46,3 +46,10 @@ def test_nothing_is_written_through_links_at_names_that_could_be_guessed(tmp_pat
     (tmp_path / "x").symlink_to(victim)
     write_text(tmp_path / "x", "new")
     assert (victim.read_text(), (tmp_path / "x").read_text()) == ("words", "new")
+
+
+def test_the_content_is_on_disk_before_the_name_is(tmp_path, disk_calls):
+    write_text(tmp_path / "x", "new")
+    (kind, partial), renamed = disk_calls
+    assert kind == "fsync" and partial.startswith(".x.") and partial.endswith(".partial")
+    assert renamed == ("rename", "x")

@@ -32,10 +32,8 @@ SMALL = (
 
 
 @pytest.fixture(scope="session")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """One cache of prepared text for all runs of the session."""
-    cache = str(tmp_path_factory.mktemp("cache"))
-    return os.environ | {"TRAINSPEC_CACHE": cache, "PYTHONPATH": str(HOME), "OMP_NUM_THREADS": "1"}
+def environment(measured_cache: Path) -> dict[str, str]:
+    return os.environ | {"TRAINSPEC_CACHE": str(measured_cache), "PYTHONPATH": str(HOME), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="session")

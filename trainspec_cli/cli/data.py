@@ -18,7 +18,7 @@ from trainspec_cli.spec.recipe.data import SAMPLE_SOURCES, DataSpec, TokenizerSp
 from trainspec_cli.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from trainspec_cli.corpus.manifest import Manifest, SplitSummary
+    from trainspec_cli.corpus.manifest import ShardManifest, SplitSummary
     from trainspec_cli.corpus.tokenise import OnProgress
 
 app = typer.Typer(add_completion=False, help="Turn text into token shards, and look into them.", no_args_is_help=True)
@@ -214,7 +214,7 @@ def _progress() -> Iterator[OnProgress]:
         yield lambda phase, done: bar.update(task, description=phase, completed=done)
 
 
-def _print_folder(folder: Path, manifest: Manifest, as_json: bool) -> None:
+def _print_folder(folder: Path, manifest: ShardManifest, as_json: bool) -> None:
     if as_json:
         print(json_text({"path": str(folder), **asdict(manifest)}))
         return
@@ -224,7 +224,7 @@ def _print_folder(folder: Path, manifest: Manifest, as_json: bool) -> None:
     print(f"\ntrain on it:     trainspec launch recipe=quickstart {where}")
 
 
-def _rows(manifest: Manifest) -> dict[str, Any]:
+def _rows(manifest: ShardManifest) -> dict[str, Any]:
     fewer = "" if manifest.vocab_size >= manifest.vocab_size_asked else (
         f" (the text is too small to fill the {manifest.vocab_size_asked} asked for)"
     )  # fmt: skip

@@ -118,7 +118,7 @@ def newest_step(run_dir: RunDir) -> int:
 def _change(run_dir: RunDir, old: Plan, changes: list[str]) -> Loaded:
     """The run's own spec with `changes`. Raises RecipeError with every problem of theirs."""
     from trainspec_cli.cli.load import Loaded, require
-    from trainspec_cli.compose.amend import amend
+    from trainspec_cli.compose.compose import amend
     from trainspec_cli.rundir.record import read_about
     from trainspec_cli.spec.canonical import to_plain
     from trainspec_cli.spec.recipe.run import RunSpec

@@ -1,4 +1,4 @@
-"""The command line's `key=value` arguments, read with Hydra's grammar; every fault is gathered, none raised."""
+"""Parse the command line's `key=value` arguments with Hydra's grammar; all faults are collected, none raised."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from trainspec_cli.errors import Problem
 
 RECIPE = "recipe"
 TEXTS = (RECIPE, "fault")
-"""Keys whose value is text as it stands, whatever Hydra's grammar makes of its brackets."""
+"""Keys whose value is taken as plain text, without Hydra's grammar for brackets."""
 MAX_CHARS = 16_384
-"""Of one argument: Hydra's grammar reads some thousand characters a second."""
+"""The longest argument: Hydra's grammar reads some thousand characters per second."""
 SHOWN_CHARS = 60
 _KEY = re.compile(r"[A-Za-z_][\w-]*([./][A-Za-z_0-9][\w-]*)*")
 _BRACKETS = {"[": "]", "{": "}", "(": ")"}
@@ -33,11 +33,11 @@ class Argument:
     key: str
     value: Any = None
     deletes: bool = False
-    """`~key`: take it out of the recipe."""
+    """True for `~key`, which deletes the key from the recipe."""
 
 
 def parse_arguments(texts: Sequence[str]) -> tuple[list[Argument], list[Problem]]:
-    """Read all that can be read. Of a key given twice both are told of, and the last is kept."""
+    """Parse all arguments. If a key is given twice, the last one is kept and a problem names both."""
     arguments: dict[str, Argument] = {}
     given: dict[str, Argument] = {}
     problems: list[Problem] = []
@@ -63,7 +63,7 @@ def _parse(number: int, text: str) -> Argument | Problem:
     if len(text) > MAX_CHARS:
         return _too_long(number, key, text)
     if not equals and not text.startswith("~"):
-        return _bare_word(number, text)
+        return _no_assignment(number, text)
     name = key.strip().lstrip("+~")
     if name in TEXTS:
         return Argument(number, text, name, _unquote(value.strip()))
@@ -73,12 +73,12 @@ def _parse(number: int, text: str) -> Argument | Problem:
         message = f"`{name}` belongs to Hydra's own launcher, which is not used here"
         return problem_at(number, "unknown_key", message, "leave it out", name)
     try:
-        return _understand(number, text, OverridesParser.create().parse_override(text))
+        return _from_override(number, text, OverridesParser.create().parse_override(text))
     except (HydraException, RecursionError, ValueError):
         return _bad_value(number, name, value)
 
 
-def _understand(number: int, text: str, override: Override) -> Argument | Problem:
+def _from_override(number: int, text: str, override: Override) -> Argument | Problem:
     key = override.key_or_group
     if override.is_sweep_override():
         message = f"`{key}` is given several values; a run takes one"
@@ -97,11 +97,11 @@ def _too_long(number: int, key: str, text: str) -> Problem:
 
 def _sweep_hint(key: str, text: str) -> str:
     value = text.partition("=")[2]
-    return f"start one run a value; where it is one text, type {_in_shell(key, value)}"
+    return f"start one run per value; if it is one text, type {_in_shell(key, value)}"
 
 
 def assign(key: str, text: str) -> str:
-    """`key="text"`, quoted for Hydra's grammar."""
+    """Return `key="text"`, quoted for Hydra's grammar."""
     return f"{key}={QuotedString(text, Quote.double).with_quotes()}"
 
 
@@ -109,7 +109,7 @@ def _in_shell(key: str, text: str) -> str:
     return shlex.quote(assign(key, text))
 
 
-def _bare_word(number: int, text: str) -> Problem:
+def _no_assignment(number: int, text: str) -> Problem:
     message = f"`{text}` is not of the form key=value"
     key, colon, value = text.partition(":")
     if not text:
@@ -149,7 +149,7 @@ def _bad_value(number: int, key: str, value: str) -> Problem:
 
 
 def _unclosed(value: str) -> str | None:
-    """The bracket or quote that is opened and not closed."""
+    """Return the bracket or quote that is opened but not closed."""
     expected: list[tuple[str, str]] = []
     quote = ""
     for character in value:
@@ -175,7 +175,7 @@ def _unquote(value: str) -> str:
 
 
 def value_paths(key: str, value: Any) -> Iterator[str]:
-    """`key`, and every dotted path inside a mapping given as its value (`model={num_layers: 3}`)."""
+    """Yield `key`, and every dotted path inside a mapping given as its value (`model={num_layers: 3}`)."""
     yield key
     if isinstance(value, dict):
         for inner, item in value.items():

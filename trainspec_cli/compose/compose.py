@@ -1,9 +1,9 @@
-"""compose(): a recipe and `key=value` arguments -> plain dict, the origin of every value, and all problems."""
+"""Compose a recipe and `key=value` arguments into a plain dict, with the origin of every value and all problems."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainspec_cli.compose import hydra_session
 from trainspec_cli.compose.arguments import RECIPE, Argument, parse_arguments, value_paths
 from trainspec_cli.compose.folders import find_folders
-from trainspec_cli.compose.hydra_session import Part
+from trainspec_cli.compose.hydra_session import GroupChoice
 from trainspec_cli.compose.origins import COMMAND_LINE, Origin, Origins, locate, show_path
 from trainspec_cli.compose.selection import Selection, is_choice, select
 from trainspec_cli.compose.values import apply_arguments, resolve
@@ -27,38 +27,38 @@ from trainspec_cli.errors import Problem
 @dataclass(frozen=True)
 class Composed:
     recipe: str
-    """Its name, or "" where it could not be found or read."""
+    """The recipe's name, or "" if it could not be found or read."""
     data: dict[str, Any]
-    """Interpolations resolved; `???` where a value is left open."""
+    """The values, with interpolations resolved; `???` if a value is left open."""
     origins: Origins
     arguments: tuple[str, ...]
     cwd: Path
     problems: tuple[Problem, ...] = ()
-    """All that can be seen without knowing what the values mean, located."""
+    """All problems that show without knowing what the values mean, with their locations."""
     failed: frozenset[str] = frozenset()
-    """Groups (and `recipe`) whose content is not what was asked for: what is amiss there may follow from that."""
+    """Groups (and `recipe`) that could not be read as asked for; other problems there may be consequences."""
 
     def locate(self, problems: Iterable[Problem]) -> list[Problem]:
-        """Give problems known by their path alone the place where the value was written."""
+        """Add to problems that are known by path alone the location of the value."""
         return locate(problems, self.origins, self.arguments, self.cwd)
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Values that a recipe leaves to something it names."""
+    """Values that a recipe takes from something it names, such as a checkpoint's config.json."""
 
     values: dict[str, Any]
     source: str
-    """The file they stand in."""
+    """The file that they come from."""
     replaced: frozenset[str] = frozenset()
-    """Groups of which nothing that was written stays."""
+    """Groups whose written values are all discarded."""
     problems: tuple[Problem, ...] = ()
     failed: frozenset[str] = frozenset()
-    """Groups that should have been completed, and could not be."""
+    """Groups that could not be completed."""
 
 
 Complete = Callable[[dict[str, Any], frozenset[str]], Completion]
-"""Given all that is written, interpolations resolved as far as they can be, and the groups that nobody chose."""
+"""Takes the composed values, interpolated as far as possible, and the groups left at their defaults."""
 
 
 def compose(recipe: str, overrides: Sequence[str] = (), cwd: Path | None = None) -> Composed:
@@ -66,9 +66,9 @@ def compose(recipe: str, overrides: Sequence[str] = (), cwd: Path | None = None)
 
 
 def compose_arguments(arguments: Sequence[str], cwd: Path | None = None, complete: Complete | None = None) -> Composed:
-    """Compose what a command line asks for (`recipe=NAME` is one of its arguments).
+    """Compose a command line, of which `recipe=NAME` is one argument.
 
-    Raises nothing for faults of people: they are in `problems`, and what they left whole is in `data`.
+    User errors are not raised: they are listed in `problems`, and `data` holds the rest.
     """
     cwd = (cwd or Path.cwd()).resolve()
     parsed, problems = parse_arguments(arguments)
@@ -94,8 +94,27 @@ def compose_arguments(arguments: Sequence[str], cwd: Path | None = None, complet
     )
 
 
+def amend(recipe: str, values: Mapping[str, Any], arguments: Sequence[str]) -> Composed:
+    """Apply `key=value` arguments to values that were composed before, such as a run's own.
+
+    Groups and recipes are not looked up: `model=x` is a value here.
+    """
+    parsed, problems = parse_arguments(arguments)
+    config = OmegaConf.create(dict(values))
+    problems += apply_arguments(config, parsed)
+    data, unresolved = resolve(config)
+    origins = {
+        path: Origin(COMMAND_LINE, argument.number)
+        for argument in parsed
+        for path in value_paths(argument.key, argument.value)
+    }
+    cwd = Path.cwd()
+    located = tuple(locate([*problems, *unresolved], origins, arguments, cwd))
+    return Composed(recipe, data, origins, tuple(arguments), cwd, located)
+
+
 def _is_default(group: str, selection: Selection, origins: Origins) -> bool:
-    """Neither its option nor any of its values was chosen by a recipe or on the command line."""
+    """Return True if neither a recipe nor the command line chose the group's option or any of its values."""
     options = selection.options.get(group, [])
     files = {origin.file for path, origin in origins.items() if path.partition(".")[0] == group}
     return len(options) == 1 and len(files) == 1
@@ -110,7 +129,7 @@ def _apply(completion: Completion, config: DictConfig, origins: Origins) -> Dict
 
 
 def _without_references(value: Any) -> Any:
-    """What somebody else's file says is text, and refers to nothing in this recipe."""
+    """Escape `${` in values of another program's file, so that they are read as plain text."""
     if isinstance(value, dict):
         return {key: _without_references(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -118,19 +137,20 @@ def _without_references(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def _compose_files(selection: Selection) -> tuple[DictConfig, list[Part], list[Problem]]:
-    """What `select` did not foresee (defaults lists inside a user's own groups) comes in Hydra's own words."""
+def _compose_files(selection: Selection) -> tuple[DictConfig, list[GroupChoice], list[Problem]]:
+    """Compose by Hydra. Faults that `select` did not foresee (defaults lists inside a user's groups) keep Hydra's
+    message."""
     try:
         return *hydra_session.load(selection.folders, selection.overrides(), selection.skipped), []
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
-        return DictConfig({}), [], [_in_hydras_words(error, selection)]
+        return DictConfig({}), [], [_hydra_problem(error, selection)]
 
 
-def _in_hydras_words(error: Exception, selection: Selection) -> Problem:
+def _hydra_problem(error: Exception, selection: Selection) -> Problem:
     if isinstance(error, RecursionError):
         error = ValueError("defaults lists name one another in a circle")
-    said = [str(error), *(str(cause) for cause in (error.__cause__,) if cause)]
-    lines = [line.strip() for text in said for line in text.splitlines() if line.strip()]
+    messages = [str(error), *(str(cause) for cause in (error.__cause__,) if cause)]
+    lines = [line.strip() for text in messages for line in text.splitlines() if line.strip()]
     shown = [line for line in lines if "search path" not in line.lower() and not line.startswith("provider=")]
     named = re.search(r"In '([^']+)'", " ".join(lines))
     file = selection.folders.find_config(named[1]) if named else None
@@ -143,7 +163,7 @@ def _in_hydras_words(error: Exception, selection: Selection) -> Problem:
     )
 
 
-def _origins(selection: Selection, parts: Sequence[Part], values: Sequence[Argument]) -> Origins:
+def _origins(selection: Selection, parts: Sequence[GroupChoice], values: Sequence[Argument]) -> Origins:
     origins: Origins = {}
     for part in parts:
         file = selection.folders.find_config(part.name)

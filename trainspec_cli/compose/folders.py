@@ -1,4 +1,4 @@
-"""Where recipes and groups are found: the user's own ./conf and ./recipes first, then those that ship."""
+"""The folders of recipes and groups: the user's own ./conf and ./recipes first, then the shipped ones."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pathlib import Path
 from trainspec_cli.reading.files import exists
 
 ROOT = "trainspec"
-"""conf/trainspec.yaml, the root of every run (no common name: ./conf may belong to another Hydra program)."""
+"""conf/trainspec.yaml, the root of every run (a distinctive name: ./conf may belong to another Hydra program)."""
 SUFFIX = ".yaml"
 _MAY_BE_FILE = re.compile(r"(?!\.{1,2}$)[^\0]{1,200}")
 SHIPPED = "shipped"
-"""`${shipped:recipes/FILE}` in a recipe is the path of a file that ships with trainspec."""
+"""The resolver in `${shipped:recipes/FILE}`, the path of a file that ships with trainspec."""
 
 
 @dataclass(frozen=True)
 class Folders:
     conf: tuple[Path, ...]
-    """The first that has a file wins."""
+    """Searched in order; the first match wins."""
     recipes: tuple[Path, ...]
 
     def groups(self) -> list[str]:
-        """`cluster`, `data`, ...: folders below conf."""
+        """Return the group names, `cluster`, `data`, ...: folders below conf."""
         found = {
             folder.relative_to(conf).as_posix()
             for conf in self.conf
@@ -37,7 +37,8 @@ class Folders:
         return _names(conf / group for conf in self.conf)
 
     def find_config(self, name: str) -> Path | None:
-        """`model/llama_6m`, `recipe/tiny` -> the file that wins. A name leads out of no folder."""
+        """Return the file of `model/llama_6m` or `recipe/tiny`; None if there is none, or the name leaves the
+        folder."""
         if not _is_name(name):
             return None
         if name.startswith("recipe/"):
@@ -57,7 +58,7 @@ def find_folders(cwd: Path) -> Folders:
 
 
 def shipped_data() -> Path:
-    """`_data` inside an installed wheel, else the checkout."""
+    """Return `_data` inside an installed wheel, else the checkout."""
     package = Path(__file__).resolve().parent.parent
     installed = package / "_data"
     return installed if installed.is_dir() else package.parent
@@ -68,7 +69,7 @@ def find_shipped(name: str) -> str:
 
 
 def _is_name(name: str) -> bool:
-    """Words that may be files' names, joined by slashes."""
+    """Return True if `name` consists of valid file names joined by slashes."""
     return all(_MAY_BE_FILE.fullmatch(word) for word in name.split("/"))
 
 

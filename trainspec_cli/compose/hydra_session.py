@@ -1,4 +1,4 @@
-"""Hydra's compose API over our folders: recipes and groups, the user's own before those that ship.
+"""Hydra's compose API over trainspec's folders: recipes and groups, the user's own before the shipped ones.
 
 Two of Hydra's plugin kinds, registered by hand: a search path that puts the user's ./conf first, and a source
 with its own scheme (`recipes://`) that makes a flat folder of recipes the group `recipe`, merged at the root.
@@ -29,13 +29,13 @@ HYDRA_VERSION_BASE = "1.3"
 
 
 @dataclass(frozen=True)
-class Part:
-    """One file of a composition."""
+class GroupChoice:
+    """One file of a composition, and where it is merged."""
 
     name: str
     """`model/llama_6m`"""
     package: str
-    """The dotted path it is merged at; "" is the root."""
+    """The dotted path that it is merged at; "" is the root."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,9 @@ class _Session:
 _session: ContextVar[_Session] = ContextVar("session")
 
 
-def load(folders: Folders, choices: Sequence[str], skipped: Mapping[str, set[int]]) -> tuple[DictConfig, list[Part]]:
+def load(
+    folders: Folders, choices: Sequence[str], skipped: Mapping[str, set[int]]
+) -> tuple[DictConfig, list[GroupChoice]]:
     """Compose the root with `choices` (`recipe=tiny`, `model=...`); -> the config, and its files, last wins.
 
     `skipped` names entries of recipes' defaults lists to leave out: config name -> their numbers from 0.
@@ -61,7 +63,7 @@ def load(folders: Folders, choices: Sequence[str], skipped: Mapping[str, set[int
             loader = GlobalHydra.instance().config_loader()
             files = loader.compute_defaults_list(ROOT, list(choices), RunMode.RUN).defaults
             parts = [
-                Part(file.config_path or "", file.package or "")
+                GroupChoice(file.config_path or "", file.package or "")
                 for file in files
                 if (file.package or "").partition(".")[0] != "hydra" and file.config_path != "_dummy_empty_config_"
             ]
@@ -82,7 +84,7 @@ class OurSearchPath(SearchPathPlugin):  # type: ignore[misc]
 
 
 class RecipeSource(ConfigSource):  # type: ignore[misc]
-    """`recipe/tiny` -> FOLDER/tiny.yaml, merged at the root."""
+    """A source that reads `recipe/tiny` from FOLDER/tiny.yaml and merges it at the root."""
 
     @staticmethod
     def scheme() -> str:

@@ -1,7 +1,7 @@
-"""`${...}` in a recipe: each value is resolved once, and what it comes to is bounded.
+"""Resolve `${...}` in a recipe: each value once, and with a bounded result.
 
-OmegaConf resolves a reference anew wherever it is met, so that thirty lines which double one another would fill the
-memory. Of its resolvers `shipped` alone is here: a recipe says the same whenever and wherever it is read.
+OmegaConf resolves a reference again wherever it occurs, so thirty lines that each double the one before would fill the
+memory. `shipped` is the only resolver: a recipe means the same whenever and wherever it is read.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.grammar_visitor import GrammarVisitor
 
 MISSING = "???"
-"""Hydra's word for a value that is left open."""
+"""Hydra's marker for a value that is left open."""
 MAX_CHARS = 100_000
-"""Of a text, its references written out."""
+"""The longest text, with its references written out."""
 MAX_VALUES = 5_000
-"""Of a section, its references written out."""
+"""The most values in a section, with its references written out."""
 MAX_DEPTH = 40
-"""References to references, and sections within sections."""
+"""The deepest chain of references and sections."""
 
 Path = tuple[str | int, ...]
 
 
 class InterpolationError(ValueError):
-    """A value cannot be resolved; says why."""
+    """A value cannot be resolved; the message says why."""
 
 
 @dataclass(frozen=True)
 class _Resolved:
     value: Any
     values: int
-    """How many it holds, itself included."""
+    """The number of values it holds, itself included."""
 
 
 class Resolver:
-    """The values of a recipe as plain data that was written with references in it."""
+    """Resolves the references in a recipe's values."""
 
     def __init__(self, written: Any, resolvers: dict[str, Callable[[str], str]]):
         self._written, self._resolvers = written, resolvers
@@ -47,7 +47,7 @@ class Resolver:
         self._under_way: list[Path] = []
 
     def value(self, path: Path) -> Any:
-        """What stands at `path`, resolved. Raises InterpolationError."""
+        """Return the resolved value at `path`. Raises InterpolationError."""
         return self._resolve(path).value
 
     def _resolve(self, path: Path) -> _Resolved:
@@ -64,7 +64,7 @@ class Resolver:
         return self._known[path]
 
     def _at(self, path: Path) -> Any:
-        """As it is written; a reference on the way there is followed."""
+        """Return the value at `path` as written; references on the way there are followed."""
         node = self._written
         for depth, key in enumerate(path):
             if isinstance(node, str) and "${" in node:
@@ -92,7 +92,7 @@ class Resolver:
     def _section(self, value: Any, items: Any) -> _Resolved:
         values = 1 + sum(item.values for item in items)
         if values > MAX_VALUES:
-            raise InterpolationError(f"it stands for more than {MAX_VALUES:,} values")
+            raise InterpolationError(f"it expands to more than {MAX_VALUES:,} values")
         return _Resolved(value, values)
 
     def _resolve_text(self, path: Path, written: str) -> _Resolved:
@@ -113,7 +113,7 @@ class Resolver:
         except RecursionError as error:
             raise InterpolationError("it is nested too deep") from error
         if isinstance(value, str) and len(value) > MAX_CHARS:
-            raise InterpolationError(f"it stands for a text of more than {MAX_CHARS:,} characters")
+            raise InterpolationError(f"it expands to a text of more than {MAX_CHARS:,} characters")
         return _Resolved(value, sum(counts) if isinstance(value, (dict, list)) else 1)
 
     def _call(self, name: str, args: tuple[Any, ...], args_str: tuple[str, ...]) -> Any:
@@ -126,9 +126,10 @@ class Resolver:
 
 
 def _target(key: str, path: Path) -> Path:
-    """`optim.lr` counts from the root, `.lr` from beside the value at `path`, `..lr` from one section further up."""
+    """Return the path of a reference: `optim.lr` is absolute, `.lr` relative to the value at `path`, `..lr` one
+    section up."""
     ups = len(key) - len(key.lstrip("."))
-    words: Path = tuple(split_key(key[ups:])) if key[ups:] else ()
+    keys: Path = tuple(split_key(key[ups:])) if key[ups:] else ()
     if ups > len(path):
         raise InterpolationError(f"Interpolation key '{key}' not found")
-    return (*path[: len(path) - ups], *words) if ups else words
+    return (*path[: len(path) - ups], *keys) if ups else keys

@@ -1,4 +1,4 @@
-"""Where each value was written: origins, and the join of problems with them."""
+"""Origins: the file and line of each value, and their addition to problems."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ COMMAND_LINE = "command line"
 @dataclass(frozen=True)
 class Origin:
     file: str
-    """As a person at the working directory would write it, or `command line`."""
+    """The path relative to the working directory, or `command line`."""
     line: int
-    """Counted from 1; on the command line the number of the argument."""
+    """Counted from 1; on the command line, the number of the argument."""
     column: int | None = None
 
     def __str__(self) -> str:
@@ -25,21 +25,21 @@ class Origin:
 
 
 Origins = dict[str, Origin]
-"""Dotted path -> where its key stands (the last writer's)."""
+"""Dotted path -> position of its key (the last writer's)."""
 
 
 def show_path(path: Path, cwd: Path) -> str:
-    """Relative where `path` lies below `cwd`, else whole."""
+    """Return `path` relative to `cwd` if it lies below, else unchanged."""
     return str(path.relative_to(cwd)) if path.is_relative_to(cwd) else str(path)
 
 
 def locate(problems: Iterable[Problem], origins: Origins, arguments: Sequence[str], cwd: Path) -> list[Problem]:
-    """Give each problem its file, line and column (by its path), and the text that stands there."""
+    """Add to each problem its file, line and column (by its path), and that line's text."""
     return [_with_excerpt(_with_origin(problem, origins), arguments, cwd) for problem in problems]
 
 
 def find_origin(path: str, origins: Origins) -> Origin | None:
-    """The origin of `path`; else of what was written below it; else of what surrounds it."""
+    """Return the origin of `path`, else of a value below it, else of its parent."""
     if path in origins:
         return origins[path]
     below = [origin for key, origin in origins.items() if path and key.startswith(f"{path}.")]

@@ -1,4 +1,4 @@
-"""A composed recipe as YAML, each value with the file:line it comes from."""
+"""Render a composed recipe as YAML, each value with the file:line it comes from."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from trainspec_cli.compose.origins import Origin, Origins
 from trainspec_cli.printable import is_printable, on_one_line
 
 WIDEST_ALIGNED = 44
-"""Origins stand in one column, behind lines of up to this length."""
+"""Origins are aligned in one column after lines of up to this length."""
 
 
 def render_yaml(composed: Composed, paint_origin: Callable[[str], str] = str) -> str:
-    """Valid YAML: origins are comments. `paint_origin` may colour them."""
+    """Return valid YAML with origins as comments, which `paint_origin` may colour."""
     lines = list(_lines(composed.data, composed.origins, ""))
     column = max((len(text) for text, _ in lines if len(text) <= WIDEST_ALIGNED), default=0)
     rendered = [
@@ -26,7 +26,7 @@ def render_yaml(composed: Composed, paint_origin: Callable[[str], str] = str) ->
 
 
 def render_value(value: Any) -> str:
-    """On one line, as YAML writes it; in ASCII where it holds characters that are not seen."""
+    """Return a value on one line of YAML; in ASCII if it holds invisible characters."""
     text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
     if not is_printable(text):
         text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"))
@@ -34,7 +34,7 @@ def render_value(value: Any) -> str:
 
 
 def flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted path -> value, for every value that is no section."""
+    """Map dotted paths to values, for every value that is not a section."""
     flat: dict[str, Any] = {}
     for key, value in data.items():
         if isinstance(value, dict) and value:

@@ -1,7 +1,7 @@
-"""Which files take part: the recipe and one option of each group, checked before Hydra looks for them.
+"""Select the files of a composition: the recipe and one option of each group, checked before Hydra reads them.
 
-Hydra stops at the first fault. Here a fault is reported and routed round: an option that does not exist gives
-way to the one it would have replaced, a wrong line of a defaults list is skipped, and composition goes on.
+Hydra stops at the first fault. Here a fault is reported and worked around: an option that does not exist is replaced by
+the previous one, a wrong line of a defaults list is skipped, and composition goes on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from trainspec_cli.compose.arguments import RECIPE, Argument, assign, problem_at
 from trainspec_cli.compose.folders import ROOT, SUFFIX, Folders
 from trainspec_cli.compose.origins import COMMAND_LINE, Origin
-from trainspec_cli.compose.yaml_file import Entry, YamlFile, read_yaml
+from trainspec_cli.compose.yaml_file import YamlEntry, YamlFile, read_yaml
 from trainspec_cli.errors import Problem, RecipeError, closest
 from trainspec_cli.reading.files import exists, expand
 
@@ -25,19 +25,19 @@ class Selection:
     folders: Folders
     cwd: Path
     recipe: str = ""
-    """As Hydra knows it; "" when there is none to be had."""
+    """The name that Hydra knows; "" if there is none."""
     options: dict[str, list[tuple[str, Origin]]] = field(default_factory=dict)
-    """Group -> the options asked for, the strongest last."""
+    """Group -> the options asked for; the last one has priority."""
     forced: dict[str, str] = field(default_factory=dict)
-    """Group -> the option to give Hydra on its command line."""
+    """Group -> the option to pass to Hydra."""
     skipped: dict[str, set[int]] = field(default_factory=dict)
-    """Recipe -> lines of its defaults list to leave out."""
+    """Recipe -> indices of its defaults list to leave out."""
     failed: set[str] = field(default_factory=set)
-    """Groups (and `recipe`) whose content is not what was asked for."""
+    """Groups (and `recipe`) that could not be read as asked for."""
     problems: list[Problem] = field(default_factory=list)
 
     def overrides(self) -> list[str]:
-        """For Hydra."""
+        """Return the overrides to pass to Hydra."""
         recipe = assign(RECIPE, self.recipe) if self.recipe else f"~{RECIPE}"
         return [recipe, *(assign(group, option) for group, option in self.forced.items())]
 
@@ -55,12 +55,12 @@ def select(arguments: Sequence[Argument], folders: Folders, cwd: Path) -> Select
             selection.options.setdefault(argument.key, []).append((_option_text(argument), origin))
             selection.forced[argument.key] = _option_text(argument)
     for group in selection.options:
-        _settle(selection, group)
+        _drop_unreadable(selection, group)
     return selection
 
 
 def is_choice(argument: Argument, groups: Sequence[str]) -> bool:
-    """`model=llama_6m` chooses a file; `model={num_layers: 2}` and `~model` change values."""
+    """Return True for `model=llama_6m`, which chooses a file; `model={num_layers: 2}` and `~model` change values."""
     return argument.key in groups and not argument.deletes and not isinstance(argument.value, dict)
 
 
@@ -114,7 +114,7 @@ def _has_yml(folders: Sequence[Path], name: str) -> bool:
 
 
 def _add_recipe(selection: Selection, name: str, seen: set[str]) -> bool:
-    """Read a recipe and those it is built on, and note the options they ask for. False where it is unreadable."""
+    """Read a recipe and its parents, and record the options they ask for. Return False if it is unreadable."""
     seen.add(name)
     file = _read(selection, selection.folders.find_config(name))
     if file is None:
@@ -126,11 +126,11 @@ def _add_recipe(selection: Selection, name: str, seen: set[str]) -> bool:
     return True
 
 
-def _add_entry(selection: Selection, entry: Entry, seen: set[str]) -> bool:
+def _add_entry(selection: Selection, entry: YamlEntry, seen: set[str]) -> bool:
     problem = _check_entry(selection, entry)
     if problem:
         selection.problems.append(problem)
-        selection.failed.add(_doubtful(entry, selection.folders.groups()))
+        selection.failed.add(_affected(entry, selection.folders.groups()))
         return False
     if entry.key:
         group = entry.key.split()[-1].removeprefix("/")
@@ -140,18 +140,18 @@ def _add_entry(selection: Selection, entry: Entry, seen: set[str]) -> bool:
     return True
 
 
-def _doubtful(entry: Entry, groups: Sequence[str]) -> str:
-    """What a wrong line of a defaults list was to give: a group's values, or a whole recipe's."""
+def _affected(entry: YamlEntry, groups: Sequence[str]) -> str:
+    """Return what a wrong line of a defaults list was meant to set: a group, or `recipe`."""
     group = entry.key.split()[-1].removeprefix("/") if entry.key else RECIPE
     return closest(group, groups) or group
 
 
-def _parent(entry: Entry) -> str:
+def _parent(entry: YamlEntry) -> str:
     return f"{RECIPE}/{entry.value.removeprefix(f'/{RECIPE}/')}"
 
 
-def _check_entry(selection: Selection, entry: Entry) -> Problem | None:
-    """A recipe's defaults list holds `_self_`, names of recipes, and `override /group: option`."""
+def _check_entry(selection: Selection, entry: YamlEntry) -> Problem | None:
+    """Check a line of a defaults list: `_self_`, a recipe's name, or `override /group: option`."""
     if not entry.key:
         return None if entry.value == SELF else _check_parent(selection, entry)
     *keywords, group = entry.key.split()
@@ -160,7 +160,7 @@ def _check_entry(selection: Selection, entry: Entry) -> Problem | None:
     if name not in groups:
         near = closest(name, groups)
         hint = f"did you mean `override /{near}`? " if near else ""
-        message = f"there is no group `{name}` to choose an option of"
+        message = f"there is no group `{name}`"
         return _entry_problem(entry, "unknown_group", message, f"{hint}Groups: {', '.join(groups)}")
     if keywords != ["override"] or not group.startswith("/"):
         message = f"`{entry.key}: {entry.value}` would add a second {name}, not replace the first"
@@ -168,7 +168,7 @@ def _check_entry(selection: Selection, entry: Entry) -> Problem | None:
     return None
 
 
-def _check_parent(selection: Selection, entry: Entry) -> Problem | None:
+def _check_parent(selection: Selection, entry: YamlEntry) -> Problem | None:
     if entry.value and selection.folders.find_config(_parent(entry)):
         return None
     names = selection.folders.recipe_names()
@@ -177,7 +177,7 @@ def _check_parent(selection: Selection, entry: Entry) -> Problem | None:
     return _entry_problem(entry, "unknown_recipe", f"there is no recipe `{entry.value}` to build on", hint)
 
 
-def _entry_problem(entry: Entry, code: str, message: str, hint: str) -> Problem:
+def _entry_problem(entry: YamlEntry, code: str, message: str, hint: str) -> Problem:
     origin = entry.origin
     return Problem(
         code=code,
@@ -190,8 +190,8 @@ def _entry_problem(entry: Entry, code: str, message: str, hint: str) -> Problem:
     )
 
 
-def _settle(selection: Selection, group: str) -> None:
-    """Take the strongest option that is there and whole; report those it had to pass over."""
+def _drop_unreadable(selection: Selection, group: str) -> None:
+    """Choose the last option that exists and can be read; report those that were dropped."""
     options = selection.options[group]
     while options and not _is_whole(selection, group, *options[-1]):
         selection.failed.add(group)
@@ -205,7 +205,7 @@ def _settle(selection: Selection, group: str) -> None:
 def _is_whole(
     selection: Selection, group: str, option: str, origin: Origin, below: frozenset[str] = frozenset()
 ) -> bool:
-    """Whether an option and those it is built on can be read; what is wrong is reported."""
+    """Return True if an option and its parents can be read; report what is wrong."""
     path = selection.folders.find_config(f"{group}/{option}") if option else None
     if path is None:
         selection.problems.append(_unknown_option(selection.folders, group, option, origin))
@@ -239,7 +239,7 @@ def _unknown_option(folders: Folders, group: str, option: str, origin: Origin) -
 
 
 def _read(selection: Selection, file: Path | None) -> YamlFile | None:
-    """The file, or None with its faults reported."""
+    """Return the file, or None after reporting its faults."""
     assert file is not None
     try:
         return read_yaml(file, selection.cwd)

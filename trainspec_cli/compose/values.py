@@ -1,4 +1,4 @@
-"""Values over files: apply the command line's, then resolve every `${...}`; faults are gathered."""
+"""Apply the command line's values to those of the files, then resolve every `${...}`; faults are collected."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trainspec_cli.compose.interpolation import MISSING, InterpolationError, Res
 from trainspec_cli.errors import Problem, did_you_mean
 
 SHOWN_CHARS = 200
-"""Of a value that cannot be resolved."""
+"""The longest excerpt of a value that cannot be resolved."""
 
 
 def apply_arguments(config: DictConfig, arguments: Iterable[Argument]) -> list[Problem]:
-    """Set and delete in order. Keys that no file has are added: whether they mean something is not known here."""
+    """Set and delete values in order. Unknown keys are added; they are checked later."""
     OmegaConf.set_struct(config, False)
     found = (_delete(config, argument) if argument.deletes else _set(config, argument) for argument in arguments)
     return [problem for problem in found if problem]
@@ -41,27 +41,27 @@ def _delete(config: DictConfig, argument: Argument) -> Problem | None:
     parent = OmegaConf.select(config, parent_path) if parent_path else config
     if not isinstance(parent, DictConfig) or name not in parent:
         hint = did_you_mean(argument.key, _paths(config))
-        message = f"there is no `{argument.key}` to take out"
+        message = f"there is no `{argument.key}` to delete"
         return problem_at(argument.number, "unknown_key", message, hint, argument.key)
     del parent[name]
     return None
 
 
 def _scalar_above(config: DictConfig, key: str) -> str | None:
-    """The part of `key` that names a single value, if one does."""
+    """Return the prefix of `key` that names a single value, if there is one."""
     node: Any = _as_written(config)
-    words = key.split(".")
-    for depth, word in enumerate(words[:-1], start=1):
-        if word not in node:
+    names = key.split(".")
+    for depth, name in enumerate(names[:-1], start=1):
+        if name not in node:
             return None
-        node = node[word]
+        node = node[name]
         if not isinstance(node, dict):
-            return ".".join(words[:depth])
+            return ".".join(names[:depth])
     return None
 
 
 def resolve(config: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
-    """-> plain dict, `???` kept where a value is open or its interpolation failed; and the failed ones."""
+    """Return a plain dict, with `???` for values that are open or failed to resolve, and the problems."""
     written = _as_written(config)
     problems: list[Problem] = []
     plain = _resolve_section(
@@ -87,11 +87,11 @@ def _resolve_section(
     return plain
 
 
-def _bad_interpolation(value: Any, path: str, said: str, keys: Iterable[str]) -> Problem:
+def _bad_interpolation(value: Any, path: str, reason: str, keys: Iterable[str]) -> Problem:
     shown = str(value)
-    hint = did_you_mean(shown.strip("${}"), keys) if "not found" in said else ""
+    hint = did_you_mean(shown.strip("${}"), keys) if "not found" in reason else ""
     shown = shown if len(shown) <= SHOWN_CHARS else f"{shown[:SHOWN_CHARS]}..."
-    return Problem(code="bad_interpolation", path=path, message=f"`{path}` is {shown}: {said}", hint=hint)
+    return Problem(code="bad_interpolation", path=path, message=f"`{path}` is {shown}: {reason}", hint=hint)
 
 
 def _paths(config: Any) -> list[str]:
@@ -106,7 +106,7 @@ def _flatten(plain: dict[str, Any], prefix: str) -> Iterator[str]:
 
 
 def _as_written(config: DictConfig) -> dict[str, Any]:
-    """Plain, with interpolations as they stand."""
+    """Return a plain dict with interpolations unresolved."""
     return OmegaConf.to_container(config, resolve=False)  # type: ignore[return-value]
 
 

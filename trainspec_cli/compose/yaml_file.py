@@ -1,4 +1,4 @@
-"""One YAML file read for its positions: where each key stands, its defaults list, and what is wrong with it."""
+"""Read one YAML file for its positions: the line of each key, the defaults list, and syntax errors."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ SYNTAX_HINTS = {
     "found unexpected end of stream": "close the quotes",
     "expected <block end>": "give keys of one level the same indentation",
 }
-"""Words of PyYAML's message -> what to do."""
+"""Fragment of PyYAML's message -> what to do."""
 
-TOLD_AT_THE_START = ("could not find expected ':'", "end of stream", "expected ',' or")
-"""Words of messages about something unfinished: PyYAML's context mark says where that began."""
+UNFINISHED = ("could not find expected ':'", "end of stream", "expected ',' or")
+"""Fragments of messages about something unfinished, whose start is in PyYAML's context mark."""
 
 _NO_SPACE = re.compile(r"\s*[\w-]+:[^\s:]")
 
 
 @dataclass(frozen=True)
-class Entry:
+class YamlEntry:
     """One line of a defaults list: `override /model: llama_6m`, or a bare name."""
 
     key: str
@@ -44,15 +44,15 @@ class Entry:
 @dataclass(frozen=True)
 class YamlFile:
     start: Origin
-    """Its first key, or its first line."""
+    """The first key, or the first line."""
     origins: Origins
-    """Dotted path, as written in this file -> where its key stands."""
-    defaults: tuple[Entry, ...]
+    """Dotted path, as written in this file -> position of its key."""
+    defaults: tuple[YamlEntry, ...]
     description: str
 
 
 def read_yaml(path: Path, cwd: Path) -> YamlFile:
-    """Raises RecipeError with everything that is wrong with the file's form."""
+    """Read a file. Raises RecipeError with everything that is wrong with its syntax."""
     shown = show_path(path, cwd)
     root = _parse(path, shown)
     if root is None:
@@ -79,9 +79,9 @@ def _parse(path: Path, shown: str) -> yaml.Node | None:
     except yaml.MarkedYAMLError as error:
         raise RecipeError(_syntax_problem(error, shown, text.splitlines())) from error
     except UnreadableFileError as error:
-        told = error.problems[0]
-        message = f"{shown} cannot be read as text: it {told.message.removeprefix(f'{path} ')}"
-        problem = Problem("bad_yaml", message, hint=told.hint, file=shown, line=told.line or 1, column=1)
+        found = error.problems[0]
+        message = f"{shown} cannot be read as text: it {found.message.removeprefix(f'{path} ')}"
+        problem = Problem("bad_yaml", message, hint=found.hint, file=shown, line=found.line or 1, column=1)
         raise RecipeError(problem) from error
     except (yaml.YAMLError, ValueError) as error:
         message = f"{shown} cannot be read as text: {str(error).partition(chr(10))[0]}"
@@ -89,28 +89,28 @@ def _parse(path: Path, shown: str) -> yaml.Node | None:
 
 
 def _syntax_problem(error: yaml.MarkedYAMLError, shown: str, lines: list[str]) -> Problem:
-    said = error.problem or error.context or "unreadable"
-    unfinished = any(words in said for words in TOLD_AT_THE_START)
+    reason = error.problem or error.context or "unreadable"
+    unfinished = any(fragment in reason for fragment in UNFINISHED)
     mark = (error.context_mark if unfinished else None) or error.problem_mark or error.context_mark
     line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
-    if "'\\t'" in said:
-        message, hint = "a tab indents this line; YAML takes spaces alone", "replace the tab with two spaces"
+    if "'\\t'" in reason:
+        message, hint = "this line is indented by a tab; YAML allows only spaces", "replace the tab with two spaces"
     else:
-        context = f" {error.context}" if error.context and error.context != said else ""
+        context = f" {error.context}" if error.context and error.context != reason else ""
         what = "this is more than a recipe may hold" if isinstance(error, YamlLimitError) else "this is not YAML"
-        message, hint = f"{what}: {said}{context}", _syntax_hint(said, lines, line)
+        message, hint = f"{what}: {reason}{context}", _syntax_hint(reason, lines, line)
     return Problem(code="bad_yaml", message=message, hint=hint, file=shown, line=line, column=column)
 
 
-def _syntax_hint(said: str, lines: list[str], line: int) -> str:
+def _syntax_hint(reason: str, lines: list[str], line: int) -> str:
     for number in (line, line - 1):
         if 1 <= number <= len(lines) and _NO_SPACE.match(lines[number - 1]):
             return f"put a space after the colon in line {number}"
-    return next((hint for words, hint in SYNTAX_HINTS.items() if words in said), "")
+    return next((hint for fragment, hint in SYNTAX_HINTS.items() if fragment in reason), "")
 
 
 def _check_keys(node: yaml.Node, shown: str) -> Iterator[Problem]:
-    """Keys that occur twice, of which YAML would silently take the last, or that are no words."""
+    """Yield a problem for each key that is not a word, or occurs twice (YAML would silently take the last)."""
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
             yield from _check_keys(item, shown)
@@ -123,7 +123,7 @@ def _check_keys(node: yaml.Node, shown: str) -> Iterator[Problem]:
             continue
         if key.value in first:
             line = first[key.value].start_mark.line + 1
-            yield _problem(key, shown, f"the key `{key.value}` stands twice, first in line {line}", "keep one")
+            yield _problem(key, shown, f"the key `{key.value}` occurs twice, first in line {line}", "keep one")
         first[key.value] = key
         yield from _check_keys(value, shown)
 
@@ -141,13 +141,13 @@ def _walk(node: yaml.MappingNode, prefix: str, shown: str) -> Iterator[tuple[str
             yield from _walk(value, f"{path}.", shown)
 
 
-def _entries(defaults: yaml.Node | None, shown: str) -> Iterator[Entry]:
+def _entries(defaults: yaml.Node | None, shown: str) -> Iterator[YamlEntry]:
     for node in defaults.value if isinstance(defaults, yaml.SequenceNode) else []:
         if isinstance(node, yaml.MappingNode) and node.value:
             key, value = node.value[0]
-            yield Entry(key.value, _scalar(value), _origin(key, shown))
+            yield YamlEntry(key.value, _scalar(value), _origin(key, shown))
         else:
-            yield Entry("", _scalar(node), _origin(node, shown))
+            yield YamlEntry("", _scalar(node), _origin(node, shown))
 
 
 def _origin(node: yaml.Node, shown: str) -> Origin:

@@ -1,4 +1,4 @@
-"""The tokenizer: a byte-level BPE trained on the spot, or the user's own `tokenizer.json`."""
+"""The tokenizer: a byte-level BPE trained on the data, or the user's own `tokenizer.json`; text to tokens and back."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainspec_cli.corpus.manifest import TOKENIZER_FILE
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.reading.files import exists, read_text
 from trainspec_cli.spec.recipe.data import TokenizerSpec
@@ -17,13 +18,13 @@ if TYPE_CHECKING:
 
 END_OF_DOCUMENT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>")
-"""Names under which published tokenizers keep their end of document."""
+"""Names of the end-of-document token in published tokenizers."""
 
 MAX_WORD_CHARS = 256
 _LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARS}}}|\s{{{MAX_WORD_CHARS}}}")
 
 MIN_VOCAB_SIZE = 257
-"""All bytes, and the end of document."""
+"""256 bytes and the end of document."""
 
 WORD_PATTERN = (
     r"[^\r\n\p{L}\p{N}]?\p{L}+"  # a word, with the space or sign before it
@@ -36,7 +37,7 @@ WORD_PATTERN = (
 
 
 def train(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()) -> Tokenizer:
-    """A byte-level BPE of at most `vocab_size` entries (fewer when the text is too small to fill it).
+    """Train a byte-level BPE of at most `vocab_size` entries (fewer when the text is too small to fill it).
 
     The same texts give the same tokenizer, whatever the number of threads.
     """
@@ -59,7 +60,7 @@ def train(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()) ->
 
 
 def cut_long_words(text: str) -> Iterator[str]:
-    """`text`, cut within words of more than `MAX_WORD_CHARS`: training takes a time that grows with their square."""
+    """Cut `text` within words of more than `MAX_WORD_CHARS`: training time grows with the square of a word's length."""
     start = 0
     for long in _LONG_WORD.finditer(text):
         yield text[start : long.end()]
@@ -68,7 +69,7 @@ def cut_long_words(text: str) -> Iterator[str]:
 
 
 def load(file: Path) -> Tokenizer:
-    """Reads a `tokenizer.json`; raises RecipeError if it is missing or not one."""
+    """Read a `tokenizer.json`. Raises RecipeError if it is missing or not one."""
     if not exists(file):
         raise _tokenizer_error("missing_file", f"{file.absolute()} does not exist")
     try:
@@ -96,23 +97,23 @@ def _read_tokenizer(file: Path) -> Tokenizer:
 
 
 def _as_plain_text(tokenizer: Tokenizer) -> Tokenizer:
-    """Text that spells a special token is encoded like any other text."""
+    """Make the tokenizer encode text that spells a special token like any other text."""
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
 def digest(tokenizer: Tokenizer) -> str:
-    """Tells tokenizers apart."""
+    """Return a sha256 that identifies the tokenizer."""
     return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 
 def count_vocab(tokenizer: Tokenizer) -> int:
-    """The highest id and one: what an embedding must hold, gaps included."""
+    """Return the highest id plus one: the rows that an embedding needs, gaps included."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def find_end_of_document(tokenizer: Tokenizer, spec: TokenizerSpec) -> int:
-    """The id that closes each document: the one the spec names, or the first known name."""
+    """Return the id that ends each document: the one the spec names, or the first of the known names."""
     for name in (spec.end_of_document,) if spec.end_of_document else KNOWN_ENDS:
         token_id = tokenizer.token_to_id(name)
         if token_id is not None:
@@ -129,3 +130,31 @@ def find_end_of_document(tokenizer: Tokenizer, spec: TokenizerSpec) -> int:
 def _tokenizer_error(code: str, message: str, hint: str = "") -> RecipeError:
     hint = hint or "data.tokenizer.path=FILE names a tokenizer.json; null trains one on the data"
     return RecipeError(Problem(code, message, path="data.tokenizer.path", hint=hint))
+
+
+def _load_from(token_folder: str | Path) -> Tokenizer:
+    return load(Path(token_folder, TOKENIZER_FILE))
+
+
+def encode(token_folder: str | Path, text: str) -> list[int]:
+    """Return the tokens of `text`, without an end of document."""
+    return _load_from(token_folder).encode(text, add_special_tokens=False).ids
+
+
+def encode_template(token_folder: str | Path, text: str) -> list[int]:
+    """Return the tokens of a rendered chat template, whose special tokens are encoded as such."""
+    tokenizer = _load_from(token_folder)
+    tokenizer.encode_special_tokens = False
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def until_special(token_folder: str | Path, ids: Sequence[int]) -> Sequence[int]:
+    """Cut `ids` before the first special token, which ends a reply."""
+    added = _load_from(token_folder).get_added_tokens_decoder()
+    special = {token_id for token_id, token in added.items() if token.special}
+    return ids[: next((index for index, token_id in enumerate(ids) if token_id in special), len(ids))]
+
+
+def decode(token_folder: str | Path, ids: Sequence[int]) -> str:
+    """Return the text of `ids`; special tokens are spelt out, and bytes that are not UTF-8 become U+FFFD."""
+    return _load_from(token_folder).decode(list(ids), skip_special_tokens=False)

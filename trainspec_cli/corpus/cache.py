@@ -1,4 +1,4 @@
-"""Where prepared data is kept, and by what name: the name changes with all that the tokens depend on."""
+"""The cache of prepared data. A folder's name is a digest of everything that its tokens depend on."""
 
 from __future__ import annotations
 
@@ -19,28 +19,30 @@ CHOOSE_ANOTHER = "choose a folder of your own for prepared data and measured fig
 
 
 def cache_dir() -> Path:
-    """`$TRAINSPEC_CACHE`, else `$XDG_CACHE_HOME/trainspec`, else `~/.cache/trainspec`; it need not be there yet.
+    """`$TRAINSPEC_CACHE`, else `$XDG_CACHE_HOME/trainspec`, else `~/.cache/trainspec`; it may not exist yet.
 
-    Raises MachineError where it belongs to another user, or every user may write it: a run would train on what they
+    Raises MachineError if it belongs to another user or every user may write it: a run would train on data that others
     put there.
     """
-    folder = _place()
+    folder = _location()
     if folder.exists():
         check_folder(folder, CHOOSE_ANOTHER)
     return folder
 
 
 def make_cache() -> None:
-    """Make the cache for this user alone, where there is none. Raises MachineError as `cache_dir`, and where the disk
-    refuses."""
-    folder = _place()
+    """Create the cache for this user alone, if it does not exist.
+
+    Raises MachineError as `cache_dir` does, and if it cannot be written.
+    """
+    folder = _location()
     try:
         make_folder(folder, CHOOSE_ANOTHER)
     except OSError as error:
         raise cannot_write(folder, error) from error
 
 
-def _place() -> Path:
+def _location() -> Path:
     if chosen := os.environ.get("TRAINSPEC_CACHE"):
         return expand(chosen)
     base = os.environ.get("XDG_CACHE_HOME")
@@ -48,7 +50,7 @@ def _place() -> Path:
 
 
 def cached_folder(data: DataSpec, files: list[Path]) -> Path:
-    """The folder for `data` read from `files` as they are now (by path, size and time of change)."""
+    """Return the cache folder for `data` read from `files` in their present state (path, size, modification time)."""
     facts = json.dumps(_facts(data, files), sort_keys=True, allow_nan=False)
     return cache_dir() / "tokens" / f"{data.source}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
 

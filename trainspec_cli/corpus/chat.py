@@ -1,4 +1,4 @@
-"""Conversations and completions: one a line, as text of which only some is learnt."""
+"""Parse conversations and completions, one per line, into text of which only marked spans are learnt."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SHAPES = 'each line must be {"messages": [{"role": ..., "content": ...}, ...]} o
 class Conversation:
     text: str
     spans: Sequence[Span]
-    """Of `text`, in characters: what is learnt."""
+    """The parts of `text` that are learnt, in characters."""
     is_chat: bool
-    """Its template writes every special token; a plain completion begins and ends with the tokenizer's own."""
+    """True if a template writes every special token; a plain completion begins and ends with the tokenizer's own."""
 
 
 def parse_record(record: Any, template: Callable[[], ChatTemplate], *, learn_all: bool) -> Conversation:
-    """Raises ValueError that says what is wrong with the line, RecipeError where no template is to be had."""
+    """Parse one line. Raises ValueError that says what is wrong with it, RecipeError if there is no chat template."""
     if isinstance(record, dict) and isinstance(record.get("messages"), list):
         if not all(isinstance(message, dict) for message in record["messages"]):
             raise ValueError(SHAPES)
@@ -43,12 +43,13 @@ def parse_record(record: Any, template: Callable[[], ChatTemplate], *, learn_all
 
 @lru_cache(maxsize=4)
 def template_of(tokenizer: str | None, wanted: str | None) -> ChatTemplate:
-    """Looked for when the first conversation asks for it: completions need none."""
+    """Find the chat template when the first conversation needs it; completions need none."""
     return find_template(expand(tokenizer) if tokenizer else None, wanted)
 
 
 def question(data: DataSpec, prompt: str) -> str | None:
-    """`prompt` as a user's message, up to where the reply begins; None where `data` has no template (completions)."""
+    """Render `prompt` as a user's message, up to where the reply begins; None if `data` has no template
+    (completions)."""
     if data.source != "chat":
         return None
     try:
@@ -59,7 +60,7 @@ def question(data: DataSpec, prompt: str) -> str | None:
 
 
 def describe(data: DataSpec) -> dict[str, Any]:
-    """For the cache's name: what the documents depend on besides the files."""
+    """Return what conversations depend on besides their files, for the cache's digest."""
     if data.source != "chat":
         return {}
     beside = expand(data.tokenizer.path).parent if data.tokenizer.path else None

@@ -1,4 +1,4 @@
-"""From conversations to token shards, with a mark on each token that is learnt."""
+"""Encode conversations into token shards, with a mark on each token that is learnt."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import numpy as np
 
 from trainspec_cli.corpus import bpe
 from trainspec_cli.corpus.chat import SHAPES, Conversation
-from trainspec_cli.corpus.documents import write_documents
 from trainspec_cli.corpus.manifest import SPLITS, Split, SplitSummary
-from trainspec_cli.corpus.shards import ShardWriter, choose_dtype
+from trainspec_cli.corpus.shards import ShardWriter, choose_dtype, write_documents
 from trainspec_cli.corpus.split import HeldoutRule
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.huggingface.chat_template import Span
@@ -22,12 +21,12 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 BATCH = 512
-"""Conversations encoded at once, over all cores."""
+"""Conversations encoded in one call, over all cores."""
 
 
 @dataclass
 class _Written:
-    """What has been written of a split."""
+    """The shards and learnt-token masks of a split so far."""
 
     writer: ShardWriter
     masks: list[np.ndarray] = field(default_factory=list)
@@ -36,7 +35,7 @@ class _Written:
 def write_conversations(
     conversations: Iterable[Conversation], tokenizer: Tokenizer, end_id: int, rule: HeldoutRule, folder: Path
 ) -> dict[Split, SplitSummary]:
-    """Shards and documents of both splits. Raises RecipeError where nothing is to be learnt."""
+    """Write shards and document indices of both splits. Raises RecipeError if no token is to be learnt."""
     tokenizer.encode_special_tokens = False  # the template's own special tokens are meant
     special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
     dtype = choose_dtype(bpe.count_vocab(tokenizer))
@@ -64,8 +63,8 @@ def _batches(conversations: Iterable[Conversation]) -> Iterator[list[Conversatio
 
 
 def _encode(batch: Sequence[Conversation], tokenizer: Tokenizer) -> list[Encoding]:
-    """With offsets, each by its own kind: templates have written the special tokens already."""
-    of_kind = {
+    """Encode a batch with offsets. Templates already contain special tokens; completions get the tokenizer's own."""
+    encodings = {
         is_chat: iter(
             tokenizer.encode_batch(
                 [conversation.text for conversation in batch if conversation.is_chat == is_chat],
@@ -74,7 +73,7 @@ def _encode(batch: Sequence[Conversation], tokenizer: Tokenizer) -> list[Encodin
         )
         for is_chat in (True, False)
     }
-    return [next(of_kind[conversation.is_chat]) for conversation in batch]
+    return [next(encodings[conversation.is_chat]) for conversation in batch]
 
 
 def _write(
@@ -94,7 +93,7 @@ def _write(
 
 
 def _learnt(spans: Sequence[Span], encoding: Encoding) -> np.ndarray:
-    """Tokens that begin inside a span, or reach into it from before."""
+    """Mark the tokens that overlap a span."""
     offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
     learnt = np.zeros(len(offsets), dtype=bool)
     for start, end in spans:
@@ -103,6 +102,6 @@ def _learnt(spans: Sequence[Span], encoding: Encoding) -> np.ndarray:
 
 
 def _with_ends(learnt: np.ndarray, ids: Sequence[int], special: frozenset[int]) -> np.ndarray:
-    """A special token right after a reply ends the turn, which is to be learnt too."""
+    """Also mark a special token right after a reply: it ends the turn, which the model must learn."""
     is_special = np.array([token in special for token in ids], dtype=bool)
     return learnt | (np.concatenate(([False], learnt[:-1])) & is_special)

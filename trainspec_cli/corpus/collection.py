@@ -1,4 +1,4 @@
-"""All that a run reads and is judged on: one token folder, or several of one tokenizer under a `collection.json`."""
+"""A run's training and evaluation text: one token folder, or several with one tokenizer under a `collection.json`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from trainspec_cli.corpus.cache import cache_dir, make_cache
 from trainspec_cli.corpus.manifest import TOKENIZER_FILE
-from trainspec_cli.corpus.order import Mixed, Order, Shuffled
 from trainspec_cli.corpus.publish import publishing
-from trainspec_cli.corpus.rows import Joined, Packed, Rows, open_rows
+from trainspec_cli.corpus.rows import JoinedRows, Packed, Rows, open_rows
+from trainspec_cli.corpus.samples import Mixed, SampleOrder, Shuffled
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.reading.files import expand
@@ -24,39 +24,41 @@ COLLECTION = "collection.json"
 
 
 @dataclass(frozen=True)
-class Part:
+class CorpusPart:
     folder: TokenFolder
     weight: float
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A text to judge on."""
+class EvaluationText:
+    """A text that the model is evaluated on."""
 
     rows: Rows
     bytes: int
-    """0 where they are not known."""
+    """Bytes of UTF-8, or 0 if unknown."""
 
 
 @dataclass(frozen=True)
 class Collection:
-    parts: Mapping[str, Part]
-    """What is trained on, by name; a single one has none."""
+    parts: Mapping[str, CorpusPart]
+    """The training texts by name; a single one is named ""."""
     validation: Mapping[str, TokenFolder]
 
     @classmethod
     def open(cls, folder: Path | str) -> Collection:
-        """Raises RecipeError and MachineError as `TokenFolder.open`."""
+        """Open a token folder or a collection. Raises RecipeError and MachineError as `TokenFolder.open` does."""
         file = expand(folder) / COLLECTION
         if not file.is_file():
-            return cls({"": Part(TokenFolder.open(folder), 1.0)}, {})
-        told = _read(file)
-        parts = {name: Part(TokenFolder.open(part["folder"]), part["weight"]) for name, part in told["parts"].items()}
-        return cls(parts, {name: TokenFolder.open(path) for name, path in told["validation"].items()})
+            return cls({"": CorpusPart(TokenFolder.open(folder), 1.0)}, {})
+        fields = _read(file)
+        parts = {
+            name: CorpusPart(TokenFolder.open(part["folder"]), part["weight"]) for name, part in fields["parts"].items()
+        }
+        return cls(parts, {name: TokenFolder.open(path) for name, path in fields["validation"].items()})
 
     @property
     def main(self) -> TokenFolder:
-        """The first part, whose tokenizer is that of all."""
+        """The first part; all parts share its tokenizer."""
         return next(iter(self.parts.values())).folder
 
     @property
@@ -64,7 +66,7 @@ class Collection:
         return self.main.path if (self.main.path / TOKENIZER_FILE).is_file() else None
 
     def check(self, data: DataSpec, vocab_size: int) -> list[str]:
-        """-> what should be known of how `data` is read. Raises RecipeError where ids have no row in the embedding."""
+        """Return warnings about how `data` is read. Raises RecipeError if token ids exceed the embedding's rows."""
         ids = self.main.manifest.vocab_size
         if ids > vocab_size:
             message = f"the tokenizer has {ids:,} ids, and the model {vocab_size:,} rows (`model.vocab_size`)"
@@ -76,37 +78,37 @@ class Collection:
             return []
         return [f"{cut:,} conversations are longer than data.seq_len={data.seq_len:,}, and lose their ends"]
 
-    def order(self, data: DataSpec, seed: int) -> Order:
-        """The stream that is trained on."""
+    def order(self, data: DataSpec, seed: int) -> SampleOrder:
+        """Return the stream of training samples."""
         streams = [Shuffled(open_rows(part.folder, "train", data), seed) for part in self.parts.values()]
         return streams[0] if len(streams) == 1 else Mixed(streams, [part.weight for part in self.parts.values()], seed)
 
-    def judged(self, data: DataSpec) -> dict[str, Judged]:
-        """What was held out of each part, and the validation sets whole; empty ones are left out."""
+    def evaluation_texts(self, data: DataSpec) -> dict[str, EvaluationText]:
+        """Return the held-out split of each part and all of each validation set; empty ones are left out."""
         found = {name: _heldout(part.folder, data) for name, part in self.parts.items()}
         found |= {name: _whole(folder, data) for name, folder in self.validation.items()}
-        return {name: judged for name, judged in found.items() if len(judged.rows)}
+        return {name: text for name, text in found.items() if len(text.rows)}
 
 
-def _heldout(folder: TokenFolder, data: DataSpec) -> Judged:
-    return Judged(open_rows(folder, "heldout", data), folder.num_bytes("heldout"))
+def _heldout(folder: TokenFolder, data: DataSpec) -> EvaluationText:
+    return EvaluationText(open_rows(folder, "heldout", data), folder.num_bytes("heldout"))
 
 
-def _whole(folder: TokenFolder, data: DataSpec) -> Judged:
-    rows = Joined([open_rows(folder, split, data, keeps_rest=True) for split in ("train", "heldout")])
-    return Judged(rows, folder.num_bytes("train") + folder.num_bytes("heldout"))
+def _whole(folder: TokenFolder, data: DataSpec) -> EvaluationText:
+    rows = JoinedRows([open_rows(folder, split, data, keeps_rest=True) for split in ("train", "heldout")])
+    return EvaluationText(rows, folder.num_bytes("train") + folder.num_bytes("heldout"))
 
 
 def write_collection(parts: Mapping[str, tuple[Path, float]], validation: Mapping[str, Path]) -> Path:
-    """-> its folder in the cache. Raises RecipeError where the parts are not of one tokenizer."""
+    """Write a collection into the cache and return its folder. Raises RecipeError if the tokenizers differ."""
     _check_tokenizers([folder for folder, _ in parts.values()] + list(validation.values()))
-    told = {
+    fields = {
         "parts": {
             name: {"folder": str(folder.absolute()), "weight": weight} for name, (folder, weight) in parts.items()
         },
         "validation": {name: str(folder.absolute()) for name, folder in validation.items()},
     }
-    text = json_text(told) + "\n"
+    text = json_text(fields) + "\n"
     folder = cache_dir() / "tokens" / f"collection-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     if not folder.exists():
         make_cache()
@@ -121,23 +123,23 @@ def write_collection(parts: Mapping[str, tuple[Path, float]], validation: Mappin
 def _check_tokenizers(folders: list[Path]) -> None:
     digests = {TokenFolder.open(folder).manifest.tokenizer_sha256: folder for folder in folders}
     if len(digests) > 1:
-        message = f"{' and '.join(map(str, digests.values()))} are of different tokenizers"
-        hint = "data.tokenizer.path=FILE names one for all; token folders of another must be prepared again"
+        message = f"{' and '.join(map(str, digests.values()))} were made with different tokenizers"
+        hint = "type data.tokenizer.path=FILE to use one for all; prepare token folders made with another one again"
         raise RecipeError(Problem("contradiction", message, "data.tokenizer.path", hint))
 
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        told = read_object(file, {"parts": dict, "validation": dict})
-        for name, part in told["parts"].items():
+        fields = read_object(file, {"parts": dict, "validation": dict})
+        for name, part in fields["parts"].items():
             check_field(file, {name: part}, name, dict)
             check_field(file, part, "folder", str)
             check_field(file, part, "weight", float)
-        for name in told["validation"]:
-            check_field(file, told["validation"], name, str)
-        if not told["parts"]:
+        for name in fields["validation"]:
+            check_field(file, fields["validation"], name, str)
+        if not fields["parts"]:
             raise ValueError("it has no parts")
-        return told
+        return fields
     except ValueError as error:
         message = f"{file} is damaged: {error}"
         raise MachineError(message, code="bad_token_folder", hint=f"remove it: rm -r {file.parent}") from error

@@ -1,6 +1,6 @@
-"""The door to images and volumes: a DataSpec becomes samples that can be read by number.
+"""Labelled samples (images, volumes, phantoms) of a DataSpec, read by number.
 
-An image is (C, ...) of fp32, of mean 0 and variance 1; its label a class, or a class for every voxel (int64).
+An image is (C, ...) of fp32 with mean 0 and variance 1; its label is a class, or a class for every voxel (int64).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from trainspec_cli.corpus.images import ImageFolder
-from trainspec_cli.corpus.phantom import Phantoms
-from trainspec_cli.corpus.volumes import VolumeFolder
+from trainspec_cli.corpus.imaging.images import ImageFolder
+from trainspec_cli.corpus.imaging.phantom import Phantoms
+from trainspec_cli.corpus.imaging.volumes import VolumeFolder
 from trainspec_cli.reading.files import expand
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.model import ConvModel
@@ -25,22 +25,25 @@ class LabelledSamples(Protocol):
     def count(self, split: Literal["train", "heldout"]) -> int: ...
 
     def train(self, index: int, generator: np.random.Generator) -> Labelled:
-        """Sample `index` to train on; the generator chooses its crop."""
+        """Return training sample `index`; the generator chooses its crop."""
 
     def heldout(self, index: int) -> Labelled:
-        """Sample `index` to judge on, always the same."""
+        """Return held-out sample `index`, always the same crop."""
 
 
 def open_samples(data: DataSpec, model: ConvModel, folder: Path | None) -> LabelledSamples:
-    """Raises RecipeError where there are none, or their sizes, channels or classes are not the model's."""
+    """Open the samples.
+
+    Raises RecipeError if there are none, or their sizes, channels or classes are not the model's.
+    """
     if data.source == "phantom":
         return Phantoms(data, model)
-    assert folder is not None, f"{data.source} lie in a folder"
+    assert folder is not None, f"{data.source} are read from a folder"
     return ImageFolder(folder, data, model) if data.source == "images" else VolumeFolder(folder, data, model)
 
 
 def find_samples(data: DataSpec, model: ConvModel) -> Path | None:
-    """The folder to read, looked through; None for phantoms, which lie nowhere. Raises as `open_samples`."""
+    """Return the folder to read, after checking it; None for phantoms. Raises as `open_samples` does."""
     folder = expand(data.path).absolute() if data.path else None
     open_samples(data, model, folder)
     return folder

@@ -1,4 +1,4 @@
-"""`manifest.json`: what a token folder holds, and how to know that it is whole."""
+"""`manifest.json`: the content of a token folder, with sizes and digests to check it by."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainspec_cli.reading.json_file import read_object
 from trainspec_cli.spec.json_text import json_text
 
 SCHEMA = 1
-"""Raised whenever the files, their meaning or the way they are made change; cached folders are then made anew."""
+"""Incremented whenever the files, their meaning or their making change; cached folders are then prepared again."""
 
 MANIFEST_FILE = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -25,60 +25,60 @@ class Shard:
     """One file of little-endian token ids."""
 
     file: str
-    """Of others an absolute path."""
+    """A name in the folder, or an absolute path for files of another program."""
     tokens: int
     sha256: str
-    """Empty for a file of others."""
+    """Empty for a file of another program."""
     offset_bytes: int = 0
-    """Where the ids begin in the file; ours begin at once."""
+    """Where the ids begin in the file (0 in files written here)."""
 
 
 @dataclass(frozen=True)
 class SplitSummary:
     tokens: int
-    """An end-of-document token after each document included."""
+    """Includes an end-of-document token after each document."""
     bytes: int
-    """Of the text, as UTF-8."""
+    """Size of the text as UTF-8."""
     documents: int
     shards: tuple[Shard, ...]
 
 
 @dataclass(frozen=True)
-class Manifest:
+class ShardManifest:
     schema: int
     dtype: Dtype
     vocab_size: int
-    """The tokenizer's; ids are below it."""
+    """The tokenizer's size; ids are below it."""
     vocab_size_asked: int
     """Larger than `vocab_size` when the text was too small to fill it."""
     end_of_document_id: int
     tokenizer_sha256: str
-    """Empty where ids came without one."""
+    """Empty if the ids came without a tokenizer."""
     source: dict[str, Any]
-    """Where the text came from, for the record."""
+    """Where the text came from, for information."""
     heldout_fraction: float
     xz_bits_per_byte: float | None
-    """What `xz -9e` needs for the held-out text; null where Python was built without lzma."""
+    """Size of the held-out text under `xz -9e`; null if Python was built without lzma."""
     train: SplitSummary
     heldout: SplitSummary
     learns_parts: bool = False
-    """Of each document only some tokens are learnt: beside the shards lie its documents' index (documents.py)."""
+    """True if only some tokens of each document are learnt; an index of documents then lies beside the shards."""
 
     def split(self, name: Split) -> SplitSummary:
         return {"train": self.train, "heldout": self.heldout}[name]
 
     @property
     def bytes_per_token(self) -> float:
-        """Of both splits together."""
+        """Mean over both splits."""
         return (self.train.bytes + self.heldout.bytes) / max(1, self.train.tokens + self.heldout.tokens)
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, manifest: ShardManifest) -> None:
     (folder / MANIFEST_FILE).write_text(json_text(asdict(manifest)) + "\n", encoding="utf-8")
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Raises RecipeError where there is no token folder, MachineError where its manifest is damaged."""
+def read_manifest(folder: Path) -> ShardManifest:
+    """Read a folder's manifest. Raises RecipeError if there is none, MachineError if it is damaged."""
     file = folder / MANIFEST_FILE
     if not file.is_file():
         got = "holds no manifest.json" if folder.is_dir() else "does not exist"
@@ -96,21 +96,21 @@ def read_manifest(folder: Path) -> Manifest:
         fields = read_object(file)
         if fields["schema"] != SCHEMA:
             raise _unreadable(folder, f"has schema {fields['schema']}, this version reads {SCHEMA}")
-        manifest = structure(fields, Manifest)
+        manifest = structure(fields, ShardManifest)
         _check_sizes(manifest)
         return manifest
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, ExceptionGroup) as error:
         raise _unreadable(folder, f"is damaged ({type(error).__name__}: {error})") from error
 
 
-def _check_sizes(manifest: Manifest) -> None:
-    """Raises ValueError where a count is none, or the shards are not of the tokens that are told."""
+def _check_sizes(manifest: ShardManifest) -> None:
+    """Raise ValueError if a count is out of range, or the shards' tokens do not sum to the split's."""
     for name in SPLITS:
         split = manifest.split(name)
         counts = [split.tokens, split.bytes, split.documents, *(shard.tokens for shard in split.shards)]
         counts += [shard.offset_bytes for shard in split.shards] + [manifest.vocab_size]
         if not all(0 <= count < 2**53 for count in counts):
-            raise ValueError(f"{name} has a count below 0, or beyond any disk")
+            raise ValueError(f"{name} has a count below 0, or larger than any disk")
         if sum(shard.tokens for shard in split.shards) != split.tokens:
             raise ValueError(f"the shards of {name} do not hold its {split.tokens:,} tokens")
         for shard in split.shards:

@@ -1,4 +1,4 @@
-"""The door of this room: a DataSpec becomes a token folder, made once and cached."""
+"""Prepare the data of a DataSpec: a token folder, made once and cached."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainspec_cli.corpus.manifest import TOKENIZER_FILE
 from trainspec_cli.corpus.publish import publishing
 from trainspec_cli.corpus.samples import num_samples
 from trainspec_cli.corpus.shards import TokenFolder
-from trainspec_cli.corpus.sources import find_files
+from trainspec_cli.corpus.source_files import find_files
 from trainspec_cli.corpus.tokenise import OnProgress, write_tokens
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.reading.files import expand
@@ -21,21 +21,21 @@ from trainspec_cli.spec.recipe.data import DataSpec
 
 
 def prepare(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
-    """What `data` is read from: a token folder, or several under a collection (see collection.py).
+    """Return the folder that `data` is read from: a token folder, or a collection of several (see collection.py).
 
-    Raises as `prepare_one`, and RecipeError where parts are of different tokenizers.
+    Raises as `prepare_one` does, and RecipeError if the parts' tokenizers differ.
     """
     parts = {name: prepare_one(data.with_part(part), on_progress) for name, part in data.parts.items()}
     if data.source != "mixture" and not data.validation:
         return parts[""]
     tokenizer = TokenFolder.open(next(iter(parts.values()))).path / TOKENIZER_FILE
     same = replace(data, tokenizer=replace(data.tokenizer, path=str(tokenizer))) if tokenizer.is_file() else data
-    judged = {name: prepare_one(same.with_part(part), on_progress) for name, part in data.validation.items()}
-    return write_collection({name: (parts[name], part.weight) for name, part in data.parts.items()}, judged)
+    validation = {name: prepare_one(same.with_part(part), on_progress) for name, part in data.validation.items()}
+    return write_collection({name: (parts[name], part.weight) for name, part in data.parts.items()}, validation)
 
 
 def prepare_one(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
-    """The token folder of one source: the user's own where it is `tokens`, else one made in the cache or found there.
+    """Return the token folder of one source: the user's own for `tokens`, else one in the cache, made if it is missing.
 
     Raises RecipeError (no such file, malformed text, too little for one sample of `seq_len`) and MachineError (disk
     full, damaged folder). Several processes may ask for the same data at once.
@@ -46,7 +46,7 @@ def prepare_one(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
 
 
 def prepare_into(data: DataSpec, folder: Path, on_progress: OnProgress | None = None) -> None:
-    """Makes `folder`, which must not exist or be empty; raises as `prepare`, and FileExistsError."""
+    """Write `folder`, which must not exist or be empty. Raises as `prepare` does, and FileExistsError."""
     check_options(data)
     files = find_files(data)
     with publishing(folder.expanduser().resolve()) as temporary:
@@ -57,7 +57,7 @@ def prepare_into(data: DataSpec, folder: Path, on_progress: OnProgress | None = 
 
 
 def check_options(data: DataSpec) -> None:
-    """Raises RecipeError with everything that is wrong about the numbers and the tokenizer's file."""
+    """Raise RecipeError with everything that is wrong with the numbers and the tokenizer's file."""
     spec = data.tokenizer
     problems = []
     if not 0 < data.heldout_fraction < 1:
@@ -96,14 +96,14 @@ def _prepare_cached(data: DataSpec, on_progress: OnProgress | None) -> Path:
 
 
 def _check_length(folder: TokenFolder, seq_len: int) -> None:
-    """Held-out text may be shorter than a sample: it is judged in windows padded at the end."""
+    """Check that there is a sample to train on. Held-out text may be shorter: it is evaluated in padded windows."""
     if folder.manifest.learns_parts:
         return  # documents are packed, whole, into as many rows as they need
     tokens = folder.num_tokens("train")
     if num_samples(tokens, seq_len) == 0:
-        got = f"there are {tokens:,} tokens to train on, too few for one sample of {seq_len:,} and its last target"
+        got = f"{tokens:,} training tokens are too few for one sample of {seq_len:,} and its last target"
         raise RecipeError(Problem("too_little_data", got, "data.seq_len", "lower data.seq_len, or give more text"))
 
 
 def _ignore(phase: str, done: float) -> None:
-    """Progress that nobody watches."""
+    """Ignore progress."""

@@ -1,4 +1,4 @@
-"""A folder that is there whole or not at all: written aside, then renamed."""
+"""Create a folder atomically: write it under a temporary name, flush it to disk, then rename it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from trainspec_cli.errors import MachineError
 
 @contextmanager
 def publishing(folder: Path) -> Iterator[Path]:
-    """Gives a temporary folder beside `folder`, which takes its name when the block ends well.
+    """Yield a temporary folder beside `folder`, which is renamed to `folder` when the block succeeds.
 
-    Raises FileExistsError if `folder` came to hold something meanwhile, and MachineError if the disk is full or may not
-    be written; the temporary folder is then removed. What a killed process left behind is removed by the next one.
+    Raises FileExistsError if `folder` was filled meanwhile, and MachineError if the disk is full or cannot be written;
+    the temporary folder is then removed. Leftovers of a killed process are removed by the next one.
     """
     temporary: Path | None = None
     try:
@@ -29,7 +29,7 @@ def publishing(folder: Path) -> Iterator[Path]:
         temporary = Path(tempfile.mkdtemp(prefix=f".trainspec-{os.getpid()}-", suffix=_suffix(), dir=folder.parent))
         yield temporary
         _flush(temporary)
-        temporary.chmod(0o777 & ~_umask())  # mkdtemp's is for its owner alone
+        temporary.chmod(0o777 & ~_umask())  # mkdtemp's mode is for its owner alone
         temporary.rename(folder)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
@@ -37,7 +37,7 @@ def publishing(folder: Path) -> Iterator[Path]:
         raise cannot_write(folder, error) from error
     finally:
         if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)  # gone already when all went well
+            shutil.rmtree(temporary, ignore_errors=True)  # already renamed on success
 
 
 def _suffix() -> str:
@@ -45,7 +45,7 @@ def _suffix() -> str:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Removes temporary folders of processes of this host that are no more."""
+    """Remove temporary folders of processes of this node that have ended."""
     pattern = re.compile(rf"\.trainspec-(\d+)-\w+{re.escape(_suffix())}")
     for entry in parent.iterdir():
         if (match := pattern.fullmatch(entry.name)) and not _is_alive(int(match[1])):
@@ -63,10 +63,13 @@ def _is_alive(pid: int) -> bool:
 
 
 def _flush(folder: Path) -> None:
-    """Brings every file to disk, so that a power cut after the rename leaves no empty ones."""
-    for file in folder.iterdir():
-        with file.open("rb") as handle:
-            os.fsync(handle.fileno())
+    """Flush every file, then the folder, to disk, so that a power cut after the rename leaves nothing empty."""
+    for path in (*folder.iterdir(), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _umask() -> int:
@@ -80,10 +83,10 @@ def cannot_write(folder: Path, error: OSError) -> MachineError:
         return MachineError(
             f"no space left to write {folder}",
             code="disk_full",
-            hint=f"free some space on the disk of {folder.parent}, or choose another place (TRAINSPEC_CACHE=FOLDER)",
+            hint=f"free some space on the disk of {folder.parent}, or choose another folder (TRAINSPEC_CACHE=FOLDER)",
         )
     return MachineError(
         f"cannot write {folder}: {error.strerror or error}",
         code="cannot_write",
-        hint="choose a place that may be written (TRAINSPEC_CACHE=FOLDER for prepared data)",
+        hint="choose a folder that you may write (TRAINSPEC_CACHE=FOLDER for prepared data)",
     )

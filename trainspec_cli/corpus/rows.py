@@ -1,8 +1,8 @@
-"""Rows: what one sample of training holds, from whatever it was read.
+"""Rows: the tokens and targets of one training sample, whatever its source.
 
 A row has `seq_len` tokens and as many targets. Text is cut into windows one after another; conversations are packed
-whole, several into a row, and only the targets that are to be learnt count. Both are pure functions of what lies on
-disk, so that a row's number says all.
+whole, several into a row, and only the targets that are to be learnt count. Both are pure functions of the files on
+disk, so a row's number identifies it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.spec.recipe.data import DataSpec
 
 IGNORED = -1
-"""A target that takes no part in the loss."""
+"""The target value that is left out of the loss."""
 PADDING_DOCUMENT = -1
 
 
 @dataclass(frozen=True)
 class Row:
-    """Arrays of `seq_len` (int64)."""
+    """The arrays of a sample, each of `seq_len` (int64)."""
 
     tokens: np.ndarray
     targets: np.ndarray
     documents: np.ndarray | None = None
-    """Which document each token is of, where attention is to stay within them."""
+    """The document of each token, if attention must stay within documents."""
 
 
 class Rows(Protocol):
@@ -44,24 +44,24 @@ class Rows(Protocol):
     def read(self, index: int) -> Row: ...
 
     def counted(self, index: int) -> int:
-        """Targets of the row that count; known without reading it."""
+        """Return the number of the row's targets that count, without reading it."""
 
 
 def empty_row(seq_len: int, *, documents: bool) -> Row:
-    """Nothing to learn; it fills up a batch."""
+    """Return a row with nothing to learn, which fills up a batch."""
     tokens, targets = np.zeros(seq_len, dtype=np.int64), np.full(seq_len, IGNORED, dtype=np.int64)
     return Row(tokens, targets, np.full(seq_len, PADDING_DOCUMENT, dtype=np.int64) if documents else None)
 
 
 @dataclass(frozen=True)
 class Windows:
-    """A split of text in windows without overlap, each one's last target the next one's first token."""
+    """A split of text in windows without overlap; each one's last target is the next one's first token."""
 
     folder: TokenFolder
     split: Split
     seq_len: int
     keeps_rest: bool = False
-    """Whether what is left at the end makes a row too, padded: to judge on, every token counts."""
+    """If True, the rest at the end makes a padded row too: in evaluation every token counts."""
     masks_documents: bool = False
 
     def __len__(self) -> int:
@@ -85,7 +85,7 @@ class Windows:
 class Packed:
     """Documents of a split, whole, several to a row: best fit, the longest first (arXiv:2404.10830).
 
-    A document longer than a row loses its end; one of which nothing is left to learn is left out.
+    A document longer than a row loses its end; one with nothing left to learn is left out.
     """
 
     def __init__(self, folder: TokenFolder, split: Split, seq_len: int):
@@ -93,25 +93,25 @@ class Packed:
         index = folder.documents(split)
         self._starts = index.starts
         self._lengths = np.minimum(np.diff(index.starts) - 1, seq_len)
-        """Targets of each document: all its tokens but the first."""
+        """Targets per document: all its tokens but the first."""
         self._counts = index.learnt_before(index.starts[:-1] + 1 + self._lengths) - index.learnt_before(
             index.starts[:-1] + 1
         )
         self._learnt = index
         self.cut = int((np.diff(index.starts) - 1 > seq_len).sum())
-        """Documents that lost their end."""
+        """The number of documents that lost their end."""
 
     @cached_property
     def _rows(self) -> list[list[int]]:
-        """Documents of each row."""
+        """The documents of each row."""
         rows: list[list[int]] = []
         room: list[tuple[int, int]] = []
         """(tokens left, row), sorted."""
         order = np.lexsort((np.arange(len(self._lengths)), -self._lengths))
         for document in (int(d) for d in order if self._counts[d] > 0):
             length = int(self._lengths[document])
-            place = bisect.bisect_left(room, (length, -1))
-            left, row = room.pop(place) if place < len(room) else (self.seq_len, len(rows))
+            fit = bisect.bisect_left(room, (length, -1))
+            left, row = room.pop(fit) if fit < len(room) else (self.seq_len, len(rows))
             if row == len(rows):
                 rows.append([])
             rows[row].append(document)
@@ -131,16 +131,16 @@ class Packed:
         filled = 0
         for number, document in enumerate(self._rows[index]):
             start, length = int(self._starts[document]), int(self._lengths[document])
-            place = slice(filled, filled + length)
+            span = slice(filled, filled + length)
             text = self.folder.tokens(self.split, start, length + 1)
             learnt = self._learnt.learnt(start + 1, length)
-            row.tokens[place], row.targets[place] = text[:-1], np.where(learnt, text[1:], IGNORED)
-            row.documents[place] = number
+            row.tokens[span], row.targets[span] = text[:-1], np.where(learnt, text[1:], IGNORED)
+            row.documents[span] = number
             filled += length
         return row
 
 
-class Joined:
+class JoinedRows:
     """The rows of several sources, one after another."""
 
     def __init__(self, sources: Sequence[Rows]):
@@ -152,20 +152,20 @@ class Joined:
         return int(self._starts[-1])
 
     def counted(self, index: int) -> int:
-        source, place = self._place(index)
-        return source.counted(place)
+        source, within = self._locate(index)
+        return source.counted(within)
 
     def read(self, index: int) -> Row:
-        source, place = self._place(index)
-        return source.read(place)
+        source, within = self._locate(index)
+        return source.read(within)
 
-    def _place(self, index: int) -> tuple[Rows, int]:
+    def _locate(self, index: int) -> tuple[Rows, int]:
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         return self._sources[number], index - int(self._starts[number])
 
 
 def open_rows(folder: TokenFolder, split: Split, data: DataSpec, *, keeps_rest: bool | None = None) -> Rows:
-    """A split as `data` wants it read; `keeps_rest` of what is judged on alone, if not said."""
+    """Open a split as `data` asks for; by default `keeps_rest` holds for held-out text alone."""
     if folder.manifest.learns_parts:
         return Packed(folder, split, data.seq_len)
     rest = split == "heldout" if keeps_rest is None else keeps_rest

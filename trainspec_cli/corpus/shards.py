@@ -1,35 +1,40 @@
-"""Token shards: little-endian files of at most 100M ids, written once and read memory-mapped."""
+"""Token shards: little-endian files of at most 100M ids, written once and read memory-mapped.
+
+Beside the shards of conversations lies an index of documents: `train_documents.npy` holds the first token of each
+document and the end of the last (int64), `train_learnt.npy` one byte per token, 1 if it is learnt.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
 import numpy as np
 
-from trainspec_cli.corpus.documents import Documents, read_documents
 from trainspec_cli.corpus.manifest import (
     SPLITS,
     TOKENIZER_FILE,
     Dtype,
-    Manifest,
     Shard,
+    ShardManifest,
     Split,
     SplitSummary,
     prepare_again,
     read_manifest,
 )
 from trainspec_cli.errors import MachineError
-from trainspec_cli.reading.files import expand
+from trainspec_cli.reading.files import ANY_DAMAGE, expand
 
 MAX_SHARD_TOKENS = 100_000_000
 
 
 def choose_dtype(vocab_size: int) -> Dtype:
-    """The smallest integer that holds every id."""
+    """Return the smallest integer type that holds every id."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
@@ -56,7 +61,7 @@ class ShardWriter:
         self._close_shard()
 
     def append(self, ids: Sequence[int], text_bytes: int, documents: int) -> None:
-        """Adds ids that stand for `text_bytes` of text and end `documents` documents."""
+        """Add ids that encode `text_bytes` of text and end `documents` documents."""
         self._text_bytes += text_bytes
         self._documents += documents
         tokens = np.asarray(ids, dtype=self._dtype)
@@ -68,7 +73,7 @@ class ShardWriter:
             tokens = tokens[room:]
 
     def finish(self) -> SplitSummary:
-        """Closes the last shard and says what was written."""
+        """Close the last shard and return a summary of all."""
         self._close_shard()
         tokens = sum(shard.tokens for shard in self._shards)
         return SplitSummary(tokens, self._text_bytes, self._documents, tuple(self._shards))
@@ -100,7 +105,7 @@ class ShardWriter:
 class TokenFolder:
     """A folder of token shards, opened for reading."""
 
-    def __init__(self, path: Path, manifest: Manifest):
+    def __init__(self, path: Path, manifest: ShardManifest):
         self.path = path
         self.manifest = manifest
         self._maps = {split: self._map(split) for split in SPLITS}
@@ -110,9 +115,9 @@ class TokenFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> TokenFolder:
-        """Checks that every file is there and of its right size (`verify` also reads them).
+        """Open a folder and check that every file exists with the right size (`verify` also reads them).
 
-        Raises RecipeError where there is no token folder, MachineError where it is damaged.
+        Raises RecipeError if there is no token folder, MachineError if it is damaged.
         """
         path = expand(path)
         return cls(path, read_manifest(path))
@@ -121,11 +126,11 @@ class TokenFolder:
         return self.manifest.split(split).tokens
 
     def num_bytes(self, split: Split) -> int:
-        """Bytes of UTF-8 that the tokens of `split` stand for."""
+        """Return the bytes of UTF-8 that the tokens of `split` encode."""
         return self.manifest.split(split).bytes
 
     def tokens(self, split: Split, start: int, count: int) -> np.ndarray:
-        """`count` ids from `start` on, as int64 in memory of their own, across shards where need be."""
+        """Return a copy of `count` ids from `start` on, as int64, across shards if needed."""
         stop = start + count
         if not 0 <= start <= stop <= self.num_tokens(split):
             raise IndexError(f"tokens {start}:{stop} of {self.num_tokens(split)} in {split} of {self.path}")
@@ -142,11 +147,11 @@ class TokenFolder:
         return out
 
     def documents(self, split: Split) -> Documents:
-        """Where documents begin, and what is learnt of them. Raises MachineError where the files are damaged."""
+        """Return the index of documents and learnt tokens. Raises MachineError if its files are damaged."""
         return read_documents(self.path, split, self.num_tokens(split))
 
     def verify(self) -> None:
-        """Reads every file and compares its digest; raises MachineError naming one that was altered."""
+        """Read every file and compare its digest. Raises MachineError that names one that was altered."""
         digests = {TOKENIZER_FILE: self.manifest.tokenizer_sha256}
         for split in SPLITS:
             digests |= {shard.file: shard.sha256 for shard in self.manifest.split(split).shards}
@@ -175,3 +180,50 @@ class TokenFolder:
 
     def _damaged(self, name: str, what: str) -> MachineError:
         return MachineError(f"{self.path / name} {what}", code="bad_token_folder", hint=prepare_again(self.path))
+
+
+@dataclass
+class Documents:
+    """The index of a split's documents."""
+
+    starts: np.ndarray
+    """(documents + 1,) of int64."""
+    mask: np.ndarray
+    """(tokens,) of uint8, memory-mapped: 1 if the token is learnt."""
+
+    def learnt(self, start: int, count: int) -> np.ndarray:
+        """Return (count,) of bool: which tokens from `start` on are learnt."""
+        return np.asarray(self.mask[start : start + count]) != 0
+
+    def learnt_before(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the number of learnt tokens before each of `tokens`."""
+        return self._sums[tokens]
+
+    @cached_property
+    def _sums(self) -> np.ndarray:
+        return np.concatenate(([0], np.cumsum(self.mask, dtype=np.int64)))
+
+
+def write_documents(folder: Path, split: str, masks: Sequence[np.ndarray]) -> None:
+    """Write the index of documents; `masks` has an array per document, 1 for each token that is learnt."""
+    np.save(folder / f"{split}_documents.npy", np.cumsum([0, *map(len, masks)], dtype=np.int64))
+    mask = np.concatenate([np.zeros(0, dtype=np.uint8), *masks])
+    np.save(folder / f"{split}_learnt.npy", mask.astype(np.uint8))
+
+
+def read_documents(folder: Path, split: str, num_tokens: int) -> Documents:
+    try:
+        starts = np.load(folder / f"{split}_documents.npy", mmap_mode="r")
+        mask = np.load(folder / f"{split}_learnt.npy", mmap_mode="r")
+        if starts.ndim != 1 or starts.dtype != np.int64 or mask.ndim != 1 or mask.dtype != np.uint8:
+            raise ValueError(
+                f"its arrays are {starts.dtype} and {mask.dtype}, of {starts.ndim} and {mask.ndim} dimensions"
+            )
+        if not len(starts) or starts[0] != 0 or (np.diff(starts) < 0).any():
+            raise ValueError("its documents do not follow one another")
+        if starts[-1] != num_tokens or len(mask) != num_tokens:
+            raise ValueError(f"it covers {len(mask):,} tokens, the shards hold {num_tokens:,}")
+    except ANY_DAMAGE as error:
+        message = f"{folder}: the index of its documents cannot be read: {error}"
+        raise MachineError(message, code="bad_token_folder", hint=f"remove it: rm -r {folder}") from error
+    return Documents(starts, mask)

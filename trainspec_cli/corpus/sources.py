@@ -1,73 +1,41 @@
-"""Documents, one after another, from each raw source: Python's standard library, text files, JSON lines.
+"""Read documents from each raw source: Python's standard library, text, JSON lines, Parquet and Arrow tables.
 
-The order is fixed (sorted by path, then by line), so that the same files always give the same documents.
+The order is fixed (by path, then by line), so the same files always give the same documents. Tables need extra `hf`.
 """
 
 from __future__ import annotations
 
-import glob
 import json
-import os
 import sys
-import sysconfig
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainspec_cli.corpus.chat import FIELDS, Conversation, parse_record, template_of
-from trainspec_cli.corpus.tables import SUFFIXES, table_rows
+from trainspec_cli.corpus.source_files import TABLE_SUFFIXES, cannot_read
 from trainspec_cli.errors import MachineError, Problem, RecipeError
-from trainspec_cli.reading.files import UnreadableFileError, exists, expand, open_regular
+from trainspec_cli.reading.files import check_regular, open_regular
 from trainspec_cli.reading.json_file import parse_json
 from trainspec_cli.spec.recipe.data import DataSpec
 
-STDLIB_LEFT_OUT = frozenset({
-    "site-packages", "dist-packages",  # not the standard library
-    "test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo",  # packaged apart by some systems
-    "encodings", "pydoc_data",  # tables, not programs
-})  # fmt: skip
-
-
-_SUFFIXES: dict[str, str | tuple[str, ...]] = {
-    "jsonl": ".jsonl",
-    "parquet": ".parquet",
-    "arrow": ".arrow",
-    "chat": (".jsonl", *SUFFIXES),
-    "nanogpt": ".bin",
-    "megatron": ".bin",
-}
-"""Of the files that count below a folder."""
+TABLE_ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
 class Document:
     name: str
-    """Its file, or `file:line`."""
+    """The file, or `file:line`."""
     text: str
-    """Never empty, and always expressible as UTF-8."""
+    """Never empty, and always encodable as UTF-8."""
     conversation: Conversation | None = None
-    """What is learnt of it, where not all is."""
-
-
-def find_files(data: DataSpec) -> list[Path]:
-    """The files that `data` is read from, in reading order; raises RecipeError if there is none."""
-    if data.source == "python_stdlib":
-        files = _stdlib_files()
-    elif data.path:
-        files = _files_at(data.path, suffix=_SUFFIXES.get(data.source, ""))
-    else:
-        raise _path_error(f"source {data.source} needs a path", "data.path=FILE, FOLDER or 'FOLDER/**/*.txt'")
-    for file in files:
-        if not file.is_file():
-            raise MachineError(f"{file} is no regular file (a broken link, a pipe?)", code="unreadable_file")
-    return files
+    """Set if only a part of the text is learnt."""
 
 
 def documents(data: DataSpec, files: list[Path]) -> Iterator[Document]:
-    """Every document of `files` that is not empty; the one that crosses `max_bytes` is cut there."""
+    """Yield every document of `files` that is not empty; the one that crosses `max_bytes` is cut there."""
     read = _READERS[data.source]
     left_bytes = sys.maxsize if data.max_bytes is None else data.max_bytes
     for file in files:
@@ -81,75 +49,21 @@ def documents(data: DataSpec, files: list[Path]) -> Iterator[Document]:
 
 
 def _cut_to_bytes(text: str, max_bytes: int) -> str:
-    """The longest beginning of whole characters that fits."""
+    """Return the longest prefix of whole characters that fits."""
     if 4 * len(text) <= max_bytes:  # a character takes at most four bytes of UTF-8
         return text
     return text.encode()[:max_bytes].decode(errors="ignore")
 
 
-def _stdlib_files() -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
-    files = [file for file in _walk(root, ".py", STDLIB_LEFT_OUT) if not file.name.startswith("_sysconfigdata")]
-    if not files:
-        raise MachineError(
-            f"{root} holds no Python source: this Python came without its standard library as files",
-            code="no_python_stdlib",
-            hint="train on text of your own: data=text data.path=FOLDER",
-        )
-    return files
-
-
-def _files_at(path: str, suffix: str | tuple[str, ...]) -> list[Path]:
-    """The file, the files below the folder (hidden ones left out), or those the glob matches."""
-    place = expand(path)
-    if exists(place):
-        return [place]
-    if _is_folder(place):
-        files = list(_walk(place, suffix))
-    elif glob.has_magic(path):
-        matches = sorted(glob.glob(str(place), recursive=True))  # noqa: PTH207 - pathlib's takes no absolute pattern
-        files = [file for file in map(Path, matches) if not file.is_dir()]
-    else:
-        raise _path_error(f"{place.absolute()} does not exist", "data.path takes a file, a folder or a glob")
-    if not files:
-        kind = suffix if isinstance(suffix, str) else " or ".join(suffix)
-        got = f"{place.absolute()} holds no {kind or 'visible'} file"
-        raise _path_error(got, "name the files by a glob: data.path='FOLDER/**/*.txt'")
-    return files
-
-
-def _is_folder(place: Path) -> bool:
-    """False too for a name that no folder can have."""
-    try:
-        return place.is_dir()
-    except OSError:
-        return False
-
-
-def _walk(root: Path, suffix: str | tuple[str, ...], left_out: frozenset[str] = frozenset()) -> Iterator[Path]:
-    def refuse(error: OSError) -> None:
-        raise _unreadable(Path(error.filename), error)
-
-    for folder, subfolders, names in os.walk(root, onerror=refuse):
-        subfolders[:] = sorted(name for name in subfolders if name not in left_out and name[0] != ".")
-        for name in sorted(names):
-            if name.endswith(suffix) and name[0] != ".":
-                yield Path(folder, name)
-
-
-def _path_error(message: str, hint: str) -> RecipeError:
-    return RecipeError(Problem(code="missing_file", message=message, path="data.path", hint=hint))
-
-
 def _read_python(file: Path, data: DataSpec) -> Iterator[Document]:
-    """Honours the encoding that the source file declares."""
+    """Read a Python source file in the encoding that it declares."""
     try:
         with tokenize.open(file) as source:
             yield Document(str(file), source.read())
     except (SyntaxError, UnicodeDecodeError, LookupError) as error:
         raise _bad_document(file, None, f"not in the encoding it declares: {error}", "") from error
     except OSError as error:
-        raise _unreadable(file, error) from error
+        raise cannot_read(file, error) from error
 
 
 def _read_text(file: Path, data: DataSpec) -> Iterator[Document]:
@@ -157,24 +71,24 @@ def _read_text(file: Path, data: DataSpec) -> Iterator[Document]:
         with open_regular(file) as opened:
             content = opened.read()
     except OSError as error:
-        raise _unreadable(file, error) from error
+        raise cannot_read(file, error) from error
     yield Document(str(file), _decode(content, file, None, 0))
 
 
 def _read_jsonl(file: Path, data: DataSpec) -> Iterator[Document]:
-    """One document a line."""
+    """Yield one document per line."""
     for number, line in _lines(file):
         yield Document(f"{file}:{number}", _text_of(_parse(line, file, number), file, number, data))
 
 
 def _read_table(file: Path, data: DataSpec) -> Iterator[Document]:
-    """One document a row."""
+    """Yield one document per row."""
     for number, record in enumerate(table_rows(file, [data.text_field]), 1):
         yield Document(f"{file}:{number}", _text_of(record, file, number, data))
 
 
 def _read_chat(file: Path, data: DataSpec) -> Iterator[Document]:
-    """One conversation a line, as its template writes it."""
+    """Yield one conversation per line or row, rendered by its template."""
     find = partial(template_of, data.tokenizer.path, data.chat_template)
     for number, record in _records(file):
         try:
@@ -185,15 +99,15 @@ def _read_chat(file: Path, data: DataSpec) -> Iterator[Document]:
 
 
 def _records(file: Path) -> Iterator[tuple[int, Any]]:
-    """What conversations are read from: JSON lines or tables."""
-    if file.suffix in SUFFIXES:
+    """Yield numbered records from JSON lines or a table."""
+    if file.suffix in TABLE_SUFFIXES:
         yield from enumerate(table_rows(file, FIELDS), 1)
         return
     yield from ((number, _parse(line, file, number)) for number, line in _lines(file))
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Numbered from 1; blank ones are skipped."""
+    """Yield lines numbered from 1; blank ones are skipped."""
     try:
         with open_regular(file) as lines:
             start = 0
@@ -202,7 +116,7 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
                     yield number, _decode(line, file, number, start)
                 start += len(line)
     except OSError as error:
-        raise _unreadable(file, error) from error
+        raise cannot_read(file, error) from error
 
 
 def _parse(line: str, file: Path, number: int) -> dict[str, Any]:
@@ -218,11 +132,11 @@ def _parse(line: str, file: Path, number: int) -> dict[str, Any]:
 
 
 def _text_of(record: dict[str, Any], file: Path, number: int, data: DataSpec) -> str:
-    """The text that one line or row holds."""
+    """Return the text field of one line or row."""
     if data.text_field not in record:
         fields = ", ".join(map(str, record)) or "none"
         raise _bad_document(
-            file, number, f"no field `{data.text_field}`; it has: {fields}", "data.text_field=NAME says which to read"
+            file, number, f"no field `{data.text_field}`; it has: {fields}", "type data.text_field=NAME to choose one"
         )
     text = record[data.text_field]
     if not isinstance(text, str):
@@ -236,7 +150,7 @@ def _text_of(record: dict[str, Any], file: Path, number: int, data: DataSpec) ->
 
 
 def _decode(content: bytes, file: Path, line: int | None, start: int) -> str:
-    """UTF-8 without its byte order mark; `start` is where in the file `content` begins, in bytes."""
+    """Decode UTF-8 without its byte order mark; `start` is the offset of `content` in the file, in bytes."""
     try:
         return content.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -249,15 +163,56 @@ def _bad_document(file: Path, line: int | None, got: str, hint: str) -> RecipeEr
     return RecipeError(Problem("bad_document", got, path="data.path", hint=hint, file=str(file), line=line))
 
 
-def _unreadable(file: Path, error: OSError) -> MachineError:
-    if isinstance(error, UnreadableFileError):
-        return error
-    return MachineError(f"{file} cannot be read: {error.strerror}", code="unreadable_file")
-
-
 def _excerpt(text: str, max_chars: int = 60) -> str:
     text = text.strip()
     return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
+
+
+def table_rows(file: Path, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield rows with the columns of `wanted` that the file has.
+
+    Raises RecipeError if it has none, MachineError on damage.
+    """
+    import pyarrow
+
+    check_regular(file)
+    try:
+        batches = _parquet(file, wanted) if file.suffix == ".parquet" else _arrow(file, wanted)
+        for batch in batches:
+            yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise MachineError(f"{file} cannot be read: {error}", code="unreadable_file") from error
+
+
+def _parquet(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(file) as content:
+        columns = _present(file, content.schema_arrow.names, wanted)
+        yield from content.iter_batches(TABLE_ROWS_AT_ONCE, columns=columns)
+
+
+def _arrow(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
+    """Yield batches of the stream format (which `datasets` writes) or of the file format, which ends in an index."""
+    import pyarrow
+
+    with pyarrow.memory_map(str(file)) as source:
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
+        columns = _present(file, reader.schema.names, wanted)
+        batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
+        for batch in batches:
+            yield batch.select(columns)
+
+
+def _present(file: Path, names: Sequence[str], wanted: Sequence[str]) -> list[str]:
+    present = [name for name in wanted if name in names]
+    if not present:
+        message = f"no column `{wanted[0]}`; it has: {', '.join(names)}"
+        hint = "type data.text_field=NAME to choose one"
+        raise RecipeError(Problem("bad_document", message, "data.path", hint, file=str(file)))
+    return present
 
 
 _READERS: dict[str, Callable[[Path, DataSpec], Iterator[Document]]] = {

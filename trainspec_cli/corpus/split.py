@@ -1,4 +1,4 @@
-"""What is held out, and how long texts are cut. Both depend on content (or names) alone, never on the order."""
+"""Choose what is held out, and cut long texts. Both depend on content (or names) alone, never on the order."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _LINE_END = re.compile(r"(?<=\S)[\r\n]+(?=\S)")
 
 
 def content_hash(text: str) -> int:
-    """64 bits that depend on the text alone."""
+    """Return 64 bits that depend on the text alone."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, person=b"heldout").digest(), "big")
 
 
 @dataclass
-class Scan:
-    """What a first look at every document tells."""
+class SplitScan:
+    """Counts and hash range of all documents, from a first pass over them."""
 
     documents: int = 0
     bytes: int = 0
-    """Of UTF-8."""
+    """Bytes of UTF-8."""
     lowest_hash: int = _HASHES
     highest_hash: int = -1
 
@@ -37,28 +37,28 @@ class Scan:
 
 @dataclass(frozen=True)
 class HeldoutRule:
-    """Documents whose hash is below `threshold` are held out; or, where all are alike, the end of each is."""
+    """Hold out the documents whose hash is below `threshold`; or, if all are alike, the end of each."""
 
     threshold: int
     cut_fraction: float | None = None
 
     @classmethod
-    def from_scan(cls, scan: Scan, fraction: float) -> HeldoutRule:
-        """Holds out `fraction` of the documents, at least one and not all."""
+    def from_scan(cls, scan: SplitScan, fraction: float) -> HeldoutRule:
+        """Hold out `fraction` of the documents, at least one and not all."""
         if scan.lowest_hash == scan.highest_hash:
             return cls(threshold=0, cut_fraction=fraction)
         threshold = round(fraction * _HASHES)
         return cls(threshold=min(max(threshold, scan.lowest_hash + 1), scan.highest_hash))
 
     def parts(self, text: str) -> tuple[str, str]:
-        """The part to train on and the part held out; one of them is empty unless `cut_fraction` is set."""
+        """Return the training part and the held-out part; one of them is empty unless `cut_fraction` is set."""
         if self.cut_fraction is not None:
             return _cut(text, self.cut_fraction)
         return ("", text) if content_hash(text) < self.threshold else (text, "")
 
 
 def _cut(text: str, fraction: float) -> tuple[str, str]:
-    """Cuts off about the last `fraction`, at a line's start where there is one nearby."""
+    """Cut off about the last `fraction`, at a line's start if there is one nearby."""
     at = min(max(round(len(text) * (1 - fraction)), 1), len(text) - 1)
     line_start = text.rfind("\n", 0, at) + 1
     if line_start > 0 and at - line_start < len(text) * fraction:
@@ -67,9 +67,9 @@ def _cut(text: str, fraction: float) -> tuple[str, str]:
 
 
 def pieces(text: str, max_chars: int = PIECE_CHARS) -> Iterator[str]:
-    """`text` in parts of about `max_chars`, cut at line ends with a visible character on both sides.
+    """Yield `text` in parts of about `max_chars`, cut at line ends with a visible character on both sides.
 
-    No token of this room's tokenizer spans such a place, so the parts encode to the same tokens as the whole.
+    No token of a tokenizer trained by bpe.py spans such a cut, so the parts encode to the same tokens as the whole.
     """
     start = 0
     while len(text) - start > max_chars and (found := _LINE_END.search(text, start + max_chars - 1)):
@@ -79,8 +79,8 @@ def pieces(text: str, max_chars: int = PIECE_CHARS) -> Iterator[str]:
 
 
 def hold_out(names: Sequence[str], fraction: float) -> set[str]:
-    """About `fraction` of the files named, by their names; one at least, but never all."""
-    scan = Scan()
+    """Choose about `fraction` of `names` by their hashes; at least one, but never all."""
+    scan = SplitScan()
     for name in names:
         scan.add(name)
     threshold = HeldoutRule.from_scan(scan, fraction).threshold

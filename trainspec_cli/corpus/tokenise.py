@@ -1,4 +1,4 @@
-"""From documents to a token folder, in three passes over the text: look, learn the tokenizer, encode."""
+"""Turn documents into a token folder, in three passes over the text: scan, train the tokenizer, encode."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from trainspec_cli.corpus import bpe
 from trainspec_cli.corpus.chat_tokens import write_conversations
-from trainspec_cli.corpus.manifest import SCHEMA, SPLITS, TOKENIZER_FILE, Manifest, Split, SplitSummary, write_manifest
+from trainspec_cli.corpus.manifest import (
+    SCHEMA,
+    SPLITS,
+    TOKENIZER_FILE,
+    ShardManifest,
+    Split,
+    SplitSummary,
+    write_manifest,
+)
 from trainspec_cli.corpus.shards import ShardWriter, choose_dtype
 from trainspec_cli.corpus.sources import Document, documents
-from trainspec_cli.corpus.split import HeldoutRule, Scan, pieces
-from trainspec_cli.corpus.xz import XzMeter
+from trainspec_cli.corpus.split import HeldoutRule, SplitScan, pieces
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.huggingface.chat_template import CHATML_TOKENS
 from trainspec_cli.reading.files import expand
@@ -24,17 +31,17 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 OnProgress = Callable[[str, float], None]
-"""Called with the phase and how much of the whole is done, from 0 to 1."""
+"""Called with the phase and the fraction of the whole that is done, from 0 to 1."""
 
 PHASES = {"reading": (0.0, 0.1), "learning the tokenizer": (0.1, 0.5), "encoding": (0.5, 1.0)}
 TOKENIZER_SAMPLE_BYTES = 64 * 2**20
-"""Text that the tokenizer is trained on, taken evenly from the whole: more changes no vocabulary worth the time."""
+"""Text that the tokenizer is trained on, taken evenly from the whole; more hardly changes the vocabulary."""
 BATCH_CHARS = 2 * 2**20
-"""Encoded at once, over all cores."""
+"""Characters encoded in one call, over all cores."""
 
 
 def write_tokens(data: DataSpec, files: list[Path], folder: Path, on_progress: OnProgress) -> None:
-    """Fills `folder` with shards, tokenizer and manifest; raises RecipeError if the text is empty or malformed."""
+    """Write shards, tokenizer and manifest into `folder`. Raises RecipeError if the text is empty or malformed."""
     scan = _scan(data, files, on_progress)
     rule = HeldoutRule.from_scan(scan, data.heldout_fraction)
     tokenizer = _build_tokenizer(data, files, scan, rule, on_progress)
@@ -48,7 +55,7 @@ def write_tokens(data: DataSpec, files: list[Path], folder: Path, on_progress: O
     else:
         texts = (document.text for document in read)
         summaries, xz_bits_per_byte = _encode(_cut(texts, rule), tokenizer, end_id, folder)
-    manifest = Manifest(
+    manifest = ShardManifest(
         schema=SCHEMA,
         dtype=choose_dtype(vocab_size),
         vocab_size=vocab_size,
@@ -73,7 +80,7 @@ def _describe_source(data: DataSpec) -> dict[str, Any]:
 
 
 def _read(data: DataSpec, files: list[Path], phase: str, num_bytes: int, on_progress: OnProgress) -> Iterator[Document]:
-    """Each document, reporting every hundredth of the phase."""
+    """Yield each document, and report progress every hundredth of the phase."""
     begin, end = PHASES[phase]
     done_bytes, reported = 0, -1.0
     for document in documents(data, files):
@@ -86,8 +93,8 @@ def _read(data: DataSpec, files: list[Path], phase: str, num_bytes: int, on_prog
     on_progress(phase, end)
 
 
-def _scan(data: DataSpec, files: list[Path], on_progress: OnProgress) -> Scan:
-    scan = Scan()
+def _scan(data: DataSpec, files: list[Path], on_progress: OnProgress) -> SplitScan:
+    scan = SplitScan()
     for document in _read(data, files, "reading", sum(file.stat().st_size for file in files), on_progress):
         scan.add(document.text)
     if not scan.documents:
@@ -103,7 +110,7 @@ def _scan(data: DataSpec, files: list[Path], on_progress: OnProgress) -> Scan:
 
 
 def _build_tokenizer(
-    data: DataSpec, files: list[Path], scan: Scan, rule: HeldoutRule, on_progress: OnProgress
+    data: DataSpec, files: list[Path], scan: SplitScan, rule: HeldoutRule, on_progress: OnProgress
 ) -> Tokenizer:
     if data.tokenizer.path is not None:
         return bpe.load(expand(data.tokenizer.path))
@@ -114,7 +121,7 @@ def _build_tokenizer(
 
 
 def _take_evenly(texts: Iterable[str], fraction: float) -> Iterator[str]:
-    """About `fraction` of the text, the first included, spread over the whole."""
+    """Yield about `fraction` of the text, spread over the whole, the first one included."""
     seen = taken = 0
     for text in texts:
         if taken <= seen * fraction:
@@ -125,7 +132,7 @@ def _take_evenly(texts: Iterable[str], fraction: float) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Text to encode in one go."""
+    """A text to encode in one call."""
 
     split: Split
     text: str
@@ -156,7 +163,7 @@ def _batches(cut: Iterable[_Piece]) -> Iterator[list[_Piece]]:
 def _encode(
     cut: Iterable[_Piece], tokenizer: Tokenizer, end_id: int, folder: Path
 ) -> tuple[dict[Split, SplitSummary], float | None]:
-    """Writes the shards of both splits; also gives the xz bits per byte of the held-out text."""
+    """Write the shards of both splits; also return the xz bits per byte of the held-out text."""
     dtype = choose_dtype(bpe.count_vocab(tokenizer))
     xz = XzMeter()
     with ShardWriter(folder, "train", dtype) as train, ShardWriter(folder, "heldout", dtype) as heldout:
@@ -170,3 +177,28 @@ def _encode(
                 if piece.split == "heldout":
                     xz.add(text)
         return {split: writer.finish() for split, writer in writers.items()}, xz.finish()
+
+
+class XzMeter:
+    """Measure the compressed size of a text under `xz -9e`, a baseline for the model's bits per byte."""
+
+    def __init__(self) -> None:
+        try:
+            import lzma
+        except ImportError:  # a Python built without liblzma; the manifest records null
+            self._compressor = None
+        else:
+            self._compressor = lzma.LZMACompressor(preset=9 | lzma.PRESET_EXTREME)
+        self._text_bytes = self._xz_bytes = 0
+
+    def add(self, text: bytes) -> None:
+        if self._compressor is not None:
+            self._text_bytes += len(text)
+            self._xz_bytes += len(self._compressor.compress(text))
+
+    def finish(self) -> float | None:
+        """Return bits per byte of all text added; None if Python lacks lzma or nothing was added."""
+        if self._compressor is None or not self._text_bytes:
+            return None
+        self._xz_bytes += len(self._compressor.flush())
+        return 8 * self._xz_bytes / self._text_bytes

@@ -1,4 +1,4 @@
-"""The worker's door: `torchrun -m trainspec_cli.engine RUNDIR`. Reads plan.json and run.json; composes nothing."""
+"""A worker: `torchrun -m trainspec_cli.engine RUNDIR` trains by the folder's plan.json and run.json."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import socket
 import sys
 import time
 import traceback
-from typing import TYPE_CHECKING
 
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.errors import TrainspecError
@@ -16,9 +15,6 @@ from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.results.plan import Plan
-
-if TYPE_CHECKING:
-    from trainspec_cli.engine.run.trainer import Trainer
 
 
 def main() -> None:
@@ -32,37 +28,28 @@ def main() -> None:
 
 
 def work(run_dir: RunDir, stop: StopRequest) -> None:
-    """Torch is imported here, when a request to stop is already heard."""
+    """Train. Torch is imported here, when a request to stop is already heard."""
     from trainspec_cli.engine.build.initial import load_initial
-    from trainspec_cli.engine.build.train_state import build_machinery
+    from trainspec_cli.engine.build.train_state import build_train_state
     from trainspec_cli.engine.comm.joining import join_processes, leave_processes
+    from trainspec_cli.engine.run.coordinator import RunContext, open_coordinator
     from trainspec_cli.engine.run.sources import open_source
+    from trainspec_cli.engine.run.trainer import Trainer
 
     plan = from_plain(Plan, read_json(run_dir.plan_json))
-    run = read_json(run_dir.run_json)
+    about = read_json(run_dir.run_json)
     device = join_processes(plan.device)
-    machinery = build_machinery(plan, device)
+    state = build_train_state(plan, device)
     if not run_dir.checkpoint_steps():
-        load_initial(plan, machinery)
-    source = open_source(plan, run["data_dir"], machinery)
-    make = trainer_of(plan)
-    make(plan, run_dir, source, run["digest"], machinery, stop).run()
+        load_initial(plan, state)
+    source = open_source(plan, about["data_dir"], state)
+    run = RunContext(plan, run_dir, source, state, about["digest"], stop)
+    Trainer(run, open_coordinator(run)).run()
     leave_processes()
 
 
-def trainer_of(plan: Plan) -> type[Trainer]:
-    """Replica groups are imported where there are some, and not elsewhere."""
-    if plan.replica_groups > 1:
-        from trainspec_cli.engine.run.elastic_trainer import ElasticTrainer
-
-        return ElasticTrainer
-    from trainspec_cli.engine.run.trainer import Trainer
-
-    return Trainer
-
-
 def leave_error(run_dir: RunDir, error: Exception) -> None:
-    """This worker's own words, for the supervisor to show; not for that of a newer start."""
+    """Write this worker's error for its supervisor, unless a newer start owns the run."""
     if Fence.of_worker(run_dir).is_closed():
         return
     group, size = (int(os.environ.get(name, "0")) for name in ("TRAINSPEC_GROUP", "WORLD_SIZE"))

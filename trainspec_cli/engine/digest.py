@@ -1,9 +1,10 @@
-"""One digest for a model's weights, the same for every layout."""
+"""Digests of weights: a SHA-256 that is the same for every layout, and a quick one to compare replica groups by."""
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -28,11 +29,28 @@ def weights_sha256(shares: Sequence[Share], pipeline: dist.ProcessGroup) -> str:
     return digest.hexdigest()
 
 
-def _read_digests(told: Mapping[str, str]) -> dict[str, str]:
-    if not all(re.fullmatch("[0-9a-f]{64}", digest) for digest in told.values()):
+def _read_digests(received: Mapping[str, str]) -> dict[str, str]:
+    if not all(re.fullmatch("[0-9a-f]{64}", digest) for digest in received.values()):
         raise ValueError("a parameter's digest is no SHA-256")
-    return dict(told)
+    return dict(received)
 
 
 def _sha256(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+@torch.no_grad()
+def local_digest(shares: Sequence[Share]) -> Tensor:
+    """Return the sum of this rank's bits as whole numbers, (1,) int64: any one flip changes it."""
+    sums = [share.local.detach().view(torch.int32).sum(dtype=torch.int64) for share in shares if share.local.numel()]
+    return torch.stack(sums).sum(0, keepdim=True) if sums else torch.zeros(1, dtype=torch.int64)
+
+
+def diverging_groups(digests: Sequence[Tensor]) -> list[int]:
+    """Return the places of the groups that differ from the majority; where there is none (two groups), all of them."""
+    values = [int(digest) for digest in digests]
+    counted = Counter(values).most_common(2)
+    if len(counted) < 2:
+        return []
+    (usual, most), (_, next_most) = counted
+    return [place for place, value in enumerate(values) if value != usual or most == next_most]

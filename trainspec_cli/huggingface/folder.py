@@ -9,7 +9,7 @@ from typing import Any
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.huggingface.config import model_type
-from trainspec_cli.huggingface.safetensors import Entry, open_checkpoint
+from trainspec_cli.huggingface.safetensors import StoredTensor, open_checkpoint
 from trainspec_cli.huggingface.tensors import HEAD, parameters
 from trainspec_cli.reading.files import UnreadableFileError
 from trainspec_cli.reading.json_file import read_object
@@ -40,7 +40,7 @@ def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
         raise RecipeError(problem) from error
 
 
-def open_weights(folder: Path, model: DecoderModel) -> dict[str, Entry]:
+def open_weights(folder: Path, model: DecoderModel) -> dict[str, StoredTensor]:
     """The tensors that make up `model`. Raises RecipeError naming those that miss, are too many, or of another shape;
     MachineError where a file is damaged."""
     model_type(model)
@@ -60,7 +60,7 @@ def _check_count(model: DecoderModel) -> None:
         raise RecipeError(Problem("out_of_range", message, "model.num_layers", hint))
 
 
-def find_faults(entries: Mapping[str, Entry], model: DecoderModel, folder: Path) -> list[Problem]:
+def find_faults(entries: Mapping[str, StoredTensor], model: DecoderModel, folder: Path) -> list[Problem]:
     wanted = {piece.tensor: piece.tensor_shape for parameter in parameters(model) for piece in parameter.pieces}
     missing = [name for name in wanted if name not in entries]
     extra = [name for name in entries if name not in wanted and not _is_redundant(name, model)]

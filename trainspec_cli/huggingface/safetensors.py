@@ -29,7 +29,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredTensor:
     """Where a tensor lies."""
 
     file: Path
@@ -43,7 +43,7 @@ class Entry:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-def open_checkpoint(folder: Path) -> dict[str, Entry]:
+def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of a folder's model.safetensors, or of the files that its index names.
 
     Raises RecipeError where there is none, MachineError where a file is missing or damaged.
@@ -55,7 +55,7 @@ def open_checkpoint(folder: Path) -> dict[str, Entry]:
     else:
         message = f"{folder} holds neither {SINGLE} nor {INDEX}"
         raise RecipeError(Problem("missing_file", message, "init.from", "name a folder with safetensors files"))
-    entries: dict[str, Entry] = {}
+    entries: dict[str, StoredTensor] = {}
     for name in names:
         entries |= read_header(folder / name)
     return entries
@@ -72,7 +72,7 @@ def _read_index(file: Path) -> dict[str, str]:
     return names
 
 
-def read_header(file: Path) -> dict[str, Entry]:
+def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one file. Raises MachineError that names the file, or the tensor that is not as it should be."""
     if not file.is_file():
         raise _damaged(file, "is missing, and the index names it")
@@ -89,7 +89,7 @@ def read_header(file: Path) -> dict[str, Entry]:
             raise _damaged(file, f"has a header that cannot be read: {error}") from error
 
 
-def _entry(file: Path, name: str, told: Mapping[str, Any], data_start: int) -> Entry:
+def _entry(file: Path, name: str, told: Mapping[str, Any], data_start: int) -> StoredTensor:
     dtype, shape, (start, end) = told["dtype"], tuple(told["shape"]), told["data_offsets"]
     if dtype not in DTYPE_BYTES:
         message = f"{file}: {name} is of type {dtype}; weights are read from {', '.join(DTYPE_BYTES)}"
@@ -98,7 +98,7 @@ def _entry(file: Path, name: str, told: Mapping[str, Any], data_start: int) -> E
         isinstance(number, int) and 0 <= number < MAX_EXTENT for number in (*shape, start, end)
     ):
         raise ValueError(f"{name} has {show_kind(told['shape'])} as its shape, or offsets that are no numbers")
-    entry = Entry(file, dtype, shape, data_start + start)
+    entry = StoredTensor(file, dtype, shape, data_start + start)
     if end - start != entry.bytes or data_start + end > file.stat().st_size:
         raise _damaged(file, f"is cut short or altered: {name} does not lie where the header says")
     return entry

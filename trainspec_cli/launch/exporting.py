@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from trainspec_cli.corpus.bpe import decode
 from trainspec_cli.corpus.collection import Collection
-from trainspec_cli.corpus.decode import decode
 from trainspec_cli.corpus.manifest import read_manifest
 from trainspec_cli.corpus.publish import publishing
 from trainspec_cli.errors import MachineError, Problem, RecipeError

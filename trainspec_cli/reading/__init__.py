@@ -1,1 +1,1 @@
-"""Files that others wrote, read within limits of kind, size and depth."""
+"""Read files that other programs wrote, within limits of kind, size and depth."""

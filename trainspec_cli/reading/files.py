@@ -1,20 +1,41 @@
-"""Bytes and text of a file that others wrote: a regular file of a bounded size, or an error that says what it is.
+"""Read bytes and text of files that other programs wrote: regular files of a bounded size, or a precise error.
 
-A named pipe or a device in the place of a file would block the reader, or never end.
+A named pipe or a device in place of a file would block the reader, or never end.
 """
 
 from __future__ import annotations
 
 import os
 import stat
+import struct
+import zlib
 from pathlib import Path
+from tokenize import TokenError
 from typing import BinaryIO
 
 from trainspec_cli.errors import MachineError, Problem
 from trainspec_cli.units import format_bytes
 
 MAX_BYTES = 64 * 2**20
-"""Of a file that is read whole, unless its reader says otherwise."""
+"""The default limit for a file that is read whole."""
+
+ANY_DAMAGE = (
+    OSError,
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    SyntaxError,
+    TokenError,
+    ArithmeticError,
+    EOFError,
+    MemoryError,
+    struct.error,
+    zlib.error,
+)
+"""Errors that parsers raise on damaged files: numpy evaluates a header (SyntaxError, TokenError), Pillow unpacks bytes
+(struct.error), nibabel looks up codes (KeyError)."""
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -26,21 +47,21 @@ _KINDS = {
 
 
 class UnreadableFileError(MachineError, ValueError):
-    """A file is there and cannot be read: its kind, its size or its content is not what its reader takes."""
+    """A file exists but cannot be read: its kind, size or content is not what the reader accepts."""
 
 
 class MissingFileError(UnreadableFileError, FileNotFoundError):
-    """There is no such file."""
+    """The file does not exist."""
 
 
 class ClosedFileError(UnreadableFileError, PermissionError):
-    """The file is closed to this user."""
+    """This user has no permission to read the file."""
 
 
 def unreadable(
     path: Path | str, why: str, hint: str = "", *, line: int | None = None, column: int | None = None
 ) -> UnreadableFileError:
-    """The error that names `path` and says `why` it cannot be read."""
+    """Return an error that names `path` and says `why` it cannot be read."""
     return UnreadableFileError(
         Problem(
             code="unreadable_file",
@@ -55,7 +76,7 @@ def unreadable(
 
 
 def expand(path: str | Path) -> Path:
-    """`~` and `~NAME` are home folders; where there is no such user the path stands as it is."""
+    """Expand `~` and `~NAME`; return the path unchanged if there is no such user."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -63,7 +84,7 @@ def expand(path: str | Path) -> Path:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is something that is no folder; False too for a path that no file can have."""
+    """Return True if `path` is anything but a folder; False also for a path that no file can have."""
     try:
         return path.exists() and not path.is_dir()
     except (OSError, ValueError):
@@ -71,7 +92,10 @@ def exists(path: Path) -> bool:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file without ever blocking. Raises UnreadableFileError, and MissingFileError where it misses."""
+    """Open a regular file without ever blocking.
+
+    Raises UnreadableFileError, or MissingFileError if it does not exist.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -93,7 +117,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def check_regular(path: Path) -> None:
-    """Raises as `open_regular`; for files that a library opens by their name."""
+    """Raise as `open_regular` does. Use it before a library opens the file by name."""
     open_regular(path).close()
 
 
@@ -104,7 +128,7 @@ def _check_regular(descriptor: int, path: Path) -> None:
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """All of a file of at most `max_bytes`. Raises as `open_regular`."""
+    """Return the content of a file of at most `max_bytes`. Raises as `open_regular` does."""
     try:
         with open_regular(path) as file:
             content = file.read(max_bytes + 1)
@@ -113,12 +137,12 @@ def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
             raise
         raise unreadable(path, f"cannot be read: {error.strerror}") from error
     if len(content) > max_bytes:
-        raise unreadable(path, f"is larger than the {format_bytes(max_bytes)} that are read of such a file")
+        raise unreadable(path, f"is larger than the {format_bytes(max_bytes)} that are read from such a file")
     return content
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """UTF-8 without its byte order mark. Raises as `open_regular`."""
+    """Return UTF-8 text without its byte order mark. Raises as `open_regular` does."""
     content = read_bytes(path, max_bytes)
     try:
         return content.decode().removeprefix("\ufeff")

@@ -1,4 +1,4 @@
-"""JSON that others wrote: bounded in size, in depth and in the digits of its numbers, and of the kinds asked for."""
+"""Read JSON that other programs wrote: bounded in size, depth and digits, with fields of the expected kinds."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from trainspec_cli.reading.files import MAX_BYTES, read_text, unreadable
 
 MAX_DEPTH = 64
-"""Lists and objects within one another."""
+"""The deepest nesting of lists and objects."""
 MAX_DIGITS = 30
-"""Of a whole number."""
+"""The most digits of a whole number."""
 
 Kind = type | types.UnionType
-_WORDS = {
+_KIND_NAMES = {
     int: "a whole number",
     float: "a number",
     str: "text",
@@ -28,7 +28,7 @@ _WORDS = {
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Raises ValueError (JSONDecodeError where it is no JSON) that says what is wrong."""
+    """Parse JSON. Raises ValueError (JSONDecodeError if it is not JSON) that says what is wrong."""
     try:
         content = json.loads(text, parse_int=_whole)
     except RecursionError as error:
@@ -41,19 +41,22 @@ _TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
 
 
 def read_json(path: Path, max_bytes: int = MAX_BYTES) -> Any:
-    """Raises UnreadableFileError with file, line and column, MissingFileError where there is no file."""
+    """Read a JSON file. Raises UnreadableFileError with file, line and column, MissingFileError if there is no file."""
     text = read_text(path, max_bytes)
     try:
         return parse_json(text)
     except json.JSONDecodeError as error:
-        why = f"is no JSON: {error.msg} (line {error.lineno}, column {error.colno})"
+        why = f"is not JSON: {error.msg} (line {error.lineno}, column {error.colno})"
         raise unreadable(path, why, line=error.lineno, column=error.colno) from error
     except ValueError as error:
         raise unreadable(path, f"cannot be read: {error}") from error
 
 
 def read_object(path: Path, fields: Mapping[str, Kind] | None = None, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
-    """A JSON object that has `fields`, each of its kind (others may be there). Raises as `read_json`."""
+    """Return a JSON object that has all of `fields`, each of its kind; others are allowed.
+
+    Raises as `read_json` does.
+    """
     content = read_json(path, max_bytes)
     if not isinstance(content, dict):
         raise unreadable(path, f"holds {show_kind(content)}; a JSON object is needed")
@@ -63,7 +66,7 @@ def read_object(path: Path, fields: Mapping[str, Kind] | None = None, max_bytes:
 
 
 def check_field(path: Path, content: Mapping[str, Any], name: str, kind: Kind) -> None:
-    """Raises UnreadableFileError where `content` of `path` lacks `name`, or holds another kind of value there."""
+    """Raise UnreadableFileError if `content` of `path` lacks `name`, or holds another kind of value there."""
     if name not in content:
         raise unreadable(path, f"has no `{name}`; {describe_kind(kind)} is needed")
     if not is_kind(content[name], kind):
@@ -71,7 +74,7 @@ def check_field(path: Path, content: Mapping[str, Any], name: str, kind: Kind) -
 
 
 def is_kind(value: Any, kind: Kind) -> bool:
-    """As JSON has it: a whole number is a number too, and true is none."""
+    """Return True if `value` is of `kind` by JSON's rules: a whole number is also a number, and true is not."""
     kinds = kind.__args__ if isinstance(kind, types.UnionType) else (kind,)
     allowed = (*kinds, int) if float in kinds else kinds
     return type(value) in allowed
@@ -80,20 +83,20 @@ def is_kind(value: Any, kind: Kind) -> bool:
 def describe_kind(kind: Kind) -> str:
     """`int | None` -> `a whole number or null`."""
     kinds = kind.__args__ if isinstance(kind, types.UnionType) else (kind,)
-    return " or ".join(_WORDS[one] for one in kinds)
+    return " or ".join(_KIND_NAMES[one] for one in kinds)
 
 
 def show_kind(value: Any) -> str:
-    """A short name of a value: `a list`, `null`, `7`, `'abc'`."""
+    """Describe a value briefly: `a list`, `null`, `7`, `'abc'`."""
     if value is None or isinstance(value, (list, dict)):
-        return _WORDS[type(value)]
+        return _KIND_NAMES[type(value)]
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _whole(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
-        raise ValueError(f"a whole number of {len(digits):,} digits stands in it; at most {MAX_DIGITS} are read")
+        raise ValueError(f"it holds a whole number of {len(digits):,} digits; at most {MAX_DIGITS} are read")
     return int(digits)
 
 

@@ -1,4 +1,4 @@
-"""YAML that others wrote: bounded in size, in depth, and in what its aliases stand for."""
+"""Read YAML that other programs wrote: bounded in size, depth, and the expansion of its aliases."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from trainspec_cli.reading.files import read_text, unreadable
 
 MAX_BYTES = 512 * 2**10
 MAX_DEPTH = 32
-"""Lists and mappings within one another."""
+"""The deepest nesting of lists and mappings."""
 MAX_NODES = 20_000
-"""Values of a file, those that an alias stands for counted each time."""
+"""The most values in a file, with those behind an alias counted each time."""
 MAX_INTERPOLATED_CHARS = 2_000
-"""Of a value that holds `${...}`, which is parsed slowly."""
+"""The longest value with `${...}`, which is parsed slowly."""
 MAX_DIGITS = 30
 _TAG = "tag:yaml.org,2002:"
 _NO_VALUES = frozenset(_TAG + kind for kind in ("binary", "omap", "pairs", "set"))
-"""What YAML knows and a recipe does not."""
+"""YAML types that a recipe does not have."""
 
 
 class YamlLimitError(yaml.MarkedYAMLError):
-    """A limit that is no part of YAML itself is exceeded; `problem_mark` says where."""
+    """The file exceeds a limit that YAML itself does not have; `problem_mark` says where."""
 
 
 def compose_yaml(text: str) -> yaml.Node | None:
-    """The tree of nodes with their places. Raises yaml.YAMLError."""
+    """Return the tree of nodes with their positions. Raises yaml.YAMLError."""
     loader = yaml.SafeLoader(text)
     try:
         root = loader.get_single_node()
@@ -44,7 +44,10 @@ _TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
 
 
 def read_yaml(path: Path) -> Any:
-    """The content of a file as plain values. Raises UnreadableFileError, MissingFileError where there is none."""
+    """Return the content of a file as plain values.
+
+    Raises UnreadableFileError, or MissingFileError if there is none.
+    """
     text = read_text(path, MAX_BYTES)
     try:
         root = compose_yaml(text)
@@ -58,13 +61,13 @@ def read_yaml(path: Path) -> Any:
 
 
 def _count(node: yaml.Node, depth: int, known: dict[int, int], above: set[int]) -> int:
-    """Values that `node` stands for. Raises YamlLimitError where they are too many, or too deep."""
+    """Count the values that `node` expands to. Raises YamlLimitError if they are too many, or too deep."""
     if id(node) in above:
-        raise _over("it holds itself, by an alias", node)
+        raise _over("it contains itself, through an alias", node)
     if depth > MAX_DEPTH:
         raise _over(_TOO_DEEP, node)
     if node.tag in _NO_VALUES:
-        raise _over(f"!!{node.tag.removeprefix(_TAG)} is no kind of value that a recipe has", node)
+        raise _over(f"!!{node.tag.removeprefix(_TAG)} is not a type that a recipe can hold", node)
     if isinstance(node, yaml.ScalarNode):
         _check_scalar(node)
         return 1
@@ -74,7 +77,7 @@ def _count(node: yaml.Node, depth: int, known: dict[int, int], above: set[int]) 
         known[id(node)] = 1 + sum(_count(item, depth + 1, known, above) for item in items)
         above.remove(id(node))
     if known[id(node)] > MAX_NODES:
-        raise _over(f"it stands for more than {MAX_NODES:,} values, its aliases written out", node)
+        raise _over(f"it expands to more than {MAX_NODES:,} values with its aliases written out", node)
     return known[id(node)]
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from trainspec_cli.engine.checkpoint.manifest import About
-from trainspec_cli.engine.checkpoint.memory import Place
-from trainspec_cli.engine.checkpoint.parts import Held, Part
+from trainspec_cli.engine.checkpoint.memory import CopyLocation
+from trainspec_cli.engine.checkpoint.parts import Held, TensorPart
 from trainspec_cli.engine.checkpoint.saver import Saver
 from trainspec_cli.engine.checkpoint.store import load_newest
 from trainspec_cli.engine.comm.joining import leave_processes
@@ -29,7 +29,7 @@ class Rows(Held):
     """Each rank holds rows of one matrix, and a scalar that all have."""
 
     def parts(self):
-        return [Part("w", self.rows, (RANK * (12 // WORLD), 0), (12, 5)), Part.whole("count", self.count)]
+        return [TensorPart("w", self.rows, (RANK * (12 // WORLD), 0), (12, 5)), TensorPart.whole("count", self.count)]
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
     held = Rows([], [], None)
     vars(held)["rows"] = torch.zeros(12 // WORLD, 5)
     vars(held)["count"] = torch.zeros(())
-    place = Place(FOLDER / f"host{RANK}", RANK, WORLD, ranks_per_host=1)
+    place = CopyLocation(FOLDER / f"host{RANK}", RANK, WORLD, ranks_per_host=1)
     run_dir = RunDir(FOLDER)
     if ACT == "keep":
         keep(held, Saver(run_dir, held, CPU, keep_last=2, memory=place))

@@ -8,20 +8,28 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from trainspec_cli.engine.checkpoint import files, manifest, saver
+from trainspec_cli.engine.checkpoint import files, manifest, saver, store
 from trainspec_cli.engine.checkpoint.image import plan_image
-from trainspec_cli.engine.checkpoint.manifest import MANIFEST, About, Chunk, Manifest, TensorEntry, read_manifest
+from trainspec_cli.engine.checkpoint.manifest import (
+    MANIFEST,
+    About,
+    CheckpointManifest,
+    Chunk,
+    TensorEntry,
+    read_manifest,
+)
 from trainspec_cli.engine.checkpoint.ownership import choose_owners
-from trainspec_cli.engine.checkpoint.parts import Held, Part
+from trainspec_cli.engine.checkpoint.parts import Held, TensorPart
 from trainspec_cli.engine.checkpoint.reading import fill_parts
 from trainspec_cli.engine.checkpoint.saver import Saver
 from trainspec_cli.engine.checkpoint.store import load_newest
-from trainspec_cli.engine.checkpoint.weights import read_weights
+from trainspec_cli.engine.checkpoint.weights import load_weights, read_weights
 from trainspec_cli.engine.optim.build import build_optimizer
 from trainspec_cli.engine.optim.update import guarded_update
 from trainspec_cli.engine.shares import Share
@@ -97,6 +105,50 @@ def test_its_files_are_safetensors_and_json_and_hold_no_pickle(tmp_path):
         assert file.get_tensor("model.1.num_batches_tracked").dtype == torch.int64
 
 
+@pytest.mark.parametrize("way", ["save", "begin"])
+def test_a_checkpoint_is_on_disk_before_it_has_its_name(tmp_path, disk_calls, way):
+    """Tensors, then the manifest, then the folder; after the rename also the folder above."""
+    made = Saver(RunDir(tmp_path), trained(), CPU, keep_last=2)
+    if way == "save":
+        made.save(about(3))
+    else:
+        made.begin(about(3))
+        made.wait()
+    (folder,) = {name for _, name in disk_calls if name.startswith(".step_")}
+    before = disk_calls[: disk_calls.index(("rename", "step_00000003"))]
+    renamed = disk_calls[len(before) :]
+    assert before[0] == ("fsync", NAME)
+    assert before.index(("rename", "rank00000.json")) < before.index(("rename", MANIFEST)) < len(before) - 1
+    assert before[-1] == ("fsync", folder)
+    assert renamed == [("rename", "step_00000003"), ("fsync", "checkpoints")]
+
+
+def with_tied_copy(held, name="2.weight"):
+    """Add a second copy of a parameter with its own optimizer state, as on a rank with the first and last stage."""
+    (share,) = (share for share in held.shares if share.name == name)
+    copy = torch.nn.Linear(*reversed(share.full_shape), bias=False)
+    shares = [Share(name, copy.weight), *held.shares]
+    return Held(shares, held.modules, build_optimizer(shares, OptimSpec(lr=0.1))), shares[0]
+
+
+@pytest.mark.parametrize("what", ["everything", "weights"])
+def test_both_copies_of_a_tied_parameter_are_loaded(tmp_path, what):
+    saved = trained()
+    save(RunDir(tmp_path), saved, 3)
+    expected = next(share.local for share in saved.shares if share.name == "2.weight")
+    held, copy = with_tied_copy(trained(1))
+    assert not torch.equal(copy.local, expected)
+    if what == "weights":
+        load_weights(RunDir(tmp_path).checkpoint(3), held)
+    else:
+        load_newest(RunDir(tmp_path), held, CPU)
+        state, original = held.optimizer.state[copy.local], saved.optimizer.state[expected]
+        assert state.keys() == original.keys() and all(torch.equal(state[key], original[key]) for key in state)
+        assert state["exp_avg"].any()
+    assert torch.equal(copy.local, expected)
+    assert all(torch.equal(share.local, expected) for share in held.shares if share.name == "2.weight")
+
+
 def test_the_last_ones_are_kept_and_what_a_killed_save_left_is_cleared(tmp_path):
     run_dir = RunDir(tmp_path)
     held = trained()
@@ -141,6 +193,42 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, damage, words):
     assert "remove the folder" in caught.value.problems[0].hint
 
 
+def with_more_files(folder, ranks):
+    """Append files of other ranks, of which no tensor is needed here, to a checkpoint of one rank."""
+    names = [files.file_name(rank) for rank in range(1, ranks)]
+    digests = [files.write_file(folder / name, [memoryview(name.encode())]) for name in names]
+    rewrite(folder, world_size=ranks, files=(*read_manifest(folder).files, *digests))
+    return [folder / name for name in names]
+
+
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_files_of_other_ranks_are_verified_too(tmp_path, damaged):
+    save(RunDir(tmp_path), trained(), 3)
+    others = with_more_files(RunDir(tmp_path).checkpoint(3), ranks=3)
+    load_newest(RunDir(tmp_path), trained(), CPU)
+    flip_a_bit(others[damaged - 1])
+    with pytest.raises(MachineError, match=f"rank0000{damaged}.safetensors was altered"):
+        load_newest(RunDir(tmp_path), trained(), CPU)
+
+
+@pytest.mark.parametrize("damaged", range(5))
+def test_the_ranks_verify_every_file_once_between_them(tmp_path, monkeypatch, damaged):
+    """Each rank alone, without the others' errors: exactly one of two finds the damage."""
+    save(RunDir(tmp_path), trained(), 3)
+    folder = RunDir(tmp_path).checkpoint(3)
+    flip_a_bit([folder / NAME, *with_more_files(folder, ranks=5)][damaged])
+    monkeypatch.setattr(store, "_restore", lambda *arguments: None)
+    found = []
+    for rank in range(2):
+        ranks = SimpleNamespace(get_rank=lambda rank=rank: rank, get_world_size=lambda: 2)
+        monkeypatch.setattr(store, "dist", ranks)
+        with contextlib.suppress(MachineError):
+            load_newest(RunDir(tmp_path), trained(), CPU)
+            continue
+        found.append(rank)
+    assert found == [damaged % 2]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -172,18 +260,18 @@ def test_parts_are_read_from_whatever_chunks_cover_them(tmp_path):
     pieces = {"a": full[:4, :3], "b": full[:4, 3:], "c": full[4:]}
     offsets = {"a": (0, 0), "b": (0, 3), "c": (4, 0)}
     for name, piece in pieces.items():
-        image = plan_image([Part("w", piece, offsets[name], (6, 8))])
+        image = plan_image([TensorPart("w", piece, offsets[name], (6, 8))])
         files.write_file(tmp_path / name, image.stream(image.parts))
     chunks = tuple(Chunk(name, offsets[name], tuple(piece.shape)) for name, piece in pieces.items())
-    whole = Manifest(about(1), 3, (), {"w": TensorEntry((6, 8), "F32", chunks)})
+    whole = CheckpointManifest(about(1), 3, (), {"w": TensorEntry((6, 8), "F32", chunks)})
     for rows, columns in ((slice(0, 6), slice(0, 8)), (slice(3, 5), slice(2, 6)), (slice(5, 6), slice(0, 1))):
         wanted = full[rows, columns]
-        part = Part("w", torch.zeros(wanted.shape), (rows.start, columns.start), (6, 8))
+        part = TensorPart("w", torch.zeros(wanted.shape), (rows.start, columns.start), (6, 8))
         fill_parts(tmp_path, whole, [part])
         assert torch.equal(part.tensor, wanted)
-    holed = Manifest(about(1), 3, (), {"w": TensorEntry((6, 8), "F32", chunks[:2])})
+    holed = CheckpointManifest(about(1), 3, (), {"w": TensorEntry((6, 8), "F32", chunks[:2])})
     with pytest.raises(MachineError, match="of w it holds 8 of 16 elements"):
-        fill_parts(tmp_path, holed, [Part("w", torch.zeros(2, 8), (3, 0), (6, 8))])
+        fill_parts(tmp_path, holed, [TensorPart("w", torch.zeros(2, 8), (3, 0), (6, 8))])
 
 
 def test_every_part_has_one_owner_and_bytes_are_shared_out():
@@ -266,7 +354,7 @@ def test_rank_0_waits_for_the_others_parts(tmp_path):
     partial.mkdir(parents=True)
 
     def part(rank):
-        image = plan_image([Part("w", torch.full((2,), rank), (2 * rank,), (4,))])
+        image = plan_image([TensorPart("w", torch.full((2,), rank), (2 * rank,), (4,))])
         digest = files.write_file(partial / files.file_name(rank), image.stream(image.parts))
         files.leave_part(partial, rank, manifest.WrittenPart(digest, image.entries(files.file_name(rank))))
 
@@ -332,9 +420,9 @@ def test_a_part_of_a_tensor_is_refused_with_the_number_in_its_whole_file(tmp_pat
     save(RunDir(tmp_path), spoil(held, held.shares[0].local, torch.nan), 3)
     folder, full = RunDir(tmp_path).checkpoint(3), (7, 5)
     whole = read_manifest(folder)
-    fill_parts(folder, whole, [Part("model.0.weight", torch.zeros(6, 5), (1, 0), full)])
+    fill_parts(folder, whole, [TensorPart("model.0.weight", torch.zeros(6, 5), (1, 0), full)])
     with pytest.raises(MachineError, match="holds 2 values"):
-        fill_parts(folder, whole, [Part("model.0.weight", torch.zeros(7, 2), (0, 3), full)])
+        fill_parts(folder, whole, [TensorPart("model.0.weight", torch.zeros(7, 2), (0, 3), full)])
 
 
 @pytest.mark.parametrize("name", ["../rank00000.safetensors", "/etc/passwd", "rank0.safetensors", "", 7])

@@ -17,10 +17,11 @@ import torch
 from rich.console import Console
 
 from trainspec_cli.engine.batch import MicroBatch
-from trainspec_cli.engine.build.train_state import Machinery, build_machinery
+from trainspec_cli.engine.build.train_state import TrainState, build_train_state
 from trainspec_cli.engine.data.loader import read_ahead
 from trainspec_cli.engine.data.staging import SLOTS, Staging
 from trainspec_cli.engine.optim.update import clear_gradients
+from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.run.trainer import Trainer
@@ -53,11 +54,11 @@ PLAN = replace(plan(SPEC, Machine("host", cpu_cores=1, memory_bytes=2**34, bf16=
 
 
 @pytest.fixture
-def built(one_process: None) -> Machinery:
-    built = build_machinery(PLAN, torch.device("cpu"))
-    for share in built.shares:
+def state(one_process: None) -> TrainState:
+    state = build_train_state(PLAN, torch.device("cpu"))
+    for share in state.shares:
         torch.nn.init.normal_(share.local, std=0.1)
-    return built
+    return state
 
 
 class Source:
@@ -107,11 +108,12 @@ def drawn(step: int) -> list[MicroBatch]:
     return [tuple(torch.randint(50, (1, 16), generator=generator) for _ in range(2)) for _ in range(MICRO_BATCHES)]
 
 
-def run(built: Machinery, folder: Path, source: Source) -> RunDir:
+def run(state: TrainState, folder: Path, source: Source) -> RunDir:
     run_dir = RunDir(folder)
     write_json(run_dir.plan_json, to_plain(PLAN))
     write_json(run_dir.run_json, {"recipe": "slow", "created_at": 0.0})
-    Trainer(PLAN, run_dir, source, "", built, StopRequest()).run()
+    context = RunContext(PLAN, run_dir, source, state, "", StopRequest())
+    Trainer(context, SingleGroup(context)).run()
     return run_dir
 
 
@@ -125,9 +127,9 @@ def wait_share(run_dir: RunDir) -> float:
     return float(np.median(shares))
 
 
-def test_a_batch_is_read_while_the_step_before_it_computes(built: Machinery, tmp_path: Path) -> None:
+def test_a_batch_is_read_while_the_step_before_it_computes(state: TrainState, tmp_path: Path) -> None:
     """A step's forward pass goes on when the next batch has been read; a reader that waited for it would never come."""
-    source, (part,) = Source(), built.parts
+    source, (part,) = Source(), state.parts
     passes = count()
 
     def wait_for_next_batch(*_: object) -> None:
@@ -135,11 +137,11 @@ def test_a_batch_is_read_while_the_step_before_it_computes(built: Machinery, tmp
         assert following == STEPS or source.read[following].wait(TIMEOUT_S)
 
     part.register_forward_pre_hook(wait_for_next_batch)
-    assert wait_share(run(built, tmp_path, source)) < 0.1
+    assert wait_share(run(state, tmp_path, source)) < 0.1
 
 
-def test_waiting_for_data_is_accounted_and_told(built: Machinery, tmp_path: Path) -> None:
-    late = run(built, tmp_path, LateSource())
+def test_waiting_for_data_is_accounted_and_told(state: TrainState, tmp_path: Path) -> None:
+    late = run(state, tmp_path, LateSource())
     waits_s = [event["time_s"]["data_wait"] for event in read_events(late.events(0)) if event["type"] == "step"]
     assert min(waits_s) >= READ_S
     assert account_run(late)["data_wait"] == pytest.approx(sum(waits_s))
@@ -152,28 +154,28 @@ def told(run_dir: RunDir) -> str:
     return output.getvalue()
 
 
-def test_events_count_copies_and_allocations_and_the_steady_state_has_none(built: Machinery, tmp_path: Path) -> None:
-    steps = [event for event in read_events(run(built, tmp_path, Source()).events(0)) if event["type"] == "step"]
+def test_events_count_copies_and_allocations_and_the_steady_state_has_none(state: TrainState, tmp_path: Path) -> None:
+    steps = [event for event in read_events(run(state, tmp_path, Source()).events(0)) if event["type"] == "step"]
     assert [event["allocations"] for event in steps] == [4] * SLOTS + [0] * (STEPS - SLOTS)
     assert {(event["h2d_copies"], event["h2d_bytes"]) for event in steps} == {(0, 0)}, "the host is the device"
 
 
-def test_gradients_are_added_up_in_the_buffer_of_their_reduction(built: Machinery) -> None:
+def test_gradients_are_added_up_in_the_buffer_of_their_reduction(state: TrainState) -> None:
     """Those of a block lie in one piece of memory, whatever number of micro-batches they are of."""
-    compute_gradients(built, drawn(0), 32)
-    (part,) = built.parts
+    compute_gradients(state, drawn(0), 32)
+    (part,) = state.parts
     for block in part.block_modules():
         pieces = {share.to_local().untyped_storage().data_ptr() for share in gradients_of(block)}
         assert len(pieces) == 1
 
 
-def test_gradients_of_micro_batches_add_up_to_those_of_the_batch(built: Machinery) -> None:
+def test_gradients_of_micro_batches_add_up_to_those_of_the_batch(state: TrainState) -> None:
     whole = [tuple(torch.cat(tensors) for tensors in zip(*drawn(0), strict=True))]
     found = []
     for micro_batches in (drawn(0), whole):
-        compute_gradients(built, micro_batches, 32)
-        found.append([share.gradient.clone() for share in built.shares])
-        clear_gradients(built.shares)
+        compute_gradients(state, micro_batches, 32)
+        found.append([share.gradient.clone() for share in state.shares])
+        clear_gradients(state.shares)
     for added, at_once in zip(*found, strict=True):
         torch.testing.assert_close(added, at_once, rtol=1e-4, atol=1e-6)
 

@@ -2,10 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from trainspec_cli.corpus.order import Shuffled
 from trainspec_cli.corpus.prepare import prepare
 from trainspec_cli.corpus.rows import Windows
-from trainspec_cli.corpus.samples import num_samples
+from trainspec_cli.corpus.samples import Shuffled, num_samples
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.engine.batch import IGNORED_TARGET
 from trainspec_cli.engine.data.heldout import heldout_batches

@@ -75,11 +75,9 @@ def test_every_operation_of_the_table_is_tested() -> None:
     assert all(TORCH in backends for backends in KERNELS.values())
 
 
-@pytest.mark.parametrize("op", CALLS)
+@pytest.mark.parametrize("op", sorted(CALLS.keys() - {"linear_cross_entropy"}))
 def test_the_default_in_fp64_is_the_reference(op: str) -> None:
-    """Neither is written after the other; the loss is summed in fp32 by all."""
-    if op == "linear_cross_entropy":
-        pytest.skip("the default sums in fp32 whatever the format: held against the reference in fp32 above")
+    """Neither is written after the other. The loss is summed in fp32 whatever the format: see above."""
     for call in CALLS[op]:
         assert call_error(op, load_kernel(op, TORCH), call, torch.float64, torch.device("cpu")) < 1e-12
 

@@ -10,11 +10,11 @@ CPU = torch.device("cpu")
 
 
 def warnings(watch, steps):
-    return [said for step in range(1, steps + 1) if (said := watch.look(step))]
+    return [said for step in range(1, steps + 1) if (said := watch.check(step))]
 
 
 def test_a_leak_is_told_of_once_before_it_kills(monkeypatch):
-    """Real memory: every look finds 2 MB more, and the host has as good as none left."""
+    """Real memory: every check finds 2 MB more, and the host has as good as none left."""
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=50e6))
     kept = []
     watch = MemoryWatch(CPU, 0, 400)
@@ -37,4 +37,4 @@ def test_steady_memory_is_no_leak(last_step, monkeypatch):
     x = torch.randn(200, 200)
     for step in range(1, last_step + 1):
         x = (x @ x) / 200
-        assert watch.look(step) is None
+        assert watch.check(step) is None

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from trainspec_cli.engine.checkpoint.manifest import MANIFEST
-from trainspec_cli.engine.checkpoint.parts import Held, Part
-from trainspec_cli.engine.run.cadence import MEASURING_STEPS, Cadence
-from trainspec_cli.engine.run.checkpoints import Checkpoints
+from trainspec_cli.engine.checkpoint.parts import Held, TensorPart
+from trainspec_cli.engine.run.checkpoints import MEASURING_STEPS, Cadence, Checkpoints
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.checkpoint import CheckpointSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec
@@ -23,7 +22,7 @@ CPU = torch.device("cpu")
 
 class OneTensor(Held):
     def parts(self):
-        return [Part.whole("w", torch.arange(1000.0))]
+        return [TensorPart.whole("w", torch.arange(1000.0))]
 
 
 class Kept:
@@ -50,8 +49,8 @@ def plan_of(checkpoint, mtbf_device_hours=1000.0):
 
 
 def make(tmp_path, spec, journal=None):
-    built = SimpleNamespace(held=OneTensor([], [], None), device=CPU)
-    return Checkpoints(plan_of(spec), RunDir(tmp_path), built, "digest", journal or Kept())
+    state = SimpleNamespace(held=OneTensor([], [], None), device=CPU)
+    return Checkpoints(plan_of(spec), RunDir(tmp_path), state, "digest", journal or Kept())
 
 
 def take_steps(checkpoints, steps, writing=lambda step: False):

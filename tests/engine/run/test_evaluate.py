@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainspec_cli.engine.build.train_state import Machinery, build_machinery
+from trainspec_cli.engine.build.train_state import TrainState, build_train_state
 from trainspec_cli.engine.run.evaluate import write_text
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.spec.recipe.batching import BatchingSpec
@@ -28,24 +28,24 @@ MACHINE = Machine("host", cpu_cores=1, memory_bytes=2**34, bf16=False)
 
 
 @pytest.fixture
-def built(one_process: None) -> Machinery:
+def state(one_process: None) -> TrainState:
     torch.manual_seed(0)
-    built = build_machinery(plan(SPEC, MACHINE), torch.device("cpu"))
-    for share in built.shares:
+    state = build_train_state(plan(SPEC, MACHINE), torch.device("cpu"))
+    for share in state.shares:
         torch.nn.init.normal_(share.local, std=0.3)
-    return built
+    return state
 
 
 @torch.no_grad()
-def test_padding_changes_nothing_in_the_text(built: Machinery) -> None:
+def test_padding_changes_nothing_in_the_text(state: TrainState) -> None:
     ids = [1, 2, 3]
     for _ in range(30):
-        ids.append(int(built.parts[0](torch.tensor([ids[-CONTEXT:]]))[0, -1].argmax()))
-    assert write_text(built, [1, 2, 3], count=30, temperature=0.0, max_context=CONTEXT, seed=0) == ids[3:]
+        ids.append(int(state.parts[0](torch.tensor([ids[-CONTEXT:]]))[0, -1].argmax()))
+    assert write_text(state, [1, 2, 3], count=30, temperature=0.0, max_context=CONTEXT, seed=0) == ids[3:]
 
 
-def test_few_lengths_are_ever_met(built: Machinery) -> None:
+def test_few_lengths_are_ever_met(state: TrainState) -> None:
     lengths = set()
-    built.parts[0].register_forward_pre_hook(lambda _, arguments: lengths.add(arguments[0].shape[1]))
-    write_text(built, [1, 2, 3], count=30, temperature=1.0, max_context=CONTEXT, seed=0)
+    state.parts[0].register_forward_pre_hook(lambda _, arguments: lengths.add(arguments[0].shape[1]))
+    write_text(state, [1, 2, 3], count=30, temperature=1.0, max_context=CONTEXT, seed=0)
     assert lengths == {16, 20}

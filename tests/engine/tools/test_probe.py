@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from lab import measured
 
 from trainspec_cli.engine.models.decoder import Block
 from trainspec_cli.engine.models.rope import rope_angles
 from trainspec_cli.engine.tools.probe import scheduled_s
-from trainspec_cli.launch.job.command import torchrun_command
 from trainspec_cli.planner.memory.local import activation_bytes_per_token
 from trainspec_cli.rundir.events import PARTS
-from trainspec_cli.rundir.files import read_json
-from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.results.probe import MachineProbe
 
 
 @pytest.fixture(scope="module")
-def probe(tmp_path_factory: pytest.TempPathFactory) -> MachineProbe:
-    folder = tmp_path_factory.mktemp("probe")
-    home = str(Path(__file__).resolve().parents[3])
-    command = torchrun_command(2, folder / "logs", ("-m", "trainspec_cli.engine.tools.probe", "fp32", str(folder)))
-    environment = {**os.environ, "PYTHONPATH": home, "GLOO_SOCKET_IFNAME": "lo"}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    return from_plain(MachineProbe, read_json(folder / "probe.json"))
+def probe(measured_cache: Path) -> MachineProbe:
+    return measured.read_probe(measured_cache)
 
 
 def test_every_figure_is_there(probe: MachineProbe) -> None:

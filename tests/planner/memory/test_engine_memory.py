@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
+from lab.tracing import Trace
 
 from trainspec_cli.certify.cases import Case, build_plan
-from trainspec_cli.launch.tracing import trace_plan, traced_ranks
+from trainspec_cli.launch.tracing import traced_ranks
 from trainspec_cli.planner.memory.engine import engine_peak, is_counted, run_of
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.recipe.layout import Layout
@@ -192,11 +193,11 @@ def plan_of(run: Run) -> Plan:
     )
 
 
-def error_of(run: Run) -> float:
-    """Of the fullest rank of a pipeline's ends."""
+def error_of(run: Run, trace: Trace) -> float:
+    """Return the relative error for the fullest rank of a pipeline's ends."""
     plan = plan_of(run)
     assert is_counted(plan.spec.model, plan.offload)
-    traced = trace_plan(plan)["peak_memory_bytes"]
+    traced = trace(plan)["peak_memory_bytes"]
     ranks = {rank * plan.layout.pp // plan.world_size for rank in traced_ranks(plan)}
     counted = max(engine_peak(run_of(plan), rank).total_bytes for rank in ranks)
     print(f"{run.name:78s} traced {traced / GIB:8.3f} GiB, counted {counted / GIB:8.3f} {counted / traced - 1:+.2%}")
@@ -204,14 +205,14 @@ def error_of(run: Run) -> float:
 
 
 @pytest.mark.parametrize("run", DEFAULT_RUNS, ids=lambda run: run.name)
-def test_arithmetic_comes_to_what_the_step_takes(run: Run) -> None:
-    assert MOST_UNDER <= error_of(run) <= MOST_OVER
+def test_arithmetic_comes_to_what_the_step_takes(run: Run, trace: Trace) -> None:
+    assert MOST_UNDER <= error_of(run, trace) <= MOST_OVER
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [run for runs in FAMILIES.values() for run in runs], ids=lambda run: run.name)
-def test_it_does_for_layouts_and_sizes_of_every_family(run: Run) -> None:
-    assert MOST_UNDER <= error_of(run) <= MOST_OVER
+def test_it_does_for_layouts_and_sizes_of_every_family(run: Run, trace: Trace) -> None:
+    assert MOST_UNDER <= error_of(run, trace) <= MOST_OVER
 
 
 def test_sixty_runs_are_held_against_traces() -> None:

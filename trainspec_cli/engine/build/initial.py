@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainspec_cli.engine.build.train_state import Machinery
+from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.checkpoint.manifest import read_manifest, verify_files
 from trainspec_cli.engine.checkpoint.weights import load_weights
 from trainspec_cli.engine.comm.joint_errors import errors_together
@@ -18,7 +18,7 @@ from trainspec_cli.engine.finite import NOT_FINITE, count_not_finite, is_finite
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.errors import MachineError, Problem
 from trainspec_cli.huggingface.folder import list_names, open_weights
-from trainspec_cli.huggingface.safetensors import Entry
+from trainspec_cli.huggingface.safetensors import StoredTensor
 from trainspec_cli.huggingface.tensors import Piece, parameters
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.model import DecoderModel
@@ -27,26 +27,26 @@ from trainspec_cli.spec.results.plan import Plan
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def load_initial(plan: Plan, built: Machinery) -> None:
+def load_initial(plan: Plan, state: TrainState) -> None:
     """Fill the model from what `init.from` names; without it the values drawn from the seed stay.
 
     Called by every rank together. Raises RecipeError or MachineError, on all of them, where the checkpoint is not the
     model's or a weight is not finite.
     """
     with errors_together():
-        _load(plan, built)
+        _load(plan, state)
 
 
-def _load(plan: Plan, built: Machinery) -> None:
+def _load(plan: Plan, state: TrainState) -> None:
     init = plan.spec.init
     if init.hugging_face is not None:
         assert isinstance(plan.spec.model, DecoderModel), "other families are refused before launch"
-        load_folder(init.hugging_face, plan.spec.model, built.shares)
+        load_folder(init.hugging_face, plan.spec.model, state.shares)
     elif init.run is not None:
         run = RunDir(init.run)
         folder = run.checkpoint(run.checkpoint_steps()[-1])
         verify_files(folder, read_manifest(folder).files[dist.get_rank() :: dist.get_world_size()])
-        load_weights(folder, built.held)
+        load_weights(folder, state.held)
 
 
 @torch.no_grad()
@@ -81,7 +81,7 @@ def _fill(share: Share, pieces: Sequence[Piece], tensors: MappedTensors) -> Iter
 class MappedTensors:
     """Tensors of safetensors files, as views of the mapped files."""
 
-    def __init__(self, entries: Mapping[str, Entry]):
+    def __init__(self, entries: Mapping[str, StoredTensor]):
         self._entries = entries
         self._files: dict[Path, Tensor] = {}
 
@@ -93,7 +93,7 @@ class MappedTensors:
     def file(self, piece: Piece) -> Path:
         return self._entries[piece.tensor].file
 
-    def _read(self, entry: Entry) -> Tensor:
+    def _read(self, entry: StoredTensor) -> Tensor:
         if entry.file not in self._files:
             size = entry.file.stat().st_size
             self._files[entry.file] = torch.from_file(str(entry.file), shared=False, size=size, dtype=torch.uint8)

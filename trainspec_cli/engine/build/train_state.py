@@ -58,8 +58,8 @@ class LateSum:
 
 
 @dataclass
-class Machinery:
-    """What a trainer works with."""
+class TrainState:
+    """All that a rank trains with: its stages of the model, their shares, the optimizer and the mesh they lie in."""
 
     device: torch.device
     mesh: Mesh
@@ -83,7 +83,7 @@ class Machinery:
         return Held(self.shares, self.parts, self.optimizer)
 
 
-def build_machinery(plan: Plan, device: torch.device, mesh: Mesh | None = None) -> Machinery:
+def build_train_state(plan: Plan, device: torch.device, mesh: Mesh | None = None) -> TrainState:
     """Each stage on meta: kernels -> fp8 -> cut -> recompute -> compile -> shard -> materialise; then the optimizer."""
     mesh, clock = mesh or build_mesh(plan.layout, device.type), StepClock(device)
     positions_S = _positions(plan, mesh)
@@ -99,7 +99,7 @@ def build_machinery(plan: Plan, device: torch.device, mesh: Mesh | None = None) 
         materialise(part, held, device, plan.spec.train.seed, positions_S)
         shares += held
         partials += [share for share in held if share.name in partial and share.is_trained]
-    return Machinery(
+    return TrainState(
         device=device,
         mesh=mesh,
         clock=clock,

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from trainspec_cli.engine.checkpoint.manifest import (
     About,
+    CheckpointManifest,
     FileDigest,
-    Manifest,
     WrittenPart,
     join_parts,
     read_part,
@@ -73,7 +73,7 @@ def leave_failure(folder: Path, rank: int, error: OSError) -> None:
         write_json(folder / f"rank{rank:05d}.failed.json", {"rank": rank, "message": error.strerror or str(error)})
 
 
-def commit(run_dir: RunDir, partial: Path, about: About, world_size: int, keep_last: int) -> Manifest:
+def commit(run_dir: RunDir, partial: Path, about: About, world_size: int, keep_last: int) -> CheckpointManifest:
     """Wait for every rank's part, then publish; called by one rank. Raises MachineError where a part failed."""
     failures = _await_parts(partial, world_size)
     if failures:
@@ -115,7 +115,7 @@ def _await_parts(partial: Path, world_size: int) -> list[str]:
     return failures
 
 
-def _publish(run_dir: RunDir, partial: Path, about: About, world_size: int, keep_last: int) -> Manifest:
+def _publish(run_dir: RunDir, partial: Path, about: About, world_size: int, keep_last: int) -> CheckpointManifest:
     """The manifest, the real name, and the rename itself made durable; then older checkpoints go."""
     told = [partial / f"rank{rank:05d}.json" for rank in range(world_size)]
     manifest = join_parts(about, [read_part(path) for path in told])

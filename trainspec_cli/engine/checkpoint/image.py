@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trainspec_cli.engine.checkpoint.manifest import Chunk, TensorEntry
-from trainspec_cli.engine.checkpoint.parts import Part
+from trainspec_cli.engine.checkpoint.parts import TensorPart
 
 CODES = {
     torch.float64: "F64",
@@ -37,7 +37,7 @@ ALIGNMENT = 8
 class Image:
     """The file's plan; parts of the same names, shapes and dtypes fill it again and again."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     header: bytes
     starts: tuple[int, ...]
     """Where each part begins in the file."""
@@ -50,13 +50,13 @@ class Image:
         """What `fill` leaves as it is."""
         buffer[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
 
-    def fill(self, buffer: Tensor, parts: Sequence[Part]) -> None:
+    def fill(self, buffer: Tensor, parts: Sequence[TensorPart]) -> None:
         """Copy `parts`, in this image's order, to their places in `buffer` (`bytes` of uint8)."""
         for start, part in zip(self.starts, parts, strict=True):
             place = buffer[start : start + part.bytes].view(part.tensor.dtype).view(part.shape)
             place.copy_(part.tensor, non_blocking=True)
 
-    def stream(self, parts: Sequence[Part]) -> Iterator[memoryview]:
+    def stream(self, parts: Sequence[TensorPart]) -> Iterator[memoryview]:
         """The file's bytes straight from the live tensors, one after another."""
         yield memoryview(self.header)
         for part in parts:
@@ -81,7 +81,7 @@ def view_bytes(tensor: Tensor) -> memoryview:
     return tensor.numpy().data
 
 
-def plan_image(parts: Sequence[Part]) -> Image:
+def plan_image(parts: Sequence[TensorPart]) -> Image:
     ordered = sorted(parts, key=lambda part: (-part.tensor.element_size(), part.name))
     fields: dict[str, Any] = {}
     offset = 0

@@ -71,7 +71,7 @@ class WrittenPart:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     about: About
     world_size: int
     files: tuple[FileDigest, ...]
@@ -86,22 +86,22 @@ class Manifest:
         return sum(file.bytes for file in self.files)
 
 
-def join_parts(about: About, parts: Sequence[WrittenPart]) -> Manifest:
+def join_parts(about: About, parts: Sequence[WrittenPart]) -> CheckpointManifest:
     """Of all ranks' parts, in the ranks' order."""
     tensors: dict[str, TensorEntry] = {}
     for part in parts:
         for name, entry in part.tensors.items():
             before = tensors[name].chunks if name in tensors else ()
             tensors[name] = TensorEntry(entry.shape, entry.dtype, before + entry.chunks)
-    return Manifest(about, len(parts), tuple(part.file for part in parts), tensors)
+    return CheckpointManifest(about, len(parts), tuple(part.file for part in parts), tensors)
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
     content = {"schema": SCHEMA, **asdict(manifest)}
     write_json(folder / MANIFEST, content | {"sha256": _digest(content)})
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> CheckpointManifest:
     try:
         content = read_json(folder / MANIFEST)
         stated, schema = content.pop("sha256", None), content.get("schema")
@@ -111,7 +111,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError(f"its schema is not {SCHEMA}")
         if stated != _digest(content):
             raise ValueError("it was altered: its sha256 is not its content's")
-        manifest = Manifest(
+        manifest = CheckpointManifest(
             about=about_from(content["about"]),
             world_size=convert(int, content["world_size"]),
             files=tuple(_file(fields) for fields in content["files"]),
@@ -123,7 +123,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise refused(folder, f"{folder / MANIFEST} cannot be read: {error}") from error
 
 
-def _check_listed(manifest: Manifest) -> None:
+def _check_listed(manifest: CheckpointManifest) -> None:
     """Raises ValueError where a tensor's part lies in a file without a digest."""
     listed = {file.name for file in manifest.files}
     chunks = ((name, chunk) for name, entry in manifest.tensors.items() for chunk in entry.chunks)

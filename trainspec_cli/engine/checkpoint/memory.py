@@ -24,8 +24,8 @@ from trainspec_cli.engine.checkpoint.files import file_name
 from trainspec_cli.engine.checkpoint.image import Image, pin, view_bytes
 from trainspec_cli.engine.checkpoint.manifest import (
     About,
+    CheckpointManifest,
     FileDigest,
-    Manifest,
     TensorEntry,
     WrittenPart,
     about_from,
@@ -41,7 +41,7 @@ from trainspec_cli.spec.structure import convert
 
 
 @dataclass(frozen=True)
-class Place:
+class CopyLocation:
     """Where this rank stands among the hosts."""
 
     folder: Path
@@ -71,7 +71,7 @@ class Place:
 class MemoryCopies:
     """Of one rank. All ranks make the same calls; `share` alone runs in the writer's thread, on a group of its own."""
 
-    def __init__(self, place: Place, image: Image, device: torch.device):
+    def __init__(self, place: CopyLocation, image: Image, device: torch.device):
         self._place, self._image, self._device = place, image, device
         self._group = dist.new_group(backend="gloo")
         own = {"bytes": image.bytes, "tensors": _plain(image.entries(file_name(place.rank)))}
@@ -135,18 +135,18 @@ class KeptPart:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCopy:
     """A whole step in the hosts' memory."""
 
     folder: Path
     """The slot, on this host, with all files that its ranks need."""
     slot: int
-    manifest: Manifest
+    manifest: CheckpointManifest
     holders: dict[str, int]
     """By file: a rank on a host that has it."""
 
 
-def find_newest(place: Place) -> Found | None:
+def find_newest(place: CopyLocation) -> FoundCopy | None:
     """The newest step of which every part is whole on some host; called by every rank together."""
     steps: dict[tuple[int, int], dict[int, tuple[int, KeptPart]]] = {}
     for teller, kept in enumerate(gather_json([asdict(part) for part in _whole_parts(place)], _read_kept)):
@@ -157,7 +157,7 @@ def find_newest(place: Place) -> Found | None:
         if sorted(parts) == list(range(ordered[0].world_size)):
             manifest = join_parts(ordered[0].about, [one.part for one in ordered])
             holders = {file_name(rank): teller for rank, (teller, _) in parts.items()}
-            return Found(place.slot(slot), slot, manifest, holders)
+            return FoundCopy(place.slot(slot), slot, manifest, holders)
     return None
 
 
@@ -165,7 +165,7 @@ def _read_kept(told: Sequence[Mapping[str, Any]]) -> list[KeptPart]:
     return [KeptPart.read(content) for content in told]
 
 
-def _whole_parts(place: Place) -> Iterable[KeptPart]:
+def _whole_parts(place: CopyLocation) -> Iterable[KeptPart]:
     """Those of this host; its ranks share out the verification."""
     told = sorted(place.folder.glob("slot*/rank*.json"))
     for path in told[place.rank % place.ranks_per_host :: place.ranks_per_host]:
@@ -175,7 +175,7 @@ def _whole_parts(place: Place) -> Iterable[KeptPart]:
             yield kept
 
 
-def fetch(place: Place, found: Found, needed: set[str]) -> None:
+def fetch(place: CopyLocation, found: FoundCopy, needed: set[str]) -> None:
     """Send the files of `found` that ranks need to hosts that lack them; called by every rank together."""
     has = {path.name for path in found.folder.glob("rank*.safetensors")}
     whole = {name for name in has if _told(found.folder, int(name[4:9])).is_file()}
@@ -198,7 +198,7 @@ def _read_wanted(told: tuple[Any, Any]) -> tuple[int, tuple[str, ...]]:
     return convert(int, host), convert(tuple[str, ...], names)
 
 
-def clear(place: Place) -> None:
+def clear(place: CopyLocation) -> None:
     """The disk has all that was held here."""
     if place.rank % place.ranks_per_host == 0:
         shutil.rmtree(place.folder, ignore_errors=True)

@@ -12,7 +12,7 @@ from trainspec_cli.engine.shares import Share, unique_shares
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A rank's part of a full tensor: `tensor` is the live memory, and lies at `offsets` in `full_shape`."""
 
     name: str
@@ -21,8 +21,8 @@ class Part:
     full_shape: tuple[int, ...]
 
     @staticmethod
-    def whole(name: str, tensor: Tensor) -> Part:
-        return Part(name, tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+    def whole(name: str, tensor: Tensor) -> TensorPart:
+        return TensorPart(name, tensor, (0,) * tensor.dim(), tuple(tensor.shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ class Held:
     modules: Sequence[nn.Module]
     optimizer: torch.optim.Optimizer
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[TensorPart]:
         """`model.*` and `optimizer.*`, of the live tensors; empty parts are left out."""
         return [part for part in self._parts() if part.tensor.numel()]
 
@@ -49,18 +49,18 @@ class Held:
         """The same in an order that the layout alone decides, for a rank that holds the same parts."""
         return [part.tensor for part in sorted(self.parts(), key=lambda part: (part.name, part.offsets))]
 
-    def _parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[TensorPart]:
         for share in unique_shares(self.shares):
             yield _part(f"model.{share.name}", share, share.local.detach())
             for key, value in self.optimizer.state[share.local].items():
                 name = f"optimizer.state.{share.name}.{key}"
-                yield _part(name, share, value) if value.dim() else Part.whole(name, value)
+                yield _part(name, share, value) if value.dim() else TensorPart.whole(name, value)
         buffers = {name: buffer for module in self.modules for name, buffer in kept_buffers(module)}
-        yield from (Part.whole(f"model.{name}", buffer) for name, buffer in buffers.items())
+        yield from (TensorPart.whole(f"model.{name}", buffer) for name, buffer in buffers.items())
 
 
-def _part(name: str, share: Share, tensor: Tensor) -> Part:
-    return Part(name, tensor, tuple(share.offsets), tuple(share.full_shape))
+def _part(name: str, share: Share, tensor: Tensor) -> TensorPart:
+    return TensorPart(name, tensor, tuple(share.offsets), tuple(share.full_shape))
 
 
 def kept_buffers(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
@@ -81,15 +81,15 @@ def copy_twins(shares: Sequence[Share], optimizer: torch.optim.Optimizer) -> Non
                 value.copy_(optimizer.state[source.local][key])
 
 
-def rng_parts(rank: int, device: torch.device) -> list[Part]:
+def rng_parts(rank: int, device: torch.device) -> list[TensorPart]:
     """Copies of the states of this rank's random generators."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
-    return [Part.whole(f"rng.{rank}.{kind}", state) for kind, state in states.items()]
+    return [TensorPart.whole(f"rng.{rank}.{kind}", state) for kind, state in states.items()]
 
 
-def set_rng(parts: Sequence[Part], device: torch.device) -> None:
+def set_rng(parts: Sequence[TensorPart], device: torch.device) -> None:
     """Give the generators what was loaded into `rng_parts`."""
     for part in parts:
         if part.name.endswith(".cpu"):

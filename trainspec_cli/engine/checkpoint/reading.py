@@ -11,14 +11,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from trainspec_cli.engine.checkpoint.image import CODES
-from trainspec_cli.engine.checkpoint.manifest import Chunk, Manifest, TensorEntry, refused
-from trainspec_cli.engine.checkpoint.parts import Part
+from trainspec_cli.engine.checkpoint.manifest import CheckpointManifest, Chunk, TensorEntry, refused
+from trainspec_cli.engine.checkpoint.parts import TensorPart
 from trainspec_cli.engine.finite import NOT_FINITE, count_not_finite, is_finite
 
 Span = tuple[int, int]
 
 
-def files_needed(manifest: Manifest, parts: Iterable[Part]) -> set[str]:
+def files_needed(manifest: CheckpointManifest, parts: Iterable[TensorPart]) -> set[str]:
     """Names of the files that hold something of `parts`."""
     entries = ((part, manifest.tensors.get(part.name)) for part in parts)
     return {
@@ -31,7 +31,7 @@ def files_needed(manifest: Manifest, parts: Iterable[Part]) -> set[str]:
 
 
 @torch.no_grad()
-def fill_parts(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
+def fill_parts(folder: Path, manifest: CheckpointManifest, parts: Sequence[TensorPart]) -> None:
     """Copy what the checkpoint holds into the parts' own memory; their layout may be any.
 
     Raises MachineError where a tensor is missing, of another shape or dtype, not wholly covered, or not finite.
@@ -45,7 +45,7 @@ def fill_parts(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
                 raise refused(folder, f"of {part.name} it holds {filled:,} of {part.tensor.numel():,} elements")
 
 
-def _entry_of(folder: Path, manifest: Manifest, part: Part) -> TensorEntry:
+def _entry_of(folder: Path, manifest: CheckpointManifest, part: TensorPart) -> TensorEntry:
     entry = manifest.tensors.get(part.name)
     if entry is None:
         raise refused(folder, f"it holds no {part.name}: it is of another model or optimizer")
@@ -59,7 +59,7 @@ def _describe(dtype: str, shape: tuple[int, ...]) -> str:
     return f"{dtype} {list(shape)}"
 
 
-def _copy_chunk(folder: Path, opened: dict[str, Any], stack: ExitStack, part: Part, chunk: Chunk) -> int:
+def _copy_chunk(folder: Path, opened: dict[str, Any], stack: ExitStack, part: TensorPart, chunk: Chunk) -> int:
     """-> elements copied."""
     spans = overlap(part.offsets, part.shape, chunk)
     if spans is None:

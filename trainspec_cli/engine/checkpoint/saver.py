@@ -26,9 +26,9 @@ from torch import Tensor
 from trainspec_cli.engine.checkpoint import files
 from trainspec_cli.engine.checkpoint.image import Image, pin, plan_image, view_bytes
 from trainspec_cli.engine.checkpoint.manifest import About, WrittenPart
-from trainspec_cli.engine.checkpoint.memory import MemoryCopies, Place
+from trainspec_cli.engine.checkpoint.memory import CopyLocation, MemoryCopies
 from trainspec_cli.engine.checkpoint.ownership import choose_owners, read_held
-from trainspec_cli.engine.checkpoint.parts import Held, Part, rng_parts
+from trainspec_cli.engine.checkpoint.parts import Held, TensorPart, rng_parts
 from trainspec_cli.engine.comm.joint_errors import agree_on_error
 from trainspec_cli.engine.comm.json_collectives import broadcast_json, gather_json
 from trainspec_cli.engine.marks import Mark, elapsed_s, mark, wait_for
@@ -76,7 +76,9 @@ class Copy:
 class Saver:
     """Of one rank; all ranks of the group make the same calls in the same order."""
 
-    def __init__(self, run_dir: RunDir, held: Held, device: torch.device, keep_last: int, memory: Place | None = None):
+    def __init__(
+        self, run_dir: RunDir, held: Held, device: torch.device, keep_last: int, memory: CopyLocation | None = None
+    ):
         """`memory`: where copies in the hosts' memory are kept; None: nowhere."""
         self._run_dir, self._held, self._device, self._keep_last = run_dir, held, device, keep_last
         self._memory_place, self._slot = memory, 0
@@ -172,12 +174,12 @@ class Saver:
                 error = failure
         return Saved(about, size, blocked_s, time.perf_counter() - started, error)
 
-    def _own_parts(self) -> list[Part]:
+    def _own_parts(self) -> list[TensorPart]:
         """What this rank writes, as it is now, in the image's order."""
         now = {(part.name, part.offsets): part for part in self._all_parts()}
         return [now[part.name, part.offsets] for part in self._image.parts]
 
-    def _all_parts(self) -> list[Part]:
+    def _all_parts(self) -> list[TensorPart]:
         return [*self._held.parts(), *rng_parts(self._rank, self._device)]
 
     @cached_property

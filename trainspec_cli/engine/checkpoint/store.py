@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from trainspec_cli.engine.checkpoint.manifest import Manifest, read_manifest, verify_files
-from trainspec_cli.engine.checkpoint.memory import Place, fetch, find_newest
-from trainspec_cli.engine.checkpoint.parts import Held, Part, copy_twins, rng_parts, set_rng
+from trainspec_cli.engine.checkpoint.manifest import CheckpointManifest, read_manifest, verify_files
+from trainspec_cli.engine.checkpoint.memory import CopyLocation, fetch, find_newest
+from trainspec_cli.engine.checkpoint.parts import Held, TensorPart, copy_twins, rng_parts, set_rng
 from trainspec_cli.engine.checkpoint.reading import files_needed, fill_parts
 from trainspec_cli.engine.comm.joint_errors import errors_together
 from trainspec_cli.rundir.paths import RunDir
@@ -18,13 +18,15 @@ from trainspec_cli.rundir.paths import RunDir
 
 @dataclass(frozen=True)
 class Restored:
-    manifest: Manifest
+    manifest: CheckpointManifest
     folder: Path
     slot: int | None = None
     """The slot in the hosts' memory that it came from; None: from disk."""
 
 
-def load_newest(run_dir: RunDir, held: Held, device: torch.device, memory: Place | None = None) -> Restored | None:
+def load_newest(
+    run_dir: RunDir, held: Held, device: torch.device, memory: CopyLocation | None = None
+) -> Restored | None:
     """Restore the newest whole checkpoint, on disk or (`memory`) in the hosts' memory; None where there is none.
 
     Called by every rank together. Raises MachineError on an altered one.
@@ -48,13 +50,15 @@ def _load(folder: Path, held: Held, device: torch.device) -> Restored:
     return Restored(manifest, folder)
 
 
-def _parts(manifest: Manifest, held: Held, device: torch.device) -> list[Part]:
+def _parts(manifest: CheckpointManifest, held: Held, device: torch.device) -> list[TensorPart]:
     """Random generators go on where they were, where the ranks are as many as they were."""
     generators = rng_parts(dist.get_rank(), device) if manifest.world_size == dist.get_world_size() else []
     return [*held.parts(), *generators]
 
 
-def _restore(folder: Path, manifest: Manifest, parts: list[Part], held: Held, device: torch.device) -> None:
+def _restore(
+    folder: Path, manifest: CheckpointManifest, parts: list[TensorPart], held: Held, device: torch.device
+) -> None:
     with errors_together():
         fill_parts(folder, manifest, parts)
     copy_twins(held.shares, held.optimizer)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainspec_cli.engine.checkpoint.manifest import read_manifest
-from trainspec_cli.engine.checkpoint.parts import Held, Part, copy_twins
+from trainspec_cli.engine.checkpoint.parts import Held, TensorPart, copy_twins
 from trainspec_cli.engine.checkpoint.reading import fill_parts
 
 PREFIX = "model."
@@ -32,6 +32,6 @@ def load_weights(folder: Path, held: Held) -> None:
 def read_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Whole parameters by name, in fp32, read by this process alone."""
     tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
-    parts = [Part.whole(f"{PREFIX}{name}", tensor) for name, tensor in tensors.items()]
+    parts = [TensorPart.whole(f"{PREFIX}{name}", tensor) for name, tensor in tensors.items()]
     fill_parts(folder, read_manifest(folder), parts)
     return tensors

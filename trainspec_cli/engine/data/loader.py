@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainspec_cli.corpus.order import Order
 from trainspec_cli.corpus.rows import Row
-from trainspec_cli.corpus.samples import rank_positions
+from trainspec_cli.corpus.samples import SampleOrder, rank_positions
 from trainspec_cli.engine.batch import MicroBatch, held_part
 from trainspec_cli.engine.data.staging import PREFETCHED_STEPS, Slot, Staging
 
@@ -32,12 +31,12 @@ class BatchPlan:
     """Of each sequence, the positions this rank holds (context parallelism); None: all."""
 
 
-def read_step(order: Order, plan: BatchPlan, step: int) -> list[MicroBatch]:
+def read_step(order: SampleOrder, plan: BatchPlan, step: int) -> list[MicroBatch]:
     """This rank's micro-batches of `step`, on the host."""
     return read_positions(order, plan, rank_positions(step, plan.global_batch_size, plan.rank, plan.num_ranks))
 
 
-def read_positions(order: Order, plan: BatchPlan, positions: np.ndarray) -> list[MicroBatch]:
+def read_positions(order: SampleOrder, plan: BatchPlan, positions: np.ndarray) -> list[MicroBatch]:
     """The micro-batches of the samples at `positions`, in this order."""
     rows = order.rows(positions)
     parts = [rows[start : start + plan.micro_batch_size] for start in range(0, len(rows), plan.micro_batch_size)]
@@ -50,7 +49,7 @@ def to_tensors(rows: Sequence[Row]) -> MicroBatch:
     return tuple(torch.from_numpy(np.stack(field)) for field in zip(*fields, strict=True))
 
 
-def batches(order: Order, plan: BatchPlan, staging: Staging, start: int, end: int) -> Iterator[list[MicroBatch]]:
+def batches(order: SampleOrder, plan: BatchPlan, staging: Staging, start: int, end: int) -> Iterator[list[MicroBatch]]:
     """The micro-batches of steps `start` to `end` - 1 on the device."""
     return read_ahead(lambda step: read_step(order, plan, step), staging, start, end)
 

@@ -1,4 +1,4 @@
-"""A replica group's end of the quorum: one process speaks for it, and its connection is the group's sign of life."""
+"""A replica group's client of the quorum: one process asks for it, and its connection is the group's sign of life."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Quorum:
 
 
 class QuorumClient:
-    """Beats from a thread of its own from its making until `close`."""
+    """Sends heartbeats from a thread of its own until `close`."""
 
     def __init__(self, name: str, connect: Callable[[], JsonClient]):
         """`name` is this very start's. `connect` is called again where the server has been started again."""
@@ -42,7 +42,7 @@ class QuorumClient:
         while True:
             connection = self._connection
             try:
-                self._say(connection, op="join", step=step, failures=failures, number=self._asked)
+                self._send(connection, op="join", step=step, failures=failures, number=self._asked)
                 while (answer := connection.receive(ANSWER_TIMEOUT_S))["number"] != self._asked:
                     pass  # what was asked on a connection that was lost
             except TimeoutError:
@@ -60,9 +60,9 @@ class QuorumClient:
         while not self._closed.wait(BEAT_INTERVAL_S):
             connection = self._connection
             try:
-                self._say(connection, op="beat")
+                self._send(connection, op="beat")
             except OSError:
-                with contextlib.suppress(OSError):  # `join` will say what is wrong
+                with contextlib.suppress(OSError):  # `join` raises what is wrong
                     self._replace(connection)
 
     def _replace(self, broken: JsonClient) -> None:
@@ -72,6 +72,6 @@ class QuorumClient:
                 broken.close()
                 self._connection = self._connect()
 
-    def _say(self, connection: JsonClient, **request: str | int) -> None:
+    def _send(self, connection: JsonClient, **request: str | int) -> None:
         with self._lock:
             connection.send({"name": self._name, **request})

@@ -13,10 +13,10 @@ from torch import Tensor
 
 def frugal(x: Tensor, weight_D: Tensor, eps: float | None) -> Tensor:
     """Keeps x and a number a row."""
-    return _Frugal.apply(x, weight_D, eps)
+    return _FrugalRmsNorm.apply(x, weight_D, eps)
 
 
-class _Frugal(torch.autograd.Function):
+class _FrugalRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float | None) -> Tensor:
         wide = _widen(x)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 def frugal(gate: Tensor, up: Tensor) -> Tensor:
     """Keeps the two inputs alone; the activation is computed again."""
-    return _Frugal.apply(gate, up)
+    return _FrugalSwiglu.apply(gate, up)
 
 
-class _Frugal(torch.autograd.Function):
+class _FrugalSwiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainspec_cli.engine.models.attention import Attention, within_documents
 from trainspec_cli.engine.models.feed_forward import FeedForward
 from trainspec_cli.engine.models.language_model import LanguageModel
-from trainspec_cli.engine.models.latent_attention import LatentAttention
+from trainspec_cli.engine.models.latent_attention import MultiHeadLatentAttention
 from trainspec_cli.engine.models.moe import MixtureOfExperts
 from trainspec_cli.engine.models.norm import RMSNorm
 from trainspec_cli.engine.models.rope import rope_angles
@@ -25,7 +25,7 @@ class Block(nn.Module):
 
     def __init__(self, model: DecoderModel, layer: int):
         super().__init__()
-        attention = Attention if model.mla is None else LatentAttention
+        attention = Attention if model.mla is None else MultiHeadLatentAttention
         self.attention_norm = RMSNorm(model.hidden_size, eps=model.norm_eps)
         self.attention = attention(model, model.window_of(layer))
         # Beside the attention and not in it: where heads are spread over ranks, it is added once to their sum.

@@ -16,7 +16,7 @@ from trainspec_cli.engine.models.feed_forward import ACTIVATIONS, clamped_glu, s
 from trainspec_cli.spec.recipe.model import DecoderModel
 
 
-class Sorted(NamedTuple):
+class SortedTokens(NamedTuple):
     """Copies of tokens in their experts' order; copies that no expert takes stand last."""
 
     x_MD: Tensor
@@ -34,13 +34,13 @@ class Sorted(NamedTuple):
         return torch.bmm(weights_TK.to(y_TKD.dtype)[:, None], y_TKD)[:, 0]
 
 
-def sort_by_expert(x_TD: Tensor, indices_TK: Tensor, num_experts: int) -> Sorted:
+def sort_by_expert(x_TD: Tensor, indices_TK: Tensor, num_experts: int) -> SortedTokens:
     """An index of `num_experts` stands for a copy that was dropped."""
     expert_M = indices_TK.flatten()
     source_M = expert_M.argsort(stable=True)
     place_M = torch.empty_like(source_M).scatter_(0, source_M, torch.arange(len(source_M), device=source_M.device))
     counts_E = count_experts(indices_TK, num_experts)
-    return Sorted(take(x_TD, source_M // indices_TK.shape[1], place_M), counts_E, source_M, place_M)
+    return SortedTokens(take(x_TD, source_M // indices_TK.shape[1], place_M), counts_E, source_M, place_M)
 
 
 def count_experts(indices: Tensor, num_experts: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainspec_cli.engine.models.attention import Attention
 from trainspec_cli.engine.models.cross_entropy import LinearCrossEntropy
 from trainspec_cli.engine.models.feed_forward import FeedForward
-from trainspec_cli.engine.models.latent_attention import LatentAttention
+from trainspec_cli.engine.models.latent_attention import MultiHeadLatentAttention
 from trainspec_cli.engine.models.lora import init_down
 from trainspec_cli.engine.models.mamba2 import MAMBA_INIT, Mamba2
 from trainspec_cli.engine.models.moe import MixtureOfExperts
@@ -123,11 +123,11 @@ class LanguageModel(nn.Module):
 
         Routed experts are none: they are spread whole, and each rank routes its own tokens.
         """
-        return self._all(Attention, LatentAttention, FeedForward, Mamba2)
+        return self._all(Attention, MultiHeadLatentAttention, FeedForward, Mamba2)
 
     def attention_modules(self) -> Sequence[nn.Module]:
         """Those that cross the sequence, in their `core`."""
-        return self._all(Attention, LatentAttention)
+        return self._all(Attention, MultiHeadLatentAttention)
 
     def expert_modules(self) -> Sequence[nn.Module]:
         """The mixtures of experts: each has `experts`, whose parameters' first dimension is the expert, and a

@@ -15,7 +15,7 @@ from trainspec_cli.engine.models.rope import apply_rope, score_factor
 from trainspec_cli.spec.recipe.model import DecoderModel
 
 
-class LatentAttention(nn.Module):
+class MultiHeadLatentAttention(nn.Module):
     """Of each head a part is rotated; the rotated part of the keys is one for all heads."""
 
     rope = staticmethod(apply_rope)

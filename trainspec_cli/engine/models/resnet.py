@@ -30,7 +30,7 @@ class ConvNorm(nn.Module):
         return self.norm(self.conv(x_BCHW))
 
 
-class Bottleneck(nn.Module):
+class BottleneckBlock(nn.Module):
     """Narrow, mix, widen, beside a shortcut."""
 
     def __init__(self, channels_in: int, width: int, stride: int, model: ConvModel):
@@ -57,7 +57,7 @@ class ResNet(ConvNet):
         for stage, (width, count) in enumerate(zip(model.widths, model.blocks, strict=True)):
             for block in range(count):
                 stride = 2 if stage > 0 and block == 0 else 1
-                self.blocks.append(Bottleneck(channels, width, stride, model))
+                self.blocks.append(BottleneckBlock(channels, width, stride, model))
                 channels = width * model.expansion
         self.head = nn.Linear(channels, model.num_classes)
 

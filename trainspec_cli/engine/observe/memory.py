@@ -33,8 +33,8 @@ class MemoryWatch:
         self._readings: dict[str, Readings] = {}
         self._process = psutil.Process()
 
-    def look(self, step: int) -> str | None:
-        """-> a warning, where one kind of memory grows so that it will not last until the last step."""
+    def check(self, step: int) -> str | None:
+        """Return a warning where one kind of memory grows so that it will not last until the last step."""
         if step < self._first_step or step % self._every_steps:
             return None
         for kind, (used_bytes, free_bytes) in self._usage().items():

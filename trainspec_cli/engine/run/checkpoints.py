@@ -1,35 +1,49 @@
-"""The run's checkpoints: begun when due, put off while one is being written, awaited at the end, and told of."""
+"""The run's checkpoints: when one is due, begun then, put off while another is being written, awaited at the end."""
 
 from __future__ import annotations
 
+import math
 import os
 import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import median
+from typing import Any
 
 import torch.distributed as dist
 
-from trainspec_cli.engine.build.train_state import Machinery
+from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.checkpoint.manifest import About
-from trainspec_cli.engine.checkpoint.memory import Place, clear
+from trainspec_cli.engine.checkpoint.memory import CopyLocation, clear
 from trainspec_cli.engine.checkpoint.saver import Saved, Saver
 from trainspec_cli.engine.checkpoint.store import Restored, load_newest
 from trainspec_cli.engine.comm.joint_errors import raise_together
+from trainspec_cli.engine.comm.json_collectives import broadcast_json
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
-from trainspec_cli.engine.run.cadence import Cadence
+from trainspec_cli.policy.cadence import checkpoint_interval_s, checkpoint_interval_steps
+from trainspec_cli.policy.reliability import job_mtbf_s, rollback_mtbf_s
 from trainspec_cli.rundir.memory import make_memory_folder
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.canonical import from_plain, to_plain
 from trainspec_cli.spec.results.plan import Plan
+
+MEASURING_STEPS = 10
+"""`auto` writes its first checkpoint after so many steps, to learn what one costs."""
+REMEMBERED_STEPS = 50
 
 
 class Checkpoints:
-    """Of one rank; every rank makes the same calls at the same steps, and decides by what all have agreed on."""
+    """One rank's checkpoints; every rank makes the same calls at the same steps, and decides by what all agreed on."""
 
     def __init__(
-        self, plan: Plan, run_dir: RunDir, built: Machinery, recipe_digest: str, journal: Journal | GroupJournal
+        self, plan: Plan, run_dir: RunDir, state: TrainState, recipe_digest: str, journal: Journal | GroupJournal
     ):
-        self._plan, self._run_dir, self._built = plan, run_dir, built
+        self._plan, self._run_dir, self._state = plan, run_dir, state
         self._recipe_digest, self._journal = recipe_digest, journal
         self._memory = find_place(run_dir) if plan.spec.checkpoint.memory_interval_steps else None
-        self._saver = Saver(run_dir, built.held, built.device, plan.spec.checkpoint.keep_last, self._memory)
+        self._saver = Saver(run_dir, state.held, state.device, plan.spec.checkpoint.keep_last, self._memory)
         self._cadence = Cadence(plan)
         self._saved_step = -1
         self._due_since: int | None = None
@@ -40,7 +54,7 @@ class Checkpoints:
 
     def resume(self) -> Restored | None:
         """Restore the newest whole checkpoint; None where there is none."""
-        restored = load_newest(self._run_dir, self._built.held, self._built.device, self._memory)
+        restored = load_newest(self._run_dir, self._state.held, self._state.device, self._memory)
         if restored:
             self._cadence.start_at(restored.manifest.step)
             if restored.slot is None:
@@ -53,11 +67,11 @@ class Checkpoints:
 
     @property
     def writing(self) -> bool:
-        """Whether this rank is still writing one; each step tells the others."""
+        """Whether this rank is still writing one; each step passes that on to the other ranks."""
         return self._saver.busy
 
     def note_step(self, step: int, step_time_s: float, *, writing: bool) -> None:
-        """What a step's figures say, the same on every rank: `writing` is whether any rank was when it ended."""
+        """Learn from a step's figures, the same on every rank: `writing` is whether any rank was when it ended."""
         self._cadence.note_step(step_time_s, writing=writing)
         if self._begun is not None and step > self._begun and not writing:
             self._end_pending()
@@ -77,7 +91,7 @@ class Checkpoints:
             self._copy_if_due(step, samples)
             return
         if self._due_since < step:
-            self._tell_put_off(self._due_since, step)
+            self._warn_put_off(self._due_since, step)
         self._due_since, self._saved_step = None, step
         if self._plan.spec.checkpoint.mode == "async":
             self._begun = step
@@ -86,7 +100,7 @@ class Checkpoints:
             self._end(self._saver.save(self._about(step, samples)))
 
     def _copy_if_due(self, step: int, samples: int) -> None:
-        """In memory alone; one that falls due while another is being written is left out."""
+        """Begin a copy in memory alone; one that falls due while another is being written is left out."""
         interval = self._plan.spec.checkpoint.memory_interval_steps
         if interval and step % interval == 0:
             self._begun = step
@@ -98,10 +112,10 @@ class Checkpoints:
         finished = self._saver.wait()
         waited_s = time.perf_counter() - started
         if finished and not finished.in_memory:
-            self._tell(finished, waited_s)
+            self._report(finished, waited_s)
         if self._saved_step != step:
             saved = self._saver.save(self._about(step, samples))
-            self._tell(saved, saved.written_s)
+            self._report(saved, saved.written_s)
         raise_together(self._newest.error if self._newest else None)
         self._saver.close()
         if self._memory:
@@ -119,12 +133,12 @@ class Checkpoints:
     def _end(self, saved: Saved) -> None:
         if saved.in_memory:
             return
-        self._tell(saved)
+        self._report(saved)
         chosen = self._cadence.learn(None if saved.error else (saved.blocked_s, saved.written_s))
         if chosen:
             self._journal.write("cadence", step=saved.about.step, **chosen)
 
-    def _tell(self, saved: Saved, waited_s: float = 0.0) -> None:
+    def _report(self, saved: Saved, waited_s: float = 0.0) -> None:
         """A periodic one that failed is a warning: training goes on. `waited_s`: outside any step."""
         self._newest = saved
         step = saved.about.step
@@ -141,8 +155,8 @@ class Checkpoints:
             **({"waited_s": waited_s} if waited_s else {}),
         )
 
-    def _tell_put_off(self, due: int, step: int) -> None:
-        """The first time; it goes on like that."""
+    def _warn_put_off(self, due: int, step: int) -> None:
+        """Warn the first time alone."""
         if not self._put_off:
             self._warn(
                 step,
@@ -155,7 +169,95 @@ class Checkpoints:
         self._journal.write("warning", step=step, message=message)
 
 
-def find_place(run_dir: RunDir) -> Place:
-    """torchrun says how many ranks a host has."""
+@dataclass(frozen=True)
+class CheckpointInterval:
+    """The interval that `auto` has chosen, and its grounds."""
+
+    interval_steps: int
+    blocked_s: float
+    drag_s: float
+    written_s: float
+    step_time_s: float
+    mtbf_s: float | None
+    """None: no failure throws the run back."""
+
+
+@dataclass(frozen=True)
+class IntervalChoice:
+    """Rank 0's choice, as the other ranks receive it."""
+
+    interval: CheckpointInterval | None
+    """None: the checkpoint that was to be measured failed."""
+
+
+class Cadence:
+    """When a checkpoint is due: every so many steps, or as often as its measured cost and the failure rate ask for.
+
+    The same on every rank: it goes by steps and by what rank 0 has measured.
+    """
+
+    def __init__(self, plan: Plan):
+        self._plan = plan
+        self._is_auto = plan.spec.checkpoint.interval_steps == AUTO
+        wanted = plan.spec.checkpoint.interval_steps
+        self._interval_steps = MEASURING_STEPS if wanted == AUTO else wanted
+        self._last_due = 0
+        self._usual_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
+        self._beside_s: list[float] = []
+
+    def start_at(self, step: int) -> None:
+        self._last_due = step
+
+    def note_step(self, step_time_s: float, *, writing: bool) -> None:
+        (self._beside_s if writing else self._usual_s).append(step_time_s)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether one is due after `step`. Called once a step."""
+        if self._interval_steps is None:
+            return False
+        due = step - self._last_due >= self._interval_steps if self._is_auto else step % self._interval_steps == 0
+        if due:
+            self._last_due = step
+        return due
+
+    def learn(self, cost_s: tuple[float, float] | None) -> dict[str, Any] | None:
+        """`auto`, with how long the newest checkpoint held this rank up and took to be whole (None: it failed).
+
+        Called by every rank together; rank 0's figures count. -> the interval and its grounds, where it is a new one.
+        """
+        if not self._is_auto:
+            return None
+        own = IntervalChoice(self._best(*cost_s) if cost_s and dist.get_rank() == 0 else None)
+        chosen = broadcast_json(to_plain(own), partial(from_plain, IntervalChoice)).interval
+        self._beside_s.clear()
+        if chosen is None or chosen.interval_steps == self._interval_steps:
+            return None
+        self._interval_steps = chosen.interval_steps
+        return asdict(chosen)
+
+    def _best(self, blocked_s: float, written_s: float) -> CheckpointInterval:
+        """Daly's, for what training waited and for what the steps beside the writing took longer than others."""
+        usual_s = median(self._usual_s or self._beside_s)
+        drag_s = max(0.0, sum(self._beside_s) - usual_s * len(self._beside_s))
+        mtbf_s = self._rollback_mtbf_s()
+        interval_s = checkpoint_interval_s(blocked_s + drag_s, written_s, mtbf_s)
+        return CheckpointInterval(
+            interval_steps=checkpoint_interval_steps(interval_s, usual_s),
+            blocked_s=blocked_s,
+            drag_s=drag_s,
+            written_s=written_s,
+            step_time_s=usual_s,
+            mtbf_s=mtbf_s if math.isfinite(mtbf_s) else None,
+        )
+
+    def _rollback_mtbf_s(self) -> float:
+        reliability, plan = self._plan.spec.cluster.reliability, self._plan
+        mtbf_s = job_mtbf_s(reliability, plan.world_size)
+        return rollback_mtbf_s(plan.spec.resilience, reliability, mtbf_s, plan.layout.dp_replicate)
+
+
+def find_place(run_dir: RunDir) -> CopyLocation:
+    """Return where this rank stands among the nodes: torchrun says how many ranks one has."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    return Place(make_memory_folder(run_dir), rank, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return CopyLocation(make_memory_folder(run_dir), rank, world_size, ranks_per_node)

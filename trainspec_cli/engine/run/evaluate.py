@@ -10,11 +10,11 @@ from torch import Tensor
 
 from trainspec_cli.corpus.rows import Rows
 from trainspec_cli.engine.batch import held_part
-from trainspec_cli.engine.build.train_state import Machinery
+from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.data.heldout import HeldoutLoss, heldout_batches, summarise
 from trainspec_cli.engine.data.sample_loader import SampleLoader
 from trainspec_cli.engine.finite import REMEDY, is_finite
-from trainspec_cli.engine.run.passes import forward_only
+from trainspec_cli.engine.run.pipeline_run import forward_only
 from trainspec_cli.errors import WorkerError
 
 NO_TOKEN = -1
@@ -25,35 +25,35 @@ SHORTEST_CONTEXT = 16
 
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
-def heldout_loss(built: Machinery, rows: Rows, *, num_bytes: int, batch_size: int) -> HeldoutLoss:
+def heldout_loss(state: TrainState, rows: Rows, *, num_bytes: int, batch_size: int) -> HeldoutLoss:
     """The loss on held-out text of `num_bytes`, the same on every rank."""
-    total = torch.zeros((), device=built.device)
-    ranks = built.mesh.layout.data_parallel_size
-    for part in heldout_batches(rows, batch_size, built.mesh.data_rank, ranks):
-        on_device = tuple(tensor.to(built.device) for tensor in part)
-        loss = forward_only(built.stages, *held_part(on_device, built.positions_S))
+    total = torch.zeros((), device=state.device)
+    ranks = state.mesh.layout.data_parallel_size
+    for part in heldout_batches(rows, batch_size, state.mesh.data_rank, ranks):
+        on_device = tuple(tensor.to(state.device) for tensor in part)
+        loss = forward_only(state.stages, *held_part(on_device, state.positions_S))
         if loss is not None:
-            total += loss / built.mesh.layout.tp
+            total += loss / state.mesh.layout.tp
     dist.all_reduce(total)
     return summarise(total.item(), rows, num_bytes)
 
 
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
-def heldout_metrics(built: Machinery, loader: SampleLoader) -> dict[str, float | None] | None:
+def heldout_metrics(state: TrainState, loader: SampleLoader) -> dict[str, float | None] | None:
     """Means over the held-out samples (`heldout_loss`, and `heldout_accuracy` or `heldout_dice`), on every rank.
 
     None where no sample is held out.
     """
     if loader.num_heldout == 0:
         return None
-    (part,) = built.parts
+    (part,) = state.parts
     part.eval()
     totals: dict[str, Tensor] = {}
     for images, labels, num_real in loader.heldout_batches():
-        predictions = forward_only(built.stages, images.to(built.device))
+        predictions = forward_only(state.stages, images.to(state.device))
         assert predictions is not None, "convolutions have one stage"
-        for name, per_sample in part.judge(predictions, labels.to(built.device)).items():
+        for name, per_sample in part.judge(predictions, labels.to(state.device)).items():
             totals[name] = totals.get(name, 0.0) + per_sample[:num_real].sum()
     part.train()
     summed = torch.stack(list(totals.values()))
@@ -65,20 +65,20 @@ def heldout_metrics(built: Machinery, loader: SampleLoader) -> dict[str, float |
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
 def write_text(
-    built: Machinery, prompt_ids: Sequence[int], *, count: int, temperature: float, max_context: int, seed: int
+    state: TrainState, prompt_ids: Sequence[int], *, count: int, temperature: float, max_context: int, seed: int
 ) -> list[int]:
     """`count` tokens after the prompt. Every rank writes the same text: all take part in each forward.
 
     Raises WorkerError, on all of them, where the logits are not finite.
     """
-    generator = torch.Generator(built.device).manual_seed(seed)
+    generator = torch.Generator(state.device).manual_seed(seed)
     ids = list(prompt_ids)
     for _ in range(count):
-        logits_V = _next_logits(built, ids[-max_context:], max_context)
+        logits_V = _next_logits(state, ids[-max_context:], max_context)
         token = NO_TOKEN
         if logits_V is not None and is_finite(logits_V):
             token = _choose(logits_V, temperature, generator)
-        agreed = torch.tensor(token, device=built.device)
+        agreed = torch.tensor(token, device=state.device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
         if int(agreed) == NO_TOKEN:
             raise WorkerError("the model cannot write: its logits are not finite", code="not_finite", hint=REMEDY)
@@ -86,41 +86,41 @@ def write_text(
     return ids[len(prompt_ids) :]
 
 
-def _next_logits(built: Machinery, context: Sequence[int], seq_len: int) -> Tensor | None:
+def _next_logits(state: TrainState, context: Sequence[int], seq_len: int) -> Tensor | None:
     """(V,) after the last token of `context`; None on ranks that hold neither the last stage nor that token."""
     last = len(context) - 1
-    length = _padded_length(len(context), seq_len, built)
-    tokens = torch.zeros((1, length), dtype=torch.int64, device=built.device)
-    tokens[0, : len(context)] = torch.tensor(context, device=built.device)
-    if built.positions_S is not None:
-        tokens = tokens[:, built.positions_S]
-    logits_BSV = forward_only(built.stages, tokens)
+    length = _padded_length(len(context), seq_len, state)
+    tokens = torch.zeros((1, length), dtype=torch.int64, device=state.device)
+    tokens[0, : len(context)] = torch.tensor(context, device=state.device)
+    if state.positions_S is not None:
+        tokens = tokens[:, state.positions_S]
+    logits_BSV = forward_only(state.stages, tokens)
     if logits_BSV is None:
         return None
-    index = last if built.positions_S is None else int((built.positions_S == last).int().argmax())
-    mine = built.positions_S is None or last in built.positions_S
-    logits_V = _all_words(logits_BSV[0, index], built)
+    index = last if state.positions_S is None else int((state.positions_S == last).int().argmax())
+    mine = state.positions_S is None or last in state.positions_S
+    logits_V = _all_words(logits_BSV[0, index], state)
     return logits_V if mine else None
 
 
-def _padded_length(length: int, longest: int, built: Machinery) -> int:
+def _padded_length(length: int, longest: int, state: TrainState) -> int:
     """To the next power of two: attention is causal, so what follows the context changes nothing in it.
 
     A text of 120 lengths would be 120 shapes of every matrix product, and the CPU's library keeps a kernel for each:
     173 MiB for a 6M-parameter llama, more than training it took.
     """
-    if built.mesh.layout.cp > 1:
+    if state.mesh.layout.cp > 1:
         return longest
     padded = min(longest, max(SHORTEST_CONTEXT, 1 << (length - 1).bit_length()))
-    return padded + -padded % built.mesh.layout.tp
+    return padded + -padded % state.mesh.layout.tp
 
 
-def _all_words(logits_V: Tensor, built: Machinery) -> Tensor:
+def _all_words(logits_V: Tensor, state: TrainState) -> Tensor:
     """The ranks of tp hold a part of the vocabulary each."""
-    if built.mesh.layout.tp == 1:
+    if state.mesh.layout.tp == 1:
         return logits_V
-    parts = [torch.empty_like(logits_V) for _ in range(built.mesh.layout.tp)]
-    dist.all_gather(parts, logits_V.contiguous(), group=built.mesh.group("tp"))
+    parts = [torch.empty_like(logits_V) for _ in range(state.mesh.layout.tp)]
+    dist.all_gather(parts, logits_V.contiguous(), group=state.mesh.group("tp"))
     return torch.cat(parts)
 
 

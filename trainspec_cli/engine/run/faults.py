@@ -10,7 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from trainspec_cli.engine.build.train_state import Machinery
+from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.fault import Fault, parse_faults
 from trainspec_cli.spec.results.plan import Plan
@@ -21,31 +21,33 @@ GROUP, START = "TRAINSPEC_GROUP", "TRAINSPEC_START"
 
 
 class InjectedFault(RuntimeError):  # noqa: N818 - a fault, not an error of ours
-    """What `fault=exception(...)` raises."""
+    """Raised by `fault=exception(...)`."""
 
 
 class Faults:
+    """The faults that the recipe plants in this rank."""
+
     def __init__(self, plan: Plan, run_dir: RunDir):
-        place = (int(os.environ.get(GROUP, "0")), dist.get_rank())
+        own = (int(os.environ.get(GROUP, "0")), dist.get_rank())
         self._folder = run_dir.faults_folder
         self._mine = [
             (number, fault)
             for number, fault in enumerate(parse_faults(plan.spec.fault))
-            if (fault.group, fault.rank) == place and fault.kind not in BY_SUPERVISOR
+            if (fault.group, fault.rank) == own and fault.kind not in BY_SUPERVISOR
         ]
 
-    def strike(self, step: int, built: Machinery) -> None:
-        """What is due when `step` updates have been made."""
+    def inject(self, step: int, state: TrainState) -> None:
+        """Inject the faults that are due when `step` updates have been made."""
         for number, fault in self._mine:
             if fault.kind == "slow" and fault.step <= step < fault.step + fault.steps:
                 time.sleep(fault.seconds)
             elif fault.kind == "disk_full" and step == fault.step + fault.steps:
                 _limit_files(resource.RLIM_INFINITY)
-            elif fault.kind in _DEEDS and fault.step == step and self._is_first(number, fault):
-                _DEEDS[fault.kind](built)
+            elif fault.kind in _INJECTORS and fault.step == step and self._is_first(number, fault):
+                _INJECTORS[fault.kind](state)
 
     def _is_first(self, number: int, fault: Fault) -> bool:
-        """The mark is left before the deed, which may leave nobody to do so."""
+        """The mark is left before the fault, after which this process may no longer be able to leave it."""
         self._folder.mkdir(exist_ok=True)
         try:
             (self._folder / f"{number}_{fault.kind}").touch(exist_ok=False)
@@ -54,34 +56,34 @@ class Faults:
         return True
 
 
-def _kill(_built: Machinery) -> None:
+def _kill(_state: TrainState) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _stop(_built: Machinery) -> None:
+def _stop(_state: TrainState) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _hang(_built: Machinery) -> None:
+def _hang(_state: TrainState) -> None:
     while True:
         time.sleep(1)
 
 
-def _raise(_built: Machinery) -> None:
+def _raise(_state: TrainState) -> None:
     raise InjectedFault("a fault that the recipe asked for")
 
 
-def _run_out_of_memory(_built: Machinery) -> None:
+def _run_out_of_memory(_state: TrainState) -> None:
     raise torch.OutOfMemoryError("a fault that the recipe asked for: no memory is left")
 
 
-def _flip_bit(built: Machinery) -> None:
-    """The lowest bit of the exponent of one value."""
-    values = built.shares[0].local.detach().view(torch.int32).flatten()
+def _flip_bit(state: TrainState) -> None:
+    """Flip the lowest bit of the exponent of one value."""
+    values = state.shares[0].local.detach().view(torch.int32).flatten()
     values[values.numel() // 2] ^= 1 << 23
 
 
-def _fill_disk(_built: Machinery) -> None:
+def _fill_disk(_state: TrainState) -> None:
     """Writing fails as on a full disk (EFBIG), for this process alone."""
     _limit_files(resource.getpagesize())
 
@@ -91,7 +93,7 @@ def _limit_files(largest_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest_bytes, hard))
 
 
-_DEEDS = {
+_INJECTORS = {
     "kill": _kill,
     "stop": _stop,
     "hang": _hang,

@@ -1,57 +1,131 @@
-"""How a run ended: result.json, written by rank 0 when every rank has agreed."""
+"""How a run ends: done with finite figures, stopped on request, or diverged.
+
+Steps whose loss or gradients are not finite update nothing; some of them do no harm. A run is done when its last loss,
+its held-out loss and its weights are finite, and fewer than half of its steps were skipped in a row at its end.
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import takewhile
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from trainspec_cli.engine.build.train_state import Machinery
+from trainspec_cli.engine.build.train_state import TrainState
+from trainspec_cli.engine.checkpoint.parts import Held
+from trainspec_cli.engine.comm.joint_errors import raise_together
 from trainspec_cli.engine.digest import weights_sha256
+from trainspec_cli.engine.finite import REMEDY, is_finite
 from trainspec_cli.engine.observe.device import Peak, peak_memory_bytes
-from trainspec_cli.errors import EXIT_DONE, Stopped
+from trainspec_cli.errors import EXIT_DONE, Stopped, WorkerError
 from trainspec_cli.rundir.accounting import account_run, goodput
+from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.result import RunResult
 from trainspec_cli.rundir.stops import may_stop
 from trainspec_cli.rundir.throughput import measure_throughput
 from trainspec_cli.spec.results.plan import Plan
 
 EXIT_CODES = {"done": EXIT_DONE, "stopped": Stopped.exit_code}
+Steps = Sequence[dict[str, Any]]
+"""`step` events, in order."""
 
 
 @dataclass
 class RunTally:
-    """What the result needs of a run, gathered on the way."""
+    """Figures that the result needs, gathered while the run goes on."""
 
     peak: Peak = field(default_factory=lambda: Peak(0.0, "unknown"))
     steps: list[dict[str, Any]] = field(default_factory=list)
     """This start's step events."""
     heldout: dict[str, float | None] | None = None
-    """Of the last look at what was held out."""
+    """Figures of the last evaluation."""
+
+
+class Divergence:
+    """Ends a run that has diverged. Every rank calls it at the same steps; all raise the same WorkerError."""
+
+    def __init__(self, run_dir: RunDir, max_skipped_steps: int):
+        self._run_dir, self._max_skipped_steps = run_dir, max_skipped_steps
+        self._skipped_in_a_row = 0
+
+    def note_step(self, step: int, *, skipped: bool) -> None:
+        """Raise where as many updates in a row were skipped as are allowed."""
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if self._skipped_in_a_row == self._max_skipped_steps:
+            what = "the loss or the gradients were not finite"
+            self._raise([f"{what} for {self._max_skipped_steps} steps in a row, up to step {step}"], step)
+
+    def check_end(self, step: int, tally: RunTally, held: Held) -> None:
+        """Raise where the run has made all its steps, up to `step`, and its model came to nothing."""
+        faults = [*self._faults_of_steps(step, tally.steps), *_faults_of_model(tally, held)]
+        self._raise(faults[:1], step)
+
+    def _faults_of_steps(self, step: int, own: Steps) -> Iterator[str]:
+        """`own` are those of this start; where they updated nothing, those before them count too."""
+        if any(not event["skipped"] for event in own):
+            events = own
+        else:
+            events = [*(event for event in read_events(self._run_dir.events(0)) if event["type"] == "step"), *own]
+        if events and not _is_finite(events[-1]["loss"]):
+            yield f"the loss of the last step, {step}, is not finite"
+        skipped = sum(1 for _ in takewhile(lambda event: event["skipped"], reversed(events)))
+        if skipped and 2 * skipped >= step:
+            yield f"the loss or the gradients were not finite in the last {skipped} of {step} steps, at least half"
+
+    def _raise(self, faults: Sequence[str], step: int) -> None:
+        """Raise the first fault, if any, naming the newest checkpoint whose state has still made a finite step."""
+        if not faults:
+            raise_together(None)
+            return
+        last_finite = step - self._skipped_in_a_row
+        steps = self._run_dir.checkpoint_steps()
+        good = max((kept for kept in steps if kept < last_finite), default=None)
+        if good is None:
+            known, hint = "there is no checkpoint from before that", f"start again: {REMEDY}"
+        else:
+            known = f"the newest checkpoint from before that is {self._run_dir.checkpoint(good)}"
+            newer = ", ".join(self._run_dir.checkpoint(kept).name for kept in steps if kept > good)
+            hint = f"{f'remove {newer} beside it, and ' if newer else ''}go on from step {good}: {REMEDY}"
+        raise_together(WorkerError(f"{faults[0]}; {known}", code="not_finite", hint=hint))
+
+
+def _faults_of_model(tally: RunTally, held: Held) -> Iterator[str]:
+    if tally.heldout and not _is_finite(tally.heldout["heldout_loss"]):
+        yield "the held-out loss after the last step is not finite"
+    for part in held.parts():
+        if part.name.startswith("model.") and not is_finite(part.tensor):
+            yield f"{part.name.removeprefix('model.')} is not finite after the last step"
+
+
+def _is_finite(value: float | None) -> bool:
+    """An event has null for what is not finite."""
+    return value is not None and math.isfinite(value)
 
 
 def write_result(
     run_dir: RunDir,
-    built: Machinery,
+    state: TrainState,
     plan: Plan,
     tally: RunTally,
     *,
-    status: str,
+    status: Literal["done", "stopped"],
     step: int,
     heldout: Mapping[str, float | None],
 ) -> str:
-    """Called by every rank together: weights are gathered for their digest, memory is compared; -> the digest.
+    """Write result.json and return the weights' SHA-256. Called by every rank together.
 
-    That the run has stopped is left to its supervisor to say where nobody had asked for it: it may start again.
+    A run that nobody had asked to stop is left to its supervisor: it may start again.
     """
-    sha256 = weights_sha256(built.shares, built.mesh.group("pp"))
-    memory = torch.tensor(peak_memory_bytes(built.device), dtype=torch.int64, device=built.device)
+    sha256 = weights_sha256(state.shares, state.mesh.group("pp"))
+    memory = torch.tensor(peak_memory_bytes(state.device), dtype=torch.int64, device=state.device)
     dist.all_reduce(memory, dist.ReduceOp.MAX)
     throughput = measure_throughput(
         tally.steps,
@@ -62,20 +136,19 @@ def write_result(
     time_s = account_run(run_dir, now=time.time())
     if dist.get_rank() == 0 and (status == "done" or may_stop(run_dir)):
         Fence.of_worker(run_dir).check()
-        write_json(
-            run_dir.result_json,
-            {
-                "status": status,
-                "exit_code": EXIT_CODES[status],
-                "steps": step,
-                "final_loss": tally.steps[-1]["loss"] if tally.steps else None,
-                **heldout,
-                f"{plan.spec.data.unit}_per_s": throughput.tokens_per_s,
-                "mfu": throughput.mfu,
-                "peak_memory_bytes": int(memory),
-                "weights_sha256": sha256,
-                "goodput": goodput(time_s),
-                "time_s": time_s,
-            },
+        result = RunResult(
+            status=status,
+            exit_code=EXIT_CODES[status],
+            steps=step,
+            final_loss=tally.steps[-1]["loss"] if tally.steps else None,
+            heldout=heldout,
+            unit=plan.spec.data.unit,
+            units_per_s=throughput.tokens_per_s,
+            mfu=throughput.mfu,
+            peak_memory_bytes=int(memory),
+            weights_sha256=sha256,
+            goodput=goodput(time_s),
+            time_s=time_s,
         )
+        write_json(run_dir.result_json, result.to_json())
     return sha256

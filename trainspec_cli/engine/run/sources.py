@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from trainspec_cli.corpus.bpe import decode, encode, encode_template, until_special
 from trainspec_cli.corpus.chat import question
-from trainspec_cli.corpus.collection import Collection, Judged
-from trainspec_cli.corpus.decode import decode, encode, encode_template, until_special
+from trainspec_cli.corpus.collection import Collection, EvaluationText
 from trainspec_cli.corpus.labelled import LabelledSamples, open_samples
 from trainspec_cli.engine.batch import MicroBatch
-from trainspec_cli.engine.build.train_state import Machinery
+from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.data.heldout import HeldoutLoss, total
 from trainspec_cli.engine.data.loader import BatchPlan, batches, read_ahead, read_positions
 from trainspec_cli.engine.data.sample_loader import SampleLoader
@@ -51,45 +51,45 @@ class Source(Protocol):
         """What the model makes of the recipe's prompt: the fields of a `sample` event; None where none is wanted."""
 
 
-def open_source(plan: Plan, folder: str | None, built: Machinery) -> Source:
+def open_source(plan: Plan, folder: str | None, state: TrainState) -> Source:
     """Of the plan's data in `folder` (phantoms have none)."""
     if isinstance(plan.spec.model, ConvModel):
         return SampleSource(
-            plan, open_samples(plan.spec.data, plan.spec.model, Path(folder) if folder else None), built
+            plan, open_samples(plan.spec.data, plan.spec.model, Path(folder) if folder else None), state
         )
     assert folder is not None, "tokens lie in a folder"
-    return TokenSource(plan, Collection.open(folder), built)
+    return TokenSource(plan, Collection.open(folder), state)
 
 
-def batch_plan(plan: Plan, built: Machinery) -> BatchPlan:
+def batch_plan(plan: Plan, state: TrainState) -> BatchPlan:
     return BatchPlan(
         seq_len=plan.spec.data.seq_len,
         global_batch_size=plan.spec.batching.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
         seed=plan.spec.train.seed,
-        rank=built.mesh.data_rank,
+        rank=state.mesh.data_rank,
         num_ranks=plan.layout.data_parallel_size,
-        positions_S=None if built.positions_S is None else built.positions_S.cpu(),
+        positions_S=None if state.positions_S is None else state.positions_S.cpu(),
     )
 
 
 class TokenSource:
     """Text as token shards, judged in bits per byte beside what xz comes to."""
 
-    def __init__(self, plan: Plan, collection: Collection, built: Machinery):
-        self.plan, self.spec, self.collection, self.built = plan, plan.spec, collection, built
+    def __init__(self, plan: Plan, collection: Collection, state: TrainState):
+        self.plan, self.spec, self.collection, self.state = plan, plan.spec, collection, state
         self.order = collection.order(plan.spec.data, plan.spec.train.seed)
-        self.judged = collection.judged(plan.spec.data)
-        self.staging = Staging(built.device)
+        self.judged = collection.evaluation_texts(plan.spec.data)
+        self.staging = Staging(state.device)
 
     def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
-        return batches(self.order, batch_plan(self.plan, self.built), self.staging, start, end)
+        return batches(self.order, batch_plan(self.plan, self.state), self.staging, start, end)
 
     def counted(self, positions: np.ndarray) -> int:
         return max(1, self.order.counted(positions))
 
     def read(self, positions: np.ndarray) -> list[MicroBatch]:
-        return read_positions(self.order, batch_plan(self.plan, self.built), positions)
+        return read_positions(self.order, batch_plan(self.plan, self.state), positions)
 
     def evaluate(self) -> Figures | None:
         """Of what is held out of all that is trained on, else of the validation sets; and of each by name."""
@@ -106,8 +106,8 @@ class TokenSource:
             **({"sets": {name or "heldout": figures for name, figures in sets.items()}} if len(sets) > 1 else {}),
         }
 
-    def _judge(self, judged: Judged) -> HeldoutLoss:
-        return heldout_loss(self.built, judged.rows, num_bytes=judged.bytes, batch_size=self.plan.micro_batch_size)
+    def _judge(self, judged: EvaluationText) -> HeldoutLoss:
+        return heldout_loss(self.state, judged.rows, num_bytes=judged.bytes, batch_size=self.plan.micro_batch_size)
 
     @property
     def _xz(self) -> float | None:
@@ -131,7 +131,7 @@ class TokenSource:
         asked = question(self.spec.data, sample.prompt)
         prompt_ids = encode(folder, sample.prompt) if asked is None else encode_template(folder, asked)
         ids = write_text(
-            self.built,
+            self.state,
             prompt_ids or [self.collection.main.manifest.end_of_document_id],
             count=sample.max_new_tokens,
             temperature=sample.temperature,
@@ -146,10 +146,10 @@ class TokenSource:
 class SampleSource:
     """Images or volumes with labels, judged by accuracy or Dice."""
 
-    def __init__(self, plan: Plan, samples: LabelledSamples, built: Machinery):
-        self.plan, self.built, self.staging = plan, built, Staging(built.device)
+    def __init__(self, plan: Plan, samples: LabelledSamples, state: TrainState):
+        self.plan, self.state, self.staging = plan, state, Staging(state.device)
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.loader = SampleLoader(samples, batch_plan(plan, built), (os.cpu_count() or 1) // processes)
+        self.loader = SampleLoader(samples, batch_plan(plan, state), (os.cpu_count() or 1) // processes)
 
     def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
         return read_ahead(self.loader.read_step, self.staging, start, end)
@@ -161,7 +161,7 @@ class SampleSource:
         return len(positions)
 
     def evaluate(self) -> Figures | None:
-        return heldout_metrics(self.built, self.loader)
+        return heldout_metrics(self.state, self.loader)
 
     def summarise(self, evaluated: Figures | None) -> Figures:
         return evaluated or {}

@@ -1,21 +1,21 @@
-"""One training step, to be read aloud: forward and backward over the micro-batches, agree, update."""
+"""One training step: forward and backward over the micro-batches, exchange over replica groups, commit, update."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from trainspec_cli.engine.batch import MicroBatch
-from trainspec_cli.engine.build.train_state import LateSum, Machinery
+from trainspec_cli.engine.build.train_state import LateSum, TrainState
 from trainspec_cli.engine.comm.exchange import Peers
 from trainspec_cli.engine.optim.update import clear_gradients, guarded_update, squared_norm
-from trainspec_cli.engine.parallel.balance import scale_balance_loss, update_balance
-from trainspec_cli.engine.run.groups import Groups, sum_over_groups
-from trainspec_cli.engine.run.passes import Passes
+from trainspec_cli.engine.parallel.balance import forget_visits, scale_balance_loss, update_balance
+from trainspec_cli.engine.run.pipeline_run import PipelineRun
 from trainspec_cli.policy.pipeline import actions
 
 
@@ -34,75 +34,82 @@ class StepOutcome:
     """How many ranks were writing a checkpoint."""
 
     def on_host(self) -> StepOutcome:
-        """Copies, which are there when the device reaches what is asked of it next."""
+        """Start copies to the host; they are complete when the device has reached this point."""
         scalars = (self.loss, self.grad_norm, self.skipped, self.stop, self.writing)
         together = torch.stack([scalar.to(self.loss.device, torch.float64) for scalar in scalars])
         return StepOutcome(*together.to("cpu", non_blocking=True).unbind())
 
 
+class GroupExchange(Protocol):
+    """The part of a coordinator that a step needs: `coordinator.py` says what it does."""
+
+    def reduce(self, state: TrainState, loss: Tensor) -> None: ...
+
+    def commit(self) -> bool: ...
+
+
 def train_step(
-    built: Machinery,
+    state: TrainState,
     micro_batches: Sequence[MicroBatch],
     *,
     global_tokens: int,
     clip_norm: float | None,
-    stop_requested: bool,
-    writing: bool = False,
-) -> StepOutcome:
-    loss = compute_gradients(built, micro_batches, global_tokens)
-    return _update(built, loss, clip_norm, stop_requested, writing)
-
-
-def try_step(
-    built: Machinery,
-    micro_batches: Sequence[MicroBatch],
-    *,
-    global_tokens: int,
-    clip_norm: float | None,
-    groups: Groups,
+    groups: GroupExchange | None = None,
+    stop_requested: bool = False,
     writing: bool = False,
 ) -> StepOutcome | None:
-    """The same together with other replica groups; None where they did not agree on it, and nothing was updated."""
-    loss = compute_gradients(built, micro_batches, global_tokens)
-    if not sum_over_groups(built, loss, groups):
-        clear_gradients(built.shares)
-        return None
-    return _update(built, loss, clip_norm, stop_requested=False, writing=writing)
+    """Make one update; return None where the replica groups did not agree on the step, and nothing was updated.
+
+    `groups` None: there is one alone. `stop_requested` and `writing` are this rank's flags, which the step adds up
+    over the ranks.
+    """
+    loss = compute_gradients(state, micro_batches, global_tokens)
+    if groups is not None:
+        groups.reduce(state, loss)
+        if not groups.commit():
+            clear_gradients(state.shares)
+            forget_visits(state.routers)
+            return None
+    return _update(state, loss, clip_norm, stop_requested, writing)
 
 
 def _update(
-    built: Machinery, loss: Tensor, clip_norm: float | None, stop_requested: bool, writing: bool
+    state: TrainState, loss: Tensor, clip_norm: float | None, stop_requested: bool, writing: bool
 ) -> StepOutcome:
-    """`loss` is this rank's share of the mean."""
-    with built.clock.part("optimizer"):
-        squared = squared_norm(built.shares).to(loss.device)
+    """Agree on loss, norm and flags in one exchange, clip by the norm of all ranks together, and update.
+
+    `loss` is this rank's share of the mean.
+    """
+    with state.clock.part("optimizer"):
+        squared = squared_norm(state.shares).to(loss.device)
     flags = [squared.new_full((), float(flag)) for flag in (stop_requested, writing)]  # filled there, nothing is copied
     agreed = torch.stack([loss.double(), squared, *flags])
-    with built.clock.collective():
+    with state.clock.collective():
         dist.all_reduce(agreed)
     mean_loss, norm = agreed[0].float(), agreed[1].sqrt().float()
-    with built.clock.part("optimizer"):
-        skipped = guarded_update(built.optimizer, built.shares, norm, mean_loss, clip_norm)
-    if built.routers:
-        update_balance(built.routers, Peers(built.mesh.stage.get_group(), built.clock.collective))
+    with state.clock.part("optimizer"):
+        skipped = guarded_update(state.optimizer, state.shares, norm, mean_loss, clip_norm)
+    if state.routers:
+        update_balance(state.routers, Peers(state.mesh.stage.get_group(), state.clock.collective))
     return StepOutcome(loss=mean_loss, grad_norm=norm, skipped=skipped, stop=agreed[2], writing=agreed[3])
 
 
-def compute_gradients(built: Machinery, micro_batches: Sequence[MicroBatch], global_tokens: int) -> Tensor:
-    """Gradients of the global batch's mean loss, in place.
+def compute_gradients(state: TrainState, micro_batches: Sequence[MicroBatch], global_tokens: int) -> Tensor:
+    """Compute the gradients of the global batch's mean loss, and return this rank's share of it.
 
-    -> this rank's share of the mean loss: the ranks' shares sum to it.
+    The ranks' shares sum to the loss.
     """
-    layout = built.mesh.layout
-    scale_balance_loss(built.routers, global_tokens)
-    loss = Passes(built.stages, actions(layout, len(micro_batches)), micro_batches, global_tokens).run()
-    for late in built.late_sums:
+    layout = state.mesh.layout
+    scale_balance_loss(state.routers, global_tokens)
+    schedule = actions(layout, len(micro_batches))
+    loss = PipelineRun(state.stages, schedule, micro_batches, global_tokens).run()
+    for late in state.late_sums:
         sum_late(late)
     return loss / layout.tp  # each rank of tp computed the same
 
 
 def sum_late(late: LateSum) -> None:
-    """One exchange for all of a group's gradients; shares of one name on this rank count as one."""
+    """Sum all gradients of `late` in one exchange, in place; shares of one name on this rank count as one."""
     by_name: dict[str, list[Tensor]] = {}
     for share in late.shares:
         if share.gradient is not None:

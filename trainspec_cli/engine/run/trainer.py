@@ -1,34 +1,29 @@
-"""The run: steps from where the last checkpoint ends to the last step, and what is left behind on the way."""
+"""The run: steps from where the last checkpoint ends to the last step, and what is written on the way."""
 
 from __future__ import annotations
 
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
-import torch.distributed as dist
+import torch
 
-from trainspec_cli.corpus.samples import step_positions
-from trainspec_cli.engine.batch import MicroBatch
-from trainspec_cli.engine.build.train_state import DTYPES, Machinery
+from trainspec_cli.engine.build.train_state import DTYPES
 from trainspec_cli.engine.observe.clock import Segments
 from trainspec_cli.engine.observe.device import Peak, device_allocations, device_name, measure_peak
-from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.engine.observe.memory import MemoryWatch
 from trainspec_cli.engine.observe.watch import StepWatch
 from trainspec_cli.engine.optim.build import set_learning_rate
 from trainspec_cli.engine.run.checkpoints import Checkpoints
-from trainspec_cli.engine.run.divergence import Divergence
+from trainspec_cli.engine.run.coordinator import Coordinator, Progress, RunContext, StepSamples
 from trainspec_cli.engine.run.faults import Faults
-from trainspec_cli.engine.run.result import RunTally, write_result
-from trainspec_cli.engine.run.signals import StopRequest
-from trainspec_cli.engine.run.sources import Source
+from trainspec_cli.engine.run.result import Divergence, RunTally, write_result
 from trainspec_cli.engine.run.step import StepOutcome, train_step
 from trainspec_cli.policy.schedule import learning_rate
-from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.results.plan import Plan
 
 
@@ -41,147 +36,151 @@ class DoneStep:
     lr: float
     segments: Segments
     samples: int
-    about: Mapping[str, Any] = field(default_factory=dict)
-    """What else its event says."""
+    event_fields: Mapping[str, Any]
+    """Further fields of its event."""
 
 
 class Trainer:
-    """Runs a plan on built machinery; every rank runs the same code in lockstep."""
+    """Trains by a plan; every rank runs the same code in lockstep.
 
-    def __init__(
-        self,
-        plan: Plan,
-        run_dir: RunDir,
-        source: Source,
-        recipe_digest: str,
-        machinery: Machinery,
-        stop: StopRequest,
-    ):
-        self.plan, self.spec = plan, plan.spec
-        self.run_dir, self.source = run_dir, source
-        self.built, self.clock, self.stop_request = machinery, machinery.clock, stop
-        self.journal: Journal | GroupJournal = self._open_journal()
-        self.faults = Faults(plan, run_dir)
-        self.watch = StepWatch(run_dir, self.journal, self.spec.resilience.hang_floor_s)
-        self.tally = RunTally()
-        self.checkpoints = Checkpoints(plan, run_dir, machinery, recipe_digest, self.journal)
-        self.step = 0
-        self.samples = 0
-        """Taken so far, by all ranks: the position of the next one."""
+    What depends on there being one replica group or several is asked of the coordinator.
+    """
+
+    def __init__(self, run: RunContext, coordinator: Coordinator):
+        """Restore the newest checkpoint, where the state is to come from one."""
+        self.plan, self.spec, self.source, self.state = run.plan, run.plan.spec, run.source, run.state
+        self.clock, self.run_dir = run.state.clock, run.run_dir
+        self.coordinator, self.journal = coordinator, coordinator.journal
+        self.faults = Faults(run.plan, run.run_dir)
+        self.watch = StepWatch(run.run_dir, self.journal, self.spec.resilience.hang_floor_s)
+        self.checkpoints = Checkpoints(run.plan, run.run_dir, run.state, run.recipe_digest, self.journal)
+        self.restored_from: str | None = None
+        self.progress = Progress()
+        if coordinator.restores_at_start:
+            self.progress = self._restore()
+        self.tally = RunTally(_peak(run.plan, run.state.device))
+        self.memory = MemoryWatch(run.state.device, self.progress.step, self.spec.train.max_steps)
+        self.divergence = Divergence(run.run_dir, self.spec.train.max_skipped_steps)
         self.unread: DoneStep | None = None
-        self.allocated = device_allocations(machinery.device)
+        self.allocated = device_allocations(run.state.device)
         """How often the device was asked for memory before this step."""
-        self.divergence = Divergence(run_dir, self.spec.train.max_skipped_steps)
         self.stopping = False
 
-    def _open_journal(self) -> Journal | GroupJournal:
-        return Journal(self.run_dir, dist.get_rank(), self.spec)
+    def _restore(self) -> Progress:
+        """Load the newest whole checkpoint; where there is none the run goes on as it is."""
+        if restored := self.checkpoints.resume():
+            self.restored_from = str(restored.folder)
+            return Progress(restored.manifest.step, restored.manifest.about.samples)
+        return self.progress
 
     def run(self) -> None:
         """Train to the last step or to a request to stop; a checkpoint is written either way."""
-        self._announce(self._restore())
-        self._run_to_end()
-
-    def _run_to_end(self) -> None:
-        self.memory = MemoryWatch(self.built.device, self.step, self.spec.train.max_steps)
+        self._announce()
         self.watch.start()
-        while self.step < self.spec.train.max_steps and not self.stopping:
-            self._train_until_look()
-            with self.watch.between_steps():
-                if not self.stopping:
-                    self._look_if_due()
-        if self.step == self.spec.train.max_steps:
-            self._end_done()
-        else:
-            self._checkpoint_last()
-            self._finish("stopped")
+        try:
+            self._train()
+            if not self.coordinator.finished_without:
+                self._end()
+        finally:
+            self.coordinator.leave()
         self.watch.close()
 
-    def _restore(self) -> str | None:
-        """Go on from the newest whole checkpoint; -> its folder."""
-        restored = self.checkpoints.resume()
-        if restored is None:
-            return None
-        self.step, self.samples = restored.manifest.step, restored.manifest.about.samples
-        return str(restored.folder)
-
-    def _announce(self, restored_from: str | None) -> None:
-        if self.plan.peak_flops is None:
-            self.tally.peak = measure_peak(self.built.device, DTYPES[self.plan.compute])
-        else:
-            self.tally.peak = Peak(self.plan.peak_flops, self.plan.peak_source)
+    def _announce(self) -> None:
         self.journal.write(
             "start",
-            step=self.step,
+            step=self.progress.step,
             world_size=self.plan.world_size,
-            device_name=device_name(self.built.device),
+            device_name=device_name(self.state.device),
             peak_flops=self.tally.peak.flops,
             peak_source=self.tally.peak.source,
             params=self.plan.params,
             flops_per_token=self.plan.flops_per_token,
             unit=self.spec.data.unit,
-            restored_from=restored_from,
+            restored_from=self.restored_from,
             pid=os.getpid(),
             host=socket.gethostname(),
         )
 
     # One step after another
 
-    def _train_until_look(self) -> None:
-        """Steps up to the next look at the held-out data, or to a request to stop."""
+    def _train(self) -> None:
         self.clock.restart()
-        coming = self.source.batches(self.step, self._next_look())
-        for _ in range(self.step, self._next_look()):
-            self._read_late(self._one_step(coming))
-            if self.stopping:
-                break
-        self._read_late(None)
+        while not self._is_last_step and not self.stopping:
+            done = self._step()
+            if done is None:
+                continue
+            self._record_late(done)
+            if self._is_evaluation_due or self._is_sample_due:
+                self._record_unread()
+                self._evaluate_between_steps()
+        self._record_unread()
 
-    def _one_step(self, coming: Iterator[list[MicroBatch]]) -> DoneStep:
-        lr = learning_rate(self.spec.optim.schedule, self.spec.optim.lr, self.step, self.spec.train.max_steps)
-        set_learning_rate(self.built.optimizer, lr)
-        self.faults.strike(self.step, self.built)
-        with self.clock.part("data_wait"):
-            micro_batches = next(coming)
+    def _step(self) -> DoneStep | None:
+        """Make one step; None where the run stops before it, or the replica groups did not agree on it."""
+        with self._waiting_for_groups():
+            start = self.coordinator.begin(self.progress, self._restore)
+        self.progress = start.progress
+        if start.stop:
+            self.stopping = True
+            return None
+        step = self.progress.step
+        self.faults.inject(step, self.state)
+        samples = self.coordinator.take(self.progress)
+        lr = learning_rate(self.spec.optim.schedule, self.spec.optim.lr, step, self.spec.train.max_steps)
+        lr *= samples.lr_factor
+        set_learning_rate(self.state.optimizer, lr)
         outcome = train_step(
-            self.built,
-            micro_batches,
-            global_tokens=self.source.counted(step_positions(self.step, self.spec.batching.global_batch_size)),
+            self.state,
+            samples.micro_batches,
+            global_tokens=samples.global_tokens,
             clip_norm=self.spec.optim.grad_clip_norm,
-            stop_requested=self.stop_request.requested,
+            groups=self.coordinator,
+            stop_requested=self.coordinator.stop_flag,
             writing=self.checkpoints.writing,
         )
-        return self._count(outcome, lr, self.spec.batching.global_batch_size)
+        return None if outcome is None else self._count(outcome, lr, samples)
 
-    def _count(self, outcome: StepOutcome, lr: float, samples: int, **about: Any) -> DoneStep:
+    def _waiting_for_groups(self) -> AbstractContextManager[None]:
+        """The time that other replica groups take is no hang of this one."""
+        return self.watch.between_steps() if self.coordinator.waits_for_groups else nullcontext()
+
+    def _count(self, outcome: StepOutcome, lr: float, samples: StepSamples) -> DoneStep:
         """The update is made; the checkpoint that may be due belongs to its step."""
         if self.clock.on_gpu:
             outcome = outcome.on_host()
-        self.step += 1
-        self.samples += samples
+        self.progress = Progress(self.progress.step + 1, self.progress.samples + samples.step_samples)
+        step = self.progress.step
         with self.clock.part("checkpoint"):
-            self._checkpoint()
-        self.watch.beat(self.step)
-        return DoneStep(self.step, outcome, lr, self.clock.cut(), samples, {**about, **self._data_flow()})
+            self.checkpoints.after_step(step, self.progress.samples, writes=self.coordinator.leads)
+        self.watch.beat(step)
+        fields = {**samples.event_fields, **self._data_flow()}
+        return DoneStep(step, outcome, lr, self.clock.cut(), samples.step_samples, fields)
 
     def _data_flow(self) -> dict[str, int]:
-        """What bringing the step's batch took, and how often new memory was asked for: never, once all is warm."""
+        """Count what bringing the step's batch took, and new memory: none is asked for once all is warm."""
         traffic, before = self.source.staging.cut(), self.allocated
-        self.allocated = device_allocations(self.built.device)
+        self.allocated = device_allocations(self.state.device)
         return {**asdict(traffic), "allocations": traffic.allocations + self.allocated - before}
 
-    def _read_late(self, done: DoneStep | None) -> None:
+    def _record_late(self, done: DoneStep) -> None:
         """Record a step: on a GPU when the next one has been started, so that reading its figures waits for nothing.
 
         Every rank reads the same figures at the same step, so all of them stop together.
         """
-        if self.clock.on_gpu:
-            done, self.unread = self.unread, done
+        self._record_unread()
+        if self.clock.on_gpu and not self.coordinator.waits_for_groups:
+            self.unread = done
+        else:
+            self._record(done)
+
+    def _record_unread(self) -> None:
+        done, self.unread = self.unread, None
         if done:
             self._record(done)
 
     def _record(self, done: DoneStep) -> None:
         parts_s = done.segments.parts_s()
+        step_time_s = sum(parts_s.values())
         skipped = bool(done.outcome.skipped.item())
         event = {
             "step": done.step,
@@ -190,74 +189,90 @@ class Trainer:
             "lr": done.lr,
             self.spec.data.unit: done.samples * self.spec.data.seq_len,
             "samples": done.samples,
-            "step_time_s": sum(parts_s.values()),
+            "step_time_s": step_time_s,
             "time_s": parts_s,
             "skipped": skipped,
-            **done.about,
+            **done.event_fields,
         }
         self.journal.write("step", **event)
         self.tally.steps.append(event)
-        self.checkpoints.note_step(done.step, sum(parts_s.values()), writing=done.outcome.writing.item() > 0)
+        self.checkpoints.note_step(done.step, step_time_s, writing=done.outcome.writing.item() > 0)
         self.stopping = self.stopping or done.outcome.stop.item() > 0
         if skipped:
             self.journal.write("warning", step=done.step, message="loss or gradient not finite: update skipped")
         self.divergence.note_step(done.step, skipped=skipped)
-        if leak := self.memory.look(done.step):
+        if leak := self.memory.check(done.step):
             self.journal.write("warning", step=done.step, message=leak)
+        self.coordinator.note_step(done.step, step_time_s)
 
-    # When what is due
+    # What is due between steps, and at the end
 
-    def _next_look(self) -> int:
-        """The next step after which the held-out data or a sample is due, or the last."""
-        intervals = (self.spec.train.eval_interval_steps, self.spec.train.sample_interval_steps)
-        due = [(self.step // interval + 1) * interval for interval in intervals if interval is not None]
-        return min([self.spec.train.max_steps, *due])
+    @property
+    def _is_last_step(self) -> bool:
+        return self.progress.step >= self.spec.train.max_steps
 
-    def _look_if_due(self) -> None:
-        last = self.step == self.spec.train.max_steps
-        if last or _falls_on(self.spec.train.eval_interval_steps, self.step):
-            self._look()
-        if not last and _falls_on(self.spec.train.sample_interval_steps, self.step):
-            self._write_sample()
+    @property
+    def _is_evaluation_due(self) -> bool:
+        return self._is_last_step or _falls_on(self.spec.train.eval_interval_steps, self.progress.step)
 
-    # What is left behind
+    @property
+    def _is_sample_due(self) -> bool:
+        return not self._is_last_step and _falls_on(self.spec.train.sample_interval_steps, self.progress.step)
 
-    def _checkpoint(self) -> None:
-        self.checkpoints.after_step(self.step, self.samples)
+    def _evaluate_between_steps(self) -> None:
+        with self.watch.between_steps():
+            if self.stopping:
+                return
+            if self._is_evaluation_due:
+                self._evaluate()
+            if self._is_sample_due:
+                self._write_sample()
+        self.clock.restart()
 
-    def _checkpoint_last(self) -> None:
-        self.checkpoints.save_last(self.step, self.samples)
-
-    def _look(self) -> None:
-        """How the model does on what was held out."""
+    def _evaluate(self) -> None:
+        """Measure how the model does on what was held out."""
         started = time.perf_counter()
         heldout = self.source.evaluate()
         if heldout is None:
             return
         self.tally.heldout = heldout
-        self.journal.write("eval", step=self.step, **heldout, seconds=time.perf_counter() - started)
+        self.journal.write("eval", step=self.progress.step, **heldout, seconds=time.perf_counter() - started)
 
     def _write_sample(self) -> None:
         sample = self.source.write_sample()
         if sample is not None:
-            self.journal.write("sample", step=self.step, **sample)
+            self.journal.write("sample", step=self.progress.step, **sample)
 
-    def _end_done(self) -> None:
-        """All steps are made. Raises WorkerError where the model came to nothing, and leaves no checkpoint of it."""
+    def _end(self) -> None:
+        """Raise WorkerError where all steps are made and the model came to nothing, and leave no checkpoint of it."""
+        if not self._is_last_step:
+            self._checkpoint_last()
+            self._finish("stopped")
+            return
         if self.tally.heldout is None:
-            self._look()
-        self.divergence.check_end(self.step, self.tally, self.built.held)
+            self._evaluate()
+        self.divergence.check_end(self.progress.step, self.tally, self.state.held)
         self._checkpoint_last()
         self._write_sample()
         self._finish("done")
 
-    def _finish(self, status: str) -> None:
-        summary = self.source.summarise(self.tally.heldout)
+    def _checkpoint_last(self) -> None:
+        if self.coordinator.leads:
+            self.checkpoints.save_last(self.progress.step, self.progress.samples)
+
+    def _finish(self, status: Literal["done", "stopped"]) -> None:
+        summary, step = self.source.summarise(self.tally.heldout), self.progress.step
         sha256 = write_result(
-            self.run_dir, self.built, self.plan, self.tally, status=status, step=self.step, heldout=summary
+            self.run_dir, self.state, self.plan, self.tally, status=status, step=step, heldout=summary
         )
-        self.journal.write("end", step=self.step, status=status, weights_sha256=sha256)
+        self.journal.write("end", step=step, status=status, weights_sha256=sha256)
         self.journal.close()
+
+
+def _peak(plan: Plan, device: torch.device) -> Peak:
+    if plan.peak_flops is None:
+        return measure_peak(device, DTYPES[plan.compute])
+    return Peak(plan.peak_flops, plan.peak_source)
 
 
 def _falls_on(interval: int | None, step: int) -> bool:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from trainspec_cli.engine.batch import MicroBatch, held_part
-from trainspec_cli.engine.build.train_state import Machinery, build_machinery
+from trainspec_cli.engine.build.train_state import TrainState, build_train_state
 from trainspec_cli.engine.checkpoint.manifest import About
 from trainspec_cli.engine.checkpoint.saver import Saver
 from trainspec_cli.engine.checkpoint.store import load_newest
@@ -50,15 +50,15 @@ def testify(folder: Path, device: torch.device) -> None:
     run: dict[str, Any] = read_json(folder / "run.json")
     torch.compiler.reset()
     mesh = mesh_of(plan.layout, device.type)
-    built = build_machinery(plan, device, mesh)
+    state = build_train_state(plan, device, mesh)
     told: dict[str, Any] = {}
     if run["gradients"]:
-        told["loss"] = first_gradients(plan, built, folder)
+        told["loss"] = first_gradients(plan, state, folder)
     source = folder.parent / run["continues"] if run["continues"] else None
-    told |= train(plan, built, run["steps"], save_at=run["save_at"], folder=folder, source=source)
+    told |= train(plan, state, run["steps"], save_at=run["save_at"], folder=folder, source=source)
     if run["resume"]:
-        built = build_machinery(plan, device, mesh)
-        told["resumed"] = train(plan, built, run["steps"], save_at=None, folder=folder, source=folder)
+        state = build_train_state(plan, device, mesh)
+        told["resumed"] = train(plan, state, run["steps"], save_at=None, folder=folder, source=folder)
     if dist.get_rank() == 0:
         write_json(folder / "witness.json", told)
     dist.barrier()
@@ -70,53 +70,53 @@ def mesh_of(layout: Layout, device_type: str) -> Mesh:
     return build_mesh(layout, device_type)
 
 
-def first_gradients(plan: Plan, built: Machinery, folder: Path) -> float:
+def first_gradients(plan: Plan, state: TrainState, folder: Path) -> float:
     """Write the gradients of the first step's batch; -> its loss."""
-    loss = compute_gradients(built, drawn_batch(plan, built, step=0), plan.tokens_per_step).double()
+    loss = compute_gradients(state, drawn_batch(plan, state, step=0), plan.tokens_per_step).double()
     dist.all_reduce(loss)
-    write_gradients(built, folder)
-    clear_gradients(built.shares)
+    write_gradients(state, folder)
+    clear_gradients(state.shares)
     return loss.item()
 
 
 def train(
-    plan: Plan, built: Machinery, steps: int, *, save_at: int | None, folder: Path, source: Path | None
+    plan: Plan, state: TrainState, steps: int, *, save_at: int | None, folder: Path, source: Path | None
 ) -> dict[str, Any]:
     """Up to `steps`, from the first or from the checkpoint in `source`."""
-    restored = load_newest(RunDir(source), built.held, built.device) if source else None
+    restored = load_newest(RunDir(source), state.held, state.device) if source else None
     losses = []
     for step in range(restored.manifest.step if restored else 0, steps):
-        losses.append(_step(plan, built, step))
+        losses.append(_step(plan, state, step))
         if step + 1 == save_at:
-            _save(plan, built, RunDir(folder), step + 1)
-    return {"losses": losses, "weights_sha256": weights_sha256(built.shares, built.mesh.group("pp"))}
+            _save(plan, state, RunDir(folder), step + 1)
+    return {"losses": losses, "weights_sha256": weights_sha256(state.shares, state.mesh.group("pp"))}
 
 
-def _step(plan: Plan, built: Machinery, step: int) -> float:
+def _step(plan: Plan, state: TrainState, step: int) -> float:
     outcome = train_step(
-        built,
-        drawn_batch(plan, built, step),
+        state,
+        drawn_batch(plan, state, step),
         global_tokens=plan.tokens_per_step,
         clip_norm=plan.spec.optim.grad_clip_norm,
-        stop_requested=False,
     )
+    assert outcome is not None, "a step of one replica group always counts"
     return outcome.loss.item()
 
 
-def _save(plan: Plan, built: Machinery, run_dir: RunDir, step: int) -> None:
-    saver = Saver(run_dir, built.held, built.device, keep_last=1)
+def _save(plan: Plan, state: TrainState, run_dir: RunDir, step: int) -> None:
+    saver = Saver(run_dir, state.held, state.device, keep_last=1)
     saver.save(About(step, samples=0, seed=plan.spec.train.seed, recipe_digest=""))
     saver.close()
 
 
-def drawn_batch(plan: Plan, built: Machinery, step: int) -> list[MicroBatch]:
+def drawn_batch(plan: Plan, state: TrainState, step: int) -> list[MicroBatch]:
     """This rank's micro-batches of a step's global batch, which is the same for every layout."""
     generator = torch.Generator().manual_seed(plan.spec.train.seed * 1_000_003 + step)
     inputs, targets = drawn_samples(plan.spec, generator)
-    ranks, rank = plan.layout.data_parallel_size, built.mesh.data_rank
-    mine = (samples.unflatten(0, (-1, ranks))[:, rank].to(built.device) for samples in (inputs, targets))
+    ranks, rank = plan.layout.data_parallel_size, state.mesh.data_rank
+    mine = (samples.unflatten(0, (-1, ranks))[:, rank].to(state.device) for samples in (inputs, targets))
     parts = zip(*(samples.split(plan.micro_batch_size) for samples in mine), strict=True)
-    return [held_part(part, built.positions_S) for part in parts]
+    return [held_part(part, state.positions_S) for part in parts]
 
 
 def drawn_samples(spec: RunSpec, generator: torch.Generator) -> MicroBatch:
@@ -130,14 +130,14 @@ def drawn_samples(spec: RunSpec, generator: torch.Generator) -> MicroBatch:
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
-def write_gradients(built: Machinery, folder: Path) -> None:
+def write_gradients(state: TrainState, folder: Path) -> None:
     """Each pipeline rank writes its stages'; a parameter without a gradient is left out."""
     gradients: dict[str, np.ndarray] = {}
-    for share in unique_shares(built.shares):
+    for share in unique_shares(state.shares):
         if share.parameter.grad is not None:
             gradients[share.name] = share.gather(share.parameter.grad).float().cpu().numpy()
-    if built.mesh.stage.get_local_rank() == 0:
-        np.savez(folder / f"gradients.stage{built.mesh.rank('pp')}.npz", **gradients)  # type: ignore[arg-type]
+    if state.mesh.stage.get_local_rank() == 0:
+        np.savez(folder / f"gradients.stage{state.mesh.rank('pp')}.npz", **gradients)  # type: ignore[arg-type]
     dist.barrier()
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainspec_cli.engine.build.kernel_loading import modules_with
-from trainspec_cli.engine.build.train_state import Machinery, build_machinery
+from trainspec_cli.engine.build.train_state import TrainState, build_train_state
 from trainspec_cli.engine.kernels.inputs import MAKERS, Call
 from trainspec_cli.engine.mesh import build_mesh
-from trainspec_cli.engine.run.passes import forward_only
+from trainspec_cli.engine.run.pipeline_run import forward_only
 from trainspec_cli.engine.tools.trace import CPU, even_out, fake_batch, fake_world
 from trainspec_cli.spec.recipe.kernels import KernelSpec
 from trainspec_cli.spec.results.plan import Plan
@@ -37,13 +37,13 @@ def calls_of(plan: Plan, rank: int) -> Calls:
     with fake_world(rank, plan.group_size):
         mesh = build_mesh(plan.layout, "cpu")
         with FakeTensorMode(allow_non_fake_inputs=True):
-            built = build_machinery(plan, CPU, mesh)
-            built.clock.on_gpu = False
-            for part in built.parts:
+            state = build_train_state(plan, CPU, mesh)
+            state.clock.on_gpu = False
+            for part in state.parts:
                 even_out(part)
                 _listen(part, calls)
-            calls.parameters.update(tuple(share.local.shape) for share in built.shares if share.is_trained)
-            _step(plan, built)
+            calls.parameters.update(tuple(share.local.shape) for share in state.shares if share.is_trained)
+            _step(plan, state)
     return calls
 
 
@@ -67,8 +67,8 @@ def _describe(argument: Any) -> tuple[int, ...] | float | None:
     return argument if isinstance(argument, (int, float)) else None
 
 
-def _step(plan: Plan, built: Machinery) -> None:
+def _step(plan: Plan, state: TrainState) -> None:
     """One micro-batch goes through all stages; what the backward calls follows from it."""
-    tokens, targets, *_ = fake_batch(plan, built)
+    tokens, targets, *_ = fake_batch(plan, state)
     documents = [torch.zeros_like(tokens)] if plan.spec.data.masks_documents else []
-    forward_only(built.stages, tokens, targets, *documents)
+    forward_only(state.stages, tokens, targets, *documents)

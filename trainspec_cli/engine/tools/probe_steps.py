@@ -12,7 +12,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from trainspec_cli.engine.build.train_state import DTYPES, build_machinery
+from trainspec_cli.engine.build.train_state import DTYPES, build_train_state
 from trainspec_cli.engine.models.build import build_model
 from trainspec_cli.engine.observe.device import measure_peak
 from trainspec_cli.engine.run.step import train_step
@@ -36,9 +36,9 @@ class SmallRun:
     def __init__(self, plan: Plan, *, as_worker: bool = False):
         """`as_worker`: measure the device's speed before the first step, which leaves a hole in the heap."""
         before_bytes = own_bytes()
-        self.plan, self.built = plan, build_machinery(plan, torch.device("cpu"))
+        self.plan, self.state = plan, build_train_state(plan, torch.device("cpu"))
         if as_worker:
-            measure_peak(self.built.device, DTYPES[plan.compute], seconds=0.0)
+            measure_peak(self.state.device, DTYPES[plan.compute], seconds=0.0)
         self.tokens = torch.zeros(plan.micro_batch_size, plan.spec.data.seq_len, dtype=torch.long)
         self.steps: list[dict[str, float]] = []
         for _ in range(WARMUP_STEPS):
@@ -49,18 +49,17 @@ class SmallRun:
         """The first step after a pause, which finds no cache filled and its peers elsewhere, is left out."""
         dist.barrier()
         self._step()
-        self.built.clock.restart()
+        self.state.clock.restart()
         for _ in range(steps):
             self._step()
-            self.steps.append(self.built.clock.cut().parts_s())
+            self.steps.append(self.state.clock.cut().parts_s())
 
     def _step(self) -> None:
         train_step(
-            self.built,
+            self.state,
             [(self.tokens, self.tokens)],
             global_tokens=self.plan.tokens_per_step,
             clip_norm=1.0,
-            stop_requested=False,
         )
 
     def parts_s(self) -> dict[str, float]:
@@ -108,5 +107,5 @@ def plan_of(model: DecoderModel, seq_len: int, samples: int, compute: str) -> Pl
     layout = Layout(dp_replicate=world_size)
     plan = Plan(spec, layout, "cpu", 1, world_size, compute, samples, 1, "none", "none", 0, 0.0)  # type: ignore[arg-type]
     with torch.device("meta"):
-        built = build_model(model, seq_len)
-    return replace(plan, params=sum(parameter.numel() for parameter in built.parameters()))
+        module = build_model(model, seq_len)
+    return replace(plan, params=sum(parameter.numel() for parameter in module.parameters()))

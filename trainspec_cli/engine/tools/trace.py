@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainspec_cli.engine.batch import MicroBatch, held_part
-from trainspec_cli.engine.build.train_state import Machinery, build_machinery
+from trainspec_cli.engine.build.train_state import TrainState, build_train_state
 from trainspec_cli.engine.mesh import build_mesh
 from trainspec_cli.engine.models.experts import Experts
 from trainspec_cli.engine.parallel.expert import SpreadDispatch, even_splits
@@ -60,20 +60,20 @@ def trace_rank(plan: Plan, rank: int) -> dict[str, Any]:
         mesh = build_mesh(plan.layout, "cpu")
         ledger = Ledger()
         with FakeTensorMode(allow_non_fake_inputs=True), ledger, kernels_of(plan.device):
-            built = build_machinery(plan, CPU, mesh)
-            for part in built.parts:
+            state = build_train_state(plan, CPU, mesh)
+            for part in state.parts:
                 even_out(part)
-            built.clock.on_gpu = False
-            ledger.axes = axes_of_groups(built)
-            name_state(ledger, built)
-            state = ledger.live_bytes
-            told = {count: count_step(plan, built, ledger, count) for count in traced_micro_batches(plan)}
-            return {"rank": rank, "state_bytes": state, **extrapolate(plan, told)}
+            state.clock.on_gpu = False
+            ledger.axes = axes_of_groups(state)
+            name_state(ledger, state)
+            state_bytes = ledger.live_bytes
+            told = {count: count_step(plan, state, ledger, count) for count in traced_micro_batches(plan)}
+            return {"rank": rank, "state_bytes": state_bytes, **extrapolate(plan, told)}
 
 
-def axes_of_groups(built: Machinery) -> dict[str, str]:
+def axes_of_groups(state: TrainState) -> dict[str, str]:
     """Names of process groups -> mesh axes. What shards parameters is told from what sums over replicas."""
-    mesh, lines = built.mesh, built.stages.lines
+    mesh, lines = state.mesh, state.stages.lines
     groups = {axis: mesh.group(axis) for axis in MESH_AXES}
     groups |= {axis: mesh.expert_group(axis) for axis in ("ep", "expert_shard")} if mesh.experts else {}
     groups |= {"pp": lines.up, "dp_shard": mesh.shard.get_group()}
@@ -81,13 +81,13 @@ def axes_of_groups(built: Machinery) -> dict[str, str]:
     return named | ({str(lines.down.group_name): "pp"} if mesh.layout.pp > 1 else {})
 
 
-def name_state(ledger: Ledger, built: Machinery) -> None:
+def name_state(ledger: Ledger, state: TrainState) -> None:
     """What lasts from step to step; a gradient as soon as it stands at its parameter."""
-    ledger.name((share.local for share in built.shares), "parameters")
-    ledger.name((buffer for part in built.parts for buffer in part.buffers()), "parameters")
-    moments = (value for state in built.optimizer.state.values() for value in state.values())
+    ledger.name((share.local for share in state.shares), "parameters")
+    ledger.name((buffer for part in state.parts for buffer in part.buffers()), "parameters")
+    moments = (value for moments in state.optimizer.state.values() for value in moments.values())
     ledger.name(moments, "optimizer")
-    for share in (share for share in built.shares if share.is_trained):
+    for share in (share for share in state.shares if share.is_trained):
         share.parameter.register_post_accumulate_grad_hook(partial(_name_gradient, ledger))
 
 
@@ -125,9 +125,9 @@ class _FusedNorm(torch.autograd.Function):
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 
-def count_step(plan: Plan, built: Machinery, ledger: Ledger, micro_batches: int) -> dict[str, Any]:
+def count_step(plan: Plan, state: TrainState, ledger: Ledger, micro_batches: int) -> dict[str, Any]:
     ledger.begin()
-    one_step(plan, built, micro_batches)
+    one_step(plan, state, micro_batches)
     return ledger.told()
 
 
@@ -202,24 +202,23 @@ class _GroupedProduct(torch.autograd.Function):
         return dy @ weight[0].T, torch.empty_like(weight)
 
 
-def one_step(plan: Plan, built: Machinery, micro_batches: int) -> None:
+def one_step(plan: Plan, state: TrainState, micro_batches: int) -> None:
     train_step(
-        built,
-        [fake_batch(plan, built) for _ in range(micro_batches)],
+        state,
+        [fake_batch(plan, state) for _ in range(micro_batches)],
         global_tokens=plan.tokens_per_step,
         clip_norm=plan.spec.optim.grad_clip_norm,
-        stop_requested=False,
     )
 
 
-def fake_batch(plan: Plan, built: Machinery) -> MicroBatch:
+def fake_batch(plan: Plan, state: TrainState) -> MicroBatch:
     model, samples = plan.spec.model, plan.micro_batch_size
     if isinstance(model, ConvModel):
         images = torch.zeros(samples, model.in_channels, *model.input_size)
         labels = (samples, *model.input_size) if model.segments else (samples,)
         return images, torch.zeros(labels, dtype=torch.int64)
     tokens = torch.zeros(samples, plan.spec.data.seq_len, dtype=torch.int64)
-    return held_part((tokens, tokens), built.positions_S)
+    return held_part((tokens, tokens), state.positions_S)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainspec_cli.engine.data.staging import SLOTS, Staging
-from trainspec_cli.engine.run.portions import PortionReader
+from trainspec_cli.engine.run.replica_groups import PortionReader
 from trainspec_cli.policy.spread import Portion
 from trainspec_cli.spec.recipe.layout import Layout
 
@@ -34,8 +34,8 @@ def source() -> Numbered:
 @pytest.fixture
 def reader(source: Numbered) -> PortionReader:
     plan = SimpleNamespace(layout=Layout(), micro_batch_size=1)
-    built = SimpleNamespace(mesh=SimpleNamespace(data_rank=0), device=torch.device("cpu"))
-    return PortionReader(plan, source, built)  # type: ignore[arg-type]
+    state = SimpleNamespace(mesh=SimpleNamespace(data_rank=0), device=torch.device("cpu"))
+    return PortionReader(plan, source, state)  # type: ignore[arg-type]
 
 
 def taken(reader: PortionReader, portion: Portion) -> list[int]:

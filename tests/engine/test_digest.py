@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainspec_cli.engine.elastic.digests import diverging_groups, local_digest
+from trainspec_cli.engine.digest import diverging_groups, local_digest
 from trainspec_cli.engine.shares import Share
 
 

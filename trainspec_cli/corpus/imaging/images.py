@@ -1,4 +1,4 @@
-"""A folder of pictures: one sub-folder a class, of .npy arrays or, with Pillow, of .png, .jpg, .bmp or .tif files."""
+"""A folder of pictures: one sub-folder per class, of .npy arrays or, with Pillow, of .png, .jpg, .bmp or .tif files."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Literal
 
 import numpy as np
 
-from trainspec_cli.corpus.damage import ANY_DAMAGE, check_folder
 from trainspec_cli.corpus.split import hold_out
 from trainspec_cli.errors import MachineError, Problem, RecipeError
-from trainspec_cli.reading.files import check_regular
+from trainspec_cli.reading.files import ANY_DAMAGE, check_regular
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.model import ConvModel
 
@@ -20,7 +19,7 @@ CROP_AREA = (0.25, 1.0)
 """The part of a picture that a training crop covers; its aspect is stretched by up to 4/3 (arXiv:1409.4842)."""
 MAX_STRETCH = 4 / 3
 HELDOUT_CROP = 0.875
-"""The part of each extent that is kept of a held-out picture, from its middle."""
+"""The fraction of each side kept from the middle of a held-out picture."""
 
 
 class ImageFolder:
@@ -28,7 +27,7 @@ class ImageFolder:
 
     def __init__(self, folder: Path, data: DataSpec, model: ConvModel):
         self.folder, self.model = folder, model
-        check_folder(folder)
+        _check_folder(folder)
         self.classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and list_pictures(path))
         _check_classes(self.classes, folder, model)
         files = [(path, label) for label, name in enumerate(self.classes) for path in list_pictures(folder / name)]
@@ -45,7 +44,7 @@ class ImageFolder:
         return len(self._files[split])
 
     def train(self, index: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """A random part of the picture, resized, mirrored half of the time."""
+        """Return a random crop, resized, and mirrored half of the time, with its class."""
         path, label = self._files["train"][index]
         picture = random_part(self._load(path), generator)
         if generator.random() < 0.5:
@@ -57,7 +56,7 @@ class ImageFolder:
         return self._finish(middle_part(self._load(path))), np.asarray(label, dtype=np.int64)
 
     def _load(self, path: Path) -> np.ndarray:
-        """(C, H, W) of fp32. Raises MachineError that names a file which is no such picture."""
+        """Return (C, H, W) of fp32. Raises MachineError that names a file which is not such a picture."""
         try:
             pixels = self._read(path)
         except ANY_DAMAGE as error:
@@ -79,10 +78,20 @@ class ImageFolder:
         return np.array(pixels)
 
     def _finish(self, picture: np.ndarray) -> np.ndarray:
-        """To the model's size, each channel to mean 0 and variance 1."""
+        """Resize to the model's input, and normalise each channel to mean 0 and variance 1."""
         resized = resize(picture, self.model.input_size)
         mean, std = (moment(axis=(1, 2), keepdims=True) for moment in (resized.mean, resized.std))
         return np.ascontiguousarray((resized - mean) / (std + 1e-6), dtype=np.float32)
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise RecipeError if `data.path` is not a folder."""
+    try:
+        is_folder = folder.is_dir()
+    except (OSError, ValueError):
+        is_folder = False
+    if not is_folder:
+        raise RecipeError(Problem("missing_file", f"{str(folder)[:300]} is not a folder", "data.path"))
 
 
 def list_pictures(folder: Path) -> list[Path]:
@@ -92,9 +101,9 @@ def list_pictures(folder: Path) -> list[Path]:
 def _check_classes(classes: list[str], folder: Path, model: ConvModel) -> None:
     if not classes:
         message = f"{folder.absolute()} has no sub-folder with pictures (.npy, {', '.join(PICTURES)})"
-        raise RecipeError(Problem("no_samples", message, "data.path", "make one sub-folder a class"))
+        raise RecipeError(Problem("no_samples", message, "data.path", "make one sub-folder per class"))
     if len(classes) > model.num_classes:
-        message = f"{folder.absolute()} has {len(classes)} classes (sub-folders), the model tells {model.num_classes}"
+        message = f"{folder.absolute()} has {len(classes)} classes (sub-folders), the model {model.num_classes}"
         hint = f"type model.num_classes={len(classes)}"
         raise RecipeError(Problem("wrong_classes", message, "model.num_classes", hint))
 
@@ -122,7 +131,7 @@ def _open_picture(path: Path, channels: int) -> np.ndarray:
         return np.asarray(picture.convert("L" if channels == 1 else "RGB"))
 
 
-# Parts and sizes, of pictures (C, H, W)
+# Crops and sizes of pictures (C, H, W)
 
 
 def random_part(picture: np.ndarray, generator: np.random.Generator) -> np.ndarray:
@@ -143,13 +152,13 @@ def middle_part(picture: np.ndarray) -> np.ndarray:
 
 
 def resize(picture: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
-    """(C, H, W) -> (C, *size), linear between pixels and averaging where it shrinks (no aliasing)."""
+    """Resize (C, H, W) to (C, *size): linear between pixels, averaging where it shrinks (no aliasing)."""
     rows, columns = (weights(extent, wanted) for extent, wanted in zip(picture.shape[1:], size, strict=True))
     return rows @ picture @ columns.T
 
 
 def weights(extent: int, wanted: int) -> np.ndarray:
-    """(wanted, extent): how much of each old pixel each new one takes; a triangle as wide as a new pixel."""
+    """Return (wanted, extent): the weight of each old pixel in each new one, a triangle as wide as a new pixel."""
     scale = extent / wanted
     centres = (np.arange(wanted) + 0.5) * scale - 0.5
     distance = np.abs(np.arange(extent)[None, :] - centres[:, None]) / max(1.0, scale)

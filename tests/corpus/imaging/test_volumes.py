@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from trainspec_cli.corpus.imaging.volumes import VolumeFolder
 from trainspec_cli.corpus.labelled import find_samples
-from trainspec_cli.corpus.volumes import VolumeFolder
+from trainspec_cli.corpus.split import hold_out
 from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.model import ConvModel
@@ -48,6 +49,19 @@ def test_image_and_label_are_cut_alike_normalised_and_padded(folder):
     assert abs(inside.mean()) < 0.2 and inside.std() == pytest.approx(1, abs=0.1)
 
 
+def test_held_out_volumes_are_never_trained_on(folder):
+    volumes = VolumeFolder(folder, spec(folder), MODEL)
+    held = hold_out([path.name for path in sorted((folder / "images").iterdir())], 0.25)
+    assert volumes.count("heldout") == len(held)
+    for name in held:
+        (folder / "images" / name).unlink()
+    for index in range(volumes.count("train")):
+        volumes.train(index, np.random.default_rng(0))
+    for index in range(volumes.count("heldout")):
+        with pytest.raises(MachineError):
+            volumes.heldout(index)
+
+
 def test_crops_move_and_are_a_function_of_their_generator(folder):
     volumes = VolumeFolder(folder, spec(folder), MODEL)
     crops = [volumes.train(1, np.random.default_rng(seed))[1] for seed in (1, 1, 2, 3, 4)]
@@ -81,7 +95,7 @@ def test_several_contrasts_are_channels(folder):
 
 def test_a_volume_without_a_label_is_named(folder):
     (folder / "labels" / "case3.npy").unlink()
-    with pytest.raises(RecipeError, match=r"images/case3.npy has no partner of its name in labels/"):
+    with pytest.raises(RecipeError, match=r"images/case3.npy has no counterpart of its name in labels/"):
         find_samples(spec(folder), MODEL)
 
 

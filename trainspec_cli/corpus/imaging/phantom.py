@@ -1,4 +1,4 @@
-"""MR-like images made on the spot: ellipsoids of tissue under a bias field, with Rician noise.
+"""Synthetic MR-like images: ellipsoids of tissue under a bias field, with Rician noise.
 
 Sample `index` is a pure function of the seed and the index, so nothing is stored and any rank can make any sample. For
 a U-Net every voxel is labelled with its tissue; for a classifier the sample is labelled with the kind of its lesion.
@@ -15,11 +15,11 @@ from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.model import ConvModel
 
 NOISE_STD = 0.05
-"""Of each of the two channels of the receiver (Gudbjartsson and Patz 1995), where tissues lie between 0 and 1."""
+"""Noise of each of the receiver's two channels (Gudbjartsson and Patz 1995); tissues lie between 0 and 1."""
 BIAS_STRENGTH = 0.3
-"""How far the receiver's sensitivity strays from 1 towards the edges."""
+"""The largest deviation of the receiver's sensitivity from 1, at the edges."""
 HELDOUT_STREAM = 1
-"""Keeps held-out samples apart from those to train on, however many there are of each."""
+"""A seed word that separates held-out samples from training samples, whatever their counts."""
 
 
 class Phantoms:
@@ -34,7 +34,7 @@ class Phantoms:
         return self._counts[split]
 
     def train(self, index: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """The generator is not needed: a phantom is made at the model's size."""
+        """Make sample `index`. The generator is unused: a phantom is made at the model's size."""
         return self._make(np.random.default_rng([self.seed, 0, index]))
 
     def heldout(self, index: int) -> tuple[np.ndarray, np.ndarray]:
@@ -52,7 +52,7 @@ class Phantoms:
 
 
 def draw_tissues(generator: np.random.Generator, size: tuple[int, ...], num_classes: int) -> np.ndarray:
-    """Labels of a head (1) with ever smaller organs (2, 3, ...) within it: `size` of int64; 0 is air."""
+    """Return labels of a head (1) with ever smaller organs (2, 3, ...) inside: `size` of int64; 0 is air."""
     tissues = np.zeros(size, dtype=np.int64)
     head = generator.uniform(0.65, 0.9, len(size))
     tissues[ellipsoid(size, np.zeros(len(size)), head, random_rotation(generator, len(size)))] = 1
@@ -65,7 +65,8 @@ def draw_tissues(generator: np.random.Generator, size: tuple[int, ...], num_clas
 
 
 def draw_lesion(generator: np.random.Generator, size: tuple[int, ...], kind: int) -> np.ndarray:
-    """Tissues of a head (1) with one lesion in it: of odd kinds a shell, of even ones solid; each two are brighter."""
+    """Return labels of a head (1) with one lesion: a shell for odd kinds, solid for even ones; each pair has its own
+    tissue."""
     dims = len(size)
     tissues = np.zeros(size, dtype=np.int64)
     tissues[ellipsoid(size, np.zeros(dims), generator.uniform(0.75, 0.95, dims), np.eye(dims))] = 1
@@ -79,7 +80,7 @@ def draw_lesion(generator: np.random.Generator, size: tuple[int, ...], kind: int
 
 
 def ellipsoid(size: tuple[int, ...], centre: np.ndarray, radii: np.ndarray, rotation: np.ndarray) -> np.ndarray:
-    """Which voxels lie inside, in coordinates from -1 to 1: `size` of bool."""
+    """Return a mask of the voxels inside, in coordinates from -1 to 1: `size` of bool."""
     axes = [np.linspace(-1, 1, extent, dtype=np.float32) - middle for extent, middle in zip(size, centre, strict=True)]
     grid = np.meshgrid(*axes, indexing="ij", sparse=True)
     reach = np.zeros(size, dtype=np.float32)
@@ -89,12 +90,12 @@ def ellipsoid(size: tuple[int, ...], centre: np.ndarray, radii: np.ndarray, rota
 
 
 def random_rotation(generator: np.random.Generator, dims: int) -> np.ndarray:
-    """An orthogonal matrix: the Q of a Gaussian matrix."""
+    """Return a random orthogonal matrix: the Q of a Gaussian matrix."""
     return np.linalg.qr(generator.normal(size=(dims, dims)))[0]
 
 
 def acquire(generator: np.random.Generator, tissues: np.ndarray, channels: int) -> np.ndarray:
-    """What a scanner would see of `tissues`, in `channels` contrasts: (C, ...) of fp32, mean 0 and variance 1."""
+    """Simulate a scan of `tissues` in `channels` contrasts: (C, ...) of fp32, mean 0 and variance 1."""
     images = []
     for channel in range(channels):
         signal = contrast(channel)[tissues] * bias_field(generator, tissues.shape)
@@ -105,13 +106,13 @@ def acquire(generator: np.random.Generator, tissues: np.ndarray, channels: int) 
 
 
 def contrast(channel: int) -> np.ndarray:
-    """How bright each tissue is in a channel: air is dark, the head in the middle, the others apart from it."""
+    """Return each tissue's brightness in a channel: air is dark, the head medium, the others distinct from it."""
     steps = np.array([0.0, 0.45, 1.0, 0.2, 0.75, 0.1, 0.88, 0.3], dtype=np.float32)
     return np.concatenate([steps[:2], np.roll(steps[2:], channel)])
 
 
 def bias_field(generator: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:
-    """A smooth gain, 1 in the middle: one slope and one bend along each axis."""
+    """Return a smooth gain, 1 in the middle, with one slope and one bend along each axis."""
     gain = np.ones(size, dtype=np.float32)
     for axis, extent in enumerate(size):
         along = np.linspace(-1, 1, extent, dtype=np.float32)

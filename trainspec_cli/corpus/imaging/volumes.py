@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trainspec_cli.corpus.damage import ANY_DAMAGE
 from trainspec_cli.corpus.split import hold_out
 from trainspec_cli.errors import MachineError, Problem, RecipeError
-from trainspec_cli.reading.files import check_regular
+from trainspec_cli.reading.files import ANY_DAMAGE, check_regular
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.model import ConvModel
 
@@ -22,7 +21,7 @@ SUFFIXES = (".npy", ".nii", ".nii.gz")
 
 
 class VolumeFolder:
-    """Pairs in alphabetical order; a hash of each name decides what is held out."""
+    """Image and label pairs in alphabetical order; a hash of each name decides what is held out."""
 
     def __init__(self, folder: Path, data: DataSpec, model: ConvModel):
         self.model = model
@@ -40,7 +39,7 @@ class VolumeFolder:
         return len(self._pairs[split])
 
     def train(self, index: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """A random part of the model's size."""
+        """Return a random crop of the model's input size."""
         pair = self._pairs["train"][index]
         free = [
             max(0, extent - wanted) for extent, wanted in zip(shape_of(pair[1]), self.model.input_size, strict=True)
@@ -48,7 +47,7 @@ class VolumeFolder:
         return self._read(pair, [int(generator.integers(room + 1)) for room in free])
 
     def heldout(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """The middle part."""
+        """Return the middle crop."""
         pair = self._pairs["heldout"][index]
         sizes = zip(shape_of(pair[1]), self.model.input_size, strict=True)
         return self._read(pair, [max(0, extent - wanted) // 2 for extent, wanted in sizes])
@@ -64,14 +63,14 @@ class VolumeFolder:
             raise RecipeError(Problem("wrong_shape", message, "data.path", "image and label must be of one size"))
 
     def _full_shape(self, image: Path) -> tuple[int, ...]:
-        """(C, ...) whatever the file's order of axes."""
+        """Return (C, ...) whatever the file's order of dims."""
         shape = shape_of(image)
         if len(shape) == len(self.model.input_size):
             return (1, *shape)
         return shape if image.suffix == ".npy" else (shape[-1], *shape[:-1])
 
     def _read(self, pair: tuple[Path, Path], start: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Raises MachineError that names a pair of which only the header is whole."""
+        """Read a crop. Raises MachineError that names a pair whose data cannot be read."""
         try:
             return self._read_part(pair, start)
         except MachineError:
@@ -88,7 +87,9 @@ class VolumeFolder:
         classes = np.asarray(label[part]).astype(np.int64)
         if classes.size and not 0 <= classes.min() <= classes.max() < self.model.num_classes:
             message = f"{pair[1]} labels voxels {classes.min()} to {classes.max()}"
-            hint = f"the model tells 0 to {self.model.num_classes - 1} apart: model.num_classes={classes.max() + 1}"
+            hint = (
+                f"the model has classes 0 to {self.model.num_classes - 1}: type model.num_classes={classes.max() + 1}"
+            )
             raise MachineError(message, code="wrong_classes", hint=hint)
         return self._pad(voxels), self._pad(classes[None])[0]
 
@@ -98,7 +99,7 @@ class VolumeFolder:
         return array if path.suffix == ".npy" else np.moveaxis(np.asarray(array), -1, 0)
 
     def _normal(self, path: Path, image: Any) -> tuple[float, float]:
-        """Mean and standard deviation over what is not air (0), taken once of every file."""
+        """Return mean and standard deviation of the voxels that are not air (0), computed once per file."""
         if path not in self._moments:
             voxels = np.asarray(image, dtype=np.float32)
             tissue = voxels[voxels != 0]
@@ -106,21 +107,21 @@ class VolumeFolder:
         return self._moments[path]
 
     def _pad(self, array: np.ndarray) -> np.ndarray:
-        """With zeros at the end, where a volume is smaller than the model's input."""
+        """Pad with zeros at the end if a volume is smaller than the model's input."""
         missing = [wanted - extent for wanted, extent in zip(self.model.input_size, array.shape[1:], strict=True)]
         return np.ascontiguousarray(np.pad(array, [(0, 0), *((0, more) for more in missing)]))
 
 
 def find_pairs(folder: Path) -> list[tuple[Path, Path]]:
-    """Every image with its label of the same name (the suffixes may differ)."""
+    """Return every image with its label of the same name (the suffixes may differ)."""
     images, labels = _by_stem(folder / "images"), _by_stem(folder / "labels")
     if not images:
         message = f"{folder.absolute()} has no images/ with {', '.join(SUFFIXES)} files"
         raise RecipeError(Problem("no_samples", message, "data.path", "put volumes in images/ and labels/"))
     alone = sorted(images.keys() ^ labels.keys())
     if alone:
-        lonely = images.get(alone[0]) or labels[alone[0]]
-        message = f"{lonely} has no partner of its name in {'labels' if alone[0] in images else 'images'}/"
+        unpaired = images.get(alone[0]) or labels[alone[0]]
+        message = f"{unpaired} has no counterpart of its name in {'labels' if alone[0] in images else 'images'}/"
         more = f", nor have {len(alone) - 1} others" if len(alone) > 1 else ""
         raise RecipeError(Problem("no_partner", message + more, "data.path", "every image needs its label"))
     return [(images[stem], labels[stem]) for stem in sorted(images)]
@@ -134,12 +135,12 @@ def _by_stem(folder: Path) -> dict[str, Path]:
 
 
 def shape_of(path: Path) -> tuple[int, ...]:
-    """From the header alone."""
+    """Return a volume's shape from its header alone."""
     return tuple(int(extent) for extent in open_array(path).shape)
 
 
 def open_array(path: Path) -> Any:
-    """An array that reads a part from disk where a part is asked for. Raises MachineError that names the file."""
+    """Return an array that reads only the requested slices from disk. Raises MachineError that names the file."""
     try:
         check_regular(path)
         array = np.load(path, mmap_mode="r") if path.suffix == ".npy" else _nibabel().load(path).dataobj

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainspec_cli.corpus.images import ImageFolder, resize
+from trainspec_cli.corpus.imaging.images import ImageFolder, resize
 from trainspec_cli.corpus.labelled import find_samples
+from trainspec_cli.corpus.split import hold_out
 from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.model import ConvModel
@@ -46,6 +47,19 @@ def test_classes_are_the_sub_folders_and_every_picture_is_read(folder):
     assert labels == sorted(labels) and set(labels) == {0, 1, 2}
 
 
+def test_held_out_pictures_are_never_trained_on(folder):
+    images = opened(folder)
+    held = hold_out([path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*.npy"))], 0.2)
+    assert images.count("heldout") == len(held)
+    for name in held:
+        (folder / name).unlink()
+    for index in range(images.count("train")):
+        images.train(index, np.random.default_rng(0))
+    for index in range(images.count("heldout")):
+        with pytest.raises(MachineError):
+            images.heldout(index)
+
+
 def test_a_crop_is_a_function_of_its_generator(folder):
     images = opened(folder)
     one, again, other = (images.train(3, np.random.default_rng(seed))[0] for seed in (1, 1, 2))
@@ -75,7 +89,7 @@ def test_pictures_are_opened_with_pillow(tmp_path):
 
 
 def test_too_many_classes_are_refused(folder):
-    with pytest.raises(RecipeError, match=r"has 3 classes \(sub-folders\), the model tells 2") as caught:
+    with pytest.raises(RecipeError, match=r"has 3 classes \(sub-folders\), the model 2") as caught:
         find_samples(spec(folder), replace(MODEL, num_classes=2))
     assert caught.value.problems[0].hint == "type model.num_classes=3"
 

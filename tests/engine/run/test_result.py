@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainspec_cli.engine.checkpoint.parts import Part
-from trainspec_cli.engine.run.divergence import Divergence
-from trainspec_cli.engine.run.result import RunTally
+from trainspec_cli.engine.checkpoint.parts import TensorPart
+from trainspec_cli.engine.run.result import Divergence, RunTally
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.paths import RunDir
@@ -29,7 +28,7 @@ def steps(*skipped, loss=1.0):
 
 def held(**tensors):
     return SimpleNamespace(
-        parts=lambda: [Part.whole(name.replace("_", "."), tensor) for name, tensor in tensors.items()]
+        parts=lambda: [TensorPart.whole(name.replace("_", "."), tensor) for name, tensor in tensors.items()]
     )
 
 

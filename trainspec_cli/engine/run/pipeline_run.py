@@ -19,7 +19,7 @@ from trainspec_cli.policy.pipeline import SPLIT_SCHEDULES, Action, Kind, num_sta
 from trainspec_cli.spec.recipe.layout import Layout
 
 
-class Passes:
+class PipelineRun:
     """One run of a schedule. `loss` is the sum over this rank's micro-batches, zero unless it holds the last stage."""
 
     def __init__(self, stages: Stages, schedule: Schedule, micro_batches: Sequence[MicroBatch], global_tokens: int):
@@ -34,10 +34,10 @@ class Passes:
         self._last = num_stages(stages.layout) - 1
 
     def run(self) -> Tensor:
-        """-> the loss, with the gradients in place."""
+        """Run this rank's actions and return the loss, with the gradients in place."""
         for action in self._own:
             with self.stages.clock.part("forward" if action.kind == "forward" else "backward"):
-                _PASSES[action.kind](self, action)
+                _HANDLERS[action.kind](self, action)
         self._mail.end()
         return self.loss
 
@@ -89,11 +89,11 @@ class Passes:
         self._mail.send(message, tensor)
 
 
-_PASSES = {
-    "forward": Passes._forward,
-    "backward": Passes._backward,
-    "backward_input": Passes._backward_input,
-    "backward_weight": Passes._backward_weight,
+_HANDLERS = {
+    "forward": PipelineRun._forward,
+    "backward": PipelineRun._backward,
+    "backward_input": PipelineRun._backward_input,
+    "backward_weight": PipelineRun._backward_weight,
 }
 _GRADIENTS_DONE: tuple[Kind, ...] = ("backward", "backward_weight")
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import lzma
 import sys
 
-from trainspec_cli.corpus.xz import XzMeter
+from trainspec_cli.corpus.tokenise import XzMeter
 
 
 def test_it_measures_what_xz_measures_on_the_whole(stdlib_texts):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainspec_cli.corpus.phantom import Phantoms, acquire, contrast, draw_tissues, ellipsoid
+from trainspec_cli.corpus.imaging.phantom import Phantoms, acquire, contrast, draw_tissues, ellipsoid
 from trainspec_cli.spec.recipe.data import DataSpec, PhantomSpec
 from trainspec_cli.spec.recipe.model import ConvModel
 

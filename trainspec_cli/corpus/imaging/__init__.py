@@ -1,0 +1,1 @@
+"""Samples of images and volumes: pictures by class, volumes with labels, and synthetic phantoms."""

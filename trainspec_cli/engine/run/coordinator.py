@@ -1,0 +1,160 @@
+"""Who takes part in each step, and what it exchanges beyond its own ranks: what the trainer asks its coordinator.
+
+An ordinary run is one replica group (`SingleGroup`); `replica_groups.py` has the coordinator of several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from trainspec_cli.corpus.samples import step_positions
+from trainspec_cli.engine.batch import MicroBatch
+from trainspec_cli.engine.build.train_state import TrainState
+from trainspec_cli.engine.observe.journal import GroupJournal, Journal
+from trainspec_cli.engine.run.signals import StopRequest
+from trainspec_cli.engine.run.sources import Source
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.results.plan import Plan
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """All that a run is made of: what the trainer and its coordinator are given."""
+
+    plan: Plan
+    run_dir: RunDir
+    source: Source
+    state: TrainState
+    recipe_digest: str
+    stop: StopRequest
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come."""
+
+    step: int = 0
+    """Updates made."""
+    samples: int = 0
+    """Samples that all ranks have taken: the position of the next one."""
+
+
+@dataclass(frozen=True)
+class StepStart:
+    progress: Progress
+    """Where the step begins: further than before where the state was healed or restored."""
+    stop: bool = False
+    """No step is made: the run ends here."""
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """The samples of a step."""
+
+    micro_batches: list[MicroBatch]
+    """This rank's, on the device."""
+    global_tokens: int
+    """Targets that count, over all replica groups: the step's loss is the mean over them."""
+    step_samples: int
+    """Samples of all replica groups together."""
+    lr_factor: float = 1.0
+    """The learning rate is multiplied by it."""
+    event_fields: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the step's event."""
+
+
+class Coordinator(Protocol):
+    """All methods are called by every rank of the replica group together, in this order for each step."""
+
+    restores_at_start: bool
+    """The state comes from a checkpoint before the first step; else `begin` heals or restores it."""
+    waits_for_groups: bool
+    """Each step waits for other replica groups, and its figures have reached the host when it ends."""
+    leads: bool
+    """This replica group writes the run's log and its checkpoints."""
+    finished_without: bool
+    """The other replica groups had finished the run before this one came back: it leaves their result as it is."""
+
+    @property
+    def journal(self) -> Journal | GroupJournal:
+        """Where this rank's events go."""
+
+    @property
+    def stop_flag(self) -> bool:
+        """Whether the step's exchange carries a request to stop from this rank to the others."""
+
+    def begin(self, progress: Progress, restore: Callable[[], Progress]) -> StepStart:
+        """Wait until the step can be made, and heal this group where it is behind.
+
+        `restore` loads the newest checkpoint, for the case that no replica group holds the state any more.
+        """
+
+    def take(self, progress: Progress) -> StepSamples:
+        """Read this rank's part of the samples of the step that begins at `progress`."""
+
+    def reduce(self, state: TrainState, loss: Tensor) -> None:
+        """Sum gradients, `loss` and the experts' visits over the replica groups, in place."""
+
+    def commit(self) -> bool:
+        """Return whether every replica group has made the step; if not, it is made again."""
+
+    def note_step(self, step: int, step_time_s: float) -> None:
+        """Record what the step that made update `step` says of the replica groups."""
+
+    def leave(self) -> None:
+        """End all exchange: no step follows."""
+
+
+class SingleGroup:
+    """The only replica group of its run: nobody to wait for, nothing to exchange, nothing that others do."""
+
+    restores_at_start, leads = True, True
+    waits_for_groups, finished_without = False, False
+
+    def __init__(self, run: RunContext):
+        self._run, self._spec = run, run.plan.spec
+        self.journal = Journal(run.run_dir, dist.get_rank(), run.plan.spec)
+        self._coming: Iterator[list[MicroBatch]] = iter(())
+        self._next_step = -1
+
+    @property
+    def stop_flag(self) -> bool:
+        return self._run.stop.requested
+
+    def begin(self, progress: Progress, restore: Callable[[], Progress]) -> StepStart:
+        return StepStart(progress)
+
+    def take(self, progress: Progress) -> StepSamples:
+        samples = self._spec.batching.global_batch_size
+        with self._run.state.clock.part("data_wait"):
+            if progress.step != self._next_step:
+                self._coming = self._run.source.batches(progress.step, self._spec.train.max_steps)
+            micro_batches = next(self._coming)
+        self._next_step = progress.step + 1
+        return StepSamples(micro_batches, self._run.source.counted(step_positions(progress.step, samples)), samples)
+
+    def reduce(self, state: TrainState, loss: Tensor) -> None:
+        pass
+
+    def commit(self) -> bool:
+        return True
+
+    def note_step(self, step: int, step_time_s: float) -> None:
+        pass
+
+    def leave(self) -> None:
+        self._coming = iter(())
+
+
+def open_coordinator(run: RunContext) -> Coordinator:
+    """Replica groups' modules are imported where there are several, and not elsewhere: they make every start longer."""
+    if run.plan.replica_groups == 1:
+        return SingleGroup(run)
+    from trainspec_cli.engine.run.replica_groups import ReplicaGroups, own_rank
+
+    return ReplicaGroups(run, own_rank())

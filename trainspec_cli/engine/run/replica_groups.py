@@ -1,0 +1,254 @@
+"""The coordinator of one replica group among several.
+
+Before each step the groups agree on who takes part; a group that is behind heals from one that is not. Each takes its
+portion of the samples, gradients are summed over the groups, and the step counts when no exchange has failed; else the
+groups that are left make it again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from statistics import median
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainspec_cli.engine.batch import MicroBatch
+from trainspec_cli.engine.build.train_state import TrainState
+from trainspec_cli.engine.data.staging import Slot
+from trainspec_cli.engine.digest import diverging_groups, local_digest
+from trainspec_cli.engine.elastic.cross_group import sum_as_one, sum_in_packets
+from trainspec_cli.engine.elastic.membership import NOBODY, GroupRank, Membership, Participation
+from trainspec_cli.engine.observe.journal import GroupJournal
+from trainspec_cli.engine.run.coordinator import Progress, RunContext, StepSamples, StepStart
+from trainspec_cli.engine.run.faults import GROUP, START
+from trainspec_cli.engine.run.sources import Source
+from trainspec_cli.errors import WorkerError
+from trainspec_cli.policy.recovery import enough_groups
+from trainspec_cli.policy.spread import Portion, lr_factor, take_portion
+from trainspec_cli.rundir.files import read_json
+from trainspec_cli.spec.results.plan import Plan
+
+WAIT_S = 0.1
+USUAL_STEPS = 20
+"""A stall is the time of a step beyond the median of so many before it."""
+
+
+def own_rank() -> GroupRank:
+    """Return the place among the replica groups that the launcher gave this process."""
+    return GroupRank(int(os.environ[GROUP]), dist.get_rank(), dist.get_world_size())
+
+
+@dataclass(frozen=True)
+class RollCall:
+    """What the groups have agreed on before a step; the same on every rank of every group."""
+
+    enough: bool
+    """The groups that are present can make the step."""
+    stop: bool
+    """At least one rank was asked to stop."""
+
+
+class ReplicaGroups:
+    waits_for_groups = True
+    stop_flag = False
+    """Requests to stop are agreed on before the step, over all groups."""
+
+    def __init__(self, run: RunContext, own: GroupRank):
+        plan = run.plan
+        self._run, self._spec, self._own = run, plan.spec, own
+        self.journal = GroupJournal(run.run_dir, own.group, own.rank, plan.spec)
+        self.restores_at_start = os.environ[START] == "1"
+        """A group that comes back heals, and looks for a checkpoint only where nobody holds the state any more."""
+        self._has_restored = self.restores_at_start
+        self.leads, self.finished_without = False, False
+        self._progress = Progress()
+        self._samples = torch.tensor([0])
+        """`Progress.samples` as a tensor, which a healing group copies with the state."""
+        self._reader = PortionReader(plan, run.source, run.state)
+        self._portion = Portion(0, 0, 0)
+        self._membership = Membership(own, self._healed_tensors, self._spec.resilience.exchange_timeout_s)
+        self._taking_part = NOBODY
+        self._committed: Participation | None = None
+        """The groups of the last step that counted."""
+        self._committed_at = time.perf_counter()
+        self._recent_s: deque[float] = deque(maxlen=USUAL_STEPS)
+        self._failed_tries = 0
+        self._tenure_steps = 0
+        """The group with the longest tenure leads."""
+
+    def _healed_tensors(self) -> Sequence[Tensor]:
+        """Return all tensors that a group which comes back takes from another, always in the same order."""
+        return [self._samples, *self._run.state.held.tensors()]
+
+    # Who takes part
+
+    def begin(self, progress: Progress, restore: Callable[[], Progress]) -> StepStart:
+        while True:
+            self._go_on_from(progress)
+            self._taking_part = self._membership.agree(progress.step)
+            if self._taking_part.healed:
+                progress = Progress(self._taking_part.step, int(self._samples))
+                self._go_on_from(progress)
+            elif not self._taking_part.step and not self._has_restored:  # every group has died
+                self._has_restored, progress = True, restore()
+                continue
+            roll = self._call_roll()
+            if self._membership.failed_anywhere:
+                self.commit()
+            elif roll.enough:
+                self.journal.lead(self.leads, progress.step)
+                return StepStart(progress, roll.stop)
+            else:
+                self.finished_without = self._committed is None and self._run.run_dir.result_json.exists()
+                if roll.stop or self.finished_without:
+                    return StepStart(progress, stop=True)
+                time.sleep(WAIT_S)
+
+    def _go_on_from(self, progress: Progress) -> None:
+        self._progress = progress
+        self._samples.fill_(progress.samples)
+
+    def _call_roll(self) -> RollCall:
+        """A run that has not made a step yet waits for all the groups that its supervisor expects."""
+        present, resilience = len(self._taking_part.groups), self._spec.resilience
+        stepped = self._committed is not None or self._taking_part.healed
+        complete = stepped or present >= read_json(self._run.run_dir.groups_json)["expected"]
+        tenures = [0.0] * present
+        tenures[self._taking_part.rank] = float(self._tenure_steps)
+        roll = torch.tensor([float(stepped), float(complete), float(self._run.stop.requested), *tenures])
+        self._membership.sum_(roll)
+        self._compare_digests()
+        self._membership.settle(roll)
+        has_stepped, is_complete, stop = (bool(count) for count in roll[:3])
+        self.leads = int(roll[3:].argmax()) == self._taking_part.rank
+        return RollCall((has_stepped or is_complete) and enough_groups(resilience, present), stop)
+
+    def _compare_digests(self) -> None:
+        """Raise WorkerError in every group where one's parameters differ."""
+        interval, step = self._spec.resilience.sdc_check, self._progress.step
+        if interval is None or step % interval:
+            return
+        diverging = diverging_groups(self._membership.gather(local_digest(self._run.state.shares)))
+        found = torch.zeros(self._run.plan.replica_groups)
+        for place in diverging:
+            found[self._taking_part.groups[place]] = 1
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        if found.any():
+            raise _diverged(found.nonzero().flatten().tolist(), step)
+
+    # What the step takes and exchanges
+
+    def take(self, progress: Progress) -> StepSamples:
+        batching, present = self._spec.batching, self._taking_part
+        self._portion = take_portion(
+            batching,
+            self._reader.unit_samples,
+            self._run.plan.replica_groups,
+            progress.samples,
+            present.rank,
+            len(present.groups),
+        )
+        taken, portion = self._portion.step_samples, self._portion
+        with self._run.state.clock.part("data_wait"):
+            micro_batches = self._reader.take(portion)
+        return StepSamples(
+            micro_batches,
+            global_tokens=self._run.source.counted(np.arange(progress.samples, progress.samples + taken)),
+            step_samples=taken,
+            lr_factor=lr_factor(batching.shrink_lr, taken, batching.global_batch_size),
+            event_fields={
+                "group": self._own.group,
+                "groups": list(present.groups),
+                "took": [portion.start, portion.samples],
+            },
+        )
+
+    def reduce(self, state: TrainState, loss: Tensor) -> None:
+        gradients = [share.gradient for share in state.shares]
+        with state.clock.collective():
+            sum_in_packets([gradient for gradient in gradients if gradient is not None], self._membership.sum_)
+            sum_as_one([loss, *(router.tokens_per_expert_E for router in state.routers)], self._membership.sum_)
+
+    def commit(self) -> bool:
+        with self._run.state.clock.collective():
+            committed = self._membership.vote()
+        if committed:
+            self._tenure_steps += 1
+        else:
+            self._failed_tries += 1
+            self.journal.write("retry", step=self._progress.step + 1)
+        return committed
+
+    def note_step(self, step: int, step_time_s: float) -> None:
+        """Write which groups left or came since the last step, and what that cost."""
+        now = time.perf_counter()
+        before, self._committed = self._committed, self._taking_part
+        elapsed_s, self._committed_at = now - self._committed_at, now
+        tries, self._failed_tries = self._failed_tries, 0
+        usual_s = median(self._recent_s or [0.0])
+        self._recent_s.append(step_time_s)
+        if before is None or (before.names == self._taking_part.names and not tries):
+            return
+        cost = {"stall_s": max(0.0, elapsed_s - usual_s), "lost_steps": tries}
+        for change, group in self._taking_part.changes_since(before) or [("retried", None)]:
+            self.journal.write("recovery", step=step, change=change, group=group, **cost)
+            cost = {"stall_s": 0.0, "lost_steps": 0}  # several at once cost as much as one
+
+    def leave(self) -> None:
+        self._membership.leave()
+
+
+class PortionReader:
+    """Reads a group's portions as this rank's micro-batches, one step ahead for as long as the groups stay the same."""
+
+    def __init__(self, plan: Plan, source: Source, state: TrainState):
+        layout = plan.layout
+        turns = layout.pp if layout.pipeline_schedule == "interleaved" else 1
+        self.unit_samples = plan.micro_batch_size * layout.data_parallel_size * turns
+        """The least that a group takes: interleaving takes micro-batches in turns of pp."""
+        self._plan, self._source, self._state = plan, source, state
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
+        self._ahead: tuple[Portion, Future[Slot]] | None = None
+
+    def take(self, portion: Portion) -> list[MicroBatch]:
+        """Return this rank's micro-batches of `portion`, on the device, and start to read what most likely follows."""
+        batch = self._source.staging.take(self._awaited(portion))
+        following = replace(portion, start=portion.start + portion.step_samples)
+        self._ahead = following, self._pool.submit(self._read, following)
+        return batch
+
+    def _awaited(self, portion: Portion) -> Slot:
+        """Return what was read ahead, if it is this portion; else read it now."""
+        if self._ahead is None:
+            return self._read(portion)
+        foreseen, slot = self._ahead[0], self._ahead[1].result()
+        if foreseen == portion:
+            return slot
+        self._source.staging.give_back(slot)
+        return self._read(portion)
+
+    def _read(self, portion: Portion) -> Slot:
+        return self._source.staging.stage(self._source.read(self.positions(portion)))
+
+    def positions(self, portion: Portion) -> np.ndarray:
+        """Return this rank's part of every micro-batch of the group."""
+        size, layout = self._plan.micro_batch_size, self._plan.layout
+        whole = np.arange(portion.start, portion.start + portion.samples)
+        return whole.reshape(-1, layout.data_parallel_size, size)[:, self._state.mesh.data_rank].ravel()
+
+
+def _diverged(groups: list[int], step: int) -> WorkerError:
+    named = f"group {groups[0]} differ" if len(groups) == 1 else f"groups {', '.join(map(str, groups))} differ"
+    return WorkerError(
+        f"the parameters of {named} from the others' after step {step}: a value changed without an update",
+        code="diverged",
+        hint="test that group's memory and devices; go on from a checkpoint before the last comparison that agreed",
+    )
