@@ -111,7 +111,7 @@ def test_an_agent_does_as_the_hub_asks_and_reports_until_it_is_ended(lab: Lab) -
 
 
 def test_an_agent_that_is_asked_to_stop_says_so_once_and_stops_its_workers(lab: Lab) -> None:
-    lab.script = [lab.requests.add, lab.requests.add, EndAgent()]
+    lab.script = [lab.requests.add, lab.requests.add, StopWorkers(None), EndAgent()]
     assert lab.agent.work() == 0
     assert lab.processes.calls == [("stop", None), ("close",)]
     assert lab.hub.receive() == [StopAsked(), Goodbye()]

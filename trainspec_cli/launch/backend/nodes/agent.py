@@ -130,7 +130,7 @@ class Agent:
         self, wire: Wire, run: RunDir, plan: Plan, record: GenerationRecord, node: int, requests: PatientRequests
     ):
         self._wire, self._run, self._plan, self._record, self._node = wire, run, plan, record, node
-        self._requests, self._stop_asked, self._is_ended = requests, False, False
+        self._requests, self._is_stopping, self._is_ended = requests, False, False
         self._received: deque[messages.Message] = deque()
         self._numbers: dict[int, int] = {}
         """The newest start of each group that runs, or ran, here."""
@@ -167,13 +167,20 @@ class Agent:
                 running.kill(message.group)
             else:  # an agent that came back knows nothing of it
                 self._wire.send(messages.GroupExited(message.group, message.number, None))
-        elif isinstance(message, messages.StopWorkers):
+        elif isinstance(message, messages.StopWorkers) and message.group is not None:
             running.stop(message.group)
+        elif isinstance(message, messages.StopWorkers):
+            self._stop(running)
 
     def _pass_on_request(self, running: NodeProcesses) -> None:
-        if self._requests.count and not self._stop_asked:
-            self._stop_asked = True
+        if self._requests.count and not self._is_stopping:
             self._wire.send(messages.StopAsked())
+            self._stop(running)
+
+    def _stop(self, running: NodeProcesses) -> None:
+        """Ask the workers once: Slurm and the hub may both want it."""
+        if not self._is_stopping:
+            self._is_stopping = True
             running.stop()
 
     def _check_node(self) -> None:
