@@ -144,7 +144,7 @@ def test_a_group_of_several_is_done_when_all_of_its_nodes_have_ended_with_0(job:
 
 
 def test_a_lost_node_is_where_a_failure_of_its_group_began(job: Job, two_groups: Plan) -> None:
-    write_error(job, 2, OWN_ERROR)
+    write_error(job, 3, OWN_ERROR)
     start = GroupStart(job, two_groups, 1, 1, (2, 3))
     start.lose(3, "far", "is off")
     assert not start.has_ended
