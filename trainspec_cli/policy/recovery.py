@@ -1,4 +1,4 @@
-"""What a run does about failures: a pure state machine over its replica groups; an ordinary run is one group.
+"""Recovery from failures: a pure state machine over its replica groups; an ordinary run is one group.
 
 `next_action(state, event)` is called by the supervisor with what its backend observes, and by the simulation of goodput
 with what chance brings. A replica group passes through these phases:
@@ -306,7 +306,7 @@ def _rendezvous_restarted(state: RunState, event: RendezvousRestarted) -> Decisi
 
 
 def _stop_requested(state: RunState, event: StopRequested) -> Decision:
-    """Before the workers have written anything there is nothing to save: they are killed, as at a second request."""
+    """Kill workers that have written nothing yet: there is nothing to save. A second request kills as well."""
     state = replace(state, stop_requested=True)
     if event.times > 1 or not state.has_begun:
         return replace(_drop_waiting(state), killed=True), ()
@@ -331,7 +331,7 @@ def _drop_waiting(state: RunState) -> RunState:
 
 
 def _count_groups(state: RunState) -> Decision:
-    """With too few groups left that run or may come, a run of several ends."""
+    """End a run of several groups where too few of them run or may come."""
     if state.is_alone or state.is_ending or state.killed:
         return state, ()
     left = sum(map(_may_come, state.groups))

@@ -74,12 +74,12 @@ class RunState:
 
     @property
     def is_lost(self) -> bool:
-        """Whether no group holds the training state any more: it has to be read from a checkpoint."""
+        """Return whether no group holds the training state any more: it has to be read from a checkpoint."""
         return not any(group.phase == "running" for group in self.groups)
 
     @property
     def is_ending(self) -> bool:
-        """Whether no group is started any more."""
+        """Return whether no group is started any more."""
         return self.stopping or any(group.phase == "done" for group in self.groups)
 
 
@@ -177,7 +177,7 @@ class NodeUnfit:
 
 @dataclass(frozen=True)
 class AgentsFailed:
-    """What starts the nodes' agents has ended before any of them came."""
+    """The command that starts the nodes' agents has ended before any of them came."""
 
     exit_code: int
 

@@ -46,7 +46,7 @@ def begin(run: RunDir) -> int:
 
 @dataclass(frozen=True)
 class GenerationRecord:
-    """Where the processes of one start find one another: what the file of its number holds. The fields from
+    """The file of a generation: where its processes find one another. The fields from
     `num_nodes` on are what every node is to run."""
 
     generation: int
@@ -73,7 +73,7 @@ def describe(run: RunDir, record: GenerationRecord) -> None:
 
 
 def read(run: RunDir, number: int) -> GenerationRecord | None:
-    """None until it is described."""
+    """Return the record of a generation; None until it is described."""
     try:
         return from_plain(GenerationRecord, read_json(run.generation(number)))
     except (FileNotFoundError, ValueError):
@@ -81,7 +81,7 @@ def read(run: RunDir, number: int) -> GenerationRecord | None:
 
 
 class Fence:
-    """Who owns the run, as a worker or supervisor of one start sees it. Without a generation (no launch started it)
+    """The owner of the run, as a worker or supervisor of one start sees it. Without a generation (no launch started it)
     everything is allowed."""
 
     def __init__(self, run: RunDir, generation: int | None):
@@ -94,7 +94,7 @@ class Fence:
         return Fence(run, int(generation) if generation else None)
 
     def is_closed(self) -> bool:
-        """Whether a newer start owns the run."""
+        """Return whether a newer start owns the run."""
         return self._generation is not None and newest(self._run) > self._generation
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Where the processes of a run live: on this node (`local.py`), or on several (`nodes/`)."""
+"""Backends run the processes of a run: on this node (`local.py`), or on several (`nodes/`)."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class NodeProcesses:
         return [message for processes_of in self._starts.values() for message in processes_of.poll()]
 
     def stop(self, group: int | None = None) -> None:
-        """As `RunBackend.stop`."""
+        """Ask workers to stop, as `RunBackend.stop` does."""
         if group is None:
             note_stop(self._job.run, generation_of(self._job))
             self._family.ask_to_stop()
@@ -110,8 +110,8 @@ class _GroupProcesses:
             self._torchrun.wait(processes.KILL_TIMEOUT_S)
 
     def _find_failure(self, code: int | None) -> Iterator[ProcessMessage]:
-        """Of several groups, a failed worker is found before its torchrun reports it, which looks at the others first;
-        in a run of one group they all have the time to report."""
+        """Find a failed worker of a group before its torchrun reports it, which looks at the others first; in a run of
+        one group they all have the time to report."""
         if self._failed:
             return
         failure = self._find_failed_worker() if code is None else self._explain_end(code) if code else None

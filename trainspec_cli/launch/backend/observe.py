@@ -1,4 +1,4 @@
-"""What the nodes report and the run folder shows, as the events that `policy.recovery` decides on."""
+"""Events that `policy.recovery` decides on, made of what the nodes report and the run folder shows."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ NORMAL_90 = 1.645
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """What the simulation needs to know of a run. Work is counted in seconds of undisturbed training."""
+    """A run as the simulation knows it. Work is counted in seconds of undisturbed training."""
 
     work_s: float
     step_time_s: float
@@ -151,7 +151,7 @@ class _Simulation:
             self._leave(group, wait_for_node_s)
 
     def _observe(self, event: run_state.Event) -> None:
-        """What is to be done at once takes the time that `takes` says, and needs no action here."""
+        """Take in an event; the actions that follow take the time that `takes` says."""
         self.run_state, _ = recovery.next_action(self.run_state, event)
 
     def _take_spare(self) -> float:
@@ -266,7 +266,7 @@ class _Progress:
         return self.previously_saved_s if on_its_way else self.saved_s
 
     def wall_to_finish_s(self) -> float:
-        """Until the last step, if nothing happens before."""
+        """Return the time until the last step, if nothing happens before."""
         if self.paused_for:
             return float("inf")
         interval_s, blocked_s = self.job.interval_s, self.job.blocked_s

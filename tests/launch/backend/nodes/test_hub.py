@@ -228,7 +228,7 @@ MALFORMED = [
 def test_an_agent_that_sends_nonsense_is_lost_and_no_other(hub: Hub, call, line: bytes) -> None:
     mad, sound = call(0, "mad"), call(1, "sound")
     mad.send(GroupExited(0, 1, 0))
-    send_line(mad, line)
+    send_line(mad, line + b"\n" + encode(GroupExited(0, 1, 1)).strip())
     news = poll_until(hub, lambda: hub.nodes[0].loss, sound)
     assert "does not understand" in hub.nodes[0].loss
     assert [message for node, message in news if node.node == 0] == [Came(), GroupExited(0, 1, 0), Lost()]

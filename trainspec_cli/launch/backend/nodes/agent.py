@@ -193,8 +193,8 @@ class Agent:
         return Place(self._node, self._record.num_nodes, self._record.head)
 
     def _build_job(self) -> Job:
-        """Where the agent of a replica group dies its workers are killed without being asked to stop: they would ask
-        those of all groups to."""
+        """Return the job of this node. Where the agent of a replica group dies its workers are killed without being
+        asked to stop: they would ask those of all groups to."""
         record = self._record
         job = build_node_job(
             self._plan,

@@ -66,7 +66,7 @@ def reach_from_here(endpoint: str) -> Reach:
 
 
 def agent_command(node: int | None = None) -> tuple[str, ...]:
-    """None: the number is that of the Slurm task."""
+    """Return the command of an agent; without a number it takes that of its Slurm task."""
     number = () if node is None else ("--node", str(node))
     return (sys.executable, "-m", "trainspec_cli.launch.backend.nodes.agent", *number)
 
@@ -86,7 +86,7 @@ def build_nodes_job(plan: Plan, root: Path, reach: Reach) -> Job:
 
 @dataclass(frozen=True)
 class Examination:
-    """What every node goes through before its workers start."""
+    """Every node is examined before its workers start."""
 
     command: tuple[str, ...]
     """Run on each node; prints its report as JSON in its last line."""
@@ -285,7 +285,7 @@ class NodesBackend:
 
 
 def _start_agents(job: Job, generation: int) -> subprocess.Popen[bytes]:
-    """In a session of its own: a terminal's Ctrl-C reaches the supervisor alone."""
+    """Start them in a session of their own: a terminal's Ctrl-C reaches the supervisor alone."""
     environment = {**os.environ, **job.environment}
     del environment[LAUNCH_ID]  # agents are not among those they end
     with job.torchrun_log.open("ab") as log:

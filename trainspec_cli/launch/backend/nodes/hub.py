@@ -109,7 +109,7 @@ class Hub:
         return news
 
     def send(self, message: messages.HubMessage) -> None:
-        """To every agent."""
+        """Send a message to every agent."""
         for node in self.nodes:
             node.send(message)
 

@@ -1,4 +1,4 @@
-"""What the hub and the nodes' agents send one another: one dataclass a message, one JSON object a line."""
+"""Messages between the hub and the nodes' agents: one dataclass a message, one JSON object a line."""
 
 from __future__ import annotations
 
