@@ -145,8 +145,8 @@ def _is_of_this_user(process: psutil.Process) -> bool:
 
 
 def _may_be_in_exec(process: psutil.Process) -> bool:
-    """Return whether a process may be in the midst of execve: it has its program already, and no environment yet; kernel
-    threads have neither."""
+    """Return whether a process may be in the midst of execve: it has its program already, and no environment yet;
+    kernel threads have neither."""
     try:
         return time.time() - process.create_time() < YOUNG_S and bool(process.exe())
     except (psutil.Error, OSError):
