@@ -128,6 +128,11 @@ def test_an_elastic_run_waits_when_too_few_groups_are_left() -> None:
     assert all(outcome.lost_s["shrunk"] == 0 for outcome in patient)
 
 
+def test_a_failure_of_the_whole_job_costs_replica_groups_what_it_costs_a_run_that_restarts() -> None:
+    cluster, job = replace(LLAMA3, job_wide_fraction=1.0), make_job(16_384, groups=8)
+    assert simulate(job, cluster, ELASTIC, 1) == simulate(job, cluster, RESTART, 1)
+
+
 def test_draws_stay_within_what_is_known_nine_times_in_ten() -> None:
     cluster = replace(LLAMA3, known_within={"mtbf_device_hours": 2.0})
     chance = random.Random(0)
