@@ -283,6 +283,7 @@ class Histories(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.limit, self.now_s, self.requests = limit, 0.0, StopRequests()
         self.world, self.starts_s = World(groups, data.draw(st.sampled_from(["there", "awaited"]))), []
+        self.world.checkpoint = data.draw(st.sampled_from([0, 10, 20]), label="checkpoint")
         self.ended_well: set[int] = set()
         self.reports: list[str] = []
         resilience = {"max_restarts_per_hour": limit, "min_groups": min(min_groups, groups)}
