@@ -284,6 +284,7 @@ class Histories(RuleBasedStateMachine):
         self.limit, self.now_s, self.requests = limit, 0.0, StopRequests()
         self.world, self.starts_s = World(groups, data.draw(st.sampled_from(["there", "awaited"]))), []
         self.world.checkpoint = data.draw(st.sampled_from([0, 10, 20]), label="checkpoint")
+        self.last = data.draw(st.sampled_from(["fail", "stop", "stop, fail"]), label="what happens in the end")
         self.ended_well: set[int] = set()
         self.reports: list[str] = []
         resilience = {"max_restarts_per_hour": limit, "min_groups": min(min_groups, groups)}
@@ -394,15 +395,18 @@ class Histories(RuleBasedStateMachine):
         """Workers fail again and again, or ignore a request to stop: it ends, and nothing lives."""
         if not self.world.backends:
             return
-        deaf = self.world.checkpoint % 20 == 0
-        self.requests.count = max(self.requests.count, int(deaf))
+        if not self.over:
+            self.happen(*map(Begun, self.world.live))
+        self.requests.count = max(self.requests.count, int("stop" in self.last))
         for _ in range(2 * int(GRACE_S / 10) + 20 * self.world.groups):
-            for group in () if deaf else tuple(self.world.live):
+            self.world.checkpoint += 10
+            for group in tuple(self.world.live) if "fail" in self.last else ():
                 self.world.end(group, from_outside=True)
             if not self.over and not self.world.live:
                 for group in range(self.world.groups):
                     self.world.backend.queue.append(PresenceChanged(group, "there"))
             self.turn(10.0)
+            self.no_group_is_started_too_often()
         assert self.over, self.supervisor.state
         self.supervisor.close()
         assert self.world.live == {}
