@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 from lab import measured, strangers
-from lab.tracing import Trace, open_tracer
+from lab.published import MODELS, SIZES
+from lab.tracing import Trace, open_forks, tracer
 
 from trainspec_cli.corpus import bpe
 from trainspec_cli.planner.plan import plan
@@ -24,7 +27,7 @@ from trainspec_cli.spec.results.probe import Curve, MachineProbe, MatmulCurves, 
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
-LAUNCHING = ("integration", "slurm", "cli", "launch", "certify", "engine", "planner", "fuzz")
+LAUNCHING = ("certify", "integration", "slurm", "cli", "launch", "engine", "planner", "fuzz")
 """Folders whose files take longest: they begin first, so that no process is left with one of them at the end."""
 EXCUSED_IN_CI = ("needs a GPU", "needs macOS", "runs on CUDA alone")
 
@@ -39,6 +42,12 @@ SPEC = RunSpec(
 )
 CURVES = ("loss", "add", "cast", "optimizer", "all_reduce", "all_gather", "reduce_scatter")
 PASSES = ("attention", "attention_narrow", "norm", "rope", "swiglu")
+
+
+def pytest_configure() -> None:
+    """A shell's background jobs ignore Ctrl-C, and so would whatever the tests of one start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -103,9 +112,14 @@ def measured_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def trace() -> Iterator[Trace]:
-    with open_tracer() as trace:
-        yield trace
+def forks() -> Iterator[ProcessPoolExecutor]:
+    with open_forks() as forks:
+        yield forks
+
+
+@pytest.fixture(scope="session")
+def trace(forks: ProcessPoolExecutor) -> Trace:
+    return tracer(forks)
 
 
 @pytest.fixture
@@ -126,44 +140,6 @@ def shared() -> Iterator[Path]:
     """A folder in which every user may make files."""
     with strangers.shared_folder() as folder:
         yield folder
-
-
-SIZES = {
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "vocab_size": 300,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "eos_token_id": 0,
-    "bos_token_id": None,
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", "rope_theta": 100.0, "rope_scaling": LLAMA3_ROPE},
-    "llama_biased": {"model_type": "llama", "attention_bias": True},
-    "mistral": {"model_type": "mistral", "sliding_window": 6},
-    "qwen2": {"model_type": "qwen2"},
-    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True, "rope_theta": 1e6},
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {
-        "model_type": "qwen3_moe",
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "norm_topk_prob": True,
-    },
-}
-"""Published families, tiny; their random weights are large enough for logits to tell them apart."""
 
 
 @pytest.fixture

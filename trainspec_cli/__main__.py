@@ -1,7 +1,7 @@
-"""argv -> command -> exit code. No traceback reaches a person for a fault of theirs, or of the machine.
+"""The entry point: run a command and exit with its code. User and machine errors are shown without a traceback.
 
-Beside the exit codes of `errors.py`: 1 for a fault of the program itself (the traceback goes to a file),
-141 when the reader of a pipe has gone, as the shell has it.
+Besides the exit codes of `errors.py`: 1 for a bug in the program (the traceback goes to a file), and 141 if the reader
+of a pipe has closed it, as in a shell.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The exit code; everything that can go wrong has been told by then, in text that is safe on a terminal, or its
-    reader has gone."""
+    """Run a command and return its exit code. Errors are reported as text that is safe on a terminal."""
     try:
         with printing_safely():
             return _run(arguments)
@@ -41,7 +40,7 @@ def _run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         return code
     except TrainspecError as error:
-        _tell(error, as_json="--json" in arguments)
+        _report(error, as_json="--json" in arguments)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -50,18 +49,18 @@ def _run(arguments: Sequence[str]) -> int:
         raise
     except OSError as error:
         if error.filename is None:
-            _tell_fault(error)
+            _report_bug(error)
             return EXIT_FAULT
         refused = MachineError(f"{_show(error.filename)}: {error.strerror}", code="refused_by_the_system")
-        _tell(refused, as_json="--json" in arguments)
+        _report(refused, as_json="--json" in arguments)
         return refused.exit_code
     except Exception as error:
-        _tell_fault(error)
+        _report_bug(error)
         return EXIT_FAULT
 
 
 def _drop_output() -> None:
-    """Python would complain of the closed pipe once more at its end."""
+    """Redirect closed streams to /dev/null; otherwise Python would report the closed pipe again at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -70,12 +69,12 @@ def _drop_output() -> None:
 
 
 def _show(name: str | bytes | int) -> str:
-    """A file's name, short enough for a line."""
+    """Return a file's name, shortened to fit on a line."""
     text = os.fsdecode(name) if isinstance(name, bytes) else str(name)
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
 
 
-def _tell(error: TrainspecError, *, as_json: bool) -> None:
+def _report(error: TrainspecError, *, as_json: bool) -> None:
     from trainspec_cli.cli.problems import render_json, render_problems
 
     if as_json:
@@ -85,14 +84,14 @@ def _tell(error: TrainspecError, *, as_json: bool) -> None:
     print(render_problems(error.problems, Style.of(sys.stderr), label), file=sys.stderr)
 
 
-def _tell_fault(error: Exception) -> None:
+def _report_bug(error: Exception) -> None:
     import tempfile
     import traceback
 
     with tempfile.NamedTemporaryFile("w", prefix="trainspec-", suffix=".txt", delete=False) as file:
         file.write("".join(traceback.format_exception(error)))
     summary = "".join(traceback.format_exception_only(error)).strip()
-    print(f"trainspec failed, by a fault of its own: {summary}\nthe traceback is in {file.name}", file=sys.stderr)
+    print(f"trainspec failed because of a bug: {summary}\nthe traceback is in {file.name}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every error a user can meet, and the exit code it ends the program with.
+"""The errors that users see, and the exit code that each ends the program with.
 
     TrainspecError
     ├── RecipeError        2   the recipe or the command line is wrong (carries every problem found)
@@ -25,22 +25,22 @@ class Problem:
     """One thing that is wrong, and what to do about it."""
 
     code: str
-    """Stable word for machines: `unknown_key`, `wrong_type`, `not_divisible`, ..."""
+    """A stable identifier for programs: `unknown_key`, `wrong_type`, `not_divisible`, ..."""
     message: str
-    """What was got and what is allowed."""
+    """The value found, and what is allowed."""
     path: str = ""
-    """The dotted key it concerns, such as `optim.lr`."""
+    """The dotted key that it concerns, such as `optim.lr`."""
     hint: str = ""
     """What to type next."""
     file: str | None = None
     """The YAML file, or `command line`."""
     line: int | None = None
-    """Counted from 1; on the command line the number of the argument."""
+    """Counted from 1; on the command line, the number of the argument."""
     column: int | None = None
     excerpt: str = ""
-    """The line or argument it stands in, for people."""
+    """The text of that line or argument, for display."""
     environment: bool = False
-    """True when the recipe is right and the machine lacks something."""
+    """True if the recipe is valid and the machine lacks something."""
 
     def as_json(self) -> dict[str, Any]:
         fields = asdict(self)
@@ -48,12 +48,12 @@ class Problem:
         return fields
 
     def where(self) -> str:
-        """`file:line:column`, as far as it is known."""
+        """Return `file:line:column`, as far as it is known."""
         return ":".join(str(part) for part in (self.file, self.line, self.column) if part is not None)
 
 
 class TrainspecError(Exception):
-    """Root of all errors meant for people; never raised itself."""
+    """The root of all errors meant for users; never raised itself."""
 
     exit_code = 1
 
@@ -95,12 +95,12 @@ EXIT_CODES = {
     MachineError.exit_code: "the environment lacks something",
     WorkerError.exit_code: "a worker failed",
     Stopped.exit_code: "stopped on request with a checkpoint written",
-    Interrupted.exit_code: "interrupted before there was one",
+    Interrupted.exit_code: "interrupted before there was a checkpoint",
 }
 
 
 def closest(got: str, allowed: Iterable[str]) -> str | None:
-    """What was meant by a misspelt word: the nearest of `allowed`, or None when nothing is near."""
+    """Return the nearest of `allowed` to a misspelt word, or None if none is near."""
     from difflib import get_close_matches
 
     by_shape = {_shape(word): word for word in allowed}
@@ -109,7 +109,7 @@ def closest(got: str, allowed: Iterable[str]) -> str | None:
 
 
 def did_you_mean(got: str, allowed: Iterable[str]) -> str:
-    """A hint, or "" when nothing is near."""
+    """Return a hint, or "" if nothing is near."""
     word = closest(got, allowed)
     return f"did you mean `{word}`?" if word else ""
 

@@ -1,8 +1,8 @@
-"""Text that is safe on a terminal. Control characters and characters that hide or reorder others become escapes.
+"""Make text safe for a terminal: control characters, and characters that hide or reorder others, become escapes.
 
-Recipes, run folders, data and file names may come from people one does not know, and a terminal obeys what is in them:
-it retitles its window, moves the cursor, hides or recolours what follows. So `printing_safely` puts a `PrintableStream`
-in the place of stdout and stderr, and everything that is printed passes through it.
+Recipes, run folders, data and file names may be untrusted, and a terminal obeys their control characters: it changes
+its title, moves the cursor, hides or recolours text. So `printing_safely` replaces stdout and stderr by a
+`PrintableStream`, through which everything is printed.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ _UNPRINTABLE = re.compile(
     "\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"  # zero-width, line separators, direction overrides and isolates
     "\ufeff\ufff9-\ufffb\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"  # further format characters
     "\U000e0000-\U000e007f"  # tags
-    "\ud800-\udfff"  # surrogates: bytes of a file name that are no UTF-8
+    "\ud800-\udfff"  # surrogates: bytes of a file name that are not UTF-8
     "]"
 )
-"""Joiners (U+200C, U+200D), which Persian, Hindi and emoji are written with, stay; they neither hide nor reorder."""
+"""Joiners (U+200C, U+200D), which Persian, Hindi and emoji need, are kept: they neither hide nor reorder."""
 
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*[mK]")
 
 
 def printable(text: str) -> str:
-    """Replace what a terminal would obey, or not show, by escapes such as `\\x1b`; newlines and tabs stay."""
+    """Replace control and invisible characters by escapes such as `\\x1b`; keep newlines and tabs."""
     return _UNPRINTABLE.sub(lambda found: _escape(found[0]), text)
 
 
 def on_one_line(text: str) -> str:
-    """Do as `printable`, and escape newlines and tabs too."""
+    """Escape as `printable` does, and newlines and tabs too."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
@@ -44,7 +44,7 @@ def is_printable(text: str) -> bool:
 
 
 def without_colours(text: str) -> str:
-    """Drop the colour codes that programs write into their logs."""
+    """Remove the colour codes that programs write into their logs."""
     return _COLOUR.sub("", text)
 
 
@@ -58,10 +58,10 @@ def _escape(character: str) -> str:
 
 
 class PrintableStream:
-    """A text stream that makes all it is given printable, but for the program's own colours.
+    """A text stream that makes everything written to it printable, except for the program's own colours.
 
-    Those begin with `escape` instead of ESC, a word that changes with every stream, so that no text from elsewhere can
-    hold it. Rich finds the stream below in `rich_proxied_file`; its consoles escape by themselves (see cli/console.py).
+    Those begin with `escape` instead of ESC, a string that differs for every stream, so that no other text can contain
+    it. Rich finds the wrapped stream in `rich_proxied_file`; its consoles escape by themselves (see cli/console.py).
     """
 
     def __init__(self, stream: TextIO):
@@ -84,7 +84,7 @@ class PrintableStream:
 
 @contextmanager
 def printing_safely() -> Iterator[None]:
-    """Everything printed inside, by whatever way, passes through a `PrintableStream`."""
+    """Pass everything that is printed in the block through a `PrintableStream`."""
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = map(PrintableStream, streams)  # type: ignore[assignment]
     try:

@@ -1,7 +1,7 @@
-"""Which files may be trusted on a machine that others use too, and how to make files that are for this user alone.
+"""Check which files can be trusted on a shared machine, and make files for this user alone.
 
-A file is trusted where it belongs to this user or to root and not everybody may write it. Whom else a folder is shared
-with is for its owner to say: a group that may read or write in it keeps what it was given.
+A file is trusted if it belongs to this user or to root and is not world-writable. Sharing with a group is the owner's
+choice: group permissions are left alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PRIVATE_FOLDER = 0o700
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """What this process and its children make inside the block is for this user alone, whatever the umask was."""
+    """Make all files created in the block, by this process and its children, accessible to this user alone."""
     before = os.umask(PRIVATE_UMASK)
     try:
         yield
@@ -31,7 +31,10 @@ def private_files() -> Iterator[None]:
 
 
 def make_folder(folder: Path, hint: str) -> None:
-    """Make `folder` for this user alone; one that is there is left as it is. Raises MachineError as `check_folder`."""
+    """Create `folder` for this user alone; leave an existing one as it is.
+
+    Raises MachineError as `check_folder` does.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         folder.mkdir(PRIVATE_FOLDER)
@@ -40,18 +43,18 @@ def make_folder(folder: Path, hint: str) -> None:
 
 
 def check_folder(folder: Path, hint: str) -> None:
-    """Raises MachineError where `folder`, or the link that it is reached by, cannot be trusted. `hint`: what to do."""
+    """Raise MachineError with `hint` if `folder`, or the link to it, cannot be trusted."""
     try:
-        looks = (folder.lstat(), folder.stat())
+        stats = (folder.lstat(), folder.stat())
     except OSError as error:
-        raise _refuse(f"{folder} cannot be looked at: {error.strerror}", hint) from error
-    for found in looks:
+        raise _refuse(f"{folder} cannot be examined: {error.strerror}", hint) from error
+    for found in stats:
         if reason := _distrust(found):
             raise _refuse(f"{folder} {reason}", hint)
 
 
 def check_private(folder: Path, hint: str) -> None:
-    """Raises MachineError unless `folder` is a real folder of this user that no other may even look into."""
+    """Raise MachineError unless `folder` is a real folder of this user that no other user can open."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
         raise _refuse(f"{folder} is not a folder", hint)
@@ -62,13 +65,13 @@ def check_private(folder: Path, hint: str) -> None:
 
 
 def check_tree(root: Path) -> None:
-    """Raises MachineError where something in the folder `root` cannot be trusted, or is a link that leads out of it.
+    """Raise MachineError if anything below `root` cannot be trusted, or is a link that leads out of it.
 
-    `root` itself may be reached through a link of this user's own.
+    `root` itself may be a link of this user's own.
     """
     real = root.resolve()
-    copy = f"go on with a copy of your own: cp -rP {shlex.quote(str(root))} {shlex.quote(f'./{real.name}-copy')}"
-    check_folder(root, f"if you trust whoever can write it, {copy}")
+    copy = f"use a copy of your own: cp -rP {shlex.quote(str(root))} {shlex.quote(f'./{real.name}-copy')}"
+    check_folder(root, f"if you trust everyone who can write it, {copy}")
     for name, found in _walk(real):
         path = root / name.relative_to(real)
         if reason := _distrust(found):
@@ -80,25 +83,25 @@ def check_tree(root: Path) -> None:
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether `name` names a file of the folder that it is read in, and none elsewhere."""
+    """Return True if `name` is a bare file name, which cannot lead to another folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
 
 
 def _walk(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Everything below `root`; what lies in a folder comes after the folder itself was looked at."""
+    """Yield everything below `root`; a folder comes before its content."""
     folders = [str(root)]
     while folders:
         try:
-            found = list(_look_into(folders.pop()))
+            found = list(_scan(folders.pop()))
         except OSError as error:
-            hint = f"this names what cannot be read: find {shlex.quote(str(root))} > /dev/null"
+            hint = f"list what cannot be read: find {shlex.quote(str(root))} > /dev/null"
             raise _refuse(f"not all of {root} can be read: {error.strerror}", hint) from error
         yield from ((Path(path), facts) for path, facts in found)
         folders += [path for path, facts in found if stat.S_ISDIR(facts.st_mode)]
 
 
-def _look_into(folder: str) -> Iterator[tuple[str, os.stat_result]]:
-    """A run that is going on renames and removes its files: what is gone is passed over."""
+def _scan(folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield a folder's entries; those that a live run has renamed or removed meanwhile are skipped."""
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
             with suppress(FileNotFoundError):
@@ -106,7 +109,7 @@ def _look_into(folder: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _distrust(found: os.stat_result) -> str:
-    """Why a file of this owner and mode cannot be trusted; empty where it can."""
+    """Return why a file of this owner and mode cannot be trusted; empty if it can."""
     if found.st_uid not in (os.geteuid(), 0):
         return f"belongs to {_user(found.st_uid)}"
     if found.st_mode & stat.S_IWOTH and not stat.S_ISLNK(found.st_mode):
@@ -117,7 +120,7 @@ def _distrust(found: os.stat_result) -> str:
 def _check_link(path: Path, link: Path, root: Path) -> None:
     target = Path(os.path.realpath(link))
     if not target.is_relative_to(root):
-        hint = f"remove the link: rm {shlex.quote(str(path))}; if the run needs what it names, put a copy in its place"
+        hint = f"remove the link: rm {shlex.quote(str(path))}; if the run needs its target, put a copy in its place"
         raise _refuse(f"{path} is a link that leads out of {root}, to {target}", hint)
 
 

@@ -8,7 +8,7 @@ _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")
 
 
 def format_si(value: float, unit: str = "", digits: int = 3) -> str:
-    """`1.25e12` -> `1.25 T`; values below 1,000 keep no prefix."""
+    """Format with an SI prefix: `1.25e12` -> `1.25 T`; values below 1,000 get none."""
     for scale, prefix in _SI:
         if abs(value) >= scale:
             return f"{value / scale:.{digits}g} {prefix}{unit}".rstrip()
@@ -16,7 +16,7 @@ def format_si(value: float, unit: str = "", digits: int = 3) -> str:
 
 
 def format_count(value: float) -> str:
-    """Counts of parameters, tokens: `6_400_000` -> `6.4M`, `8.03e9` -> `8.03B`."""
+    """Format counts of parameters or tokens: `6_400_000` -> `6.4M`, `8.03e9` -> `8.03B`."""
     for scale, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= scale:
             return f"{value / scale:.3g}{suffix}"
@@ -24,7 +24,7 @@ def format_count(value: float) -> str:
 
 
 def format_bytes(value: float) -> str:
-    """Binary prefixes: `2**31` -> `2.00 GiB`."""
+    """Format with a binary prefix: `2**31` -> `2.00 GiB`."""
     for scale, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(value) >= scale:
             return f"{value / scale:.2f} {unit}"
@@ -32,7 +32,7 @@ def format_bytes(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`93.2` -> `1 min 33 s`; two figures are enough for a person."""
+    """Format in at most two units: `93.2` -> `1 min 33 s`."""
     if seconds < 1:
         return f"{seconds * 1e3:.0f} ms"
     if seconds < 60:

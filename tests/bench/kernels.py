@@ -16,10 +16,9 @@ from rich.console import Console
 
 from trainspec_cli.cli.load import detect_machine, load, plan_on
 from trainspec_cli.engine.build.kernel_loading import load_kernel
-from trainspec_cli.engine.tools.kernel_calls import calls_of
-from trainspec_cli.engine.tools.kernel_probe import workloads_of
 from trainspec_cli.engine.tools.kernel_trial import try_kernels
-from trainspec_cli.launch.job.machine import cpu_model
+from trainspec_cli.engine.tools.kernels import calls_of, workloads_of
+from trainspec_cli.node import cpu_name
 from trainspec_cli.policy.kernels import judge_operation
 from trainspec_cli.report.kernels_text import render_table
 from trainspec_cli.spec.recipe.kernels import KERNELS, KernelTable
@@ -43,7 +42,7 @@ def measure(arguments: list[str]) -> KernelTable:
         lacks = {name: explain(backend, on_gpu=plan.device == "cuda") for name, backend in KERNELS[op].items()}
         kernels = {name: load_kernel(op, name) for name, lack in lacks.items() if not lack}
         figures[op] = judge_operation([try_kernels(kernels, workload)])
-    name = machine.gpu_names[0] if plan.device == "cuda" else cpu_model()
+    name = machine.gpu_names[0] if plan.device == "cuda" else cpu_name()
     return KernelTable(name, plan.compute, torch.__version__, {}, figures)
 
 

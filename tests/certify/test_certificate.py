@@ -9,15 +9,16 @@ import pytest
 
 from trainspec_cli.certify import runs
 from trainspec_cli.certify.cases import Case, cases, refused
-from trainspec_cli.certify.certificate import verdict, verify, write_certificate
-from trainspec_cli.certify.clauses import read_clauses, spec_version
+from trainspec_cli.certify.certificate import read_clauses, spec_version, verdict, verify, write_certificate
 from trainspec_cli.certify.families import FAMILIES
 from trainspec_cli.certify.judge import Finding, checks, judge_refusals
 from trainspec_cli.certify.runs import gradient_errors, loss_error
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.rundir.files import write_json
+from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.results.tools import CertifyRunResult, TrainedSteps
 
 MACHINE = Machine("box", 2, 2**34)
 GOOD = Finding("NUM-1", "dense-fp32-tp2", True, {"worst_gradient_error": 5e-7, "parameter": "embed.weight"}, 1e-5)
@@ -26,7 +27,7 @@ BAD = Finding("NUM-1", "dense-fp32-pp2", False, {"worst_gradient_error": math.in
 
 def test_the_document_is_where_clauses_are_defined():
     clauses = read_clauses()
-    assert spec_version() == "0.1"
+    assert spec_version() == "0.2"
     assert list(clauses)[:2] == ["NUM-1", "NUM-2"]
     assert clauses["NUM-1"].level == "MUST"
     assert clauses["LEGAL-1"].level == "SHOULD"
@@ -115,7 +116,8 @@ def test_names_of_cases_tell_them_apart():
     )
 
 
-def test_a_loss_that_was_not_finite_is_null_in_the_testimony(tmp_path):
-    write_json(tmp_path / "witness.json", {"losses": [1.0, math.nan], "resumed": {"losses": [math.inf]}})
-    heard = runs.Testimony(tmp_path)
-    assert loss_error(heard.losses, [1.0, 2.0]) == loss_error(heard.resumed_losses, [1.0]) == math.inf
+def test_a_loss_that_was_not_finite_is_null_in_the_result(tmp_path):
+    trained, resumed = TrainedSteps((1.0, math.nan), None, ""), TrainedSteps((math.inf,), None, "")
+    write_json(tmp_path / "result.json", to_plain(CertifyRunResult(trained, resumed)))
+    measured = runs.Measured(tmp_path)
+    assert loss_error(measured.losses, [1.0, 2.0]) == loss_error(measured.resumed_losses, [1.0]) == math.inf

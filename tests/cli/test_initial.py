@@ -76,5 +76,5 @@ def test_faults_of_the_tensors_are_found_before_anything_runs(folder: Path) -> N
     file.write_bytes(file.read_bytes().replace(b"model.norm.weight", b"model.norm.height"))
     assert told("recipe=tiny", "model=auto", f"init.from=hf:{folder}") == [
         ("init.from", f"{folder} lacks model.norm.weight"),
-        ("init.from", f"{folder} holds what the model has no place for: model.norm.height"),
+        ("init.from", f"{folder} holds tensors that the model lacks: model.norm.height"),
     ]

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from trainspec_cli.cli.load import detect_machine, load, plan_on
-from trainspec_cli.launch.probing import probe_path
+from trainspec_cli.launch.measuring import probe_path
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import to_plain

@@ -97,7 +97,7 @@ def test_a_fault_of_the_program_leaves_its_traceback_in_a_file(capsys, monkeypat
     monkeypatch.setattr(__main__, "dispatch", fail)
     assert __main__.run(["launch"]) == 1
     summary, place = capsys.readouterr().err.splitlines()
-    assert summary == "trainspec failed, by a fault of its own: ZeroDivisionError: oh"
+    assert summary == "trainspec failed because of a bug: ZeroDivisionError: oh"
     file = Path(place.removeprefix("the traceback is in "))
     assert "in fail" in file.read_text()
     file.unlink()

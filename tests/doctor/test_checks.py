@@ -14,7 +14,7 @@ Usage = namedtuple("Usage", "total used free")
 
 
 def test_this_host_is_looked_at_from_all_sides(tmp_path: Path) -> None:
-    found = checks.check_host(tmp_path, "cpu")
+    found = checks.check_node(tmp_path, "cpu")
     assert {"versions", "chips", "clock", "open files", "disk"} <= {check.name for check in found}
     assert all(check.advice for check in found if check.status != "ok")
     assert not list(tmp_path.iterdir()), "nothing is left behind"

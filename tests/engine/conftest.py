@@ -1,4 +1,5 @@
 import pytest
+import torch
 import torch.distributed as dist
 
 
@@ -8,3 +9,9 @@ def one_process(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def compile_anew():
+    """What earlier tests have compiled counts against the compiler's limits."""
+    torch._dynamo.reset()

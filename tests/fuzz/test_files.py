@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fuzz.conftest import damaged_bytes, ends, strange_variants, tell
+from lab.published import MODELS, SIZES
 
 from trainspec_cli.certify.certificate import digest
 from trainspec_cli.corpus import bpe
@@ -21,22 +22,12 @@ from trainspec_cli.huggingface import template_process
 from trainspec_cli.huggingface.chat_template import ChatTemplate
 from trainspec_cli.huggingface.config import read_model
 from trainspec_cli.huggingface.safetensors import make_header, open_checkpoint
-from trainspec_cli.launch.probing import read_probe
+from trainspec_cli.launch.measuring import read_probe
 
 CONFIG = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "vocab_size": 300,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 128,
+    **SIZES,
+    **MODELS["qwen3_moe"],
     "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16},
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
     "_name_or_path": "${oc.env:HOME}",
 }
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
@@ -87,21 +78,21 @@ def test_headers_of_weights(project: Path) -> None:
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 1 s"),
         ("{{ 'x' * 10**10 }}", "memory"),
-        ("{{ '%9999999999d' | format(1) }}", "chat template says"),
+        ("{{ '%9999999999d' | format(1) }}", "chat template failed"),
         (
             "{% set ns = namespace(s='x' * 1024) %}{% for a in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
             "says",
         ),
-        ("{{ lipsum(n=10**7) }}", "chat template says"),
+        ("{{ lipsum(n=10**7) }}", "chat template failed"),
         ("{{ 'x' * 20000000 }}", "characters"),
-        ("{{ messages[0].__class__.__mro__ }}", "chat template says"),
+        ("{{ messages[0].__class__.__mro__ }}", "chat template failed"),
     ],
 )
 def test_templates_that_fail_or_do_not_end(monkeypatch: pytest.MonkeyPatch, source: str, words: str) -> None:
     monkeypatch.setattr(template_process, "CPU_LIMIT_S", 1.0)
     template = ChatTemplate(source, {})
     for _ in range(2):  # and the process is there again for the next conversation
-        with ends(), pytest.raises(ValueError, match="the chat template says") as refused:
+        with ends(), pytest.raises(ValueError, match="the chat template failed") as refused:
             template.render(TALK)
         assert words in str(refused.value)
 

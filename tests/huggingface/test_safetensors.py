@@ -40,14 +40,14 @@ def test_a_file_that_was_cut_short_is_named(tmp_path, tensors):
     file = tmp_path / "model.safetensors"
     write(file, tensors)
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(MachineError, match=r"model.safetensors is cut short or altered: b does not lie"):
+    with pytest.raises(MachineError, match=r"model.safetensors is cut short or altered: b is not where"):
         read_header(file)
 
 
 @pytest.mark.parametrize("content", [b"", b"12345678{", struct.pack("<Q", 4) + b"[1,]", struct.pack("<Q", 2**62)])
 def test_what_is_no_safetensors_file_is_refused(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(MachineError, match=r"model.safetensors (is no safetensors|has a header)"):
+    with pytest.raises(MachineError, match=r"model.safetensors (is not a safetensors|has a header)"):
         open_checkpoint(tmp_path)
 
 
@@ -55,7 +55,7 @@ def test_a_file_of_the_index_that_is_missing_is_named(tmp_path, tensors):
     write(tmp_path / "one.safetensors", tensors)
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(MachineError, match=r"two.safetensors is missing, and the index names it"):
+    with pytest.raises(MachineError, match=r"two.safetensors is missing, but the index names it"):
         open_checkpoint(tmp_path)
 
 

@@ -19,7 +19,15 @@ import pytest
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 
+STEPS = 80
+WHOLE = ("recipe=tiny", f"train.max_steps={STEPS}")
+
 Trainspec = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def slow_from(step: int) -> str:
+    """Two seconds, so that a test which is held up still finds its run going."""
+    return f"fault=slow(step={step},seconds=0.1,steps=20)"
 
 
 @pytest.fixture(scope="session")
@@ -34,13 +42,19 @@ def trainspec(tmp_path: Path, environment: dict[str, str]) -> Trainspec:
     return partial(_run, tmp_path, environment)
 
 
-@pytest.fixture(scope="module")
-def trainspec_of_module(
-    tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
-) -> tuple[Trainspec, Path]:
-    """As `trainspec`, for what a module's tests share; and the folder it runs in."""
-    place = tmp_path_factory.mktemp("shared")
-    return partial(_run, place, environment), place
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> RunDir:
+    """A run of WHOLE that nobody touched: tests copy it, and hold runs against it that were disturbed."""
+    place = tmp_path_factory.mktemp("whole")
+    ended = _run(place, environment, "launch", *WHOLE, "checkpoint.interval_steps=10", "run.dir=run")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return RunDir(place / "run")
+
+
+@pytest.fixture(scope="session")
+def undisturbed(whole: RunDir) -> str:
+    """The digest of its weights."""
+    return str(json.loads(whole.result_json.read_text())["weights_sha256"])
 
 
 def _run(

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from trainspec_cli.cli.load import detect_machine, load, plan_on
-from trainspec_cli.launch.kernels import table_path
+from trainspec_cli.launch.measuring import table_path
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.kernels import TORCH, KernelFigure, KernelSpec, KernelTable

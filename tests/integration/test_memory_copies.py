@@ -1,22 +1,19 @@
 """Killed workers' state stays in the host's memory, and a resumed run goes on from there: no disk was needed."""
 
 import pytest
+from integration.conftest import WHOLE, slow_from
 
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.memory import memory_folder
 from trainspec_cli.rundir.paths import RunDir
 
-STEPS = "train.max_steps=200"
-"""So many that a test which is held up for seconds still finds its run going."""
-RECIPE = ("recipe=tiny", STEPS, "checkpoint.memory_interval_steps=3")
+RECIPE = (*WHOLE, "checkpoint.memory_interval_steps=3", slow_from(10))
 
 
 @pytest.mark.slow
 def test_kill_9_and_resume_from_memory(
-    wait_for_step, kill_everything, start_trainspec, trainspec, tmp_path, read_result
+    wait_for_step, kill_everything, start_trainspec, trainspec, tmp_path, read_result, undisturbed
 ):
-    ended = trainspec("launch", "recipe=tiny", STEPS, "run.dir=alone")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
     process = start_trainspec("launch", *RECIPE, "run.dir=killed")
     run_dir = RunDir(tmp_path / "killed")
     wait_for_step(run_dir, 14, process)
@@ -31,7 +28,7 @@ def test_kill_9_and_resume_from_memory(
     assert again["step"] >= 6
     assert again["step"] % 3 == 0
     assert again["restored_from"].startswith(str(folder))
-    assert read_result("killed")["weights_sha256"] == read_result("alone")["weights_sha256"]
+    assert read_result("killed")["weights_sha256"] == undisturbed
     assert not folder.exists(), "the disk has it now"
 
 

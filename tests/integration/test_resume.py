@@ -1,6 +1,5 @@
 """Killed, stopped and resumed runs end with the weights of one that was left alone, bit for bit."""
 
-import json
 import random
 import re
 import shutil
@@ -8,22 +7,12 @@ import signal
 import time
 
 import pytest
+from integration.conftest import STEPS, WHOLE, slow_from
 
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 
-STEPS = 150
-"""So many that a test which is held up for seconds still finds its run going."""
-RECIPE = ("recipe=tiny", f"train.max_steps={STEPS}", "checkpoint.interval_steps=10")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(trainspec_of_module):
-    """The weights' digest of a run that nobody touched."""
-    trainspec, place = trainspec_of_module
-    ended = trainspec("launch", *RECIPE, "run.dir=undisturbed")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return json.loads(RunDir(place / "undisturbed").result_json.read_text())["weights_sha256"]
+RECIPE = (*WHOLE, "checkpoint.interval_steps=10")
 
 
 @pytest.mark.slow
@@ -33,7 +22,7 @@ def test_kill_9_at_random_moments_and_resume(
     moments = random.Random(7)
     for attempt in range(5):
         run = f"killed{attempt}"
-        process = start_trainspec("launch", *RECIPE, f"run.dir={run}")
+        process = start_trainspec("launch", *RECIPE, f"run.dir={run}", slow_from(45))
         wait_for_step(RunDir(tmp_path / run), moments.randrange(1, 50), process)
         time.sleep(moments.uniform(0, 0.2))
         kill_everything(process)
@@ -46,7 +35,7 @@ def test_kill_9_at_random_moments_and_resume(
 def test_kill_9_of_one_worker_then_resume(
     wait_for_step, workers_of, start_trainspec, trainspec, tmp_path, read_result, undisturbed
 ):
-    process = start_trainspec("launch", *RECIPE, "run.dir=killed", "resilience=none")
+    process = start_trainspec("launch", *RECIPE, "run.dir=killed", "resilience=none", slow_from(5))
     wait_for_step(RunDir(tmp_path / "killed"), 12, process)
     while not RunDir(tmp_path / "killed").checkpoint_steps():
         time.sleep(0.005)
@@ -65,11 +54,17 @@ def test_kill_9_of_one_worker_then_resume(
     assert starts[1] >= 10, "from a checkpoint"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGTERM, id="SIGTERM"),
+        pytest.param(signal.SIGINT, id="Ctrl-C", marks=pytest.mark.slow),  # tests/cli has one
+    ],
+)
 def test_a_stopped_run_goes_on_at_the_next_sample(
     wait_for_step, start_trainspec, trainspec, tmp_path, read_result, undisturbed, number
 ):
-    process = start_trainspec("launch", "recipe=tiny", f"train.max_steps={STEPS}", "run.dir=stopped")
+    process = start_trainspec("launch", *WHOLE, "run.dir=stopped", slow_from(5))
     wait_for_step(RunDir(tmp_path / "stopped"), 5, process)
     process.send_signal(number)
     said = process.communicate(timeout=120)[0]
@@ -85,28 +80,26 @@ def test_a_stopped_run_goes_on_at_the_next_sample(
     assert steps == list(range(1, STEPS + 1)), "no step twice, none left out"
 
 
-def test_an_altered_checkpoint_is_refused_by_name(trainspec, tmp_path):
-    ended = trainspec("launch", "recipe=tiny", "train.max_steps=4", "run.dir=altered")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    part = RunDir(tmp_path / "altered").checkpoint(4) / "rank00001.safetensors"
+def test_an_altered_checkpoint_is_refused_by_name(trainspec, tmp_path, whole):
+    altered = RunDir(shutil.copytree(whole.root, tmp_path / "altered"))
+    part = altered.checkpoint(STEPS) / "rank00001.safetensors"
     content = bytearray(part.read_bytes())
     content[len(content) // 2] ^= 1
     part.write_bytes(content)
-    refused = trainspec("resume", "altered", "train.max_steps=8")
+    refused = trainspec("resume", "altered", f"train.max_steps={STEPS + 4}")
     assert refused.returncode != 0
     said = " ".join((refused.stdout + refused.stderr).split())
-    assert re.search(r"step_00000004/\s*rank00001.safetensors", said), said
+    assert re.search(rf"step_000000{STEPS}/\s*rank00001.safetensors", said), said
     assert "altered" in said
     assert "Traceback" not in said
 
 
-def test_what_a_killed_save_left_is_passed_over(trainspec, tmp_path, read_result):
-    assert trainspec("launch", "recipe=tiny", "train.max_steps=4", "run.dir=half").returncode == 0
-    run_dir = RunDir(tmp_path / "half")
-    shutil.copytree(run_dir.checkpoint(4), run_dir.checkpoints / ".step_00000006.killed.partial")
-    ended = trainspec("resume", "half", "train.max_steps=6")
+def test_what_a_killed_save_left_is_passed_over(trainspec, tmp_path, read_result, whole):
+    run_dir = RunDir(shutil.copytree(whole.root, tmp_path / "half"))
+    shutil.copytree(run_dir.checkpoint(STEPS), run_dir.checkpoints / f".step_000000{STEPS + 2}.killed.partial")
+    ended = trainspec("resume", "half", f"train.max_steps={STEPS + 2}")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert read_result("half")["steps"] == 6
+    assert read_result("half")["steps"] == STEPS + 2
     assert not list(run_dir.checkpoints.glob(".*"))
 
 

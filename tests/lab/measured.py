@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.cli.load import detect_machine, load, plan_on
-from trainspec_cli.launch.probing import probe_machine
+from trainspec_cli.launch.measuring import probe_machine
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.probe import MachineProbe
-
-PROBED = ("recipe=tiny", "precision=fp32")
 
 
 def measured_cache(factory: pytest.TempPathFactory) -> Path:
@@ -25,12 +25,17 @@ def measured_cache(factory: pytest.TempPathFactory) -> Path:
     return cache
 
 
+def probed() -> tuple[Plan, Machine]:
+    """What most runs of the tests are planned as, in as far as a probe depends on it."""
+    loaded = load(("recipe=tiny",))
+    machine = detect_machine(loaded.spec)
+    assert machine is not None
+    return plan_on(loaded, machine), machine
+
+
 def read_probe(cache: Path) -> MachineProbe:
-    """The probe of two processes, measured where the cache has none; other processes wait for it meanwhile."""
+    """The probe for `probed()`, measured where the cache has none; other processes wait for it meanwhile."""
     with (cache / "lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:
         fcntl.flock(lock, fcntl.LOCK_EX)
         patch.setenv("TRAINSPEC_CACHE", str(cache))
-        loaded = load(PROBED)
-        machine = detect_machine(loaded.spec)
-        assert machine is not None
-        return probe_machine(plan_on(loaded, machine), machine, lambda: None)
+        return probe_machine(*probed(), lambda: None)

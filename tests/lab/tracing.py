@@ -1,4 +1,4 @@
-"""Traces of the engine's step in forked processes: torch is imported once, not once a traced rank."""
+"""The engine's code on a rank that is not there, in forked processes: torch is imported once, not once a rank."""
 
 from __future__ import annotations
 
@@ -7,33 +7,39 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
-from trainspec_cli.launch.tracing import traced_ranks
+from trainspec_cli.launch.measuring import traced_ranks
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.tools import TraceResult
 
 TRACER = "trainspec_cli.engine.tools.trace"
 
 
 class Trace(Protocol):
-    def __call__(self, plan: Plan) -> dict[str, Any]: ...
+    def __call__(self, plan: Plan) -> TraceResult: ...
 
 
 @contextmanager
-def open_tracer() -> Iterator[Trace]:
-    """`trace(plan)` returns what `trace_plan(plan)` does. Each rank has a process of its own: a world leaves caches."""
+def open_forks() -> Iterator[ProcessPoolExecutor]:
+    """Each call has a process of its own, where no process group was made before: a world leaves caches behind."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([TRACER])
-    with ProcessPoolExecutor(max_workers=2, mp_context=context, max_tasks_per_child=1) as pool:
-        yield partial(_trace_plan, pool)
+    with ProcessPoolExecutor(max_workers=2, mp_context=context, max_tasks_per_child=1) as forks:
+        yield forks
 
 
-def _trace_plan(pool: ProcessPoolExecutor, plan: Plan) -> dict[str, Any]:
-    ranks = pool.map(_trace_rank, [(plan, rank) for rank in traced_ranks(plan)])
-    return max(ranks, key=lambda traced: traced["peak_memory_bytes"])
+def tracer(forks: ProcessPoolExecutor) -> Trace:
+    """`trace(plan)` returns what `trace_plan(plan)` does."""
+    return partial(_trace_plan, forks)
 
 
-def _trace_rank(asked: tuple[Plan, int]) -> dict[str, Any]:
+def _trace_plan(forks: ProcessPoolExecutor, plan: Plan) -> TraceResult:
+    ranks = forks.map(_trace_rank, [(plan, rank) for rank in traced_ranks(plan)])
+    return max(ranks, key=lambda traced: traced.peak_memory_bytes)
+
+
+def _trace_rank(asked: tuple[Plan, int]) -> TraceResult:
     import torch
 
     from trainspec_cli.engine.tools.trace import trace_rank

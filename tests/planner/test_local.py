@@ -126,6 +126,13 @@ def test_gradients_are_reduced_once_a_step_and_shards_are_gathered_for_every_mic
     assert sharded == pytest.approx(2 + gathered + reduced, rel=1e-3)
 
 
+def test_zero_1_reduces_once_a_step_and_frees_no_parameters_in_between() -> None:
+    probe = replace(RAW, all_gather=linear(1e-6), reduce_scatter=linear(1e-6))
+    seconds = predicted(made(layout=LayoutSpec(dp_shard=2, zero_stage=1)), probe).time_s["exposed_comm"]
+    gathered, reduced = 2 * 2e-6 * (4 * BLOCK + OUTSIDE), 4e-6 * (4 * BLOCK + OUTSIDE)
+    assert seconds == pytest.approx(2 + gathered + reduced, rel=1e-3)
+
+
 def test_memory_by_cause() -> None:
     planned, params = made(), 4 * BLOCK + OUTSIDE
     memory = predicted(planned, RAW).memory

@@ -36,7 +36,7 @@ def test_what_is_wrong_is_out_on_every_process_if_on_one() -> None:
     right, wrong = trial(0.5, 0.5, 0.5), trial(error=0.5)
     figures = judge_operation([{TORCH: DEFAULT, "x": right}, {TORCH: DEFAULT, "x": wrong}])
     assert figures["x"].verdict == "wrong"
-    assert "errs by 0.5" in figures["x"].reason
+    assert "error against fp64 is 0.5" in figures["x"].reason
 
 
 def test_no_number_is_wrong() -> None:

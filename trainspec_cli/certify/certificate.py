@@ -1,15 +1,16 @@
-"""The certificate: what was measured on what, under a digest that an alteration breaks."""
+"""The clauses of SPEC.md, which this reads, and the certificate: what was measured, under a digest."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from trainspec_cli.certify.clauses import SPEC, read_clauses, spec_version
 from trainspec_cli.certify.judge import Finding
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.launch.job.provenance import versions
@@ -17,6 +18,11 @@ from trainspec_cli.reading.files import UnreadableFileError
 from trainspec_cli.reading.json_file import Kind, check_field, read_object
 from trainspec_cli.spec.canonical import canonical_json, to_plain
 from trainspec_cli.spec.recipe.cluster import Machine
+
+SPEC = Path(__file__).with_name("SPEC.md")
+_VERSION = re.compile(r"^# The training spec, version (\S+)$", re.MULTILINE)
+_CLAUSE_TEXT = re.compile(r"^## (\S+) (MUST|SHOULD): (.+)\n\n((?:.+\n)+)", re.MULTILINE)
+
 
 SCHEMA = "trainspec.certificate/1"
 _HEAD: dict[str, Kind] = {"schema": str, "digest": str}
@@ -38,6 +44,28 @@ _CLAUSE: dict[str, Kind] = {
     "bound": float | None,
 }
 _FINDING: dict[str, Kind] = {"clause": str, "case": str, "passed": bool, "figures": dict}
+
+
+@dataclass(frozen=True)
+class Clause:
+    id: str
+    level: Literal["MUST", "SHOULD"]
+    title: str
+    text: str
+
+
+@lru_cache
+def spec_version() -> str:
+    found = _VERSION.search(SPEC.read_text(encoding="utf-8"))
+    assert found, "SPEC.md begins with its version"
+    return found.group(1)
+
+
+@lru_cache
+def read_clauses() -> dict[str, Clause]:
+    """Return the clauses by id, in the document's order."""
+    found = _CLAUSE_TEXT.findall(SPEC.read_text(encoding="utf-8"))
+    return {id: Clause(id, level, title, " ".join(text.split())) for id, level, title, text in found}
 
 
 def write_certificate(findings: Sequence[Finding], machine: Machine, *, date: str, whole: bool) -> dict[str, Any]:
@@ -109,7 +137,7 @@ def verify(file: Path) -> dict[str, Any]:
 
 
 def _digest_or_none(body: dict[str, Any]) -> str | None:
-    """None of what canonical JSON has no words for: NaN, infinity, half a surrogate pair."""
+    """Return None for what canonical JSON cannot hold: NaN, infinity, half a surrogate pair."""
     try:
         return digest(body)
     except ValueError:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-from trainspec_cli.certify.cases import SAVE_AT, Case, cases, refused
+from trainspec_cli.certify.cases import CLIP_NORM, SAVE_AT, Case, cases, refused
 from trainspec_cli.certify.families import FAMILIES
-from trainspec_cli.certify.runs import Run, Testimony, gradient_errors, loss_error
+from trainspec_cli.certify.runs import Measured, Run, gradient_errors, loss_error
 from trainspec_cli.spec.recipe.layout import Layout
 
 GRADIENT_BOUND = 1e-5
@@ -17,7 +17,7 @@ LOSS_BOUND = 1e-5
 FORMAT_FACTOR = 2.0
 """NUM-3: so many times the format's own error."""
 
-Heard = Mapping[Run, Testimony]
+Results = Mapping[Run, Measured]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Check:
+class ClauseCheck:
     """A clause on a case, and the runs that it takes."""
 
     clause: str
@@ -56,32 +56,32 @@ class Check:
         return (self.run, *([self.run.continues] if self.run.continues else []), reference)
 
 
-def checks(max_processes: int, only: Sequence[str] = ()) -> list[Check]:
-    """Those of the matrix, or those whose clause or case is named by a pattern of `only`."""
+def checks(max_processes: int, only: Sequence[str] = ()) -> list[ClauseCheck]:
+    """Return the checks of the matrix, or those whose clause or case is named by a pattern of `only`."""
     wanted = [check for check in _all_checks(max_processes) if check.run.case.layout.world_size <= max_processes]
     return [check for check in wanted if not only or any(_named(check, pattern) for pattern in only)]
 
 
-def _named(check: Check, pattern: str) -> bool:
+def _named(check: ClauseCheck, pattern: str) -> bool:
     return any(fnmatchcase(text, pattern) for text in (check.clause, check.run.name, check.run.case.family))
 
 
-def _all_checks(max_processes: int) -> Iterator[Check]:
+def _all_checks(max_processes: int) -> Iterator[ClauseCheck]:
     by_clause = cases(max_processes)
     for clause, found in by_clause.items():
         for case in found:
-            yield Check(clause, Run(case, losses=clause == "NUM-1"))
+            yield ClauseCheck(clause, Run(case, losses=clause == "NUM-1"))
             if clause == "NUM-1":
-                yield Check("NUM-2", Run(case))
+                yield ClauseCheck("NUM-2", Run(case))
     for family in FAMILIES:
         legal = [case.layout for case in by_clause["NUM-1"] if case.family == family]
         for layout in (layout for layout in KEPT if layout in legal):
             case = Case(family, layout, optimizer="adamw")
-            yield Check("NUM-6", Run(case, gradients=False))
-            yield Check("CKPT-1", Run(case, gradients=False, resume=True))
+            yield ClauseCheck("NUM-6", Run(case, gradients=False))
+            yield ClauseCheck("CKPT-1", Run(case, gradients=False, resume=True))
         for before, after in ((b, a) for b, a in MOVES if b in legal and (a in legal or a == Layout())):
             source = Run(Case(family, before, optimizer="adamw"), gradients=False, resume=True)
-            yield Check("CKPT-2", Run(Case(family, after, optimizer="adamw"), gradients=False, continues=source))
+            yield ClauseCheck("CKPT-2", Run(Case(family, after, optimizer="adamw"), gradients=False, continues=source))
 
 
 KEPT = (
@@ -108,7 +108,7 @@ def _in_fp64(case: Case) -> Run:
 
 
 def _own_format(case: Case) -> Run:
-    """What the format costs one process."""
+    """Return the run that shows what the format costs one process."""
     return Run(case.reference, losses=False)
 
 
@@ -116,26 +116,31 @@ def _again(run: Run) -> Run:
     return replace(run, take=1)
 
 
-def judge(check: Check, heard: Heard) -> Finding:
-    return _JUDGES[check.clause](check, heard)
+def judge(check: ClauseCheck, results: Results) -> Finding:
+    return _JUDGES[check.clause](check, results)
 
 
-def _judge_gradients(check: Check, heard: Heard) -> Finding:
-    errors = gradient_errors(heard[check.run], heard[Run(check.run.case.reference)])
+def _judge_gradients(check: ClauseCheck, results: Results) -> Finding:
+    errors = gradient_errors(results[check.run], results[Run(check.run.case.reference)])
     worst = max(errors, key=lambda name: errors[name])
     figures: dict[str, float | str] = {"worst_gradient_error": errors[worst], "parameter": worst}
     return _finding(check, errors[worst], GRADIENT_BOUND, figures)
 
 
-def _judge_losses(check: Check, heard: Heard) -> Finding:
-    error = loss_error(heard[check.run].losses, heard[Run(check.run.case.reference)].losses)
-    return _finding(check, error, LOSS_BOUND, {"worst_loss_error": error})
+def _judge_losses(check: ClauseCheck, results: Results) -> Finding:
+    """Clipping counts where it bound in each step: what is clipped by the norm of a part differs from there on."""
+    found, reference = results[check.run], results[Run(check.run.case.reference)]
+    error = loss_error(found.losses, reference.losses)
+    norms = [measured.result.trained.least_clipped_norm for measured in (found, reference)]
+    least = min((0.0 if norm is None else norm) for norm in norms)
+    finding = _finding(check, error, LOSS_BOUND, {"worst_loss_error": error, "least_clipped_norm": least})
+    return replace(finding, passed=finding.passed and least > CLIP_NORM)
 
 
-def _judge_format(check: Check, heard: Heard) -> Finding:
+def _judge_format(check: ClauseCheck, results: Results) -> Finding:
     """The worst ratio of a parameter's error to what the format itself costs it."""
-    exact = heard[_in_fp64(check.run.case)]
-    ours, own = (gradient_errors(heard[run], exact) for run in (check.run, _own_format(check.run.case)))
+    exact = results[_in_fp64(check.run.case)]
+    ours, own = (gradient_errors(results[run], exact) for run in (check.run, _own_format(check.run.case)))
     usual = sorted(own.values())[len(own) // 2]
     ratios = {name: error / max(own[name], usual) for name, error in ours.items()}
     worst = max(ratios, key=lambda name: ratios[name])
@@ -148,26 +153,28 @@ def _judge_format(check: Check, heard: Heard) -> Finding:
     return _finding(check, ratios[worst], FORMAT_FACTOR, figures)
 
 
-def _judge_repetition(check: Check, heard: Heard) -> Finding:
-    first, second = (heard[run].told["weights_sha256"] for run in (check.run, _again(check.run)))
+def _judge_repetition(check: ClauseCheck, results: Results) -> Finding:
+    first, second = (results[run].result.trained.weights_sha256 for run in (check.run, _again(check.run)))
     return Finding(check.clause, check.run.name, first == second, {"sha256": first, "again": second})
 
 
-def _judge_resume(check: Check, heard: Heard) -> Finding:
-    testimony = heard[check.run]
-    told, whole, resumed = testimony.told, testimony.losses[SAVE_AT:], testimony.resumed_losses
-    kept = told["weights_sha256"] == told["resumed"]["weights_sha256"]
+def _judge_resume(check: ClauseCheck, results: Results) -> Finding:
+    measured = results[check.run]
+    trained, resumed = measured.result.trained, measured.result.resumed
+    again_sha256 = resumed.weights_sha256 if resumed else ""
+    whole = measured.losses[SAVE_AT:]
     figures: dict[str, float | str] = {
-        "sha256": told["weights_sha256"],
-        "resumed": told["resumed"]["weights_sha256"],
-        "worst_loss_error": loss_error(resumed, whole),
+        "sha256": trained.weights_sha256,
+        "resumed": again_sha256,
+        "worst_loss_error": loss_error(measured.resumed_losses, whole),
     }
-    return Finding(check.clause, check.run.name, kept and resumed == whole, figures)
+    kept = trained.weights_sha256 == again_sha256 and measured.resumed_losses == whole
+    return Finding(check.clause, check.run.name, kept, figures)
 
 
-def _judge_move(check: Check, heard: Heard) -> Finding:
-    alone = heard[Run(check.run.case.reference)].losses
-    error = loss_error(heard[check.run].losses, alone[SAVE_AT:])
+def _judge_move(check: ClauseCheck, results: Results) -> Finding:
+    alone = results[Run(check.run.case.reference)].losses
+    error = loss_error(results[check.run].losses, alone[SAVE_AT:])
     return _finding(check, error, LOSS_BOUND, {"worst_loss_error": error})
 
 
@@ -183,7 +190,7 @@ _JUDGES = {
 }
 
 
-def _finding(check: Check, error: float, bound: float, figures: dict[str, float | str]) -> Finding:
+def _finding(check: ClauseCheck, error: float, bound: float, figures: dict[str, float | str]) -> Finding:
     passed = math.isfinite(error) and error <= bound
     return Finding(check.clause, check.run.name, passed, figures, bound)
 

@@ -1,4 +1,4 @@
-"""Runs of the engine's witness: real torchrun jobs, one for each number of processes, many runs in each."""
+"""Runs of the certify worker: real torchrun jobs, one for each number of processes, many runs in each."""
 
 from __future__ import annotations
 
@@ -7,21 +7,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from trainspec_cli.certify.cases import SAVE_AT, STEPS, Case, build_plan
-from trainspec_cli.errors import Interrupted, MachineError, Problem
-from trainspec_cli.launch.backend.local import LocalBackend
-from trainspec_cli.launch.failure import tail
-from trainspec_cli.launch.job.job import build_job
-from trainspec_cli.launch.supervise import supervise
-from trainspec_cli.rundir.files import read_json, write_json
-from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.certify.cases import CLIP_FROM, CLIP_NORM, SAVE_AT, STEPS, Case, build_plan
+from trainspec_cli.errors import MachineError
+from trainspec_cli.launch.tools import CERTIFY, Tool, run_tool, torchrun
+from trainspec_cli.rundir.files import read_json
+from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.recipe.cluster import Machine
-
-WITNESS = ("-m", "trainspec_cli.engine.tools.certify_worker")
+from trainspec_cli.spec.results.tools import CertifyRequest, CertifyResult, CertifyRun, CertifyRunResult
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class Run:
     """Save in the middle, and go the second half again from there."""
     continues: Run | None = None
     take: int = 0
-    """Tells repetitions of one run apart."""
+    """The number of a repetition."""
 
     @property
     def name(self) -> str:
@@ -50,37 +46,45 @@ class Run:
             words.append(f"again{self.take}")
         return "-".join(words)
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "steps": STEPS if self.losses else 0,
-            "gradients": self.gradients,
-            "resume": self.resume,
-            "save_at": SAVE_AT if self.resume else None,
-            "continues": self.continues.name if self.continues else None,
-        }
+    @property
+    def clips(self) -> bool:
+        """Return whether later steps clip: adaptive optimizers hide a gradient that is wrong by a factor."""
+        return self.losses and self.case.optimizer == "sgd"
+
+    def request(self, device: Literal["cpu", "cuda"]) -> CertifyRun:
+        return CertifyRun(
+            build_plan(self.case, device),
+            steps=STEPS if self.losses else 0,
+            gradients=self.gradients,
+            clip_from=CLIP_FROM if self.clips else None,
+            clip_norm=CLIP_NORM,
+            save_at=SAVE_AT if self.resume else None,
+            resume=self.resume,
+            continues=self.continues.name if self.continues else None,
+        )
 
 
 @dataclass(frozen=True)
-class Testimony:
-    """What a run left behind."""
+class Measured:
+    """The folder of a run that has ended, and what it holds."""
 
     folder: Path
 
     @cached_property
-    def told(self) -> dict[str, Any]:
-        return read_json(self.folder / "witness.json")
+    def result(self) -> CertifyRunResult:
+        return from_plain(CertifyRunResult, read_json(self.folder / "result.json"))
 
     @property
     def losses(self) -> list[float]:
-        return _losses(self.told["losses"])
+        return _finite_or_nan(self.result.trained.losses)
 
     @property
     def resumed_losses(self) -> list[float]:
-        return _losses(self.told["resumed"]["losses"])
+        return _finite_or_nan(self.result.resumed.losses) if self.result.resumed else []
 
     @cached_property
     def gradients(self) -> dict[str, np.ndarray]:
-        """Of all stages, by parameter."""
+        """Read the gradients of all stages, by parameter."""
         found: dict[str, np.ndarray] = {}
         for path in sorted(self.folder.glob("gradients.stage*.npz")):
             with np.load(path) as stage:
@@ -88,30 +92,29 @@ class Testimony:
         return found
 
 
-def _losses(told: Sequence[float | None]) -> list[float]:
-    """JSON has null for what is not finite."""
-    return [math.nan if loss is None else loss for loss in told]
+def _finite_or_nan(losses: Sequence[float | None]) -> list[float]:
+    return [math.nan if loss is None else loss for loss in losses]
 
 
-def hear(
+def measure(
     runs: Iterable[Run],
     folder: Path,
     machine: Machine,
     on_progress: Callable[[int], None],
-    worker: Sequence[str] = WITNESS,
-) -> dict[Run, Testimony]:
-    """Run all of them below `folder`; `on_progress` is told how many are done.
+    tool: Tool[CertifyRequest, CertifyResult] = CERTIFY,
+) -> dict[Run, Measured]:
+    """Run all of them below `folder`; `on_progress` gets the number of those that are done.
 
-    Raises MachineError where a job fails, Interrupted where a stop was asked for.
+    Raises MachineError where a job fails, Interrupted where a stop was requested.
     """
     wanted = list(dict.fromkeys(runs))
     for batch in _batches(wanted):
-        _run_batch(batch, folder, machine, worker, lambda: on_progress(_count_done(wanted, folder)))
-    return {run: Testimony(folder / run.name) for run in wanted}
+        _run_batch(batch, folder, machine, tool, lambda: on_progress(_count_done(wanted, folder)))
+    return {run: Measured(folder / run.name) for run in wanted}
 
 
 def _count_done(runs: Sequence[Run], folder: Path) -> int:
-    return sum((folder / run.name / "witness.json").is_file() for run in runs)
+    return sum((folder / run.name / "result.json").is_file() for run in runs)
 
 
 def _batches(runs: Sequence[Run]) -> list[list[Run]]:
@@ -125,38 +128,33 @@ def _batches(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def _run_batch(
-    batch: Sequence[Run], folder: Path, machine: Machine, worker: Sequence[str], on_tick: Callable[[], None]
+    batch: Sequence[Run],
+    folder: Path,
+    machine: Machine,
+    tool: Tool[CertifyRequest, CertifyResult],
+    on_tick: Callable[[], None],
 ) -> None:
     device: Literal["cpu", "cuda"] = "cuda" if machine.gpu_names else "cpu"
-    plans = {run: build_plan(run.case, device) for run in batch}
-    for run, plan in plans.items():
-        write_json(folder / run.name / "plan.json", to_plain(plan))
-        write_json(folder / run.name / "run.json", run.as_json())
-    world_size = batch[0].case.layout.world_size
-    root = folder / f"job{world_size}{'-later' if batch[0].continues else ''}"
-    write_json(root / "runs.json", [run.name for run in batch])
-    job = build_job(plans[batch[0]], root, machine, worker=worker)
-    job = replace(job, environment={**job.environment, "OMP_NUM_THREADS": "1"})  # threads of small work only wait
-    ending = supervise(job, None, LocalBackend, lambda _: on_tick())
-    if ending.stop_requested:
-        raise Interrupted("the certification was interrupted", code="interrupted")
-    if ending.exit_code != 0:
-        raise MachineError(_failure(batch, folder, sorted(job.logs.rglob("stderr.log")) or [job.torchrun_log]))
+    request = CertifyRequest(str(folder.absolute()), {run.name: run.request(device) for run in batch})
+    for run in batch:
+        (folder / run.name).mkdir(parents=True, exist_ok=True)
+    # Threads of small work only wait.
+    where = torchrun(request.runs[batch[0].name].plan, machine, {"OMP_NUM_THREADS": "1"})
+    try:
+        run_tool(tool, request, where, on_tick=on_tick)
+    except MachineError as error:
+        # The first run without a result is the one that failed.
+        failed = next((run.name for run in batch if not (folder / run.name / "result.json").is_file()), batch[-1].name)
+        problem = error.problems[0]
+        message = f"the run {failed} failed: {problem.message}"
+        raise MachineError(replace(problem, message=message, hint=f"run it alone: --only {failed}")) from error
     on_tick()
-
-
-def _failure(batch: Sequence[Run], folder: Path, logs: Sequence[Path]) -> Problem:
-    """Names the first run without a testimony, which is the one that failed."""
-    failed = next((run.name for run in batch if not (folder / run.name / "witness.json").is_file()), batch[-1].name)
-    return Problem(
-        "run_failed", f"the run {failed} failed\n\n{tail(logs[0], 15)}", hint=f"run it alone: --only {failed}"
-    )
 
 
 # Figures
 
 
-def gradient_errors(found: Testimony, reference: Testimony) -> dict[str, float]:
+def gradient_errors(found: Measured, reference: Measured) -> dict[str, float]:
     """Relative Euclidean error of each parameter's gradient; infinite where it is missing or has another shape."""
     errors: dict[str, float] = {}
     for name in reference.gradients.keys() | found.gradients.keys():

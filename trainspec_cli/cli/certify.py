@@ -16,7 +16,7 @@ from trainspec_cli.spec.json_text import json_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trainspec_cli.certify.judge import Check, Finding
+    from trainspec_cli.certify.judge import ClauseCheck, Finding
     from trainspec_cli.spec.recipe.cluster import Machine
 
 app = typer.Typer(add_completion=False)
@@ -90,7 +90,7 @@ def _machine() -> Machine:
     return detect(look_for_gpus=True)
 
 
-def _checks(only: list[str], processes: int) -> list[Check]:
+def _checks(only: list[str], processes: int) -> list[ClauseCheck]:
     """Raises RecipeError where a pattern names nothing."""
     from trainspec_cli.certify.judge import checks
 
@@ -101,7 +101,7 @@ def _checks(only: list[str], processes: int) -> list[Check]:
 
 
 def _names_nothing(pattern: str, processes: int) -> Problem:
-    from trainspec_cli.certify.clauses import read_clauses
+    from trainspec_cli.certify.certificate import read_clauses
     from trainspec_cli.certify.families import FAMILIES
 
     names = [*read_clauses(), *FAMILIES]
@@ -112,7 +112,7 @@ def _names_nothing(pattern: str, processes: int) -> Problem:
 
 
 def _certify(
-    wanted: list[Check], only: list[str], processes: int, machine: Machine, console: Console
+    wanted: list[ClauseCheck], only: list[str], processes: int, machine: Machine, console: Console
 ) -> dict[str, Any]:
     from datetime import UTC, datetime
 
@@ -125,18 +125,18 @@ def _certify(
     return write_certificate(findings, machine, date=datetime.now(UTC).date().isoformat(), whole=not only)
 
 
-def _measure(wanted: list[Check], machine: Machine, console: Console) -> list[Finding]:
+def _measure(wanted: list[ClauseCheck], machine: Machine, console: Console) -> list[Finding]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from trainspec_cli.certify.judge import judge
-    from trainspec_cli.certify.runs import hear
+    from trainspec_cli.certify.runs import measure
 
     runs = list(dict.fromkeys(run for check in wanted for run in check.runs))
     columns = (TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with tempfile.TemporaryDirectory(prefix="trainspec-certify-") as folder, Progress(*columns, console=console) as bar:
         task = bar.add_task("runs", total=len(runs))
-        heard = hear(runs, Path(folder), machine, lambda done: bar.update(task, completed=done))
-        return [judge(check, heard) for check in wanted]
+        results = measure(runs, Path(folder), machine, lambda done: bar.update(task, completed=done))
+        return [judge(check, results) for check in wanted]
 
 
 def _tell(body: dict[str, Any], console: Console, *, as_json: bool) -> int:

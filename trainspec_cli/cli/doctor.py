@@ -1,11 +1,11 @@
-"""`trainspec doctor`: whether this host, or every host of a Slurm job, is fit to train."""
+"""`trainspec doctor`: examine this node, or every node of a Slurm job."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,7 @@ from trainspec_cli.trust import private_files
 
 if TYPE_CHECKING:
     from trainspec_cli.cli.load import Loaded
+    from trainspec_cli.doctor.examine import Examined
     from trainspec_cli.spec.recipe.cluster import Machine
 
 app = typer.Typer(add_completion=False)
@@ -31,9 +32,9 @@ Arguments = Annotated[
 
 @app.command()
 def doctor(arguments: Arguments = None, as_json: AsJson = False) -> int:
-    """Look at this host: what it has, how it is set, how fast it is, what its processes reach of one another.
+    """Look at this node: what it has, how it is set, how fast it is, what its processes reach of one another.
 
-    Inside a Slurm job (salloc, sbatch --wrap) at every host of the job: the slowest is named. Exit code 4 where
+    Inside a Slurm job (salloc, sbatch --wrap) at every node of the job: the slowest is named. Exit code 4 where
     something fails.
     """
     from trainspec_cli.doctor.diagnosis import diagnose
@@ -42,16 +43,16 @@ def doctor(arguments: Arguments = None, as_json: AsJson = False) -> int:
     named = any(argument.startswith("recipe=") for argument in given)
     diagnosis = diagnose(*_examine([*([] if named else [DEFAULT_RECIPE]), *given]))
     if as_json:
-        print(json_text(diagnosis))
+        print(json_text(diagnosis.as_json()))
     else:
         from trainspec_cli.cli.console import PrintableConsole
         from trainspec_cli.report.doctor_text import render_diagnosis
 
         PrintableConsole(highlight=False, soft_wrap=True).print(render_diagnosis(diagnosis))
-    return MachineError.exit_code if diagnosis["status"] == "fail" else 0
+    return MachineError.exit_code if diagnosis.status == "fail" else 0
 
 
-def _examine(arguments: list[str]) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+def _examine(arguments: list[str]) -> Examined:
     from trainspec_cli.cli.load import detect_machine, load, plan_for
     from trainspec_cli.doctor.examine import examine_here
 
@@ -71,10 +72,10 @@ def _any_batch(arguments: list[str], nodes: int) -> list[str]:
     return [] if any(argument.startswith(f"{key}=") for argument in arguments) else [f"{key}={5040 * nodes}"]
 
 
-def _examine_job(loaded: Loaded, machine: Machine) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """From the job's first host, by srun; below ./runs, which the hosts share."""
+def _examine_job(loaded: Loaded, machine: Machine) -> Examined:
+    """Examine from the job's first node, by srun; below ./runs, which the nodes share."""
     from trainspec_cli.cli.load import plan_for
-    from trainspec_cli.doctor.examine import examine_hosts
+    from trainspec_cli.doctor.examine import examine_nodes
     from trainspec_cli.launch.backend.nodes.backend import Reach, agent_command
     from trainspec_cli.launch.slurm import commands as slurm
     from trainspec_cli.launch.slurm.script import srun_command
@@ -84,4 +85,4 @@ def _examine_job(loaded: Loaded, machine: Machine) -> tuple[list[dict[str, Any]]
     with private_files():
         SHARED.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=SHARED) as folder:
-            return examine_hosts(plan, reach, Path(folder).absolute())
+            return examine_nodes(plan, reach, Path(folder).absolute())

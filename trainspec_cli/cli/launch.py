@@ -133,11 +133,10 @@ def prepare_data(loaded: Loaded, console: Console) -> Path | None:
     from trainspec_cli.corpus.labelled import find_samples
     from trainspec_cli.corpus.prepare import prepare
     from trainspec_cli.report.live import showing_progress
-    from trainspec_cli.spec.recipe.model import ConvModel
 
     spec = loaded.spec
     try:
-        if isinstance(spec.model, ConvModel):
+        if spec.model.unit == "samples":
             return find_samples(spec.data, spec.model)
         with showing_progress(console) as on_progress:
             folder = prepare(spec.data, on_progress)

@@ -101,7 +101,7 @@ def _plan(arguments: Sequence[str], *, trace: bool = False) -> dict[str, Any]:
 
 def _trace(spec: RunSpec, capacity: CapacityPlan) -> dict[str, Any]:
     """Of the fastest candidate that the engine runs. Raises PlanError where it runs none of those shown."""
-    from trainspec_cli.launch.tracing import trace_plan
+    from trainspec_cli.launch.measuring import trace_plan
     from trainspec_cli.planner.memory.engine import tensors_by_cause
     from trainspec_cli.planner.search.auto import as_plan, is_run
     from trainspec_cli.report.plan.trace import trace_as_json

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 
 from trainspec_cli.errors import MachineError, PlanError, Problem
-from trainspec_cli.launch.probing import DISTURBED_HOLDS_S, probe_machine, probe_path, read_probe
+from trainspec_cli.launch.measuring import DISTURBED_HOLDS_S, probe_machine, probe_path, read_probe
 from trainspec_cli.planner.hardware.device import device_limit_bytes, is_known, predict_device
 from trainspec_cli.planner.local import is_predictable, predict_local
 from trainspec_cli.planner.search.fitting import Predict, suggest

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from trainspec_cli.doctor.examine import host_command
-from trainspec_cli.doctor.judge import refuse_unfit
+from trainspec_cli.doctor.diagnosis import refuse_unfit
+from trainspec_cli.doctor.examine import node_command
 from trainspec_cli.doctor.preflight import Needs, preflight
 from trainspec_cli.launch.backend.nodes.backend import Examination
 from trainspec_cli.planner.run.forecast import checkpoint_bytes
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.results.doctor import NodeReport
 from trainspec_cli.spec.results.plan import Plan
 
 
@@ -33,14 +33,14 @@ def examine_all(plan: Plan, run: RunDir, console: Console) -> Examination | None
     if not plan.spec.run.preflight:
         return None
 
-    def judge(reports: Sequence[dict[str, Any]]) -> None:
+    def judge(reports: Sequence[NodeReport]) -> None:
         refuse_unfit(reports)
         for report in reports:
-            for check in report["checks"]:
-                if check["status"] == "warn":
-                    _warn(console, f"{report['host']}: {check['name']}", check["found"], check["advice"])
+            for check in report.checks:
+                if check.status == "warn":
+                    _warn(console, f"{report.host}: {check.name}", check.found, check.advice)
 
-    return Examination(host_command(plan, run.root), judge)
+    return Examination(node_command(plan, run.root), judge)
 
 
 def _needs(plan: Plan, written: int, *, force: bool) -> Needs:

@@ -122,8 +122,8 @@ def _change(run_dir: RunDir, old: Plan, changes: list[str]) -> Loaded:
     from trainspec_cli.rundir.record import read_about
     from trainspec_cli.spec.canonical import to_plain
     from trainspec_cli.spec.recipe.run import RunSpec
+    from trainspec_cli.spec.rules.check import check
     from trainspec_cli.spec.rules.engine import check_engine
-    from trainspec_cli.spec.rules.rules import check
     from trainspec_cli.spec.structure import build
 
     values = to_plain(old.spec)

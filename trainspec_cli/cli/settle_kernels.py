@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from trainspec_cli.launch.kernels import measure_kernels, read_table, table_path
+from trainspec_cli.launch.measuring import measure_kernels, read_table, table_path
 from trainspec_cli.report.kernels_text import describe_choice
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.kernels import KernelTable

@@ -20,7 +20,7 @@ def validate(arguments: RecipeArguments, as_json: AsJson = False) -> None:
     """Find every problem of a recipe at once: keys, types, sizes that do not divide, files and GPUs that lack."""
     from trainspec_cli.cli.load import Loaded, detect_machine, examine, plan_on, require
     from trainspec_cli.cli.problems import render_json
-    from trainspec_cli.spec.rules.rules import check_machine
+    from trainspec_cli.spec.rules.check import check_machine
 
     examined = examine(arguments)
     machine = detect_machine(examined.draft)

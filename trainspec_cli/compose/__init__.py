@@ -1,1 +1,1 @@
-"""Recipe text -> plain dict with the file:line of every value. Knows no meanings: those are `spec`'s."""
+"""Compose recipe text into a plain dict with the file:line of every value. `spec` interprets the values."""

@@ -1,1 +1,1 @@
-"""Text to token shards: sources, held-out split, tokenizer, the folder on disk, the order of samples. Torch-free."""
+"""Text to token shards: sources, held-out split, tokenizer, folders on disk, order of samples; and labelled images."""

@@ -1,1 +1,1 @@
-"""Whether the hosts of a job are fit: what each has and can do, what they reach of one another, and who is slowest."""
+"""The examination of a job's nodes: what each has and can do, how fast their links are, and which is slowest."""

@@ -1,4 +1,4 @@
-"""Checks of this host, without torch: what it has, how it is set, how fast its disk is."""
+"""Checks of this node, without torch: what it has, how it is set, how fast its disk is."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import psutil
 
-from trainspec_cli.launch.job.machine import cpu_model, detect, visible_gpus
+from trainspec_cli.launch.job.machine import detect, visible_gpus
 from trainspec_cli.launch.job.provenance import versions
+from trainspec_cli.node import cpu_name
+from trainspec_cli.spec.results.doctor import Check
 from trainspec_cli.units import format_bytes
-
-Status = Literal["ok", "warn", "fail"]
 
 SHM_BYTES = 2**30
 """NCCL and the data loaders talk through /dev/shm; containers often have 64 MiB of it."""
@@ -36,17 +34,8 @@ CLOCK_TOOLS = (("chronyc", "tracking"), ("timedatectl", "show", "--property=NTPS
 TOOL_TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True)
-class Check:
-    name: str
-    status: Status
-    found: str
-    advice: str = ""
-    """What to do about it."""
-
-
-def check_host(folder: Path, device: str) -> list[Check]:
-    """In the order they are shown; `folder` is where the run is kept."""
+def check_node(folder: Path, device: str) -> list[Check]:
+    """Make all checks, in the order they are shown; `folder` is where the run is kept."""
     chips = [*check_chips(device), *(check_gpus() if device == "cuda" else ())]
     links = [*check_rdma(), *check_links(), *check_clock()]
     return [*check_versions(), *chips, *check_memory(), *links, *check_shm(), *check_limits(), *check_disk(folder)]
@@ -69,11 +58,11 @@ def check_chips(device: str) -> Iterator[Check]:
         yield Check("chips", "fail", "no GPU is visible", "look at nvidia-smi, and at what the job was given")
     else:
         memory = format_bytes(machine.memory_bytes)
-        yield Check("chips", "ok", f"{machine.cpu_cores} cores of {cpu_model() or platform.processor()}, {memory}")
+        yield Check("chips", "ok", f"{machine.cpu_cores} cores of {cpu_name()}, {memory}")
 
 
 def check_gpus(needed_bytes: float = 0.0) -> Iterator[Check]:
-    """Whether somebody else is on them; `needed_bytes` as in `check_memory`, of each."""
+    """Check whether somebody else uses them; `needed_bytes` as in `check_memory`, of each."""
     for number, gpu in enumerate(visible_gpus()):
         taken = gpu.memory_bytes - gpu.free_bytes
         found = f"GPU {number} ({gpu.name}): {format_bytes(taken)} of {format_bytes(gpu.memory_bytes)} are taken"
@@ -131,17 +120,17 @@ def check_links() -> Iterator[Check]:
 
 
 def check_clock() -> Iterator[Check]:
-    """Whether something keeps it; how far hosts are apart is seen when they are compared."""
+    """Check whether something keeps it; how far nodes are apart is seen when they are compared."""
     for command in CLOCK_TOOLS:
         if shutil.which(command[0]):
             try:
-                said = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S).stdout
+                output = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S).stdout
             except subprocess.TimeoutExpired:
                 continue
-            if "Leap status     : Normal" in said or "NTPSynchronized=yes" in said:
+            if "Leap status     : Normal" in output or "NTPSynchronized=yes" in output:
                 yield Check("clock", "ok", f"kept in time ({command[0]})")
                 return
-    yield Check("clock", "ok", "nothing here tells whether it is kept in time")
+    yield Check("clock", "ok", "nothing here reports whether it is kept in time")
 
 
 def check_shm(folder: Path = Path("/dev/shm")) -> Iterator[Check]:

@@ -1,73 +1,72 @@
-"""The examination of this host, or of all hosts of a Slurm job: their reports, and the links between the processes."""
+"""The examination of this node, or of all nodes of a job: their reports, and the links between the processes.
+
+`python -m trainspec_cli.doctor.examine FOLDER cpu|cuda bf16|fp32` examines one node and prints its report, one line of
+JSON.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from trainspec_cli.doctor import host
-from trainspec_cli.errors import Interrupted, MachineError, Problem
-from trainspec_cli.launch.backend import OpenBackend
-from trainspec_cli.launch.backend.local import LocalBackend
-from trainspec_cli.launch.backend.nodes.backend import Examination, NodesBackend, Reach, build_nodes_job
-from trainspec_cli.launch.failure import tail
-from trainspec_cli.launch.job.job import Job, build_job
-from trainspec_cli.launch.supervise import supervise
-from trainspec_cli.rundir.files import read_json, write_json
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.doctor.checks import check_node
+from trainspec_cli.errors import MachineError
+from trainspec_cli.launch.backend.nodes.backend import Examination, Reach
+from trainspec_cli.launch.tools import LINKS, SPEED, on_nodes, run_tool, torchrun
+from trainspec_cli.node import node_name
 from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.results.doctor import Check, NodeReport
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.tools import Compute, Device, LinksRequest, LinksResult, SpeedRequest, SpeedResult
 
-LINKS = ("-m", "trainspec_cli.engine.tools.links")
-
-
-def examine_here(plan: Plan, machine: Machine, root: Path) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """-> (one report, its processes' links; None for a single process)"""
-    reports = [host.examine_host(root, plan.device, plan.compute)]
-    if plan.world_size == 1:
-        return reports, None
-    job = build_job(plan, root, machine, worker=(*LINKS, plan.device))
-    return reports, _measure_links(job, None, LocalBackend)
+Examined = tuple[Sequence[NodeReport], LinksResult | None]
+"""A report of each node, and the processes' links; None for a single process."""
 
 
-def examine_hosts(plan: Plan, reach: Reach, root: Path) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """-> (a report of each host, links). `root` is on a file system that they share. Raises MachineError."""
-    reports: list[dict[str, Any]] = []
-    write_json(RunDir(root).plan_json, to_plain(plan))
-    examination = Examination(host_command(plan, root), _keep(reports))
-    backend = partial(NodesBackend, reach=reach, worker=(*LINKS, plan.device), examination=examination)
-    return reports, _measure_links(build_nodes_job(plan, root, reach), plan, backend)
+def examine_here(plan: Plan, machine: Machine, folder: Path) -> Examined:
+    """`folder` is on the disk that is measured."""
+    report = examine_node(folder, plan.device, plan.compute)
+    links = run_tool(LINKS, LinksRequest(plan.device), torchrun(plan, machine)) if plan.world_size > 1 else None
+    return [report], links
 
 
-def host_command(plan: Plan, root: Path) -> tuple[str, ...]:
-    """Examines one host; `root` is where the run is kept."""
-    return (sys.executable, "-m", host.__name__, str(root), plan.device, plan.compute)
+def examine_nodes(plan: Plan, reach: Reach, folder: Path) -> Examined:
+    """Examine every node of a job. `folder` is on a file system that they share. Raises MachineError.
+
+    The doctor refuses no node: it wants the reports of all.
+    """
+    reports: list[NodeReport] = []
+    examination = Examination(node_command(plan, folder), reports.extend)
+    links = run_tool(LINKS, LinksRequest(plan.device), on_nodes(plan, reach, examination), shared=folder)
+    return reports, links
 
 
-def _keep(reports: list[dict[str, Any]]) -> Callable[[Sequence[dict[str, Any]]], None]:
-    """The doctor refuses nobody: it wants to hear all."""
-    return reports.extend
+def node_command(plan: Plan, folder: Path) -> tuple[str, ...]:
+    """Return the command that examines one node; `folder` is where the run is kept."""
+    return (sys.executable, "-m", "trainspec_cli.doctor.examine", str(folder), plan.device, plan.compute)
 
 
-def _measure_links(job: Job, plan: Plan | None, backend: OpenBackend) -> dict[str, Any]:
-    """Raises MachineError where the processes cannot reach one another."""
-    ending = supervise(job, plan, backend)
-    if ending.stop_requested:
-        raise Interrupted("the examination was interrupted", code="interrupted")
-    figures = job.root / "links.json"
-    if not figures.is_file():
-        raise MachineError(_failure(job))
-    links: dict[str, Any] = read_json(figures)
-    return links
+def examine_node(folder: Path, device: Device, compute: Compute) -> NodeReport:
+    checks = check_node(folder, device)
+    speed: SpeedResult | None = None
+    try:
+        speed = run_tool(SPEED, SpeedRequest(device, compute))
+    except MachineError as error:
+        found = str(error).splitlines()
+        advice = "run python -c 'import torch' on that node"
+        checks.append(Check("speed", "fail", ": ".join(dict.fromkeys((found[0], found[-1]))), advice))
+    return NodeReport(node_name(), time.time(), tuple(checks), speed)
 
 
-def _failure(job: Job) -> Problem:
-    words = [str(read_json(path)["message"]) for path in sorted(job.run.errors_folder.glob("*.json"))]
-    logs = [log for log in sorted(job.logs.rglob("*.log")) if log.stat().st_size]
-    message = "\n".join(["the processes could not be joined", *words, *(tail(log, 10) for log in logs[:1])]).strip()
-    hint = "look at the interface that leads to the other hosts (ip route), at its firewall, and at `links` above"
-    return Problem("links_failed", message, hint=hint, environment=True)
+def main() -> None:
+    folder, device, compute = sys.argv[1:]
+    report = examine_node(Path(folder), device, compute)  # type: ignore[arg-type]  # as `node_command` has written them
+    print(json_text(to_plain(report), indent=None))
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ Mark = float | torch.cuda.Event
 
 
 def mark(*, on_gpu: bool) -> Mark:
-    """Now; on a GPU, when the device reaches it on the compute stream."""
+    """Mark now; on a GPU, the moment at which the compute stream gets here."""
     if not on_gpu:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -19,13 +19,13 @@ def mark(*, on_gpu: bool) -> Mark:
 
 
 def wait_for(moment: Mark) -> None:
-    """Until the device has reached it."""
+    """Wait until the device has reached `moment`."""
     if isinstance(moment, torch.cuda.Event):
         moment.synchronize()
 
 
 def elapsed_s(start: Mark, end: Mark) -> float:
-    """On a GPU the device must have reached both."""
+    """Return the seconds between two moments; on a GPU the device must have reached both."""
     if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
         return start.elapsed_time(end) / 1e3
     return float(end) - float(start)  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""Hugging Face's formats, in and out: config.json, safetensors files, names of tensors, tokenizers. Torch-free."""
+"""Read and write Hugging Face's formats: config.json, safetensors files, names of tensors, tokenizers. Torch-free."""

@@ -1,4 +1,4 @@
-"""LoRA adapters by PEFT's names, and the adapter_config.json beside them."""
+"""LoRA adapters under PEFT's names, and their adapter_config.json."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PROJECTIONS = {
 
 
 def adapters_of(parameter: Parameter, lora: LoraSpec) -> list[Parameter]:
-    """The two halves of a matrix's adapter, (R, D) and (F, R); none where it has none."""
+    """Return the two halves of a matrix's adapter, (R, D) and (F, R); none if it has no adapter."""
     owner, _, leaf = parameter.name.rpartition(".")
     if not lora.rank or leaf != "weight" or not owner.startswith("blocks."):
         return []
@@ -37,7 +37,7 @@ def adapters_of(parameter: Parameter, lora: LoraSpec) -> list[Parameter]:
 
 
 def adapter_config(lora: LoraSpec, base: str | None) -> dict[str, Any]:
-    """`base`: where the frozen weights are, as from_pretrained takes it."""
+    """Return the content of adapter_config.json. `base` names the frozen weights, as from_pretrained takes it."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

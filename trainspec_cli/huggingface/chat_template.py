@@ -1,7 +1,7 @@
-"""Chat templates: a conversation as the text that its model was trained on, and which of it the assistant says.
+"""Chat templates: render a conversation as the text its model was trained on, and find the assistant's replies in it.
 
-Templates are programs of others: they run in Jinja's sandbox, which lets them change nothing and reach nothing, and in
-a process of their own, whose time and memory are bounded.
+Templates are untrusted programs: they run in Jinja's sandbox, which keeps them from changing or reaching anything, in
+a process of their own with bounded time and memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""What `data.chat_template=chatml` names."""
+"""The template of `data.chat_template=chatml`."""
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 MAX_TEMPLATE_BYTES = 2**20
 SPECIAL_KEYS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -35,37 +35,43 @@ Span = tuple[int, int]
 class ChatTemplate:
     source: str
     tokens: Mapping[str, str]
-    """Names of special tokens, which templates may use."""
+    """Special tokens by name, which templates may use."""
 
     def render(self, messages: Sequence[Message], *, asks: bool = False, **extra: Any) -> str:
-        """`asks`: up to where the assistant's reply begins. Raises ValueError in the template's own words where it
-        refuses the conversation, fails on it, or takes more time or memory than a conversation may."""
+        """Render a conversation; with `asks`, up to where the assistant's reply begins.
+
+        Raises ValueError with the template's own message if it refuses the conversation, fails, or exceeds the limits
+        of time or memory.
+        """
         return str(self._ask(messages, {"add_generation_prompt": asks, **self.tokens, **extra})["text"])
 
     def replies(self, messages: Sequence[Message], **extra: Any) -> tuple[str, list[Span]]:
-        """-> (the whole text, where in it the assistant's replies stand). Raises as `render`.
+        """Return the whole text, and the spans of the assistant's replies. Raises as `render` does.
 
-        A reply is what changes when its content does, so that templates may trim it, or leave out earlier thoughts.
+        A reply is found as the text that changes with its content, so templates may trim it or leave out thoughts.
         """
-        told = self._ask(messages, {"add_generation_prompt": False, **self.tokens, **extra}, replies=True)
-        return told["text"], [(start, end) for start, end in told["spans"]]
+        answer = self._ask(messages, {"add_generation_prompt": False, **self.tokens, **extra}, replies=True)
+        return answer["text"], [(start, end) for start, end in answer["spans"]]
 
     def _ask(self, messages: Sequence[Message], values: dict[str, Any], *, replies: bool = False) -> dict[str, Any]:
-        told = self._process.ask({"messages": messages, "values": values, "replies": replies})
-        if "fault" in told:
-            raise ValueError(f"the chat template says: {told['fault']}")
-        return told
+        answer = self._process.ask({"messages": messages, "values": values, "replies": replies})
+        if "fault" in answer:
+            raise ValueError(f"the chat template failed: {answer['fault']}")
+        return answer
 
     @cached_property
     def _process(self) -> TemplateProcess:
         process = TemplateProcess(self.source)
         if process.fault:
-            raise _bad_template(f"the chat template is no Jinja: {process.fault}")
+            raise _bad_template(f"the chat template is not valid Jinja: {process.fault}")
         return process
 
 
 def find_template(tokenizer: Path | None, wanted: str | None) -> ChatTemplate:
-    """`wanted` (`chatml`, or a file), else what stands beside `tokenizer`. Raises RecipeError where there is none."""
+    """Return the template `wanted` (`chatml`, or a file), else the one beside `tokenizer`.
+
+    Raises RecipeError if none.
+    """
     folder = tokenizer.parent if tokenizer else None
     config = _read_config(folder / TOKENIZER_CONFIG) if folder else {}
     tokens = {key: _token_text(config[key]) for key in SPECIAL_KEYS if config.get(key)}
@@ -77,13 +83,13 @@ def find_template(tokenizer: Path | None, wanted: str | None) -> ChatTemplate:
         source = _read_template(beside) if exists(beside) else _default(config.get("chat_template"))
     if source is None:
         where = (
-            f"beside {tokenizer} there is no chat template" if tokenizer else "there is no tokenizer with a template"
+            f"there is no chat template beside {tokenizer}" if tokenizer else "there is no tokenizer with a template"
         )
         raise RecipeError(Problem("missing_file", where, "data.chat_template", _HINT))
     return ChatTemplate(source, tokens)
 
 
-_HINT = "type data.chat_template=chatml, or name a file of Jinja; or begin with a chat model's folder (init.from)"
+_HINT = "type data.chat_template=chatml, or name a Jinja file; or begin with a chat model's folder (init.from)"
 
 
 def _read_wanted(wanted: str) -> str:
@@ -112,7 +118,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _default(template: Any) -> str | None:
-    """Some tokenizers have several by name, for tools or retrieval."""
+    """Return the default template; some tokenizers have several by name, for tools or retrieval."""
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")

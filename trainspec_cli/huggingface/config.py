@@ -1,4 +1,4 @@
-"""config.json <-> the engine's decoder. What has no place on the other side is refused by name."""
+"""Convert config.json to the engine's decoder and back. Keys without a counterpart are refused by name."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.reading.json_file import Kind, describe_kind, is_kind, show_kind
-from trainspec_cli.spec.recipe.model import DecoderModel, ModelSpec, RopeScaling
+from trainspec_cli.spec.recipe.model import DecoderModel, ModelSpec
+from trainspec_cli.spec.recipe.model_parts import RopeScaling
 
 Config = Mapping[str, Any]
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
-"""Those whose every tensor the engine's decoder has a place for."""
+"""Types of which the engine's decoder can hold every tensor."""
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -32,7 +33,7 @@ _EXPECTED: dict[str, tuple[Any, ...]] = {
     "mlp_only_layers": ([], None),
     "quantization_config": (None,),
 }
-"""Keys that would make it another model, and the values that do not."""
+"""Keys that may change the architecture, with the values that do not."""
 
 
 _KINDS: dict[str, Kind] = {
@@ -71,11 +72,11 @@ _ROPE_KINDS: dict[str, Kind] = {
 }
 
 
-# In
+# Reading
 
 
 def read_model(config: Config, where: str) -> dict[str, Any]:
-    """The `model` section that config.json describes. Raises RecipeError; `where` names the file."""
+    """Return the `model` section that config.json describes. Raises RecipeError; `where` names the file."""
     kind = config.get("model_type")
     if kind not in MODEL_TYPES:
         raise _unsupported(f"{where} has model_type {kind!r}; supported are {', '.join(MODEL_TYPES)}")
@@ -90,18 +91,18 @@ def read_model(config: Config, where: str) -> dict[str, Any]:
         raise _unsupported(f"{where} has no {error}") from error
 
 
-def _check_kinds(told: Config, kinds: Mapping[str, Kind], where: str) -> None:
-    """Raises RecipeError with every key of another kind than transformers writes, and every number below 0."""
+def _check_kinds(fields: Config, kinds: Mapping[str, Kind], where: str) -> None:
+    """Raise RecipeError with every key whose kind transformers would not write, and every number below 0."""
     wrong = [
         Problem(
             code="wrong_type",
-            message=f"{where} has {show_kind(told[key])} as `{key}`; {describe_kind(kind)} is needed, not below 0",
+            message=f"{where} has {show_kind(fields[key])} as `{key}`; {describe_kind(kind)} is needed, not below 0",
             path="init.from",
             hint="name a folder that transformers has written",
             file=where,
         )
         for key, kind in kinds.items()
-        if key in told and not _fits(told[key], kind)
+        if key in fields and not _fits(fields[key], kind)
     ]
     if wrong:
         raise RecipeError(wrong)
@@ -143,43 +144,43 @@ def _attention(config: Config, kind: str) -> dict[str, Any]:
 
 
 def _rotation(config: Config, where: str) -> dict[str, Any]:
-    """Since transformers 5 all of it stands in `rope_parameters`, before that in `rope_theta` and `rope_scaling`."""
-    told = _rope(config)
-    theta = told.get("rope_theta") or config.get("rope_theta") or 10_000.0
-    kind = told.get("rope_type") or told.get("type") or "default"
+    """Read rotary positions: `rope_parameters` since transformers 5, before that `rope_theta` and `rope_scaling`."""
+    rope = _rope(config)
+    theta = rope.get("rope_theta") or config.get("rope_theta") or 10_000.0
+    kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in _SCALINGS:
         known = ", ".join(_SCALINGS)
-        raise _unsupported(f"{where} stretches its rotary positions by {kind!r}; supported are {known}")
-    return {"rope_theta": float(theta), "rope_scaling": _SCALINGS[kind](told, config)}
+        raise _unsupported(f"{where} scales its rotary positions by {kind!r}; supported are {known}")
+    return {"rope_theta": float(theta), "rope_scaling": _SCALINGS[kind](rope, config)}
 
 
 def _rope(config: Config) -> Config:
     return config.get("rope_parameters") or config.get("rope_scaling") or {}
 
 
-def _read_llama3(told: Config, config: Config) -> dict[str, Any]:
+def _read_llama3(rope: Config, config: Config) -> dict[str, Any]:
     return {
         "kind": "llama3",
-        "factor": told["factor"],
-        "original_seq_len": told["original_max_position_embeddings"],
-        "low_freq_factor": told["low_freq_factor"],
-        "high_freq_factor": told["high_freq_factor"],
+        "factor": rope["factor"],
+        "original_seq_len": rope["original_max_position_embeddings"],
+        "low_freq_factor": rope["low_freq_factor"],
+        "high_freq_factor": rope["high_freq_factor"],
     }
 
 
-def _read_yarn(told: Config, config: Config) -> dict[str, Any]:
+def _read_yarn(rope: Config, config: Config) -> dict[str, Any]:
     return {
         "kind": "yarn",
-        "factor": told["factor"],
-        "original_seq_len": told.get("original_max_position_embeddings") or config["max_position_embeddings"],
-        "beta_fast": told.get("beta_fast") or 32.0,
-        "beta_slow": told.get("beta_slow") or 1.0,
-        "whole_bounds": told.get("truncate", True),
+        "factor": rope["factor"],
+        "original_seq_len": rope.get("original_max_position_embeddings") or config["max_position_embeddings"],
+        "beta_fast": rope.get("beta_fast") or 32.0,
+        "beta_slow": rope.get("beta_slow") or 1.0,
+        "whole_bounds": rope.get("truncate", True),
     }
 
 
 _SCALINGS: dict[str, Callable[[Config, Config], dict[str, Any] | None]] = {
-    "default": lambda told, config: None,
+    "default": lambda rope, config: None,
     "llama3": _read_llama3,
     "yarn": _read_yarn,
 }
@@ -188,21 +189,21 @@ _SCALINGS: dict[str, Callable[[Config, Config], dict[str, Any] | None]] = {
 def _experts(config: Config, kind: str) -> dict[str, Any]:
     if kind not in ("mixtral", "qwen3_moe"):
         return {"experts": None}
-    of_qwen = kind == "qwen3_moe"
+    is_qwen = kind == "qwen3_moe"
     experts = {
         "num_experts": config.get("num_local_experts") or config["num_experts"],
         "top_k": config["num_experts_per_tok"],
-        "expert_ffn_size": config["moe_intermediate_size"] if of_qwen else config["intermediate_size"],
-        "normalise_weights": bool(config.get("norm_topk_prob", False)) if of_qwen else True,
+        "expert_ffn_size": config["moe_intermediate_size"] if is_qwen else config["intermediate_size"],
+        "normalise_weights": bool(config.get("norm_topk_prob", False)) if is_qwen else True,
     }
     return {"experts": experts}
 
 
-# Out
+# Writing
 
 
 def model_type(model: ModelSpec) -> str:
-    """Raises RecipeError with every key of `model` that none of Hugging Face's types has a place for."""
+    """Return Hugging Face's type of `model`. Raises RecipeError with every key that none of the types supports."""
     problems = list(_misfits(model))
     if problems or not isinstance(model, DecoderModel):
         raise RecipeError(problems)
@@ -249,12 +250,12 @@ def _misfit_experts(model: DecoderModel) -> list[Problem]:
 
 
 def _misfit(key: str, value: Any) -> Problem:
-    message = f"`model.{key}` is {value}, which none of the types {', '.join(MODEL_TYPES)} has a place for"
+    message = f"`model.{key}` is {value}, which none of the types {', '.join(MODEL_TYPES)} supports"
     return Problem("unsupported", message, f"model.{key}", "such a model cannot be exported to Hugging Face's format")
 
 
 def write_config(model: DecoderModel, seq_len: int, dtype: str) -> dict[str, Any]:
-    """config.json, in the keys that transformers 4 and 5 both read; `dtype` as torch names it."""
+    """Return the content of config.json, with keys that transformers 4 and 5 both read; `dtype` as torch names it."""
     kind = model_type(model)
     config: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[kind]],
@@ -279,7 +280,7 @@ def write_config(model: DecoderModel, seq_len: int, dtype: str) -> dict[str, Any
 
 
 def _write_special(model: DecoderModel, kind: str) -> dict[str, Any]:
-    """What a type's own defaults would get wrong."""
+    """Return the keys whose defaults for the type would be wrong."""
     special: dict[str, Any] = {}
     if kind in ("mistral", "mixtral"):
         special["sliding_window"] = model.sliding_window
@@ -302,14 +303,14 @@ def _write_special(model: DecoderModel, kind: str) -> dict[str, Any]:
 
 
 def _write_scaling(scaling: RopeScaling) -> dict[str, Any]:
-    told = {
+    fields = {
         "rope_type": scaling.kind,
         "factor": scaling.factor,
         "original_max_position_embeddings": scaling.original_seq_len,
     }
     if scaling.kind == "llama3":
-        return told | {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-    return told | {
+        return fields | {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    return fields | {
         "beta_fast": scaling.beta_fast,
         "beta_slow": scaling.beta_slow,
         "truncate": scaling.whole_bounds,
@@ -321,8 +322,10 @@ def _unsupported(message: str) -> RecipeError:
 
 
 def differences(asked: DecoderModel, found: DecoderModel) -> dict[str, tuple[Any, Any]]:
-    """Keys of two models under which different functions stand -> (asked, found). What only steers training may differ,
-    and so may what is not used."""
+    """Return the keys in which two models compute different functions, with both values (asked, found).
+
+    Keys that only steer training, and keys that are not used, may differ.
+    """
     mine, theirs = _comparable(asked), _comparable(found)
     return {key: (mine.get(key), theirs.get(key)) for key in mine | theirs if mine.get(key) != theirs.get(key)}
 

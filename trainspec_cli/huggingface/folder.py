@@ -1,4 +1,4 @@
-"""A folder as `from_pretrained` takes it: does it hold what the model needs, and nothing else?"""
+"""A folder as `from_pretrained` takes it: check that it holds exactly the tensors that the model needs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from trainspec_cli.spec.recipe.model import DecoderModel
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 SMALL_FILES = (CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, "special_tokens_map.json")
-"""What an export takes over from the folder that a run began with."""
+"""Files that an export copies from the folder that the run began with."""
 MAX_TENSORS = 200_000
 SHOWN = 8
-"""Tensors named of each kind of fault."""
+"""The most tensors named in one message."""
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
-"""Tensors of old checkpoints that follow from config.json."""
+"""Tensors of old checkpoints that can be computed from config.json."""
 
 
 def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
-    """Raises RecipeError where it is missing or no JSON."""
+    """Read a JSON file of the folder. Raises RecipeError if it is missing or not JSON."""
     file = folder / name
     if not file.is_file():
         got = f"{folder} holds no {name}" if folder.is_dir() else f"there is no folder {folder.absolute()}"
@@ -35,14 +35,16 @@ def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
     try:
         return read_object(file)
     except UnreadableFileError as error:
-        told = error.problems[0]
-        problem = Problem("bad_checkpoint", told.message, "init.from", file=told.file, line=told.line)
+        found = error.problems[0]
+        problem = Problem("bad_checkpoint", found.message, "init.from", file=found.file, line=found.line)
         raise RecipeError(problem) from error
 
 
 def open_weights(folder: Path, model: DecoderModel) -> dict[str, StoredTensor]:
-    """The tensors that make up `model`. Raises RecipeError naming those that miss, are too many, or of another shape;
-    MachineError where a file is damaged."""
+    """Return the tensors that make up `model`.
+
+    Raises RecipeError that names missing, superfluous or misshapen tensors, MachineError if a file is damaged.
+    """
     model_type(model)
     _check_count(model)
     entries = open_checkpoint(folder)
@@ -52,11 +54,11 @@ def open_weights(folder: Path, model: DecoderModel) -> dict[str, StoredTensor]:
 
 
 def _check_count(model: DecoderModel) -> None:
-    """Raises RecipeError where a model has more tensors than can be gone through by their names."""
+    """Raise RecipeError if a model has too many tensors to be checked by name."""
     experts = model.experts.num_experts if model.experts else 0
     if model.num_layers * (experts + 1) > MAX_TENSORS:
-        message = f"{model.num_layers:,} layers of {experts:,} experts are more tensors than a checkpoint is read with"
-        hint = f"layers x experts may be {MAX_TENSORS:,}"
+        message = f"{model.num_layers:,} layers of {experts:,} experts are too many tensors for one checkpoint"
+        hint = f"layers x experts may be at most {MAX_TENSORS:,}"
         raise RecipeError(Problem("out_of_range", message, "model.num_layers", hint))
 
 
@@ -69,7 +71,7 @@ def find_faults(entries: Mapping[str, StoredTensor], model: DecoderModel, folder
         for name, shape in wanted.items()
         if name in entries and entries[name].shape != shape
     ]
-    faults = {"lacks": missing, "holds what the model has no place for:": extra, "has wrong shapes:": misshapen}
+    faults = {"lacks": missing, "holds tensors that the model lacks:": extra, "has wrong shapes:": misshapen}
     return [
         Problem("bad_checkpoint", f"{folder} {what} {list_names(names)}", "init.from", _HINT)
         for what, names in faults.items()
@@ -77,7 +79,7 @@ def find_faults(entries: Mapping[str, StoredTensor], model: DecoderModel, folder
     ]
 
 
-_HINT = "its tensors are not those that its config.json speaks of: download it again, or name another folder"
+_HINT = "its tensors do not match its config.json: download it again, or name another folder"
 
 
 def _is_redundant(name: str, model: DecoderModel) -> bool:
@@ -85,7 +87,7 @@ def _is_redundant(name: str, model: DecoderModel) -> bool:
 
 
 def list_names(names: list[str]) -> str:
-    """The first of them, and how many more there are."""
+    """Join the first names, and say how many more there are."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 

@@ -1,6 +1,6 @@
 """The safetensors format: eight bytes of length, a JSON header, then the tensors' bytes.
 
-Read and written here, so that a file is looked into without torch, and neither side ever holds more than a tensor.
+Read and written here, so that reading a header needs no torch, and at most one tensor is held in memory.
 https://huggingface.co/docs/safetensors
 """
 
@@ -23,20 +23,20 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_EXTENT = 2**53
 MAX_DIMS = 16
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Those that weights are trained from; others are quantised."""
+"""The formats that weights are read from; others are quantised."""
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies."""
+    """The location of a tensor."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """In the file, in bytes."""
+    """Offset in the file, in bytes."""
 
     @property
     def bytes(self) -> int:
@@ -44,9 +44,9 @@ class StoredTensor:
 
 
 def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a folder's model.safetensors, or of the files that its index names.
+    """Return every tensor of a folder's model.safetensors, or of the files that its index names.
 
-    Raises RecipeError where there is none, MachineError where a file is missing or damaged.
+    Raises RecipeError if there is none, MachineError if a file is missing or damaged.
     """
     if (folder / INDEX).is_file():
         names = sorted(set(_read_index(folder / INDEX).values()))
@@ -65,47 +65,47 @@ def _read_index(file: Path) -> dict[str, str]:
     try:
         names: dict[str, str] = read_object(file, {"weight_map": dict})["weight_map"]
     except UnreadableFileError as error:
-        raise _damaged(file, f"is no index of safetensors files: {error}") from error
+        raise _damaged(file, f"is not an index of safetensors files: {error}") from error
     for name in names.values():
         if not isinstance(name, str) or Path(name).name != name or "\0" in name:
-            raise _damaged(file, f"names {show_kind(name)}, which is no file beside it")
+            raise _damaged(file, f"names {show_kind(name)}, which is not a file beside it")
     return names
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file. Raises MachineError that names the file, or the tensor that is not as it should be."""
+    """Return the tensors of one file. Raises MachineError that names the file, or the tensor that is wrong."""
     if not file.is_file():
-        raise _damaged(file, "is missing, and the index names it")
+        raise _damaged(file, "is missing, but the index names it")
     with open_regular(file) as content:
         prefix = content.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
         if length > MAX_HEADER_BYTES:
-            raise _damaged(file, "is no safetensors file")
+            raise _damaged(file, "is not a safetensors file")
         try:
             header = parse_json(content.read(length))
             header.pop("__metadata__", None)
-            return {name: _entry(file, name, told, 8 + length) for name, told in header.items()}
+            return {name: _entry(file, name, fields, 8 + length) for name, fields in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise _damaged(file, f"has a header that cannot be read: {error}") from error
 
 
-def _entry(file: Path, name: str, told: Mapping[str, Any], data_start: int) -> StoredTensor:
-    dtype, shape, (start, end) = told["dtype"], tuple(told["shape"]), told["data_offsets"]
+def _entry(file: Path, name: str, fields: Mapping[str, Any], data_start: int) -> StoredTensor:
+    dtype, shape, (start, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
     if dtype not in DTYPE_BYTES:
         message = f"{file}: {name} is of type {dtype}; weights are read from {', '.join(DTYPE_BYTES)}"
         raise RecipeError(Problem("unsupported", message, "init.from", "name a checkpoint that is not quantised"))
     if len(shape) > MAX_DIMS or not all(
         isinstance(number, int) and 0 <= number < MAX_EXTENT for number in (*shape, start, end)
     ):
-        raise ValueError(f"{name} has {show_kind(told['shape'])} as its shape, or offsets that are no numbers")
+        raise ValueError(f"{name} has {show_kind(fields['shape'])} as its shape, or offsets that are not numbers")
     entry = StoredTensor(file, dtype, shape, data_start + start)
     if end - start != entry.bytes or data_start + end > file.stat().st_size:
-        raise _damaged(file, f"is cut short or altered: {name} does not lie where the header says")
+        raise _damaged(file, f"is cut short or altered: {name} is not where its header says")
     return entry
 
 
 def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
-    """For tensors (dtype, shape) that follow one another in this order; its length is a multiple of 8."""
+    """Return a header for tensors (dtype, shape) stored in this order; its length is a multiple of 8."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, (dtype, shape) in tensors.items():

@@ -1,8 +1,8 @@
-"""The process that chat templates run in: templates are programs of strangers, and may loop or grow without end.
+"""The process that chat templates run in: templates are untrusted programs, which may loop or grow without end.
 
-A line of JSON in, a line of JSON out. The first line is the template; each further one is a conversation. The kernel
-ends the process when a conversation takes more processor time than its first argument says (seconds), and its memory
-is bounded. The file imports nothing of trainspec, so that it starts in a tenth of a second.
+Each line of JSON in gives a line of JSON out. The first line is the template; each further one is a conversation. The
+kernel ends the process when a conversation takes more processor time than its first argument (seconds), and its memory
+is bounded. The file imports nothing of trainspec, so it starts in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MEMORY_LIMIT_BYTES = 2**30
 OUTPUT_LIMIT_CHARS = 2**24
 OTHER_CONTENT = "\ue000"
-"""Stands in for a reply, to see where it goes; of the private use area, so that no reply begins or ends with it."""
+"""Replaces a reply to find its span; a private-use character, so no reply begins or ends with it."""
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
 
 
 class Generation(Extension):
-    """`{% generation %}` marks replies for transformers' masks; here it changes nothing."""
+    """Ignores `{% generation %}`, which marks replies for transformers' masks."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own way
 
@@ -58,12 +58,12 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 def render(template: Any, messages: Sequence[Message], values: Mapping[str, Any]) -> str:
     text = template.render(messages=messages, **values)
     if len(text) > OUTPUT_LIMIT_CHARS:
-        raise ValueError(f"it writes {len(text):,} characters; at most {OUTPUT_LIMIT_CHARS:,} are taken")
+        raise ValueError(f"it writes {len(text):,} characters; at most {OUTPUT_LIMIT_CHARS:,} are allowed")
     return text
 
 
 def find_replies(template: Any, text: str, messages: Sequence[Message], values: Mapping[str, Any]) -> list[Span]:
-    """Where in `text` the assistant's replies stand: a reply is what changes when its content does."""
+    """Return the spans of the assistant's replies in `text`: the parts that change with the replies' content."""
     spans = []
     for number, message in enumerate(messages):
         if isinstance(message, dict) and message.get("role") == "assistant" and message.get("content"):
@@ -73,7 +73,7 @@ def find_replies(template: Any, text: str, messages: Sequence[Message], values: 
 
 
 def difference(text: str, other: str) -> Span:
-    """The part of `text` that `other` has something else for."""
+    """Return the span of `text` that differs in `other`."""
     shortest = min(len(text), len(other))
     start = next((i for i in range(shortest) if text[i] != other[i]), shortest)
     most = shortest - start
@@ -82,7 +82,7 @@ def difference(text: str, other: str) -> Span:
 
 
 def answer(template: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """-> {text, spans}, or {fault}: what went wrong, in the template's own words."""
+    """Return {text, spans}, or {fault} with the template's own message."""
     try:
         text = render(template, asked["messages"], asked["values"])
         spans = find_replies(template, text, asked["messages"], asked["values"]) if asked["replies"] else []
@@ -91,7 +91,7 @@ def answer(template: Any, asked: dict[str, Any]) -> dict[str, Any]:
         return {"fault": str(error)}
     except MemoryError:
         return {"fault": f"it takes more than {MEMORY_LIMIT_BYTES // 2**20} MiB of memory"}
-    except Exception as error:  # whatever a stranger's program raises
+    except Exception as error:  # an untrusted program may raise anything
         return {"fault": f"{type(error).__name__}: {error}"}
 
 
@@ -100,15 +100,15 @@ def main() -> None:
     lines, cpu_limit_s = iter(sys.stdin.readline, ""), float(sys.argv[1])
     signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
     try:
-        template, told = compile_template(json.loads(next(lines))), {}
+        template, status = compile_template(json.loads(next(lines))), {}
     except Exception as error:
-        template, told = None, {"fault": f"{type(error).__name__}: {error}"}
-    print(json.dumps(told, allow_nan=False), flush=True)
+        template, status = None, {"fault": f"{type(error).__name__}: {error}"}
+    print(json.dumps(status, allow_nan=False), flush=True)
     for line in lines if template is not None else ():
         signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
-        told = answer(template, json.loads(line))
+        answered = answer(template, json.loads(line))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        print(json.dumps(told, allow_nan=False), flush=True)
+        print(json.dumps(answered, allow_nan=False), flush=True)
 
 
 if __name__ == "__main__":

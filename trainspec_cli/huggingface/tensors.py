@@ -1,7 +1,7 @@
-"""Which tensors of a Hugging Face checkpoint make up which parameter of the engine's decoder.
+"""The tensors of a Hugging Face checkpoint that make up each parameter of the engine's decoder.
 
-A table, read in both directions: loading fills parameters from it, exporting cuts them by it. Most tensors are a
-parameter; a routed expert's matrices are parts of one, and stand transposed.
+The table serves both directions: loading fills parameters from tensors, exporting cuts parameters into them. Most
+tensors are a whole parameter; a routed expert's matrices are parts of one, and transposed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trainspec_cli.spec.recipe.model import DecoderModel, ExpertSpec
+from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.model_parts import ExpertSpec
 
 Shape = tuple[int, ...]
 
@@ -23,20 +24,20 @@ class Piece:
 
     tensor: str
     start: Shape
-    """Where the box begins in the parameter."""
+    """The start of the box in the parameter."""
     shape: Shape
-    """The box's, with as many dimensions as the parameter."""
+    """The shape of the box, with as many dims as the parameter."""
     transposed: bool = False
-    """The tensor holds the last two dimensions the other way round."""
+    """True if the tensor holds the last two dims in reverse order."""
 
     @property
     def tensor_shape(self) -> Shape:
-        """In the file: without an expert's own dimension."""
+        """The shape in the file, without the dim of experts."""
         shape = self.shape[-2:] if self.transposed else self.shape
         return shape[::-1] if self.transposed else shape
 
     def overlap(self, start: Shape, shape: Shape) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """-> (slices of this piece, slices of the box at `start`) where they meet; None where they do not."""
+        """Return (slices of this piece, slices of the box at `start`) of the overlap; None if there is none."""
         inner, outer = [], []
         for mine, size, theirs, extent in zip(self.start, self.shape, start, shape, strict=True):
             low, high = max(mine, theirs), min(mine + size, theirs + extent)
@@ -50,7 +51,7 @@ class Piece:
 @dataclass(frozen=True)
 class Parameter:
     name: str
-    """In the engine's model."""
+    """The name in the engine's model."""
     shape: Shape
     pieces: tuple[Piece, ...]
 
@@ -60,7 +61,7 @@ class Parameter:
 
 
 def parameters(model: DecoderModel) -> list[Parameter]:
-    """Every parameter of `model`, which `config.model_type` has a name for, in the order that checkpoints list them."""
+    """Return every parameter of `model`, in checkpoint order. `config.model_type` must support the model."""
     hidden, vocab = model.hidden_size, model.vocab_size
     found = [_whole("embed.weight", EMBED, (vocab, hidden))]
     for layer in range(model.num_layers):
@@ -97,7 +98,7 @@ def _attention(model: DecoderModel, ours: str, theirs: str) -> Iterator[Paramete
 
 
 def _experts(model: DecoderModel, experts: ExpertSpec, ours: str, layer: str) -> Iterator[Parameter]:
-    """Mixtral's names where there are no norms on queries and keys, else Qwen3's."""
+    """Yield the experts' parameters, under Qwen3's names if queries and keys are normalised, else Mixtral's."""
     theirs = f"{layer}.mlp" if model.qk_norm else f"{layer}.block_sparse_moe"
     gate, up, down = ("gate_proj", "up_proj", "down_proj") if model.qk_norm else ("w1", "w3", "w2")
     count, hidden, width = experts.num_experts, model.hidden_size, experts.expert_ffn_size

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,27 +11,27 @@ from trainspec_cli.corpus.bpe import decode
 from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.corpus.manifest import read_manifest
 from trainspec_cli.corpus.publish import publishing
-from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.huggingface.adapters import ADAPTER_CONFIG, adapter_config
 from trainspec_cli.huggingface.config import write_config
 from trainspec_cli.huggingface.folder import CONFIG, GENERATION, SMALL_FILES, TOKENIZER, TOKENIZER_CONFIG, read_config
-from trainspec_cli.launch.job.environment import own_modules
+from trainspec_cli.launch.tools import EXPORT, run_tool
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_data_dir, read_plan
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.tools import ExportRequest
 
-EXPORT = ("-m", "trainspec_cli.engine.tools.export")
 DTYPES = {"fp32": ("F32", "float32"), "bf16": ("BF16", "bfloat16"), "fp16": ("F16", "float16")}
 """-> (as safetensors names it, as config.json does)"""
 KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
-"""Of the config.json that a run began with."""
+"""Keys that are taken from the config.json that a run began with."""
 
 
 @dataclass(frozen=True)
 class Export:
-    """What is wanted of a run."""
+    """The checkpoint of a run that is exported, and how."""
 
     run: RunDir
     step: int
@@ -116,19 +112,12 @@ def write_adapters(wanted: Export, output: Path) -> str:
 
 
 def _write_tensors(wanted: Export, folder: Path, *, adapters_alone: bool = False) -> None:
-    order = {
-        "adapters_alone": adapters_alone,
-        "plan_json": str(wanted.run.plan_json.absolute()),
-        "checkpoint": str(wanted.run.checkpoint(wanted.step).absolute()),
-        "output": str(folder),
-        "dtype": DTYPES[wanted.dtype][0],
-        "max_file_bytes": wanted.max_file_bytes,
-    }
-    with tempfile.TemporaryDirectory(prefix="trainspec-export-") as scratch:
-        write_json(Path(scratch) / "order.json", order)
-        command = [sys.executable, *EXPORT, str(Path(scratch) / "order.json")]
-        environment = os.environ | {**own_modules()}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode != 0:
-        tail = "\n".join(done.stderr.strip().splitlines()[-8:])
-        raise MachineError(Problem("export_failed", f"the weights could not be written\n\n{tail}", environment=True))
+    request = ExportRequest(
+        plan_json=str(wanted.run.plan_json.absolute()),
+        checkpoint=str(wanted.run.checkpoint(wanted.step).absolute()),
+        output=str(folder),
+        dtype=DTYPES[wanted.dtype][0],
+        max_file_bytes=wanted.max_file_bytes,
+        adapters_alone=adapters_alone,
+    )
+    run_tool(EXPORT, request)

@@ -1,4 +1,4 @@
-"""How often to write a checkpoint: the interval at which writing costs as much as the work that failures undo."""
+"""The checkpoint interval: writing costs as much as the work that failures undo."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ def daly_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
 
 
 def checkpoint_interval_s(blocked_s: float, written_s: float, mtbf_s: float) -> float:
-    """Daly's interval for what training waits (`blocked_s`), but no shorter than a checkpoint takes to be whole."""
+    """Return Daly's interval for the time that training waits (`blocked_s`), but at least a checkpoint's writing
+    time."""
     return max(daly_interval_s(blocked_s, mtbf_s), written_s)
 
 
 def checkpoint_interval_steps(interval_s: float, step_time_s: float) -> int:
-    """The nearest whole number of steps, at least one; for an endless interval more than any run has."""
+    """Return the nearest whole number of steps, at least one; for an infinite interval, more than any run has."""
     if math.isinf(interval_s):
         return sys.maxsize
     return max(1, round(interval_s / step_time_s))
 
 
 def expected_efficiency(interval_s: float, checkpoint_s: float, restart_s: float, mtbf_s: float) -> float:
-    """Useful part of the time of a run that restarts on every failure, exactly (Daly 2006, eq. 20).
+    """Return the exact useful fraction of the time of a run that restarts on every failure (Daly 2006, eq. 20).
 
-    interval / (M e^(R/M) (e^((interval + C)/M) - 1)), for failures without memory that strike during checkpoints and
+    interval / (M e^(R/M) (e^((interval + C)/M) - 1)), for failures without memory, which occur during checkpoints and
     restarts too. `restart_s` (R) is the time from a failure to the first new work.
     """
     wall_s = mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((interval_s + checkpoint_s) / mtbf_s)

@@ -1,4 +1,4 @@
-"""When a step counts as hung, and which rank the others wait for: decisions on plain numbers."""
+"""Decide when a step has hung, and which rank the others wait for, on plain numbers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 SLOWER = 5.0
-"""A step may take this many times as long as the slowest of those remembered."""
+"""A step may take this many times as long as the slowest of the recent ones."""
 LEARNING_STEPS = 3
 FIRST_S = 1800.0
-"""Until the run's own steps are known (the first ones compile), and for what comes between steps."""
+"""The limit until the run's own steps are known (the first ones compile), and between steps."""
 
 
 def step_deadline_s(recent_s: Sequence[float], floor_s: float) -> float:
-    """Seconds that a step may take, learned from those before it; never below `floor_s`."""
+    """Return the time limit of a step, learned from those before it; never below `floor_s`."""
     if len(recent_s) < LEARNING_STEPS:
         return max(FIRST_S, floor_s)
     return max(floor_s, SLOWER * max(recent_s))
@@ -21,16 +21,16 @@ def step_deadline_s(recent_s: Sequence[float], floor_s: float) -> float:
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where a rank stands in a step that hangs."""
+    """The position of a rank in a step that hangs."""
 
     waiting: bool
-    """In a collective, or for the device to finish one."""
+    """True in a collective, or while waiting for the device to finish one."""
     collectives: Mapping[str, int] = field(default_factory=dict)
-    """By process group: the number of the last collective that it entered."""
+    """The number of the last collective that it entered, by process group."""
 
 
 def find_late(found: Mapping[int, Whereabouts], world_size: int) -> tuple[list[int], str]:
-    """Ranks that the others wait for, and how that is known; nobody where all wait in the same collectives."""
+    """Return the ranks that the others wait for, and why; none if all wait in the same collectives."""
     if silent := [rank for rank in range(world_size) if rank not in found]:
         return silent, "it gives no sign of life"
     if elsewhere := [rank for rank, place in found.items() if not place.waiting]:

@@ -1,4 +1,4 @@
-"""Which backend of an operation is chosen: right, and clearly faster than torch's default."""
+"""Choose the backend of an operation: correct, and clearly faster than torch's default."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from statistics import median, quantiles
 from trainspec_cli.spec.recipe.kernels import TORCH, KernelFigure, KernelTrial, KernelTrials
 
 MARGIN = 0.03
-"""By so much a backend must be faster: less is the measurement's own unrest."""
+"""A backend must be faster by this fraction; less is within the measurement's noise."""
 
 
 def judge(ranks: Sequence[KernelTrials]) -> dict[str, dict[str, KernelFigure]]:
-    """The processes' trials -> by operation and backend what came of each. Processes need not use the same operations
-    (stages of a pipeline): those that do decide."""
+    """Turn the processes' trials into a verdict per operation and backend.
+
+    Processes need not use the same operations (stages of a pipeline): those that do decide.
+    """
     ops = dict.fromkeys(op for rank in ranks for op in rank.trials)
     return {op: judge_operation([rank.trials[op] for rank in ranks if op in rank.trials]) for op in ops}
 
@@ -43,8 +45,8 @@ def _judge(backend: str, trials: Sequence[KernelTrial]) -> KernelFigure:
             return KernelFigure("failed", trial.failure)
     error = max(math.inf if trial.error is None else trial.error for trial in trials)
     allowed = min(trial.allowed_error or 0.0 for trial in trials)
-    if not error <= allowed:  # also where it is no number
-        reason = f"it errs by {error:.2g} against fp64, and {allowed:.2g} is the format's own"
+    if not error <= allowed:  # also if it is NaN
+        reason = f"its error against fp64 is {error:.2g}; {allowed:.2g} is allowed for the format"
         return KernelFigure("wrong", reason, error=_finite(error), allowed_error=allowed)
     ratios = [ratio for trial in trials for ratio in trial.ratios]
     ratio, spread = median(ratios), quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3

@@ -1,4 +1,4 @@
-"""Whether memory grows from step to step so that it will run out: told while there is still some."""
+"""Detect memory that grows from step to step and will run out, while there is still some left."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from itertools import pairwise
 from statistics import median
 
 WINDOW = 48
-"""Readings that a verdict is taken from."""
+"""The number of readings that a verdict is based on."""
 STEADY = 0.8
-"""Part of the pairs of neighbouring eighths that must grow: caches fill and then stay, leaks go on."""
+"""Fraction of neighbouring eighths that must grow: caches fill and then stay, leaks go on."""
 EIGHTHS = 8
 
 
 def slope_per_step(steps: Sequence[int], readings_bytes: Sequence[float]) -> float:
-    """Bytes a step: the median over pairs half a window apart (Theil and Sen), which single jumps do not move."""
+    """Return bytes per step: the median over pairs half a window apart (Theil and Sen), robust to single jumps."""
     half = len(steps) // 2
     pairs = zip(range(half), range(half, 2 * half), strict=True)
     return median((readings_bytes[b] - readings_bytes[a]) / (steps[b] - steps[a]) for a, b in pairs)
 
 
 def grows_steadily(readings_bytes: Sequence[float]) -> bool:
-    """Nearly every eighth of the window lies above the one before."""
+    """Return True if nearly every eighth of the window lies above the one before."""
     size = len(readings_bytes) // EIGHTHS
     levels = [median(readings_bytes[i * size : (i + 1) * size]) for i in range(EIGHTHS)]
     rises = sum(after > before for before, after in pairwise(levels))
@@ -29,7 +29,7 @@ def grows_steadily(readings_bytes: Sequence[float]) -> bool:
 
 
 def steps_until_full(steps: Sequence[int], readings_bytes: Sequence[float], free_bytes: float) -> float | None:
-    """Steps until a leak has taken `free_bytes`; None where a full window shows none."""
+    """Return the steps until a leak has taken `free_bytes`; None if a full window shows no leak."""
     if len(readings_bytes) < WINDOW or not grows_steadily(readings_bytes):
         return None
     slope = slope_per_step(steps, readings_bytes)

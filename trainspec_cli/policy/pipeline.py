@@ -1,4 +1,4 @@
-"""Pipeline schedules: which rank does what in which order, as pure data.
+"""Pipeline schedules: each rank's passes in order, as pure data.
 
 The engine runs these actions, and the planner's simulation times the same ones. Stages are chunks of consecutive
 layers, numbered along the model; a rank holds one of them, or several (interleaved, zbv).
@@ -12,11 +12,9 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from trainspec_cli.spec.recipe.layout import Layout, PipelineSchedule
+from trainspec_cli.spec.recipe.layout import Layout
 
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
-SPLIT_SCHEDULES: tuple[PipelineSchedule, ...] = ("zero_bubble", "zbv")
-"""The backward is done in two: the input's gradient at once, the weights' later, where a stage would wait."""
 
 
 @dataclass(frozen=True)
@@ -26,30 +24,9 @@ class Action:
     micro_batch: int
 
 
-def num_stages(layout: Layout) -> int:
-    return layout.pp * chunks_per_rank(layout)
-
-
-def chunks_per_rank(layout: Layout) -> int:
-    return 2 if layout.pipeline_schedule == "zbv" and layout.pp > 1 else layout.virtual_stages
-
-
-def rank_of_stage(layout: Layout, stage: int) -> int:
-    """Round and round, but for zbv down and up again: a V, so that the first rank also holds the last stage."""
-    if layout.pipeline_schedule == "zbv" and stage >= layout.pp:
-        return 2 * layout.pp - 1 - stage
-    return stage % layout.pp
-
-
-def stages_of_rank(layout: Layout, rank: int) -> tuple[int, ...]:
-    if layout.pipeline_schedule == "zbv" and layout.pp > 1:
-        return rank, 2 * layout.pp - 1 - rank
-    return tuple(range(rank, num_stages(layout), layout.pp))
-
-
 def cut_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
-    """The layers of each stage: as `stage_layers` says, else evenly, the spare ones to the first stages."""
-    stages = num_stages(layout)
+    """Return the layers of each stage: by `stage_layers`, else evenly with spare layers in the first stages."""
+    stages = layout.num_stages
     even, spare = divmod(num_layers, stages)
     counts = layout.stage_layers or tuple(even + (stage < spare) for stage in range(stages))
     return tuple(range(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
@@ -57,10 +34,10 @@ def cut_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
 
 @lru_cache(maxsize=64)
 def actions(layout: Layout, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Each rank's actions in order."""
+    """Return each rank's actions in order."""
     if layout.pp == 1:
         return (tuple(_one_after_another(micro_batches)),)
-    if layout.pipeline_schedule in SPLIT_SCHEDULES:
+    if layout.splits_backward:
         return _fill_bubbles(layout, micro_batches)
     order = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward, "interleaved": _interleaved}[layout.pipeline_schedule]
     return tuple(tuple(order(layout, rank, micro_batches)) for rank in range(layout.pp))
@@ -112,15 +89,15 @@ def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: 
 
 
 def _fill_bubbles(layout: Layout, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Zero bubble (arXiv:2401.10241), made greedily: time passes in ticks of one forward, input or weight pass.
+    """Build a zero-bubble schedule (arXiv:2401.10241) greedily, in ticks of one forward, input or weight pass.
 
-    At each tick a rank takes the gradient that others wait for, else a forward, else a weight pass; never are more than
-    `pp` micro-batches under way on its first chunk, so that it holds no more than 1F1B's fullest stage.
+    At each tick a rank takes the gradient that others wait for, else a forward, else a weight pass. At most `pp`
+    micro-batches are in flight on its first chunk, so it holds no more than 1F1B's fullest stage.
     """
-    stages = [stages_of_rank(layout, rank) for rank in range(layout.pp)]
-    done: _Done = {kind: [0] * num_stages(layout) for kind in _SPLIT_KINDS}
+    stages = [layout.stages_of_rank(rank) for rank in range(layout.pp)]
+    done: _Done = {kind: [0] * layout.num_stages for kind in _SPLIT_KINDS}
     orders: list[list[Action]] = [[] for _ in stages]
-    while any(done["backward_weight"][stage] < micro_batches for stage in range(num_stages(layout))):
+    while any(done["backward_weight"][stage] < micro_batches for stage in range(layout.num_stages)):
         taken = [_choose(own, layout.pp, micro_batches, done) for own in stages]
         for order, action in zip(orders, taken, strict=True):
             if action is not None:
@@ -130,11 +107,11 @@ def _fill_bubbles(layout: Layout, micro_batches: int) -> tuple[tuple[Action, ...
 
 
 _Done = dict[Kind, list[int]]
-"""How many micro-batches have been through each kind of pass of each stage."""
+"""The number of micro-batches that have finished each kind of pass of each stage."""
 
 
 def _choose(stages: Sequence[int], most: int, micro_batches: int, done: _Done) -> Action | None:
-    """What a rank of `stages` does next, of what can be done; later stages first, whose gradients are waited for
+    """Return the next possible action of a rank of `stages`, later stages first: their gradients are awaited
     longest."""
     full = done["forward"][stages[0]] - done["backward_weight"][stages[0]] >= most
     for kind in _SPLIT_KINDS:
@@ -147,7 +124,7 @@ def _choose(stages: Sequence[int], most: int, micro_batches: int, done: _Done) -
 
 
 def _is_ready(kind: Kind, stage: int, index: int, done: _Done) -> bool:
-    """Whether all that a pass needs has been done."""
+    """Return True if everything that a pass needs is done."""
     if kind == "forward":
         return stage == 0 or done["forward"][stage - 1] > index
     if kind == "backward_weight":

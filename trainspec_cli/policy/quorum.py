@@ -1,4 +1,4 @@
-"""Which replica groups make the next step together, and who heals from whom: decisions on plain numbers.
+"""Decide which replica groups make the next step together, and which heal from which, on plain numbers.
 
 The rules are those of torchft's lighthouse (github.com/pytorch/torchft, `quorum_compute`), restated.
 """
@@ -16,7 +16,7 @@ class ConnectedGroup:
 
     heard_at_s: float
     asked_at_s: float = math.inf
-    """When it asked to take part in the next step; infinite while it computes."""
+    """The time when it asked to take part in the next step; infinite while it computes."""
 
     @property
     def asks(self) -> bool:
@@ -26,18 +26,18 @@ class ConnectedGroup:
 @dataclass(frozen=True)
 class QuorumRules:
     silence_s: float
-    """A group that was not heard of for this long counts as dead."""
+    """A replica group that was silent for this long counts as dead."""
     patience_s: float
-    """Those that ask wait this long for one that lives and does not ask."""
+    """How long waiting replica groups wait for one that is alive but does not ask."""
 
 
 def choose_members(
     groups: Mapping[str, ConnectedGroup], previous: Collection[str], now_s: float, rules: QuorumRules
 ) -> list[str]:
-    """Return the names of the groups that make the next step, in order; empty while they have to wait.
+    """Return the names of the replica groups that make the next step, in order; empty while they have to wait.
 
-    They go at once when all of the previous quorum ask. Else more than half of those that live must ask; they go when
-    all that live ask, or when the first of them has waited long enough.
+    They start at once if all of the previous quorum ask. Else more than half of the living must ask; they start when
+    all of the living ask, or when the first of them has waited long enough.
     """
     living = {name: each for name, each in groups.items() if now_s - each.heard_at_s <= rules.silence_s}
     asking = {name: each for name, each in living.items() if each.asks}
@@ -51,18 +51,18 @@ def choose_members(
 
 @dataclass(frozen=True)
 class Healing:
-    """What one rank of a group does before the step, the other ends being the ranks of its number elsewhere."""
+    """The copies that one rank of a replica group makes before the step, to and from the same rank of others."""
 
     gives_to: tuple[int, ...]
-    """Places in the quorum that copy the state from it."""
+    """Indices in the quorum of the groups that copy the state from it."""
     takes_from: int | None
-    """The place that it copies the state from; None: its own is the newest."""
+    """Index of the group that it copies the state from; None if its own is the newest."""
 
 
 def plan_healing(steps: Sequence[int], place: int, rank: int) -> Healing:
-    """`steps`: updates that each group of the quorum has made; `place`: the own one; `rank`: within the group.
+    """Plan the copies of rank `rank` of the group at index `place`; `steps` are the updates that each group has made.
 
-    Groups that are behind copy from those in front, in turn; each rank begins with another one, which spreads the load.
+    Groups that are behind copy from those in front, in turn; each rank starts at another one, which spreads the load.
     """
     front = [other for other, step in enumerate(steps) if step == max(steps)]
     behind = [other for other, step in enumerate(steps) if step < max(steps)]

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the step, so that a resume needs no state."""
+"""Learning-rate schedules: pure functions of the step, so a resume needs no state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trainspec_cli.spec.recipe.optim import ScheduleSpec
 
 
 def learning_rate(schedule: ScheduleSpec, peak_lr: float, step: int, max_steps: int) -> float:
-    """The rate of update `step` (0 is the first) of a run of `max_steps`."""
+    """Return the rate of update `step` (0 is the first) of a run of `max_steps`."""
     if step < schedule.warmup_steps:
         return peak_lr * (step + 1) / schedule.warmup_steps
     return peak_lr * _DECAYS[schedule.kind](schedule, step, max_steps)
@@ -19,13 +19,13 @@ def _constant(schedule: ScheduleSpec, step: int, max_steps: int) -> float:
 
 
 def _cosine(schedule: ScheduleSpec, step: int, max_steps: int) -> float:
-    """Half a cosine from 1 to `final_lr_ratio` (SGDR, arXiv:1608.03983, eq. 5)."""
+    """Return half a cosine from 1 to `final_lr_ratio` (SGDR, arXiv:1608.03983, eq. 5)."""
     progress = _part_done(step, schedule.warmup_steps, max_steps)
     return schedule.final_lr_ratio + (1 - schedule.final_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def _wsd(schedule: ScheduleSpec, step: int, max_steps: int) -> float:
-    """Warm-up, stable, then a straight fall over the last `decay_fraction` (MiniCPM, arXiv:2404.06395)."""
+    """Stay at 1, then fall linearly over the last `decay_fraction` (WSD; MiniCPM, arXiv:2404.06395)."""
     decay_start = max(schedule.warmup_steps, round(max_steps * (1 - schedule.decay_fraction)))
     if step < decay_start:
         return 1.0
@@ -33,7 +33,7 @@ def _wsd(schedule: ScheduleSpec, step: int, max_steps: int) -> float:
 
 
 def _part_done(step: int, start: int, end: int) -> float:
-    """0 at `start`, 1 at the last update, `end` - 1."""
+    """Return the progress: 0 at `start`, 1 at the last update, `end` - 1."""
     return min(1.0, (step - start) / max(1, end - 1 - start))
 
 

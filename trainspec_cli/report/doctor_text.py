@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from trainspec_cli.report.rich_text import Text
+from trainspec_cli.spec.results.doctor import Check, Diagnosis
 
 MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
 NAME_WIDTH = 15
 
 
-def render_diagnosis(diagnosis: Mapping[str, Any]) -> Text:
+def render_diagnosis(diagnosis: Diagnosis) -> Text:
     text = Text()
-    for host in diagnosis["hosts"]:
-        text.append(f"{host['host']}\n", style="bold")
-        for check in host["checks"]:
+    for report in diagnosis.hosts:
+        text.append(f"{report.host}\n", style="bold")
+        for check in report.checks:
             text.append_text(_line(check))
-    if diagnosis["between"]:
+    if diagnosis.between:
         text.append("between the processes\n", style="bold")
-        for check in diagnosis["between"]:
+        for check in diagnosis.between:
             text.append_text(_line(check))
     text.append("\n".join(_verdict(diagnosis)))
     return text
 
 
-def _line(check: Mapping[str, str]) -> Text:
-    mark, colour = MARKS[check["status"]]
-    line = Text("  ").append(mark, style=colour).append(f"  {check['name']:<{NAME_WIDTH}} {check['found']}\n")
-    if check["advice"]:
-        line.append(f"        {'':<{NAME_WIDTH}} {check['advice']}\n", style="dim")
+def _line(check: Check) -> Text:
+    mark, colour = MARKS[check.status]
+    line = Text("  ").append(mark, style=colour).append(f"  {check.name:<{NAME_WIDTH}} {check.found}\n")
+    if check.advice:
+        line.append(f"        {'':<{NAME_WIDTH}} {check.advice}\n", style="dim")
     return line
 
 
-def _verdict(diagnosis: Mapping[str, Any]) -> Iterator[str]:
-    hosts = len(diagnosis["hosts"])
-    checks = [check for host in diagnosis["hosts"] for check in host["checks"]] + list(diagnosis["between"])
-    count = {status: sum(check["status"] == status for check in checks) for status in MARKS}
+def _verdict(diagnosis: Diagnosis) -> Iterator[str]:
+    nodes = len(diagnosis.hosts)
+    checks = [check for report in diagnosis.hosts for check in report.checks] + list(diagnosis.between)
+    count = {status: sum(check.status == status for check in checks) for status in MARKS}
     found = f"{count['ok']} ok, {count['warn']} to look at, {count['fail']} failed"
-    yield f"{hosts} host{'s' if hosts > 1 else ''}: {found}"
-    if diagnosis["slowest"] and hosts > 1:
-        yield f"slowest host: {diagnosis['slowest']}"
+    yield f"{nodes} node{'s' if nodes > 1 else ''}: {found}"
+    if diagnosis.slowest and nodes > 1:
+        yield f"slowest node: {diagnosis.slowest}"

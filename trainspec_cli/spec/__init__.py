@@ -1,1 +1,1 @@
-"""The nouns: frozen dataclasses that say what a run is. Torch-free; imported by every room."""
+"""Frozen dataclasses that describe a run, its rules and its results. Torch-free; every room may import it."""

@@ -1,4 +1,4 @@
-"""Specs and plans as JSON, and a run's digest. Workers read what `to_plain` wrote, without Hydra."""
+"""Convert specs and plans to JSON and back, and compute a run's digest. Workers read this JSON without Hydra."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def to_plain(value: Any) -> dict[str, Any]:
-    """Dataclass -> what JSON holds: dicts, lists, numbers, text."""
+    """Convert a dataclass to JSON types: dicts, lists, numbers, text."""
     return {key_of(field): _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
 
 
@@ -29,7 +29,7 @@ def _plain(value: Any) -> Any:
 
 
 def from_plain(cls: type[T], data: Mapping[str, Any]) -> T:
-    """The inverse of `to_plain`. Raises RecipeError with every key that does not fit."""
+    """Build a dataclass from the output of `to_plain`. Raises RecipeError with every key that does not fit."""
     if not isinstance(data, Mapping):
         raise RecipeError(f"{type(data).__name__} in the place of the fields of {cls.__name__}", code="wrong_type")
     built, problems = build(cls, data)
@@ -39,12 +39,12 @@ def from_plain(cls: type[T], data: Mapping[str, Any]) -> T:
 
 
 def canonical_json(data: Any) -> str:
-    """One text for one content: sorted keys, no spaces, no NaN."""
+    """Return JSON that is the same for equal content: sorted keys, no spaces, no NaN."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def digest(spec: RunSpec) -> str:
-    """sha256 of what is trained and how. The run folder is left out: where it is kept does not change the run."""
+    """Return the sha256 of a spec. The run folder is left out: its location does not change the run."""
     plain = to_plain(spec)
     del plain["run"]["dir"]
     return hashlib.sha256(canonical_json(plain).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""JSON that any parser takes, written in one place: for files, events and `--json`."""
+"""Write JSON that any parser accepts, for files, events and `--json`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 
 def json_text(content: Any, *, indent: int | None = 2) -> str:
-    """Return `content` as JSON in ASCII, which no terminal obeys and which holds names of files in any encoding.
+    """Return `content` as ASCII JSON, which is safe on a terminal and holds file names in any encoding.
 
-    A number that is not finite becomes null, as JSON has none.
+    A number that is not finite becomes null, since JSON has none.
     """
     return json.dumps(finite_or_none(content), indent=indent, allow_nan=False)
 
 
 def finite_or_none(value: Any) -> Any:
-    """The same with None for each float in it that is infinite or no number."""
+    """Replace each float that is infinite or NaN by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

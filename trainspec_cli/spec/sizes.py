@@ -1,10 +1,10 @@
-"""The largest numbers that are reckoned with: what is counted out one by one, or multiplied, must end somewhere."""
+"""The largest accepted numbers, so that loops over them end and their products stay in range."""
 
 from __future__ import annotations
 
 LARGEST_WHOLE = 10**15
 LARGEST = 1e30
-"""Of numbers that need not be whole."""
+"""The limit of numbers that need not be whole."""
 
 LARGEST_OF = {
     "num_layers": 10_000,
@@ -53,7 +53,7 @@ LARGEST_OF = {
     "virtual_stages": 10**4,
     "rank": 10**6,
 }
-"""A key's last word -> its largest value. Far beyond what anybody trains, and small enough to be looped over."""
+"""A key's last word -> its largest value: far beyond any real run, and small enough to loop over."""
 
 
 def largest_of(path: str, value: int | float) -> int | float:

@@ -1,7 +1,7 @@
-"""dict -> RunSpec, with every wrong key, type and choice told at once. Knows types, not files.
+"""Build a RunSpec from a dict, and report every wrong key, type and choice at once. Knows types, not files.
 
 `1e3` is a whole number and `1` a number; true and false are neither. Text is never read as a number: what
-YAML or the command line took for text was meant as text, or is a mistake.
+YAML or the command line parsed as text was meant as text, or is a mistake.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from trainspec_cli.spec.sizes import LARGEST, largest_of
 from trainspec_cli.spec.unknown import UNKNOWN
 
 MISSING = "???"
-"""A value left open, to be given by the recipe or the command line."""
+"""The marker of a value that the recipe or the command line must give."""
 
 MAX_GUESSES = 3
 MAX_ITEMS = 1_000
-"""Of a list."""
+"""The most items in a list."""
 MAX_TEXT_CHARS = 100_000
 SHOWN_CHARS = 80
 
@@ -32,17 +32,17 @@ T = TypeVar("T")
 
 
 class WrongValueError(ValueError):
-    """The value is not of the type; raised and caught here."""
+    """The value is not of the wanted type. Raised by `convert`."""
 
 
 def structure(data: Mapping[str, Any]) -> tuple[RunSpec | None, list[Problem]]:
-    """-> the spec, or None and every problem with its dotted path."""
+    """Return the spec, or None and every problem with its dotted path."""
     draft, problems = build(RunSpec, data)
     return (None if problems else draft), problems
 
 
 def build(cls: type[T], data: Mapping[str, Any], path: str = "") -> tuple[T, list[Problem]]:
-    """-> a draft of dataclass `cls` in which `UNKNOWN` stands for whatever was wrong, and the problems."""
+    """Return a draft of dataclass `cls`, with `UNKNOWN` in place of wrong values, and the problems."""
     hints = _hints(cls)  # type: ignore[arg-type]
     fields = {key_of(field): field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     problems = [_unknown_key(cls, str(key), path) for key in data if key not in fields]
@@ -59,7 +59,7 @@ def build(cls: type[T], data: Mapping[str, Any], path: str = "") -> tuple[T, lis
 
 
 def key_of(field: dataclasses.Field[Any]) -> str:
-    """As recipes write it: `from`, which Python keeps for itself, is the field `from_`."""
+    """Return the key as recipes write it: the field `from_` is `from`, a Python keyword."""
     return field.name.removesuffix("_")
 
 
@@ -70,6 +70,9 @@ def _build_value(wanted: Any, value: Any, path: str) -> tuple[Any, list[Problem]
     by_name = next((member for member in _members(wanted) if typing.get_origin(member) is dict), None)
     if by_name and isinstance(value, Mapping):
         return _build_items(typing.get_args(by_name)[1], value, path)
+    if typing.get_origin(wanted) is tuple and isinstance(value, (list, tuple)) and sections_of(item := _item(wanted)):
+        built, problems = _build_items(item, dict(enumerate(value)), path)
+        return tuple(built.values()), problems
     try:
         converted = convert(wanted, value)
     except WrongValueError:
@@ -79,30 +82,35 @@ def _build_value(wanted: Any, value: Any, path: str) -> tuple[Any, list[Problem]
 
 
 def _oversized(value: Any, path: str) -> Problem | None:
-    """Of a number, or of one in a list, that nothing can be reckoned with. The rules are not asked of such a value."""
+    """Return a problem for a number, alone or in a list, that is too large; rules are not checked on such a value."""
     for number in value if isinstance(value, tuple) else (value,):
         if isinstance(number, (int, float)) and abs(number) > (most := largest_of(path, number)):
-            message = f"`{path}` is {show_value(number)}; at most {most:,} is reckoned with"
+            message = f"`{path}` is {show_value(number)}; at most {most:,} is allowed"
             return Problem("out_of_range", message, path, f"type {path}={most} or less")
     if isinstance(value, tuple) and len(value) > MAX_ITEMS:
         return Problem("out_of_range", f"`{path}` has {len(value):,} values; at most {MAX_ITEMS} are read", path)
     return None
 
 
-def _build_items(wanted: Any, items: Mapping[str, Any], path: str) -> tuple[dict[str, Any], list[Problem]]:
+def _item(wanted: Any) -> Any:
+    """Return the type of a tuple's items."""
+    return typing.get_args(wanted)[0]
+
+
+def _build_items(wanted: Any, items: Mapping[Any, Any], path: str) -> tuple[dict[str, Any], list[Problem]]:
     built = {str(key): _build_value(wanted, item, f"{path}.{key}") for key, item in items.items()}
     return {key: item for key, (item, _) in built.items()}, [wrong for _, found in built.values() for wrong in found]
 
 
 def choose_section(wanted: Any, value: Mapping[str, Any]) -> type | None:
-    """The dataclass that a mapping is meant to fill: of several the one whose `family` it names, else the first."""
+    """Return the dataclass that a mapping fills: of several, the one whose `family` it names, else the first."""
     sections = sections_of(wanted)
     named = [section for section in sections if value.get("family") in choices_of(_hints(section).get("family"))]
     return next(iter([*named, *sections]), None)
 
 
 def sections_of(wanted: Any) -> list[type]:
-    """The dataclass itself, or those of a union."""
+    """Return the dataclass itself, or those of a union."""
     return [member for member in _members(wanted) if isinstance(member, type) and dataclasses.is_dataclass(member)]
 
 
@@ -120,13 +128,13 @@ def _is_union(wanted: Any) -> bool:
 
 
 def convert(wanted: Any, value: Any) -> Any:
-    """Raises WrongValueError. Of a union the first member that takes the value decides."""
+    """Convert `value` to a type; of a union, to the first member that accepts it. Raises WrongValueError."""
     if typing.get_origin(wanted) is Literal:
         return _convert_choice(typing.get_args(wanted), value)
     if _is_union(wanted):
         return _convert_union(typing.get_args(wanted), value)
     if typing.get_origin(wanted) is tuple and isinstance(value, (list, tuple)):
-        return tuple(convert(typing.get_args(wanted)[0], item) for item in value)
+        return tuple(convert(_item(wanted), item) for item in value)
     if wanted in (int, float):
         return _convert_number(wanted, value)
     if wanted is str and isinstance(value, str) and not _can_be_written(value):
@@ -137,7 +145,7 @@ def convert(wanted: Any, value: Any) -> Any:
 
 
 def _can_be_written(text: str) -> bool:
-    """NUL ends a path in the middle, and half a surrogate pair has no UTF-8."""
+    """Return False for text with NUL (which would cut a path), half a surrogate pair (no UTF-8), or too much text."""
     if len(text) > MAX_TEXT_CHARS or "\0" in text:
         return False
     try:
@@ -169,7 +177,7 @@ def _convert_number(wanted: type, value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise WrongValueError
     if wanted is float and abs(value) > LARGEST:
-        value = math.copysign(2 * LARGEST, value)  # told of as too large, whatever its digits
+        value = math.copysign(2 * LARGEST, value)  # reported as too large, whatever its digits
     if wanted is int and value != int(value):
         raise WrongValueError
     return wanted(value)
@@ -180,7 +188,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _missing(wanted: Any, path: str) -> list[Problem]:
-    """A whole section left out misses each of its required keys."""
+    """Return a problem for a missing value, or for each required key of a missing section."""
     if dataclasses.is_dataclass(wanted):
         _, problems = build(wanted, {}, f"{path}.")  # type: ignore[arg-type]
         return problems
@@ -199,7 +207,7 @@ def _unknown_key(cls: type, key: str, path: str) -> Problem:
 
 
 def _guess(key: str, path: str, siblings: list[str]) -> list[str]:
-    """A misspelt neighbour; else keys of that name elsewhere (`lr` for `optim.lr`), holding it, or near it."""
+    """Guess the intended key: a similar sibling, else keys elsewhere that equal, contain or resemble it."""
     near = closest(key, siblings)
     if near:
         return [f"{path}{near}"]
@@ -212,7 +220,7 @@ def _guess(key: str, path: str, siblings: list[str]) -> list[str]:
 
 
 def known_paths(cls: type, prefix: str = "") -> Iterator[str]:
-    """Every dotted path below `cls`."""
+    """Yield every dotted path below `cls`."""
     hints = _hints(cls)  # type: ignore[arg-type]
     for field in dataclasses.fields(cls):
         yield f"{prefix}{key_of(field)}"
@@ -243,7 +251,7 @@ def _hint(wanted: Any, value: Any, path: str) -> str:
 
 
 def choices_of(wanted: Any) -> tuple[Any, ...]:
-    """The words allowed, where words are."""
+    """Return the allowed words, if the type is a choice of words."""
     if typing.get_origin(wanted) is Literal:
         return typing.get_args(wanted)
     return tuple(choice for member in typing.get_args(wanted) for choice in choices_of(member))
@@ -255,11 +263,11 @@ def _only_choices(wanted: Any) -> bool:
     return typing.get_origin(wanted) is Literal
 
 
-_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+_TYPE_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
 
 
 def describe(wanted: Any, *, with_null: bool = True) -> str:
-    """`int | Literal["auto"]` -> `a whole number or auto`."""
+    """Describe a type: `int | Literal["auto"]` -> `a whole number or auto`."""
     return _join_or(list(dict.fromkeys(_alternatives(wanted, with_null))))
 
 
@@ -277,7 +285,7 @@ def _alternatives(wanted: Any, with_null: bool) -> Iterator[str]:
     elif typing.get_origin(wanted) is dict:
         yield "a section of values by name"
     else:
-        yield _WORDS[wanted]
+        yield _TYPE_NAMES[wanted]
 
 
 def _join_or(words: list[str]) -> str:
@@ -285,7 +293,7 @@ def _join_or(words: list[str]) -> str:
 
 
 def show_value(value: Any) -> str:
-    """A value as a person would name it."""
+    """Return a short description of a value for messages."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if value == "":

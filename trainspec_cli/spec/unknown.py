@@ -1,6 +1,6 @@
-"""UNKNOWN: stands in a draft for a value that is missing or wrong, so that other rules can still be checked.
+"""UNKNOWN: a placeholder in a draft for a missing or wrong value, so that other rules can still be checked.
 
-Whoever computes with it stops with `UnknownTouched`; a rule that does so has nothing to say yet.
+Computing with it raises `UnknownTouched`; a rule that does so cannot be decided yet.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 
-class UnknownTouched(Exception):  # noqa: N818 - a question without an answer, not an error
-    """A rule asked for a value that is not known."""
+class UnknownTouched(Exception):  # noqa: N818 - an undecidable rule, not an error
+    """A rule needs a value that is not known."""
 
 
 class Unknown:

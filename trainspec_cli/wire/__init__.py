@@ -1,2 +1,1 @@
-"""How the processes of one job talk: what they say is believed only after both ends have proved that they know its
-secret."""
+"""Authenticated connections between the processes of one job: both ends prove that they know its secret."""

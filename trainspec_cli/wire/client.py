@@ -1,4 +1,4 @@
-"""A client of the rendezvous server: an authenticated connection that carries one JSON object a line, both ways."""
+"""A client of the rendezvous server: an authenticated connection that carries one JSON object per line, both ways."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from typing import Any
 from trainspec_cli.wire.handshake import HandshakeError, connect
 
 RENDEZVOUS = "TRAINSPEC_RENDEZVOUS"
-"""The environment variable that tells a process where the job's rendezvous server listens (host:port)."""
+"""The environment variable with the address of the job's rendezvous server (host:port)."""
 RENDEZVOUS_PURPOSE = "rendezvous"
 LINE_BYTES = 2**24
-"""The longest line that either end takes."""
+"""The longest line that either end accepts."""
 RETRY_S = 0.05
 
 
 class JsonClient:
-    """Not safe for several threads at once, but for `send` beside a `receive`. Raises OSError where the connection is
-    lost or the server does not know the secret."""
+    """A connection to the server. It is not thread-safe, except for one `send` during one `receive`.
+
+    Raises OSError if the connection is lost or the server does not know the secret.
+    """
 
     def __init__(self, address: str, secret: bytes, timeout_s: float):
-        """`address`: host:port. A server that does not listen yet is tried again for `timeout_s`."""
+        """Connect to `address` (host:port), retrying for `timeout_s` if the server does not listen yet."""
         self._connection = _connect(address, secret, time.monotonic() + timeout_s)
         self._unread = b""
 
     def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send a request and wait for its answer; TimeoutError where none comes in time."""
+        """Send a request and wait for its answer. Raises TimeoutError if none comes in time."""
         self.send(request)
         return self.receive(timeout_s)
 
@@ -49,7 +51,7 @@ class JsonClient:
         return dict(json.loads(line))
 
     def close(self) -> None:
-        """Also wakes a thread that waits in `receive`."""
+        """Close the connection, which also wakes a thread that waits in `receive`."""
         with contextlib.suppress(OSError):  # the other end may have closed it
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()

@@ -1,12 +1,12 @@
-"""Two ends of a connection prove to each other that they know the job's secret, before either believes a byte.
+"""The handshake: both ends prove that they know the job's secret before either uses a byte of the other's.
 
     server -> client   a fresh nonce of 32 bytes
     client -> server   its own nonce of 32 bytes, and HMAC-SHA256(secret, "client" + purpose + both nonces)
     server -> client   HMAC-SHA256(secret, "server" + purpose + both nonces)
 
-The lengths are fixed, so an end that has proved nothing can make the other keep 64 bytes at most. Fresh nonces make a
-recorded handshake worthless, and the purpose keeps one server's proofs from another. The handshake authenticates; what
-follows is neither encrypted nor signed (docs/security.md).
+The lengths are fixed, so an end that has proved nothing can make the other buffer at most 64 bytes. Fresh nonces make a
+recorded handshake useless, and the purpose prevents the reuse of a proof with another server. The handshake
+authenticates; later bytes are neither encrypted nor signed (docs/security.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NONCE_BYTES = 32
 PROOF_BYTES = hashlib.sha256().digest_size
 ANSWER_BYTES = NONCE_BYTES + PROOF_BYTES
 TIMEOUT_S = 10.0
-"""A connection that has not proved itself after this long is closed."""
+"""A connection whose handshake takes longer is closed."""
 
 
 class HandshakeError(ConnectionError):
@@ -45,7 +45,7 @@ class Challenge:
 
 
 def connect(address: tuple[str, int], secret: bytes, purpose: str) -> socket.socket:
-    """Return a connection on which both ends have proved themselves; errors are those of `prove_to`."""
+    """Return an authenticated connection. Raises as `prove_to` does."""
     connection = socket.create_connection(address, TIMEOUT_S)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -57,8 +57,11 @@ def connect(address: tuple[str, int], secret: bytes, purpose: str) -> socket.soc
 
 
 def prove_to(connection: socket.socket, secret: bytes, purpose: str) -> None:
-    """Do the client's half on a blocking connection that has a timeout. Raises HandshakeError, and OSError where the
-    connection is lost: a server ends connections in their handshake when too many come at once."""
+    """Do the client's half on a blocking connection that has a timeout.
+
+    Raises HandshakeError, or OSError if the connection is lost: a server closes connections in their handshake when too
+    many arrive at once.
+    """
     theirs, own = _receive(connection, NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
     connection.sendall(own + _prove(secret, "client", purpose, theirs, own))
     if not hmac.compare_digest(_receive(connection, PROOF_BYTES), _prove(secret, "server", purpose, theirs, own)):
@@ -66,8 +69,8 @@ def prove_to(connection: socket.socket, secret: bytes, purpose: str) -> None:
 
 
 def _prove(secret: bytes, side: str, purpose: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    said = b"\0".join((side.encode(), purpose.encode(), server_nonce + client_nonce))
-    return hmac.digest(secret, said, "sha256")
+    content = b"\0".join((side.encode(), purpose.encode(), server_nonce + client_nonce))
+    return hmac.digest(secret, content, "sha256")
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:

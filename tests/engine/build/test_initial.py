@@ -8,11 +8,12 @@ import torch
 from trainspec_cli.engine.build.initial import load_folder
 from trainspec_cli.engine.models.build import build_model
 from trainspec_cli.engine.shares import Cut, Share
-from trainspec_cli.engine.tools.export import Order, export
+from trainspec_cli.engine.tools.export import export
 from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.huggingface.config import read_model, write_config
 from trainspec_cli.huggingface.tensors import parameters
 from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.results.tools import ExportRequest
 from trainspec_cli.spec.structure import build
 
 transformers = pytest.importorskip("transformers")
@@ -68,7 +69,7 @@ def export_model(model, folder, max_file_bytes):
             pass
 
     PlanOf.spec.model = model
-    export(PlanOf, Order("", "", str(folder), "F32", max_file_bytes))
+    export(PlanOf, ExportRequest("", "", str(folder), "F32", max_file_bytes))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -114,7 +115,7 @@ def test_tensors_that_are_not_the_models_are_named(hf_folder):
     said = [problem.message for problem in raised.value.problems]
     assert said == [
         f"{folder} lacks model.norm.weight",
-        f"{folder} holds what the model has no place for: model.layers.7.surplus",
+        f"{folder} holds tensors that the model lacks: model.layers.7.surplus",
         f"{folder} has wrong shapes: model.layers.0.mlp.up_proj.weight is 3 x 4 and should be 48 x 32",
     ]
 

@@ -37,7 +37,7 @@ def main() -> None:
     held = Rows([], [], None)
     vars(held)["rows"] = torch.zeros(12 // WORLD, 5)
     vars(held)["count"] = torch.zeros(())
-    place = CopyLocation(FOLDER / f"host{RANK}", RANK, WORLD, ranks_per_host=1)
+    place = CopyLocation(FOLDER / f"host{RANK}", RANK, WORLD, ranks_per_node=1)
     run_dir = RunDir(FOLDER)
     if ACT == "keep":
         keep(held, Saver(run_dir, held, CPU, keep_last=2, memory=place))

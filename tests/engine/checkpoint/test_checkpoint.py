@@ -24,8 +24,7 @@ from trainspec_cli.engine.checkpoint.manifest import (
     TensorEntry,
     read_manifest,
 )
-from trainspec_cli.engine.checkpoint.ownership import choose_owners
-from trainspec_cli.engine.checkpoint.parts import Held, TensorPart
+from trainspec_cli.engine.checkpoint.parts import Held, TensorPart, choose_owners
 from trainspec_cli.engine.checkpoint.reading import fill_parts
 from trainspec_cli.engine.checkpoint.saver import Saver
 from trainspec_cli.engine.checkpoint.store import load_newest
@@ -270,7 +269,7 @@ def test_parts_are_read_from_whatever_chunks_cover_them(tmp_path):
         fill_parts(tmp_path, whole, [part])
         assert torch.equal(part.tensor, wanted)
     holed = CheckpointManifest(about(1), 3, (), {"w": TensorEntry((6, 8), "F32", chunks[:2])})
-    with pytest.raises(MachineError, match="of w it holds 8 of 16 elements"):
+    with pytest.raises(MachineError, match="it holds 8 of the 16 elements of w"):
         fill_parts(tmp_path, holed, [TensorPart("w", torch.zeros(2, 8), (3, 0), (6, 8))])
 
 
@@ -411,7 +410,7 @@ def test_what_is_not_finite_is_refused_by_name_and_number(tmp_path, of, name, va
     assert problem.message == f"checkpoint refused: {folder / NAME} {words} {name}"
     assert (problem.code, problem.hint) == (
         "bad_checkpoint",
-        f"remove the folder {folder} to go on from the checkpoint before it",
+        f"remove the folder {folder} to resume from the checkpoint before it",
     )
 
 

@@ -50,7 +50,7 @@ def test_groups_tell_in_their_own_order(told):
         ("no UTF-8", "a message that cannot be read: 'utf-8' codec"),
         ("no JSON", "a message that cannot be read: Expecting property name"),
         ("a pickle", "a message that cannot be read: 'utf-8' codec"),
-        ("NaN", "a message that cannot be read: NaN is no JSON"),
+        ("NaN", "a message that cannot be read: NaN is not JSON"),
         ("deep nesting", "a message that cannot be read: "),
         ("another type", "a message that cannot be read: WrongValueError"),
         ("length 0", "a message of 0 bytes; from 1 to 67,108,864 are allowed"),

@@ -10,11 +10,12 @@ from trainspec_cli.engine.build.kernel_loading import load_kernel
 from trainspec_cli.engine.kernels.inputs import checked, make_inputs
 from trainspec_cli.engine.kernels.reference import REFERENCES
 from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
-from trainspec_cli.engine.tools.kernel_trial import SUM_ERROR, call_error
-from trainspec_cli.engine.tools.optimizer_trial import update_error
+from trainspec_cli.engine.tools.kernel_trial import SUM_ERROR, call_error, update_error
 from trainspec_cli.spec.recipe.kernels import KERNELS, TORCH
 from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.rules.kernels import explain
+
+pytestmark = pytest.mark.usefixtures("compile_anew")
 
 FP32_EPS = torch.finfo(torch.float32).eps
 ROUNDINGS = {"ssd_scan": 2}

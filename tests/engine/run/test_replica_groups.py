@@ -1,29 +1,381 @@
-"""A group's portions, read ahead: right also where the groups have changed, or a step is made again."""
+"""Replica groups as threads: whatever dies, comes back or fails, every sample is taken once and all groups agree.
+
+A group's model is a count of the samples that it has seen: its gradient is one at each position that it reads, so that
+the weights tell which samples the steps that counted were made of.
+"""
 
 from __future__ import annotations
 
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lab.quorum import DiedError, Network
 
 from trainspec_cli.engine.data.staging import SLOTS, Staging
-from trainspec_cli.engine.run.replica_groups import PortionReader
+from trainspec_cli.engine.elastic.membership import GroupRank, HealFailedError
+from trainspec_cli.engine.observe.clock import StepClock
+from trainspec_cli.engine.run.coordinator import RunContext, TrainProgress
+from trainspec_cli.engine.run.replica_groups import START, PortionReader, ReplicaGroups
+from trainspec_cli.engine.run.signals import StopRequest
+from trainspec_cli.errors import WorkerError
 from trainspec_cli.policy.spread import Portion
+from trainspec_cli.rundir.events import read_events
+from trainspec_cli.rundir.files import write_json
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.recipe.batching import BatchingSpec
+from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.optim import OptimSpec
+from trainspec_cli.spec.recipe.resilience import ResilienceSpec
+from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
+
+CPU = torch.device("cpu")
+STEPS, BATCH, SAMPLES = 12, 7, 200
+WAIT_S = 60
+RESILIENCE = ResilienceSpec(mode="elastic", sdc_check=1)
+SPEC = RunSpec(
+    model=DecoderModel(1, 32, 2, 1, 16, 48, 50),
+    data=DataSpec(seq_len=1, source="python_stdlib"),
+    optim=OptimSpec(lr=1.0),
+    batching=BatchingSpec(global_batch_size=BATCH, micro_batch_size=1),
+    train=TrainSection(max_steps=STEPS),
+    resilience=RESILIENCE,
+)
 
 
 class Numbered:
     """A sample is its position."""
 
     def __init__(self) -> None:
-        self.staging = Staging(torch.device("cpu"))
+        self.staging = Staging(CPU)
         self.reads = 0
 
     def read(self, positions: np.ndarray) -> list[tuple[torch.Tensor, ...]]:
         self.reads += 1
         return [(torch.tensor([position]),) for position in positions]
+
+    def counted(self, positions: np.ndarray) -> int:
+        return len(positions)
+
+
+class Group:
+    """One replica group of one rank, trained as `Trainer` does."""
+
+    def __init__(self, lab: Lab, number: int):
+        self.lab, self.number = lab, number
+        self.weights = torch.zeros(SAMPLES)
+        self.share = SimpleNamespace(gradient=torch.zeros(SAMPLES), local=self.weights)
+        self.router = SimpleNamespace(tokens_per_expert_E=torch.zeros(2))
+        self.stop = StopRequest()
+        state = SimpleNamespace(
+            clock=StepClock(CPU),
+            shares=[self.share],
+            routers=[self.router],
+            held=SimpleNamespace(tensors=lambda: [self.weights]),
+            mesh=SimpleNamespace(data_rank=0),
+        )
+        plan = SimpleNamespace(spec=lab.spec, replica_groups=lab.groups, layout=Layout(), micro_batch_size=1)
+        run = RunContext(plan, lab.run, Numbered(), state, "", self.stop)  # type: ignore[arg-type]
+        self.coordinator = ReplicaGroups(run, GroupRank(number, 0, 1))
+        self.state, self.progress, self.error = state, TrainProgress(), None
+        self.restores = 0
+        self.rates: list[float] = []
+        self.led: list[int] = []
+        """Steps that this group made as the leading one."""
+        self.thread = threading.Thread(target=self._run, name=f"{number}/{id(self)}", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            self.train()
+        except (DiedError, HealFailedError, WorkerError) as error:
+            self.error = error
+        finally:
+            self.lab.network.lose_thread(self.thread.name)
+
+    def train(self) -> None:
+        while self.progress.step < STEPS:
+            start = self.coordinator.begin(self.progress, self.restore)
+            self.progress = start.progress
+            if start.stop:
+                break
+            self.step()
+        self.coordinator.leave()
+
+    def restore(self) -> TrainProgress:
+        """The newest checkpoint: that of step 2."""
+        self.restores += 1
+        self.weights[: 2 * BATCH] = 1.0
+        return TrainProgress(2, 2 * BATCH)
+
+    def step(self) -> None:
+        step = self.progress.step
+        self.lab.reached(self, "take", step)
+        samples = self.coordinator.take(self.progress)
+        self.share.gradient.zero_()
+        for (positions,) in samples.micro_batches:
+            self.share.gradient[positions] += 1
+        self.router.tokens_per_expert_E.fill_(1.0)
+        loss = torch.tensor(float(len(samples.micro_batches)))
+        self.lab.reached(self, "reduce", step)
+        self.coordinator.reduce(self.state, loss)
+        self.lab.reached(self, "commit", step)
+        if not self.coordinator.commit():
+            return
+        assert int(loss) == samples.step_samples == samples.global_tokens, "the loss is a sum over all groups"
+        assert self.router.tokens_per_expert_E.tolist() == [len(samples.event_fields["groups"])] * 2
+        self.weights += self.share.gradient
+        self.rates.append(samples.lr_factor)
+        self.progress = TrainProgress(step + 1, self.progress.samples + samples.step_samples)
+        if self.coordinator.leads:
+            self.led.append(step + 1)
+        self.coordinator.journal.write("step", step=step + 1, samples=samples.step_samples, **samples.event_fields)
+        self.coordinator.note_step(step + 1, 0.001)
+
+
+class Lab:
+    def __init__(self, folder: Any, patch: pytest.MonkeyPatch, groups: int, spec: RunSpec = SPEC):
+        self.run, self.groups, self.spec, self._patch = RunDir(folder), groups, spec, patch
+        write_json(self.run.groups_json, {"expected": groups})
+        self.network = Network()
+        self.network.install(patch)
+        self.acts: dict[tuple[int, str, int], Callable[[Group], None]] = {}
+        """(group, phase, step) -> what happens to the group there, once."""
+        self.started: list[Group] = []
+
+    def reached(self, group: Group, phase: str, step: int) -> None:
+        if act := self.acts.pop((group.number, phase, step), None):
+            act(group)
+
+    def start(self, number: int, generation: int = 1) -> Group:
+        self._patch.setenv(START, str(generation))
+        self.started.append(Group(self, number))
+        self.started[-1].thread.start()
+        return self.started[-1]
+
+    def start_all(self, generation: int = 1) -> list[Group]:
+        return [self.start(number, generation) for number in range(self.groups)]
+
+    def wait(self) -> None:
+        for group in self.started:
+            group.thread.join(WAIT_S)
+            assert not group.thread.is_alive(), f"group {group.number} hangs at step {group.progress.step}"
+
+    def log(self, kind: str) -> list[dict[str, Any]]:
+        """Events of `kind` in the log of the leading group."""
+        return [event for event in read_events(self.run.events(0)) if event["type"] == kind]
+
+    def check_all_done(self) -> None:
+        """The groups that live to the end have the same weights, of every sample once."""
+        self.wait()
+        ended = [group for group in self.started if group.error is None]
+        assert ended and {group.progress.step for group in ended} == {STEPS}
+        taken = ended[0].progress.samples
+        for group in ended:
+            assert group.weights[:taken].eq(1).all() and not group.weights[taken:].any()
+        assert [event["step"] for event in self.log("step")] == list(range(1, STEPS + 1))
+
+
+@pytest.fixture
+def lab(one_process: None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lab]:
+    monkeypatch.setattr("trainspec_cli.engine.run.replica_groups.WAIT_S", 0.002)
+    return lambda groups, spec=SPEC: Lab(tmp_path, monkeypatch, groups, spec)
+
+
+def die(_group: Group) -> None:
+    raise DiedError
+
+
+def wait_for_return(group: Group) -> None:
+    """Hold the run up until the other of two groups is there again."""
+    group.lab.network.wait_for(lambda: group.lab.network.living == 2)
+
+
+def with_resilience(**changes: Any) -> RunSpec:
+    return replace(SPEC, resilience=replace(RESILIENCE, **changes))
+
+
+def test_portions_of_unequal_size_make_up_the_batch(lab: Callable[..., Lab]) -> None:
+    """Three groups share seven samples."""
+    trial = lab(3)
+    trial.start_all()
+    trial.check_all_done()
+    assert {event["samples"] for event in trial.log("step")} == {BATCH}
+    assert sorted(len(group.led) for group in trial.started) == [0, 0, STEPS]
+    assert trial.log("recovery") == trial.log("retry") == []
+
+
+@pytest.mark.parametrize("phase", ["take", "reduce"])
+def test_a_step_that_loses_a_group_is_made_again_by_the_others(lab: Callable[..., Lab], phase: str) -> None:
+    trial = lab(3)
+    trial.acts[1, phase, 4] = die
+    trial.start_all()
+    trial.check_all_done()
+    assert [event["step"] for event in trial.log("retry")] == [5]
+    (left,) = trial.log("recovery")
+    assert (left["step"], left["change"], left["group"], left["lost_steps"]) == (5, "left", 1, 1)
+    assert [event["groups"] for event in trial.log("step")] == [[0, 1, 2]] * 4 + [[0, 2]] * (STEPS - 4)
+
+
+def test_a_group_that_comes_back_heals_and_takes_its_portion_again(lab: Callable[..., Lab]) -> None:
+    trial = lab(2)
+    trial.acts[1, "take", 2] = die
+    trial.acts[0, "take", 6] = wait_for_return
+    first, second = trial.start_all()
+    second.thread.join(WAIT_S)
+    back = trial.start(1, generation=2)
+    trial.check_all_done()
+    assert back.restores == 0, "it heals from the other group, not from a checkpoint"
+    assert [(event["change"], event["group"]) for event in trial.log("recovery")] == [("left", 1), ("joined", 1)]
+    assert trial.log("step")[-1]["groups"] == [0, 1]
+    assert first.led == list(range(1, STEPS + 1)), "who came back does not lead"
+
+
+def test_the_next_group_leads_when_the_leading_one_dies(lab: Callable[..., Lab]) -> None:
+    trial = lab(3)
+    trial.acts[0, "reduce", 5] = die
+    trial.start_all()
+    trial.check_all_done()
+    assert trial.started[0].led == [1, 2, 3, 4, 5]
+    assert sorted(trial.started[1].led + trial.started[2].led) == list(range(6, STEPS + 1))
+
+
+def test_a_group_whose_exchange_fails_after_the_others_heals_from_them(lab: Callable[..., Lab]) -> None:
+    """It alone has not made the step, though its samples are in the others' sum."""
+    trial = lab(2)
+    trial.acts[1, "commit", 3] = lambda group: group.coordinator._membership._drop(RuntimeError("lost"))
+    trial.start_all()
+    trial.check_all_done()
+    assert len(trial.log("retry")) == 0, "the leading group has made it"
+    own = read_events(trial.run.group_events(1, 0))
+    assert [event["step"] for event in own if event["type"] == "step"] == [
+        step for step in range(1, STEPS + 1) if step != 4
+    ]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_deaths_and_returns(lab: Callable[..., Lab], seed: int) -> None:
+    """Groups die anywhere, up to all but one, and come back at once."""
+    trial, generator = lab(3), random.Random(seed)
+    for step in generator.sample(range(1, STEPS), 5):
+        trial.acts[generator.randrange(2), generator.choice(["take", "reduce", "commit"]), step] = die
+    *living, survivor = trial.start_all()
+    while survivor.thread.is_alive():
+        for number, group in enumerate(living):
+            if group.error is not None:
+                group.thread.join(WAIT_S)
+                living[number] = trial.start(number, generation=2)
+        survivor.thread.join(0.005)
+    for group in trial.started:  # one that comes back after the last step waits for the others
+        group.stop.requested = True
+    trial.wait()
+    assert sum(isinstance(group.error, DiedError) for group in trial.started) > 1
+    for group in (group for group in trial.started if group.progress.step == STEPS):
+        assert group.weights[: STEPS * BATCH].eq(1).all() and not group.weights[STEPS * BATCH :].any()
+    assert survivor.progress == TrainProgress(STEPS, STEPS * BATCH)
+
+
+def test_who_heals_from_a_group_that_dies_meanwhile_ends(lab: Callable[..., Lab]) -> None:
+    """Its state is half one group's and half another's."""
+    trial = lab(2)
+    trial.acts[1, "take", 2] = die
+    trial.acts[0, "take", 6] = wait_for_return
+    first, second = trial.start_all()
+    second.thread.join(WAIT_S)
+    first.coordinator._membership._give_state = lambda _ranks: die(first)  # type: ignore[method-assign]
+    back = trial.start(1, generation=2)
+    trial.wait()
+    assert isinstance(first.error, DiedError)
+    assert isinstance(back.error, HealFailedError)
+
+
+def test_groups_restore_where_none_holds_the_state(lab: Callable[..., Lab]) -> None:
+    trial = lab(2)
+    trial.start_all(generation=2)
+    trial.wait()
+    assert {group.restores for group in trial.started} in ({1}, {0, 1}), "each does, or one heals from the other"
+    for group in trial.started:
+        assert group.progress == TrainProgress(STEPS, STEPS * BATCH)
+        assert group.weights[: STEPS * BATCH].eq(1).all()
+    assert trial.log("step")[0]["step"] == 3
+
+
+def test_the_first_step_waits_for_all_expected_groups(lab: Callable[..., Lab]) -> None:
+    trial = lab(2)
+    first = trial.start(0)
+    first.thread.join(0.1)
+    assert first.thread.is_alive() and first.progress.step == 0
+    trial.start(1)
+    trial.check_all_done()
+
+
+def test_one_group_alone_goes_on_where_the_supervisor_expects_no_other(lab: Callable[..., Lab]) -> None:
+    trial = lab(2)
+    write_json(trial.run.groups_json, {"expected": 1})
+    trial.start(0)
+    trial.check_all_done()
+
+
+def test_too_few_groups_wait_and_can_be_stopped(lab: Callable[..., Lab]) -> None:
+    trial = lab(2, with_resilience(min_groups=2))
+    trial.acts[1, "take", 3] = die
+    first, _ = trial.start_all()
+    first.thread.join(0.3)
+    assert first.thread.is_alive() and first.progress.step == 3
+    first.stop.requested = True
+    trial.wait()
+    assert first.progress == TrainProgress(3, 3 * BATCH)
+
+
+def test_a_request_to_one_group_stops_all_at_one_step(lab: Callable[..., Lab]) -> None:
+    trial = lab(3)
+    trial.acts[2, "commit", 4] = lambda group: setattr(group.stop, "requested", True)
+    trial.start_all()
+    trial.wait()
+    assert {group.progress.step for group in trial.started} == {5}
+    assert {group.error for group in trial.started} == {None}
+    assert not any(group.coordinator.finished_without for group in trial.started)
+
+
+def test_a_group_that_comes_back_when_the_run_is_done_leaves_it_as_it_is(lab: Callable[..., Lab]) -> None:
+    trial = lab(2)
+    write_json(trial.run.result_json, {"status": "done"})
+    late = trial.start(1, generation=2)
+    trial.wait()
+    assert late.coordinator.finished_without and late.progress.step == 2, "from the checkpoint, no further"
+
+
+@pytest.mark.parametrize(("groups", "named"), [(3, "group 1 differ"), (2, "groups 0, 1 differ")])
+def test_a_flipped_bit_ends_every_group_and_names_the_wrong_one(
+    lab: Callable[..., Lab], groups: int, named: str
+) -> None:
+    trial = lab(groups)
+    trial.acts[1, "take", 3] = lambda group: group.weights.view(torch.int32)[150].bitwise_xor_(1)
+    trial.start_all()
+    trial.wait()
+    for group in trial.started:
+        assert isinstance(group.error, WorkerError) and group.error.problems[0].code == "diverged"
+        assert f"the parameters of {named} from the others' after step 4" in str(group.error)
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("linear", 3 / BATCH), ("sqrt", (3 / BATCH) ** 0.5), ("none", 1.0)])
+def test_a_shrunken_batch_changes_samples_and_learning_rate(lab: Callable[..., Lab], rule: Any, factor: float) -> None:
+    trial = lab(2, replace(SPEC, batching=replace(SPEC.batching, on_loss="shrink", shrink_lr=rule)))
+    trial.acts[1, "take", 2] = die
+    first, _ = trial.start_all()
+    trial.check_all_done()
+    assert first.rates == pytest.approx([1.0, 1.0] + [factor] * (STEPS - 2))
+    assert [event["samples"] for event in trial.log("step")] == [BATCH] * 2 + [3] * (STEPS - 2)
+
+
+# A group's portions, read ahead
 
 
 @pytest.fixture
@@ -33,8 +385,12 @@ def source() -> Numbered:
 
 @pytest.fixture
 def reader(source: Numbered) -> PortionReader:
-    plan = SimpleNamespace(layout=Layout(), micro_batch_size=1)
-    state = SimpleNamespace(mesh=SimpleNamespace(data_rank=0), device=torch.device("cpu"))
+    return reader_of(source)
+
+
+def reader_of(source: Numbered, *, data_rank: int = 0, micro_batch_size: int = 1, **layout: Any) -> PortionReader:
+    plan = SimpleNamespace(layout=Layout(**layout), micro_batch_size=micro_batch_size)
+    state = SimpleNamespace(mesh=SimpleNamespace(data_rank=data_rank), device=CPU)
     return PortionReader(plan, source, state)  # type: ignore[arg-type]
 
 
@@ -55,3 +411,15 @@ def test_many_changes_leave_every_slot_in_use(reader: PortionReader) -> None:
     for start in range(0, 60, 6):  # none follows on the one before
         assert taken(reader, Portion(7 * start, 2, 6)) == [7 * start, 7 * start + 1]
     assert SLOTS == 3, "taken, read ahead, and read anew"
+
+
+def test_the_ranks_of_a_group_read_every_sample_of_its_portion_once(source: Numbered) -> None:
+    ranks = [reader_of(source, data_rank=rank, micro_batch_size=2, dp_shard=3) for rank in range(3)]
+    assert {rank.unit_samples for rank in ranks} == {6}
+    positions = [rank.positions(Portion(6, 12, 24)).tolist() for rank in ranks]
+    assert positions == [[6, 7, 12, 13], [8, 9, 14, 15], [10, 11, 16, 17]]
+
+
+def test_an_interleaved_pipeline_takes_whole_turns(source: Numbered) -> None:
+    assert reader_of(source, pp=4, pipeline_schedule="interleaved", virtual_stages=2).unit_samples == 4
+    assert reader_of(source, pp=4, pipeline_schedule="1f1b").unit_samples == 1

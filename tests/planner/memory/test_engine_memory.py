@@ -14,7 +14,7 @@ import yaml
 from lab.tracing import Trace
 
 from trainspec_cli.certify.cases import Case, build_plan
-from trainspec_cli.launch.tracing import traced_ranks
+from trainspec_cli.launch.measuring import traced_ranks
 from trainspec_cli.planner.memory.engine import engine_peak, is_counted, run_of
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.recipe.layout import Layout
@@ -160,7 +160,8 @@ DEFAULT_RUNS = (
     Run("llama_6m", {"pp": 2, "pipeline_schedule": "gpipe"}, samples=2, seq_len=2048, micro_batches=6),
     Run("moe_tiny", fsdp(4, ep=2), samples=8, seq_len=512, recompute="selective"),
     Run("hybrid_tiny", {}, samples=8, seq_len=256),
-    Run("resnet_tiny", {"dp_replicate": 2}, samples=64),
+    # One stage: the schedule splits nothing, and gradients are exchanged after each micro-batch.
+    Run("resnet_tiny", fsdp(4, zero_stage=2, pipeline_schedule="zero_bubble"), samples=2, micro_batches=4),
     Run("llama_6m", {}, samples=4, seq_len=512, lora=LORA),
     Run("moe_tiny", fsdp(4, ep=2), samples=8, seq_len=512, lora=FEW),
 )
@@ -197,7 +198,7 @@ def error_of(run: Run, trace: Trace) -> float:
     """Return the relative error for the fullest rank of a pipeline's ends."""
     plan = plan_of(run)
     assert is_counted(plan.spec.model, plan.offload)
-    traced = trace(plan)["peak_memory_bytes"]
+    traced = trace(plan).peak_memory_bytes
     ranks = {rank * plan.layout.pp // plan.world_size for rank in traced_ranks(plan)}
     counted = max(engine_peak(run_of(plan), rank).total_bytes for rank in ranks)
     print(f"{run.name:78s} traced {traced / GIB:8.3f} GiB, counted {counted / GIB:8.3f} {counted / traced - 1:+.2%}")

@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 
 from trainspec_cli.planner.hardware.catalogue import find_accelerator, find_model, models
-from trainspec_cli.planner.workload import count_active_params, count_params, flops_per_token
-from trainspec_cli.planner.workload.layers import embedding_work, head_work, layer_kinds
+from trainspec_cli.planner.workload import (
+    count_active_params,
+    count_params,
+    embedding_work,
+    flops_per_token,
+    head_work,
+    layer_kinds,
+)
 from trainspec_cli.spec.recipe.layout import Layout
 
 PUBLISHED = {

@@ -18,9 +18,9 @@ def test_several_faults() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("kill", "is no fault; write such as kill(group=1,step=40)"),
+        ("kill", "is not a fault; write, for example, kill(group=1,step=40)"),
         ("kil(step=4)", "there is no fault `kil`; there are kill, stop, hang"),
-        ("kill(group=1)", "does not say when; write such as kill(step=40)"),
+        ("kill(group=1)", "has no step; write, for example, kill(step=40)"),
         ("kill(step=4,node=1)", "a fault has no `node`; it has step, group, rank"),
         ("kill(step=soon)", "`step=soon` needs a number"),
         ("kill(step=-1)", "`step=-1` is below 0"),

@@ -1,1 +1,1 @@
-"""The run's state on disk: written aside, digested, renamed when whole."""
+"""The run's state on disk: written under a temporary name, digested, and renamed when complete."""

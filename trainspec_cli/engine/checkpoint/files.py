@@ -1,8 +1,8 @@
-"""A checkpoint's folder: written as `.step_00000020.TOKEN.partial`, published by one rename when all parts are there.
+"""A checkpoint's folder: written as `.step_00000020.TOKEN.partial`, published by one rename when all parts exist.
 
 So a folder of the real name is whole, whenever the run was killed. The ranks agree through the folder itself: each
-leaves `rank00003.json` beside its file when that is on disk, or `rank00003.failed.json`. The token is the savers' own,
-so that what a killed save has left is never taken for a part; the next save that is published clears it away.
+writes `rank00003.json` beside its file when that is on disk, or `rank00003.failed.json`. The token is unique to a run,
+so leftovers of a killed save are never taken for a part; the next published save removes them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trainspec_cli.rundir.paths import RunDir
 PIECE_BYTES = 2**24
 POLL_S = 0.02
 PATIENCE_S = 1800.0
-"""A rank that has not told of its part after this long never will."""
+"""A rank that has not reported its part after this long counts as failed."""
 
 
 def partial_folder(run_dir: RunDir, step: int, token: str) -> Path:
@@ -46,7 +46,7 @@ def file_name(rank: int) -> str:
 
 
 def write_file(path: Path, stream: Iterable[memoryview]) -> FileDigest:
-    """Write, digest and flush to disk; the interpreter is free for others meanwhile."""
+    """Write and digest a file, and flush it to disk; other threads can run meanwhile."""
     sha256, size = hashlib.sha256(), 0
     with path.open("wb") as file:
         for view in stream:
@@ -61,12 +61,12 @@ def write_file(path: Path, stream: Iterable[memoryview]) -> FileDigest:
 
 
 def leave_part(folder: Path, rank: int, part: WrittenPart) -> None:
-    """This rank's part is whole and on disk."""
+    """Report that this rank's part is whole and on disk."""
     write_part(folder / f"rank{rank:05d}.json", part)
 
 
 def leave_failure(folder: Path, rank: int, error: OSError) -> None:
-    """This rank's part could not be written; what there is of it makes room first."""
+    """Report that this rank's part could not be written; remove the partial file first, to free space."""
     with contextlib.suppress(OSError):
         (folder / file_name(rank)).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
@@ -74,7 +74,7 @@ def leave_failure(folder: Path, rank: int, error: OSError) -> None:
 
 
 def commit(run_dir: RunDir, partial: Path, about: About, world_size: int, keep_last: int) -> CheckpointManifest:
-    """Wait for every rank's part, then publish; called by one rank. Raises MachineError where a part failed."""
+    """Wait for every rank's part, then publish; called by one rank. Raises MachineError if a part failed."""
     failures = _await_parts(partial, world_size)
     if failures:
         shutil.rmtree(partial, ignore_errors=True)
@@ -91,12 +91,12 @@ def cannot_save(step: int, failures: Sequence[str]) -> MachineError:
     return MachineError(
         f"the checkpoint of step {step} could not be written: {'; '.join(failures)}",
         code="cannot_save",
-        hint="free some space, or lower checkpoint.keep_last; the checkpoints before it are whole",
+        hint="free some space, or lower checkpoint.keep_last; earlier checkpoints are intact",
     )
 
 
 def _await_parts(partial: Path, world_size: int) -> list[str]:
-    """-> what went wrong, in the ranks' words; each rank has told by then that its part is whole, or is not."""
+    """Wait until every rank has reported its part, and return the ranks' error messages."""
     failures: list[str] = []
     waiting = set(range(world_size))
     deadline = time.monotonic() + PATIENCE_S
@@ -109,18 +109,18 @@ def _await_parts(partial: Path, world_size: int) -> list[str]:
             elif (partial / f"rank{rank:05d}.json").is_file():
                 waiting.remove(rank)
         if waiting and time.monotonic() > deadline:
-            return [*failures, f"rank {min(waiting)} has told nothing for {PATIENCE_S:.0f} s"]
+            return [*failures, f"rank {min(waiting)} has not reported for {PATIENCE_S:.0f} s"]
         if waiting:
             time.sleep(POLL_S)
     return failures
 
 
 def _publish(run_dir: RunDir, partial: Path, about: About, world_size: int, keep_last: int) -> CheckpointManifest:
-    """The manifest, the real name, and the rename itself made durable; then older checkpoints go."""
-    told = [partial / f"rank{rank:05d}.json" for rank in range(world_size)]
-    manifest = join_parts(about, [read_part(path) for path in told])
+    """Write the manifest, rename the folder durably, and remove older checkpoints."""
+    reports = [partial / f"rank{rank:05d}.json" for rank in range(world_size)]
+    manifest = join_parts(about, [read_part(path) for path in reports])
     write_manifest(partial, manifest)
-    for path in told:
+    for path in reports:
         path.unlink()
     _sync_folder(partial)
     final = run_dir.checkpoint(about.step)
@@ -141,7 +141,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _clear_partials(checkpoints: Path, until_step: int) -> None:
-    """What killed saves left behind."""
+    """Remove leftovers of killed saves."""
     for partial in checkpoints.glob(".step_*.partial"):
         if int(partial.name.split(".")[1].removeprefix("step_")) <= until_step:
             shutil.rmtree(partial)

@@ -1,7 +1,7 @@
-"""A rank's file of a checkpoint, as bytes: the safetensors format (huggingface.co/docs/safetensors, "Format").
+"""The bytes of a rank's checkpoint file, in the safetensors format (huggingface.co/docs/safetensors, "Format").
 
 Eight bytes of the header's length, the header in JSON, then the tensors' bytes without a gap. The largest elements come
-first, so every tensor is aligned. Reading is safetensors' own; written are the bytes of a buffer that is used again.
+first, so every tensor is aligned. Files are read by safetensors itself, and written from a buffer that is reused.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class Image:
-    """The file's plan; parts of the same names, shapes and dtypes fill it again and again."""
+    """The layout of the file; it is filled again and again by parts of the same names, shapes and dtypes."""
 
     parts: tuple[TensorPart, ...]
     header: bytes
     starts: tuple[int, ...]
-    """Where each part begins in the file."""
+    """The offset of each part in the file."""
 
     @cached_property
     def bytes(self) -> int:
         return len(self.header) + sum(part.bytes for part in self.parts)
 
     def put_header(self, buffer: Tensor) -> None:
-        """What `fill` leaves as it is."""
+        """Write the header, which `fill` does not change."""
         buffer[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
 
     def fill(self, buffer: Tensor, parts: Sequence[TensorPart]) -> None:
-        """Copy `parts`, in this image's order, to their places in `buffer` (`bytes` of uint8)."""
+        """Copy `parts`, in this image's order, to their offsets in `buffer` (`bytes` of uint8)."""
         for start, part in zip(self.starts, parts, strict=True):
-            place = buffer[start : start + part.bytes].view(part.tensor.dtype).view(part.shape)
-            place.copy_(part.tensor, non_blocking=True)
+            target = buffer[start : start + part.bytes].view(part.tensor.dtype).view(part.shape)
+            target.copy_(part.tensor, non_blocking=True)
 
     def stream(self, parts: Sequence[TensorPart]) -> Iterator[memoryview]:
-        """The file's bytes straight from the live tensors, one after another."""
+        """Yield the file's bytes directly from the live tensors."""
         yield memoryview(self.header)
         for part in parts:
             yield view_bytes(part.tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
 
     def entries(self, file: str) -> dict[str, TensorEntry]:
-        """What the manifest says of it."""
+        """Return the manifest's entries for this file."""
         return {
             part.name: TensorEntry(part.full_shape, CODES[part.tensor.dtype], (Chunk(file, part.offsets, part.shape),))
             for part in self.parts
@@ -71,13 +71,13 @@ class Image:
 
 
 def pin(buffer: Tensor, device: torch.device) -> None:
-    """Where the device is a GPU, let it copy there by itself. torch's own pinned memory comes in powers of two."""
+    """Pin the buffer if the device is a GPU, so that copies are asynchronous (torch's own rounds to powers of two)."""
     if device.type == "cuda":
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)))
 
 
 def view_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a one-dimensional tensor of uint8 on the CPU."""
+    """Return the memory of a one-dimensional tensor of uint8 on the CPU."""
     return tensor.numpy().data
 
 

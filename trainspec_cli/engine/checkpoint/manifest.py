@@ -1,6 +1,6 @@
-"""A checkpoint's manifest: what it is, the digest of each file, and where each tensor's parts lie.
+"""A checkpoint's manifest: its step, the digest of each file, and the location of each tensor's parts.
 
-Plain JSON with its own digest in it: nothing of a checkpoint is ever unpickled.
+It is plain JSON with its own digest in it: no part of a checkpoint is ever unpickled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class About:
-    """What a checkpoint is of."""
+    """The step and the run that a checkpoint belongs to."""
 
     step: int
     """Updates done; the next sample's position is step * global_batch_size."""
@@ -49,9 +49,9 @@ class Chunk:
 class TensorEntry:
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors writes it: F32, BF16, U8, ..."""
+    """The dtype by safetensors' name: F32, BF16, U8, ..."""
     chunks: tuple[Chunk, ...]
-    """Together they cover the tensor, each place once."""
+    """Together they cover the tensor, each element once."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class FileDigest:
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """What one rank has written, told by its `rank00003.json` beside the file."""
+    """One rank's file and its tensors, as reported in `rank00003.json` beside the file."""
 
     file: FileDigest
     tensors: dict[str, TensorEntry]
-    """With this rank's chunk alone."""
+    """The entries hold this rank's chunk alone."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class CheckpointManifest:
 
 
 def join_parts(about: About, parts: Sequence[WrittenPart]) -> CheckpointManifest:
-    """Of all ranks' parts, in the ranks' order."""
+    """Join all ranks' parts, in the order of ranks."""
     tensors: dict[str, TensorEntry] = {}
     for part in parts:
         for name, entry in part.tensors.items():
@@ -124,7 +124,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 
 
 def _check_listed(manifest: CheckpointManifest) -> None:
-    """Raises ValueError where a tensor's part lies in a file without a digest."""
+    """Raise ValueError if a part of a tensor lies in a file without a digest."""
     listed = {file.name for file in manifest.files}
     chunks = ((name, chunk) for name, entry in manifest.tensors.items() for chunk in entry.chunks)
     if chunk := next(((name, chunk.file) for name, chunk in chunks if chunk.file not in listed), None):
@@ -140,8 +140,10 @@ def read_part(path: Path) -> WrittenPart:
 
 
 def about_from(content: Mapping[str, Any]) -> About:
-    """The inverse of `asdict`, as the two below. They raise ValueError, TypeError, KeyError, AttributeError or
-    RecipeError where JSON that came from a file or a peer is not what they would have been given."""
+    """Build from plain JSON, as the two functions below do, the inverse of `asdict`.
+
+    They raise ValueError, TypeError, KeyError, AttributeError or RecipeError for malformed JSON of a file or a peer.
+    """
     return from_plain(About, content)
 
 
@@ -163,17 +165,17 @@ def _file(fields: Mapping[str, Any]) -> FileDigest:
     return replace(found, name=_file_name(found.name))
 
 
-def _file_name(told: Any) -> str:
+def _file_name(name: Any) -> str:
     """Return the name of a file of the checkpoint's own folder. Raises ValueError for anything else."""
-    if not is_plain_name(told):
-        raise ValueError(f"it names a file outside of its folder, {told!r}")
-    if not re.fullmatch(r"rank\d{5,}\.safetensors", told):
-        raise ValueError(f"{told!r} is no name of a checkpoint's file")
-    return str(told)
+    if not is_plain_name(name):
+        raise ValueError(f"it names a file outside of its folder, {name!r}")
+    if not re.fullmatch(r"rank\d{5,}\.safetensors", name):
+        raise ValueError(f"{name!r} is not the name of a checkpoint file")
+    return str(name)
 
 
-def _sizes(told: Any) -> tuple[int, ...]:
-    sizes: tuple[int, ...] = convert(tuple[int, ...], told)
+def _sizes(values: Any) -> tuple[int, ...]:
+    sizes: tuple[int, ...] = convert(tuple[int, ...], values)
     if any(size < 0 for size in sizes):
         raise ValueError(f"{list(sizes)} holds a negative size")
     return sizes
@@ -190,7 +192,7 @@ def digest_file(path: Path) -> FileDigest:
 
 
 def verify_files(folder: Path, files: Sequence[FileDigest]) -> None:
-    """Raises MachineError that names the first file which is missing, truncated or altered."""
+    """Raise MachineError that names the first file which is missing, truncated or altered."""
     for expected in files:
         path = folder / expected.name
         if path.is_symlink():
@@ -208,5 +210,5 @@ def refused(folder: Path, what: str) -> MachineError:
     return MachineError(
         f"checkpoint refused: {what}",
         code="bad_checkpoint",
-        hint=f"remove the folder {folder} to go on from the checkpoint before it",
+        hint=f"remove the folder {folder} to resume from the checkpoint before it",
     )

@@ -1,19 +1,25 @@
-"""What a checkpoint holds, as named parts of full tensors that any layout can read back."""
+"""The content of a checkpoint as named parts of full tensors, and the choice of the rank that writes each part."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainspec_cli.engine.shares import Share, unique_shares
+from trainspec_cli.spec.structure import convert
+
+PartKey = tuple[str, tuple[int, ...]]
+"""(name of the tensor, start of the part in it)"""
 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A rank's part of a full tensor: `tensor` is the live memory, and lies at `offsets` in `full_shape`."""
+    """A rank's part of a full tensor: `tensor` is the live memory; it starts at `offsets` in `full_shape`."""
 
     name: str
     tensor: Tensor
@@ -35,18 +41,19 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank saves and loads."""
+    """The state that a rank saves and loads."""
 
     shares: Sequence[Share]
     modules: Sequence[nn.Module]
     optimizer: torch.optim.Optimizer
 
     def parts(self) -> list[TensorPart]:
-        """`model.*` and `optimizer.*`, of the live tensors; empty parts are left out."""
+        """Return the live tensors as parts `model.*` and `optimizer.*`, without empty ones."""
         return [part for part in self._parts() if part.tensor.numel()]
 
     def tensors(self) -> list[Tensor]:
-        """The same in an order that the layout alone decides, for a rank that holds the same parts."""
+        """Return the parts' tensors in an order that depends on the layout alone, the same on ranks with the same
+        parts."""
         return [part.tensor for part in sorted(self.parts(), key=lambda part: (part.name, part.offsets))]
 
     def _parts(self) -> Iterator[TensorPart]:
@@ -64,14 +71,14 @@ def _part(name: str, share: Share, tensor: Tensor) -> TensorPart:
 
 
 def kept_buffers(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Buffers that training changes; the same on every rank that holds them."""
+    """Return the buffers that training changes; they are the same on every rank that holds them."""
     kept = module.state_dict(keep_vars=True).keys()
     return ((name, buffer) for name, buffer in module.named_buffers() if name in kept)
 
 
 @torch.no_grad()
 def copy_twins(shares: Sequence[Share], optimizer: torch.optim.Optimizer) -> None:
-    """Give what was loaded to a second copy on this rank (a tied embedding on two stages)."""
+    """Copy loaded values to a second copy of a parameter on this rank (a tied embedding on two stages)."""
     first = {share.name: share for share in unique_shares(shares)}
     for share in shares:
         source = first[share.name]
@@ -82,7 +89,7 @@ def copy_twins(shares: Sequence[Share], optimizer: torch.optim.Optimizer) -> Non
 
 
 def rng_parts(rank: int, device: torch.device) -> list[TensorPart]:
-    """Copies of the states of this rank's random generators."""
+    """Return copies of the states of this rank's random generators."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -90,9 +97,35 @@ def rng_parts(rank: int, device: torch.device) -> list[TensorPart]:
 
 
 def set_rng(parts: Sequence[TensorPart], device: torch.device) -> None:
-    """Give the generators what was loaded into `rng_parts`."""
+    """Set the random generators to the states loaded into `rng_parts`."""
     for part in parts:
         if part.name.endswith(".cpu"):
             torch.set_rng_state(part.tensor)
         else:
             torch.cuda.set_rng_state(part.tensor, device)
+
+
+def read_held(rows: Iterable[tuple[Any, Any, Any]]) -> dict[PartKey, int]:
+    """Parse the parts that a rank holds from JSON rows of name, offsets and bytes. Raises ValueError."""
+    return {(convert(str, name), convert(tuple[int, ...], offsets)): convert(int, size) for name, offsets, size in rows}
+
+
+def choose_owners(held: Sequence[dict[PartKey, int]]) -> dict[PartKey, int]:
+    """Return the rank that writes each part, given the parts with their bytes that each rank holds: `held[rank]`.
+
+    The largest parts are assigned first, each to the holder with the least to write so far. Every rank that computes
+    this from the same lists gets the same result.
+    """
+    holders: defaultdict[PartKey, list[int]] = defaultdict(list)
+    sizes: dict[PartKey, int] = {}
+    for rank, parts in enumerate(held):
+        for key, size in parts.items():
+            holders[key].append(rank)
+            sizes[key] = size
+    owners: dict[PartKey, int] = {}
+    load_bytes = [0] * len(held)
+    for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
+        owner = min(holders[key], key=lambda rank: (load_bytes[rank], rank))
+        load_bytes[owner] += sizes[key]
+        owners[key] = owner
+    return owners

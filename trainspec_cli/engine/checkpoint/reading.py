@@ -1,4 +1,4 @@
-"""Fills parts from a checkpoint's files: of each file only what overlaps a part is read, and nothing is unpickled."""
+"""Fill parts from a checkpoint's files: only overlapping slices are read, and nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Span = tuple[int, int]
 
 
 def files_needed(manifest: CheckpointManifest, parts: Iterable[TensorPart]) -> set[str]:
-    """Names of the files that hold something of `parts`."""
+    """Return the names of the files that overlap `parts`."""
     entries = ((part, manifest.tensors.get(part.name)) for part in parts)
     return {
         chunk.file
@@ -32,9 +32,9 @@ def files_needed(manifest: CheckpointManifest, parts: Iterable[TensorPart]) -> s
 
 @torch.no_grad()
 def fill_parts(folder: Path, manifest: CheckpointManifest, parts: Sequence[TensorPart]) -> None:
-    """Copy what the checkpoint holds into the parts' own memory; their layout may be any.
+    """Copy the checkpoint's content into the parts' own memory, in any layout.
 
-    Raises MachineError where a tensor is missing, of another shape or dtype, not wholly covered, or not finite.
+    Raises MachineError if a tensor is missing, of another shape or dtype, not wholly covered, or not finite.
     """
     with ExitStack() as stack:
         opened: dict[str, Any] = {}
@@ -42,7 +42,7 @@ def fill_parts(folder: Path, manifest: CheckpointManifest, parts: Sequence[Tenso
             chunks = _entry_of(folder, manifest, part).chunks
             filled = sum(_copy_chunk(folder, opened, stack, part, chunk) for chunk in chunks)
             if filled != part.tensor.numel():
-                raise refused(folder, f"of {part.name} it holds {filled:,} of {part.tensor.numel():,} elements")
+                raise refused(folder, f"it holds {filled:,} of the {part.tensor.numel():,} elements of {part.name}")
 
 
 def _entry_of(folder: Path, manifest: CheckpointManifest, part: TensorPart) -> TensorEntry:
@@ -60,7 +60,7 @@ def _describe(dtype: str, shape: tuple[int, ...]) -> str:
 
 
 def _copy_chunk(folder: Path, opened: dict[str, Any], stack: ExitStack, part: TensorPart, chunk: Chunk) -> int:
-    """-> elements copied."""
+    """Copy the overlap of a chunk and a part, and return the number of elements."""
     spans = overlap(part.offsets, part.shape, chunk)
     if spans is None:
         return 0
@@ -80,7 +80,7 @@ def _copy_chunk(folder: Path, opened: dict[str, Any], stack: ExitStack, part: Te
 
 
 def overlap(offsets: Sequence[int], shape: Sequence[int], chunk: Chunk) -> list[Span] | None:
-    """Where a part and a chunk meet, in the full tensor, by dimension; None: nowhere. Of a scalar: []."""
+    """Return the overlap of a part and a chunk in the full tensor, by dim; None if empty, [] for a scalar."""
     spans = [
         (max(ours, theirs), min(ours + our_size, theirs + their_size))
         for ours, our_size, theirs, their_size in zip(offsets, shape, chunk.offsets, chunk.shape, strict=True)

@@ -1,7 +1,7 @@
-"""Saves a run's state, at once or while training goes on.
+"""Save a run's state, synchronously or in the background.
 
-At once, the files are written straight from the live tensors. Else the state is copied aside into a buffer that is used
-again and again, and a thread writes it: training waits for the copy alone. The thread makes no collectives, and one
+Synchronously, files are written directly from the live tensors. In the background, the state is copied into a buffer
+that is reused, and a thread writes it: training waits only for the copy. The thread runs no collectives, and one
 checkpoint is written at a time.
 """
 
@@ -27,8 +27,7 @@ from trainspec_cli.engine.checkpoint import files
 from trainspec_cli.engine.checkpoint.image import Image, pin, plan_image, view_bytes
 from trainspec_cli.engine.checkpoint.manifest import About, WrittenPart
 from trainspec_cli.engine.checkpoint.memory import CopyLocation, MemoryCopies
-from trainspec_cli.engine.checkpoint.ownership import choose_owners, read_held
-from trainspec_cli.engine.checkpoint.parts import Held, TensorPart, rng_parts
+from trainspec_cli.engine.checkpoint.parts import Held, TensorPart, choose_owners, read_held, rng_parts
 from trainspec_cli.engine.comm.joint_errors import agree_on_error
 from trainspec_cli.engine.comm.json_collectives import broadcast_json, gather_json
 from trainspec_cli.engine.marks import Mark, elapsed_s, mark, wait_for
@@ -39,28 +38,28 @@ from trainspec_cli.spec.structure import convert
 
 TOKEN_BYTES = 4
 WRITER_NICENESS = 10
-"""Beyond the process's own: where cores are few, training goes first."""
+"""Added to the process's own niceness: training has priority if cores are few."""
 MOST_NICENESS = 19
 
 
 @dataclass(frozen=True)
 class Saved:
-    """How a checkpoint went, as this rank knows it: rank 0 speaks for the whole, the others for their parts."""
+    """The result of a checkpoint on this rank: of the whole on rank 0, of their parts on the others."""
 
     about: About
     bytes: int
     blocked_s: float
-    """Training waited this long."""
+    """How long training waited."""
     written_s: float
-    """From the beginning until it was whole on disk."""
+    """The time from the start until it was whole on disk."""
     error: TrainspecError | None = None
     in_memory: bool = False
-    """Kept in the hosts' memory alone."""
+    """True if it is kept only in the nodes' memory."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """The state, copied aside for the writer."""
+    """A copy of the state for the writer."""
 
     about: About
     started: float
@@ -68,48 +67,48 @@ class Copy:
     buffer: Tensor
     begun: Mark
     copied: Mark
-    """Updates come after the copies on the compute stream: the host need not wait for them, the kernels do."""
+    """Updates follow the copies on the compute stream, so the host need not wait for them."""
     slot: int
     to_disk: bool
 
 
 class Saver:
-    """Of one rank; all ranks of the group make the same calls in the same order."""
+    """Saves one rank's part; all ranks make the same calls in the same order."""
 
     def __init__(
         self, run_dir: RunDir, held: Held, device: torch.device, keep_last: int, memory: CopyLocation | None = None
     ):
-        """`memory`: where copies in the hosts' memory are kept; None: nowhere."""
+        """Make a saver; `memory` is the location of copies in the nodes' memory, None for none."""
         self._run_dir, self._held, self._device, self._keep_last = run_dir, held, device, keep_last
-        self._memory_place, self._slot = memory, 0
+        self._memory_location, self._slot = memory, 0
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_enter_thread, initargs=(device,))
         self._pending: Future[Saved] | None = None
         self._token = ""
 
     def save(self, about: About) -> Saved:
-        """Write and wait until it is whole; its error, where any rank had one, is the same on every rank."""
+        """Write a checkpoint and wait until it is whole. Its error, if any rank had one, is the same on every rank."""
         self.wait()
         started = time.perf_counter()
         image, parts = self._image, self._own_parts()
         saved = self._write(about, started, 0.0, image.stream(parts))
-        size = broadcast_json(saved.bytes, lambda told: convert(int, told))
+        size = broadcast_json(saved.bytes, lambda size: convert(int, size))
         error = agree_on_error(saved.error)
         taken_s = time.perf_counter() - started
         return Saved(about, size, taken_s, taken_s, error)
 
     def prepare(self) -> None:
-        """Agree on who writes what, and make room for the copy: else the first `begin` would take its time for it."""
+        """Agree on which rank writes what, and allocate the copy; otherwise the first `begin` would be slow."""
         _ = self._memory or self._buffer
 
     def keep_slot(self, slot: int) -> None:
-        """The next copy in memory goes to the other one: this one holds what the run goes on from."""
+        """Use the other slot for the next copy in memory: this one holds the state that the run resumed from."""
         self._slot = 1 - slot
 
     def begin(self, about: About, *, to_disk: bool = True) -> None:
-        """Copy the state aside and go on; the one before must have been taken by `take_finished`.
+        """Start a checkpoint in the background; the last one must have been taken by `take_finished`.
 
-        Not `to_disk`: it is kept in memory alone.
+        Without `to_disk` it is kept in memory alone.
         """
         assert self._pending is None, "one checkpoint is written at a time"
         started = time.perf_counter()
@@ -124,18 +123,18 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether one is still being written."""
+        """True while a checkpoint is being written."""
         return self._pending is not None and not self._pending.done()
 
     def take_finished(self) -> Saved | None:
-        """How the one begun last went, told once."""
+        """Return the result of the last `begin` once, when it is finished; else None."""
         if self._pending is None or self.busy:
             return None
         saved, self._pending = self._pending.result(), None
         return saved
 
     def wait(self) -> Saved | None:
-        """Until none is being written; -> as `take_finished`."""
+        """Wait until none is being written, and return as `take_finished` does."""
         if self._pending:
             self._pending.exception()
         return self.take_finished()
@@ -154,7 +153,10 @@ class Saver:
         return Saved(copy.about, self._image.bytes, blocked_s, taken_s, in_memory=True)
 
     def _write(self, about: About, started: float, blocked_s: float, stream: Iterable[memoryview]) -> Saved:
-        """This rank's part; rank 0 waits for all and publishes. Raises WorkerError where a newer start owns the run."""
+        """Write this rank's part; rank 0 waits for all and publishes.
+
+        Raises WorkerError if a newer start owns the run.
+        """
         Fence.of_worker(self._run_dir).check()
         partial = files.partial_folder(self._run_dir, about.step, self._token)
         name = files.file_name(self._rank)
@@ -175,7 +177,7 @@ class Saver:
         return Saved(about, size, blocked_s, time.perf_counter() - started, error)
 
     def _own_parts(self) -> list[TensorPart]:
-        """What this rank writes, as it is now, in the image's order."""
+        """Return the live parts that this rank writes, in the image's order."""
         now = {(part.name, part.offsets): part for part in self._all_parts()}
         return [now[part.name, part.offsets] for part in self._image.parts]
 
@@ -184,7 +186,7 @@ class Saver:
 
     @cached_property
     def _image(self) -> Image:
-        """Agreed by all ranks, once, and the token with it; layouts do not change in a run."""
+        """This rank's file, agreed once by all ranks together with the token; layouts do not change in a run."""
         parts = self._all_parts()
         self._token = broadcast_json(secrets.token_hex(TOKEN_BYTES), _read_token)
         own = [[part.name, part.offsets, part.bytes] for part in parts]
@@ -193,26 +195,26 @@ class Saver:
 
     @cached_property
     def _memory(self) -> MemoryCopies | None:
-        return MemoryCopies(self._memory_place, self._image, self._device) if self._memory_place else None
+        return MemoryCopies(self._memory_location, self._image, self._device) if self._memory_location else None
 
     @cached_property
     def _buffer(self) -> Tensor:
-        """Room for the copy; on a GPU's host it is pinned, so that the host goes on while the device copies."""
+        """The buffer of the copy; with a GPU it is pinned, so that the host continues while the device copies."""
         buffer = torch.zeros(self._image.bytes, dtype=torch.uint8)
         pin(buffer, self._device)
         self._image.put_header(buffer)
         return buffer
 
 
-def _read_token(told: Any) -> str:
-    """It becomes part of a folder's name."""
-    if not re.fullmatch(f"[0-9a-f]{{{2 * TOKEN_BYTES}}}", told):
-        raise ValueError("a save's token is no hexadecimal number of its length")
-    return str(told)
+def _read_token(token: Any) -> str:
+    """Check a token, which becomes part of a folder's name."""
+    if not re.fullmatch(f"[0-9a-f]{{{2 * TOKEN_BYTES}}}", token):
+        raise ValueError("a save's token is not a hexadecimal number of its length")
+    return str(token)
 
 
 def _enter_thread(device: torch.device) -> None:
-    """On the device of its copies, and behind training: Linux gives each thread a niceness of its own."""
+    """Select the copies' device and lower the thread's priority: Linux gives each thread its own niceness."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if sys.platform == "linux":

@@ -1,4 +1,4 @@
-"""Loading: the newest whole checkpoint, verified file by file, into whatever layout this run has."""
+"""Load the newest whole checkpoint, verified file by file, into this run's layout."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Restored:
     manifest: CheckpointManifest
     folder: Path
     slot: int | None = None
-    """The slot in the hosts' memory that it came from; None: from disk."""
+    """The slot in the nodes' memory that it came from; None: from disk."""
 
 
 def load_newest(
     run_dir: RunDir, held: Held, device: torch.device, memory: CopyLocation | None = None
 ) -> Restored | None:
-    """Restore the newest whole checkpoint, on disk or (`memory`) in the hosts' memory; None where there is none.
+    """Restore the newest whole checkpoint, on disk or (`memory`) in the nodes' memory; None if there is none.
 
-    Called by every rank together. Raises MachineError on an altered one.
+    Called by all ranks together. Raises MachineError if it was altered.
     """
     newest = max(run_dir.checkpoint_steps(), default=-1)
     found = find_newest(memory) if memory else None
@@ -42,7 +42,7 @@ def load_newest(
 
 
 def _load(folder: Path, held: Held, device: torch.device) -> Restored:
-    """The ranks share out the files' verification, and go on when all have said yes."""
+    """Verify all files, shared among the ranks, and restore when all have passed."""
     with errors_together():
         manifest = read_manifest(folder)
         verify_files(folder, manifest.files[dist.get_rank() :: dist.get_world_size()])
@@ -51,7 +51,7 @@ def _load(folder: Path, held: Held, device: torch.device) -> Restored:
 
 
 def _parts(manifest: CheckpointManifest, held: Held, device: torch.device) -> list[TensorPart]:
-    """Random generators go on where they were, where the ranks are as many as they were."""
+    """Return the parts to restore; random generators among them if the world size is unchanged."""
     generators = rng_parts(dist.get_rank(), device) if manifest.world_size == dist.get_world_size() else []
     return [*held.parts(), *generators]
 

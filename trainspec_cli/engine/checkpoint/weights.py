@@ -1,4 +1,4 @@
-"""The weights of a checkpoint without the rest: what a run begins with, and what is exported."""
+"""Load only the weights of a checkpoint, to start a run from them or to export them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trainspec_cli.engine.checkpoint.reading import fill_parts
 
 PREFIX = "model."
 ADAPTERS = ("lora_a", "lora_b")
-"""What a run adds to the weights of another that had none."""
+"""Parameters that a run may add to a checkpoint without adapters."""
 
 
 def load_weights(folder: Path, held: Held) -> None:
-    """Fill parameters and the buffers that training changes, from whatever layout.
+    """Fill parameters and the buffers that training changes, from a checkpoint of any layout.
 
-    Raises MachineError where the checkpoint is of another model.
+    Raises MachineError if the checkpoint is of another model.
     """
     manifest = read_manifest(folder)
     parts = [part for part in held.parts() if part.name.startswith(PREFIX)]
@@ -30,7 +30,7 @@ def load_weights(folder: Path, held: Held) -> None:
 
 
 def read_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Whole parameters by name, in fp32, read by this process alone."""
+    """Return whole parameters by name, in fp32, read by this process alone."""
     tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
     parts = [TensorPart.whole(f"{PREFIX}{name}", tensor) for name, tensor in tensors.items()]
     fill_parts(folder, read_manifest(folder), parts)

@@ -1,1 +1,1 @@
-"""How the ranks meet and what they send one another: process groups, collectives, values as JSON, joint errors."""
+"""Communication of ranks: joining, differentiable collectives, values as JSON, joint errors."""

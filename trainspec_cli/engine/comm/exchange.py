@@ -1,8 +1,8 @@
-"""Collectives that gradients pass through, of activations (B, S, D). Each is the other's mirror image.
+"""Differentiable collectives of activations (B, S, D), in pairs: each one's backward is the other.
 
 A region is a module whose matrices are cut over tp: its input is needed whole by every rank and its output is a sum
-over ranks. With sequence parallelism (arXiv:2205.05198) what lies between regions is cut along the sequence: the
-sequence is gathered before a region, and its output is summed and scattered along the sequence in one exchange.
+over ranks. With sequence parallelism (arXiv:2205.05198) activations between regions are cut along the sequence, which
+is gathered before a region, and its output is summed and scattered along the sequence in one exchange.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 
 @dataclass(frozen=True)
 class Peers:
-    """A process group and the stopwatch for its collectives."""
+    """A process group, and the timer of its collectives."""
 
     group: dist.ProcessGroup
     time: TimeCollective
@@ -39,7 +39,7 @@ class Peers:
         return self.group.rank()
 
     def sum_(self, x: Tensor) -> Tensor:
-        """In place."""
+        """Sum over the ranks, in place."""
         with self.time():
             dist.all_reduce(x, group=self.group)
         return x
@@ -50,7 +50,7 @@ class Peers:
         return x
 
     def gather_sequence(self, x_BSD: Tensor) -> Tensor:
-        """(B, S / n, D) -> (B, S, D), contiguous: else every matrix product of a region would copy and save its own."""
+        """Gather (B, S / n, D) into (B, S, D), contiguous: else every matrix product of a region would save a copy."""
         mine_SBD = x_BSD.transpose(0, 1).contiguous()
         all_SBD = mine_SBD.new_empty((mine_SBD.shape[0] * self.size, *mine_SBD.shape[1:]))
         with self.time():
@@ -58,7 +58,7 @@ class Peers:
         return all_SBD.transpose(0, 1).contiguous()
 
     def scatter_sum(self, x_BSD: Tensor) -> Tensor:
-        """(B, S, D), a summand on each rank -> this rank's (B, S / n, D) of the sum."""
+        """Sum (B, S, D) over the ranks, and return this rank's (B, S / n, D)."""
         whole_SBD = x_BSD.transpose(0, 1).contiguous()
         mine_SBD = whole_SBD.new_empty((whole_SBD.shape[0] // self.size, *whole_SBD.shape[1:]))
         with self.time():
@@ -85,7 +85,7 @@ def _same(x: Tensor) -> Tensor:
 
 @torch.compiler.disable
 def enter_region(x_BSD: Tensor, peers: Peers, sequence_parallel: bool) -> Tensor:
-    """What every rank needs whole; backward, the ranks' gradients are summed."""
+    """Return the whole input of a region on every rank; in the backward, the ranks' gradients are summed."""
     if sequence_parallel:
         return _Mirror.apply(x_BSD, peers.gather_sequence, peers.scatter_sum)
     return _Mirror.apply(x_BSD, _same, lambda gradient: peers.sum_(gradient.clone()))
@@ -93,7 +93,7 @@ def enter_region(x_BSD: Tensor, peers: Peers, sequence_parallel: bool) -> Tensor
 
 @torch.compiler.disable
 def leave_region(x_BSD: Tensor, peers: Peers, sequence_parallel: bool) -> Tensor:
-    """The sum of what the ranks computed; backward, each needs the whole gradient."""
+    """Return the sum of the ranks' outputs; in the backward, each gets the whole gradient."""
     if sequence_parallel:
         return _Mirror.apply(x_BSD, peers.scatter_sum, peers.gather_sequence)
     return _Mirror.apply(x_BSD, lambda x: peers.sum_(x.clone()), _same)

@@ -1,4 +1,4 @@
-"""A worker's first and last act: to meet the other processes, and to part from them."""
+"""Join the process group at a worker's start, and leave it at the end."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch.distributed as dist
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 STORE_FILE = "TRAINSPEC_STORE_FILE"
-"""The environment variable that names the file in which the processes of one node meet."""
+"""The environment variable with the file that is the store of a single node's processes."""
 _stores: list[dist.Store] = []
-"""Process groups hold the C++ half of a store alone."""
+"""References that keep stores alive: process groups hold only their C++ half."""
 
 
 def join_processes(device_type: str) -> torch.device:
-    """Meet the other ranks of this start, and return this rank's device."""
+    """Join the other ranks of this generation, and return this rank's device."""
     device = torch.device(device_type)
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -34,7 +34,7 @@ def join_processes(device_type: str) -> torch.device:
 
 
 def _open_store(world_size: int) -> dist.Store:
-    """Return a file that the user alone may read, or several nodes' rendezvous server (`engine/torchrun.py`)."""
+    """Return a store: a private file on a single node, else a client of the rendezvous server (torchrun.py)."""
     if STORE_FILE in os.environ:
         file_store = dist.FileStore(os.environ[STORE_FILE], world_size)
         file_store.set_timeout(COLLECTIVE_TIMEOUT)
@@ -47,11 +47,11 @@ def _open_store(world_size: int) -> dist.Store:
 
 
 def leave_processes() -> NoReturn:
-    """Part from the other ranks and exit with 0; exit handlers run, but the interpreter is not taken down.
+    """Leave the process group and exit with 0; exit handlers run, but the interpreter is not finalised.
 
-    Gloo's threads need its lock to drop the tensors of finished work. A thread that asks for it while the interpreter
-    is taken down aborts the process (pytorch/pytorch#179291), and the run would look failed at its very end. Destroying
-    the groups stops the threads only of those that nothing refers to any more.
+    Gloo's threads need its lock to drop the tensors of finished work. A thread that asks for it during finalisation
+    aborts the process (pytorch/pytorch#179291), and the run would look failed at its very end. Destroying the groups
+    stops only the threads of groups without references.
     """
     dist.destroy_process_group()
     atexit._run_exitfuncs()

@@ -1,4 +1,4 @@
-"""An error that one rank meets is told to the others, so that all of them end together and with the same words."""
+"""Share an error of one rank with the others, so that all end together with the same message."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def agree_on_error(error: TrainspecError | None) -> TrainspecError | None:
 
 
 def raise_together(error: TrainspecError | None) -> None:
-    """Every rank raises what the first of those that have an error found."""
+    """Raise on every rank the error of the first rank that has one."""
     if found := agree_on_error(error):
         raise found from error
 
 
 @contextmanager
 def errors_together() -> Iterator[None]:
-    """What one rank raises in the block is raised by all at its end. There must be no collective in it."""
+    """Raise an error of one rank in the block on all ranks at its end. The block must contain no collective."""
     error = None
     try:
         yield
@@ -40,7 +40,7 @@ def _to_plain(error: TrainspecError) -> dict[str, Any]:
     return {"exit_code": error.exit_code, "problems": [asdict(problem) for problem in error.problems]}
 
 
-def _read(told: Mapping[str, Any] | None) -> TrainspecError | None:
-    if told is None:
+def _read(content: Mapping[str, Any] | None) -> TrainspecError | None:
+    if content is None:
         return None
-    return KINDS[told["exit_code"]]([from_plain(Problem, problem) for problem in told["problems"]])
+    return KINDS[content["exit_code"]]([from_plain(Problem, problem) for problem in content["problems"]])

@@ -1,7 +1,7 @@
 """Collectives over JSON: ranks exchange small values as UTF-8 text in tensors of bytes.
 
-Nothing that a peer sends is unpickled. A reader turns the parsed JSON into the value that the caller wants, and refuses
-everything else. The tensors lie on the CPU: every process group has gloo for those.
+Nothing that a peer sends is unpickled. A reader converts the parsed JSON into the caller's type, and rejects everything
+else. The tensors are on the CPU, for which every process group has gloo.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from trainspec_cli.errors import TrainspecError, WorkerError
 T = TypeVar("T")
 
 MAX_BYTES = 2**26
-"""The longest message of one rank. The list of the parts that a rank holds of a very large model takes a few MiB."""
+"""The longest message of one rank. The list of a rank's parts of a very large model takes a few MiB."""
 REFUSALS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, TrainspecError)
-"""What a reader raises where the message is not what it should be."""
+"""Errors that a reader raises for a malformed message."""
 
 
 def gather_json(value: Any, read: Callable[[Any], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """Give every rank of `group` (None: all) the values of all of them, in the order of the group's ranks.
+    """Return the values of all ranks of `group` (None: all ranks) on each of them, in the group's order.
 
-    All ranks of the group call it together. `read` converts what `json.loads` gives: there are no tuples, no bytes, and
-    keys are text. Raises WorkerError on every rank alike where a message is too long, no JSON, or refused by `read`.
+    All ranks of the group call it together. `read` converts the output of `json.loads`: no tuples, no bytes, and keys
+    are text. Raises WorkerError on every rank alike if a message is too long, not JSON, or rejected by `read`.
     """
     own = _encode(value)
     ranks = range(dist.get_world_size(group))
@@ -45,9 +45,9 @@ def gather_json(value: Any, read: Callable[[Any], T], group: dist.ProcessGroup |
 
 
 def broadcast_json(value: Any, read: Callable[[Any], T], src: int = 0, group: dist.ProcessGroup | None = None) -> T:
-    """Give every rank of `group` the value of rank `src` (its number among all ranks); the others' is not looked at.
+    """Return the value of rank `src` (a global rank) on every rank of `group`; other ranks' values are ignored.
 
-    As for the rest, see `gather_json`.
+    Otherwise as `gather_json`.
     """
     own = _encode(value if dist.get_rank() == src else None)
     length = torch.tensor([own.numel()])
@@ -59,7 +59,7 @@ def broadcast_json(value: Any, read: Callable[[Any], T], src: int = 0, group: di
 
 
 def _encode(value: Any) -> Tensor:
-    """ASCII, so that names of files which are no UTF-8 (lone surrogates) pass too."""
+    """Encode as ASCII JSON, which can also hold file names that are not UTF-8 (lone surrogates)."""
     return torch.frombuffer(bytearray(json.dumps(value, allow_nan=False).encode()), dtype=torch.uint8)
 
 
@@ -71,7 +71,7 @@ def _decode(text: Tensor, read: Callable[[Any], T], rank: int) -> T:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _check_length(length_bytes: int, rank: int) -> None:
@@ -80,7 +80,7 @@ def _check_length(length_bytes: int, rank: int) -> None:
 
 
 def _refused(rank: int, what: str) -> WorkerError:
-    hint = "see that all hosts run the same version of trainspec, and that nobody else reaches its ports"
+    hint = "check that all nodes run the same version of trainspec, and that no other program reaches its ports"
     return WorkerError(f"rank {rank} sent {what}", code="bad_message", hint=hint)
 
 

@@ -1,7 +1,7 @@
-"""The store through which the processes of a job on several nodes meet: a client of the job's rendezvous server.
+"""The store of a job on several nodes: a client of the job's rendezvous server.
 
-torch's own TCPStore listens on every interface and believes whoever connects. This one shows the job's secret first
-(`wire/handshake.py`); the server is `launch/rendezvous_server.py`.
+torch's own TCPStore listens on every interface and trusts every connection. This one proves the job's secret first
+(`wire/handshake.py`); the server is `launch/rendezvous/server.py`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from trainspec_cli.rundir.secret import SECRET_FILE, read_secret
 from trainspec_cli.wire.client import RENDEZVOUS, JsonClient
 
 CONNECT_TIMEOUT_S = 60.0
-"""The server may be just being started again."""
+"""Long enough for a restart of the server."""
 ANSWER_TIMEOUT_S = 60.0
-"""The server answers at once; a wait's own time comes on top."""
+"""The server answers at once; the timeout of a wait is added."""
 
 
 def connect() -> JsonClient:
@@ -30,20 +30,20 @@ def connect() -> JsonClient:
 
 
 class RendezvousStore(dist.Store):
-    """torch.distributed's store; each thread has a connection of its own, so that one may wait while another writes.
+    """torch.distributed's store; each thread has its own connection, so that one can wait while another writes.
 
-    Process groups hold the C++ half alone: whoever builds one keeps this object for as long.
+    Process groups hold only the C++ half: their creator must keep a reference to this object.
     """
 
     timeout: timedelta
-    """How long a key is waited for; a property of the C++ half."""
+    """The time limit for waiting on a key; a property of the C++ half."""
 
     def __init__(self, timeout: timedelta):
         super().__init__()
         self.set_timeout(timeout)
         self._secret = read_secret(Path(os.environ[SECRET_FILE]))
         self._connections: dict[int, JsonClient] = {}
-        """By the system's number of the thread: torch's own threads have no Python state that lasts."""
+        """Connections by native thread id: torch's own threads have no persistent Python state."""
         self._clones: list[RendezvousStore] = []
         self._ask("check", keys=[])
 
@@ -108,14 +108,14 @@ class RendezvousStore(dist.Store):
             return self._connections[thread].ask(request, timeout_s)
         except BaseException as error:
             if client := self._connections.pop(thread, None):
-                client.close()  # what comes late is no answer to the next request
+                client.close()  # a late answer must not be taken for that of the next request
             if not isinstance(error, OSError):
                 raise
             raise dist.DistNetworkError(f"the job's rendezvous server, {os.environ[RENDEZVOUS]}: {error}") from error
 
 
 def _as_text(value: str | bytes | Sequence[int]) -> str:
-    """Every byte becomes the character of its number."""
+    """Map every byte to the character of its number."""
     return (value.encode() if isinstance(value, str) else bytes(value)).decode("latin-1")
 
 

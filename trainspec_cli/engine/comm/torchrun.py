@@ -1,8 +1,8 @@
 """`python -m trainspec_cli.engine.comm.torchrun OPTIONS -m MODULE ARGUMENTS`: torchrun with a private rendezvous.
 
-torchrun's own rendezvous unpickles what it reads from a store that anyone who reaches the port may write, and it offers
-that store to the workers. Here a single node opens no port: its workers meet in a file that their user alone may read.
-Several nodes meet at the job's rendezvous server, which asks for the job's secret.
+torchrun's own rendezvous unpickles data from a store that anyone who reaches the port can write, and hands that store
+to the workers. Here a single node opens no port: its workers use a file that only their user can read. Several nodes
+use the job's rendezvous server, which requires the job's secret.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from trainspec_cli.engine.comm.rendezvous import RendezvousStore
 
 BACKEND = "trainspec"
 NOWHERE = RendezvousStoreInfo("127.0.0.1", 0)
-"""torchrun wants an address of a TCP store to tell the workers; there is none."""
+"""A dummy: torchrun passes the workers the address of a TCP store, and there is none."""
 
 
 class PrivateRendezvous(RendezvousHandler):
-    """Everyone knows beforehand who takes part: a node's number and how many there are."""
+    """A rendezvous with known members: each node's number, and how many there are, are given."""
 
     def __init__(self, parameters: RendezvousParameters):
         self._node, self._num_nodes = parameters.get_as_int("node", 0) or 0, parameters.max_nodes
@@ -51,7 +51,7 @@ class PrivateRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """There is no second rendezvous."""
+        """Do nothing: there is no second rendezvous."""
 
     def num_nodes_waiting(self) -> int:
         return 0

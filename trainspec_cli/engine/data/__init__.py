@@ -1,1 +1,1 @@
-"""From token shards to tensors on the device."""
+"""Batches: from token shards or samples to tensors on the device."""

@@ -1,4 +1,4 @@
-"""Held-out text: every row once, in batches that every rank has equally many of."""
+"""Held-out text: every row once, in the same number of batches on every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class HeldoutLoss:
     nats: float
     tokens: int
     bytes: int
-    """Of UTF-8; 0 where they are not known."""
+    """Bytes of UTF-8, or 0 if unknown."""
 
     @property
     def nats_per_token(self) -> float:
@@ -24,12 +24,12 @@ class HeldoutLoss:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """It does not depend on the tokenizer."""
+        """The loss per byte, which does not depend on the tokenizer; None if the bytes are unknown."""
         return self.nats / math.log(2) / self.bytes if self.bytes else None
 
 
 def total(losses: Sequence[HeldoutLoss]) -> HeldoutLoss:
-    """Of several texts as if they were one."""
+    """Return the loss of several texts as if they were one."""
     known = all(loss.bytes for loss in losses)
     return HeldoutLoss(
         nats=sum(loss.nats for loss in losses),
@@ -39,7 +39,7 @@ def total(losses: Sequence[HeldoutLoss]) -> HeldoutLoss:
 
 
 def heldout_batches(rows: Rows, batch_size: int, rank: int, num_ranks: int) -> Iterator[MicroBatch]:
-    """This rank's micro-batches; the last are filled up with rows that count nothing."""
+    """Yield this rank's micro-batches; the last ones are padded with rows that do not count."""
     for turn in range(math.ceil(len(rows) / (batch_size * num_ranks))):
         first = (turn * num_ranks + rank) * batch_size
         read = [rows.read(index) for index in range(first, min(first + batch_size, len(rows)))]

@@ -1,4 +1,4 @@
-"""The batches of a run: which samples a rank reads at a step is a pure function, how they arrive is prefetched."""
+"""The batches of a run: the samples of a rank at a step are a pure function; reading is prefetched."""
 
 from __future__ import annotations
 
@@ -18,48 +18,48 @@ from trainspec_cli.engine.data.staging import PREFETCHED_STEPS, Slot, Staging
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Everything that decides which tokens a rank sees at a step."""
+    """The settings that determine the tokens of a rank at a step."""
 
     seq_len: int
     global_batch_size: int
     micro_batch_size: int
     seed: int
     rank: int
-    """Among the data-parallel ranks."""
+    """The index among the data-parallel ranks."""
     num_ranks: int
     positions_S: Tensor | None = None
-    """Of each sequence, the positions this rank holds (context parallelism); None: all."""
+    """The positions of each sequence that this rank holds (context parallelism); None: all."""
 
 
 def read_step(order: SampleOrder, plan: BatchPlan, step: int) -> list[MicroBatch]:
-    """This rank's micro-batches of `step`, on the host."""
+    """Return this rank's micro-batches of `step`, on the host."""
     return read_positions(order, plan, rank_positions(step, plan.global_batch_size, plan.rank, plan.num_ranks))
 
 
 def read_positions(order: SampleOrder, plan: BatchPlan, positions: np.ndarray) -> list[MicroBatch]:
-    """The micro-batches of the samples at `positions`, in this order."""
+    """Return the micro-batches of the samples at `positions`, in this order."""
     rows = order.rows(positions)
     parts = [rows[start : start + plan.micro_batch_size] for start in range(0, len(rows), plan.micro_batch_size)]
     return [held_part(to_tensors(part), plan.positions_S) for part in parts]
 
 
 def to_tensors(rows: Sequence[Row]) -> MicroBatch:
-    """(tokens, targets), and the documents where rows tell them; each (B, S) of int64."""
+    """Return (tokens, targets), and the documents if rows have them; each (B, S) of int64."""
     fields = [(row.tokens, row.targets, *([] if row.documents is None else [row.documents])) for row in rows]
     return tuple(torch.from_numpy(np.stack(field)) for field in zip(*fields, strict=True))
 
 
 def batches(order: SampleOrder, plan: BatchPlan, staging: Staging, start: int, end: int) -> Iterator[list[MicroBatch]]:
-    """The micro-batches of steps `start` to `end` - 1 on the device."""
+    """Yield the micro-batches of steps `start` to `end` - 1, on the device."""
     return read_ahead(lambda step: read_step(order, plan, step), staging, start, end)
 
 
 def read_ahead(
     read_step: Callable[[int], list[MicroBatch]], staging: Staging, start: int, end: int
 ) -> Iterator[list[MicroBatch]]:
-    """What `read_step` gives for steps `start` to `end` - 1, on the device, read and copied ahead by a thread.
+    """Yield the batches of `read_step` for steps `start` to `end` - 1 on the device, prefetched by a thread.
 
-    A batch is good until the next one is asked for: then its memory is used again.
+    A batch is valid until the next one is requested: then its memory is reused.
     """
 
     def read(step: int) -> Slot:

@@ -1,4 +1,4 @@
-"""The batches of a run on images or volumes: which samples a rank reads at a step is a pure function of the step."""
+"""The batches of a run on images or volumes: a rank's samples are a pure function of the step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_READERS = 16
 
 
 class SampleLoader:
-    """Reads samples with as many threads as it is given (at most `MAX_READERS`), in order all the same."""
+    """Reads samples in order, with several threads (at most `MAX_READERS`)."""
 
     def __init__(self, samples: LabelledSamples, plan: BatchPlan, num_readers: int):
         self.samples, self.plan = samples, plan
@@ -30,19 +30,19 @@ class SampleLoader:
         return self.samples.count("heldout")
 
     def read_step(self, step: int) -> list[MicroBatch]:
-        """This rank's micro-batches of `step`, on the host; crops are drawn anew at every position."""
+        """Return this rank's micro-batches of `step`, on the host; every position has its own random crop."""
         plan = self.plan
         return self.read_positions(rank_positions(step, plan.global_batch_size, plan.rank, plan.num_ranks))
 
     def read_positions(self, positions: np.ndarray) -> list[MicroBatch]:
-        """The micro-batches of the samples at `positions`, in this order."""
+        """Return the micro-batches of the samples at `positions`, in this order."""
         plan = self.plan
         _, indices = locate(positions, self.samples.count("train"), plan.seed)
         images, labels = self._read(indices, positions)
         return list(zip(images.split(plan.micro_batch_size), labels.split(plan.micro_batch_size), strict=True))
 
     def heldout_batches(self) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """This rank's (images, labels, how many of them are real); all ranks get equally many batches."""
+        """Yield this rank's (images, labels, number of real ones), in the same number of batches on every rank."""
         size, plan = self.plan.micro_batch_size, self.plan
         for turn in range(math.ceil(self.num_heldout / (size * plan.num_ranks))):
             first = (turn * plan.num_ranks + plan.rank) * size
@@ -51,7 +51,7 @@ class SampleLoader:
             yield images, labels, int((wanted < self.num_heldout).sum())
 
     def _read(self, indices: np.ndarray, positions: np.ndarray | None) -> tuple[Tensor, Tensor]:
-        """(B, C, ...) of fp32 and labels of int64; held-out samples where there are no positions."""
+        """Return (B, C, ...) of fp32 and labels of int64; held-out samples if there are no positions."""
         if positions is None:
             read = self._readers.map(self.samples.heldout, indices.tolist())
         else:

@@ -1,9 +1,9 @@
-"""Batches on their way to the chip, in memory that is used again and again.
+"""Staging of batches to the device, in memory that is reused.
 
-On a GPU a batch is put together in pinned host memory and copied from there on a stream of its own, steps before it is
-needed: the computation waits for the copy on the device, the host for nothing. On a CPU nothing has to be copied.
+On a GPU a batch is assembled in pinned host memory and copied from there on its own stream, steps before it is needed:
+the computation waits for the copy on the device, and the host never waits. On a CPU nothing has to be copied.
 
-A slot goes round: free -> filled by the loader's thread -> taken by a step -> free when the next batch is taken.
+The life of a slot: free -> filled by the loader's thread -> taken by a step -> free when the next batch is taken.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from trainspec_cli.engine.batch import MicroBatch
 
 PREFETCHED_STEPS = 2
 SLOTS = PREFETCHED_STEPS + 1
-"""Those that are read ahead, and the one that is computed with."""
+"""The prefetched batches, and the one in use."""
 
 
 @dataclass
 class Traffic:
-    """What bringing batches took."""
+    """The copies and allocations of staging."""
 
     h2d_copies: int = 0
     h2d_bytes: int = 0
     allocations: int = 0
-    """Buffers made, on the host and on the device: none once every slot has held the largest batch."""
+    """Buffers allocated, on the host and on the device: none once every slot has held the largest batch."""
 
     def add(self, other: Traffic) -> None:
         self.h2d_copies += other.h2d_copies
@@ -38,7 +38,7 @@ class Traffic:
 
 
 class Slot:
-    """Room for a step's batch."""
+    """Memory for a step's batch."""
 
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"
@@ -48,11 +48,11 @@ class Slot:
         if self.on_gpu:
             self.copied, self.used = torch.cuda.Event(), torch.cuda.Event()
         self.batch: list[MicroBatch] = []
-        """On the device, once it is copied."""
+        """The batch on the device, once it is copied."""
         self.traffic = Traffic()
 
     def fill(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """On a GPU in the stream of the copies. The last batch's copy has ended before its memory is written to."""
+        """Fill the slot, on a GPU in the stream of copies, after the last batch's copy has ended."""
         self.traffic = Traffic()
         if self.on_gpu:
             self.copied.synchronize()
@@ -74,7 +74,7 @@ class Slot:
         return chip
 
     def _buffer(self, buffers: list[Tensor], place: int, like: Tensor, **where: object) -> Tensor:
-        """The one that was made for this place, unless batches have changed their shape."""
+        """Return the buffer of this index, or a new one if the shape of batches has changed."""
         if place < len(buffers) and buffers[place].shape == like.shape and buffers[place].dtype == like.dtype:
             return buffers[place]
         self.traffic.add(Traffic(allocations=1))
@@ -86,7 +86,7 @@ class Slot:
 
 
 class Staging:
-    """Of one rank. `stage` is called by the loader's thread, all else by the one that trains."""
+    """Stages one rank's batches. The loader's thread calls `stage`, the training thread everything else."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -98,16 +98,16 @@ class Staging:
         self._traffic = Traffic()
 
     def stage(self, micro_batches: Sequence[MicroBatch]) -> Slot:
-        """Put a batch together and start its copy; waits where every slot is in use."""
+        """Assemble a batch and start its copy; wait if every slot is in use."""
         slot = self._free.get()
         if self._copies:
-            torch.cuda.set_device(self._device)  # a thread begins on the first one, and would take memory there
+            torch.cuda.set_device(self._device)  # a thread starts on the first device, and would allocate there
         with torch.cuda.stream(self._copies):
             slot.fill(micro_batches)
         return slot
 
     def take(self, slot: Slot) -> list[MicroBatch]:
-        """The batch on the device, for the computation that is started until the next one is taken."""
+        """Return the batch on the device; it is valid until the next one is taken."""
         if self._taken is not None:
             self.give_back(self._taken)
         self._taken = slot
@@ -117,12 +117,12 @@ class Staging:
         return slot.batch
 
     def give_back(self, slot: Slot) -> None:
-        """What has been started with it may still be running."""
+        """Free the slot; computations on it may still be running."""
         if slot.on_gpu:
             slot.used.record(torch.cuda.current_stream(self._device))
         self._free.put(slot)
 
     def cut(self) -> Traffic:
-        """Of the batches taken since the last `cut`."""
+        """Return the traffic of the batches taken since the last `cut`."""
         traffic, self._traffic = self._traffic, Traffic()
         return traffic

@@ -1,7 +1,7 @@
-"""What a rank exchanges with the ranks of its number in the other replica groups: gloo over the host.
+"""The exchange between ranks of one number in all replica groups: gloo over the host.
 
-They hold the same part of the model. Once gradients are summed inside each replica group, they are summed over the
-groups here. The process group is made anew whenever the groups that take part change.
+These ranks hold the same part of the model. Once gradients are summed inside each replica group, they are summed over
+the groups here. The process group is made anew whenever the groups that take part change.
 """
 
 from __future__ import annotations

@@ -7,11 +7,12 @@ place, and nothing is unpickled.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import threading
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,13 @@ from torch import Tensor
 from trainspec_cli.engine.comm.json_collectives import broadcast_json
 from trainspec_cli.engine.comm.rendezvous import connect
 from trainspec_cli.engine.elastic.cross_group import CrossGroupComm
-from trainspec_cli.engine.elastic.quorum import Quorum, QuorumClient
 from trainspec_cli.policy.quorum import plan_healing
 from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.wire.client import JsonClient
+
+BEAT_INTERVAL_S = 0.1
+ANSWER_TIMEOUT_S = 30 * 60.0
+"""A quorum waits for groups that live but are busy (writing, evaluating)."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Participation:
     """Updates that the run has made; where it is more than this group had, the state was healed."""
     healed: bool
     names: frozenset[str]
-    """Of the groups and of their very start: one that died and came back has another."""
+    """Names of the groups and of their very start: one that died and came back has another."""
 
     def changes_since(self, before: Participation) -> list[tuple[str, int | None]]:
         """Return ("left" or "joined", group) for each group that was there before and is not now, or the reverse."""
@@ -78,7 +83,7 @@ class Membership:
         self._error: Exception | None = None
         self._failures = 0
         self.failed_anywhere = False
-        """Whether any rank of this group had met an error when they last settled."""
+        """Any rank of this group had met an error when they last settled."""
         self._name = broadcast_json(f"{own.group:05d}:{uuid.uuid4()}", str)
         self._client: QuorumClient | None = None
         """Rank 0's connection to the server, opened by the first `agree`: from then on the others wait for this group,
@@ -118,7 +123,7 @@ class Membership:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank has met an error since `agree`."""
+        """This rank has met an error since `agree`."""
         return self._error is not None
 
     def settle(self, counts: Tensor) -> None:
@@ -161,7 +166,7 @@ class Membership:
 
     def _give_state(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
-            self._try(partial(CrossGroupComm.send, tensors=self._state(), to=rank))
+            self._try(lambda comm, to=rank: comm.send(self._state(), to))  # type: ignore[misc]
 
     def _take_state(self, rank: int) -> None:
         with torch.no_grad():
@@ -179,4 +184,67 @@ class Membership:
 
     def _drop(self, error: Exception) -> None:
         """Drop the connections: peers that still wait on them notice at once, and no one waits for a timeout."""
-        self._error, self._comm = error, None
+        self._error, self._comm = error.with_traceback(None), None  # its frames would keep the connections open
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """The replica groups that make the next step together."""
+
+    number: str
+    """Another one whenever the members change, or one of them has met an error."""
+    names: tuple[str, ...]
+    steps: tuple[int, ...]
+    """Updates that each of them has made."""
+
+
+class QuorumClient:
+    """Sends heartbeats from a thread of its own until `close`."""
+
+    def __init__(self, name: str, connect: Callable[[], JsonClient]):
+        """`name` is this very start's. `connect` is called again where the server has been started again."""
+        self._name, self._connect = name, connect
+        self._connection = connect()
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._asked = 0
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def join(self, step: int, failures: int) -> Quorum:
+        """Ask for a place in the step after `step`, and wait for the quorum. Raises OSError."""
+        self._asked += 1
+        while True:
+            connection = self._connection
+            try:
+                self._send(connection, op="join", step=step, failures=failures, number=self._asked)
+                while (answer := connection.receive(ANSWER_TIMEOUT_S))["number"] != self._asked:
+                    pass  # what was asked on a connection that was lost
+            except TimeoutError:
+                raise
+            except OSError:
+                self._replace(connection)
+                continue
+            return Quorum(answer["quorum"], tuple(answer["names"]), tuple(answer["steps"]))
+
+    def close(self) -> None:
+        self._closed.set()
+        self._connection.close()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(BEAT_INTERVAL_S):
+            connection = self._connection
+            try:
+                self._send(connection, op="beat")
+            except OSError:
+                with contextlib.suppress(OSError):  # `join` raises what is wrong
+                    self._replace(connection)
+
+    def _replace(self, broken: JsonClient) -> None:
+        """Connect anew to a server that has ended and starts again on the same port, unless that is done already."""
+        with self._lock:
+            if self._connection is broken:
+                broken.close()
+                self._connection = self._connect()
+
+    def _send(self, connection: JsonClient, **request: str | int) -> None:
+        with self._lock:
+            connection.send({"name": self._name, **request})

@@ -1,1 +1,1 @@
-"""Other kernels for the models' and the optimizer's operations: plain functions, each the equal of the default's."""
+"""Alternative kernels for operations of models and the optimizer: plain functions, equivalent to the default's."""

@@ -1,6 +1,6 @@
-"""AdamW (arXiv:1711.05101) one parameter at a time, many at a time, or by torchao. As `optim.adamw.fused`.
+"""AdamW (arXiv:1711.05101) one parameter at a time, many at a time, or by torchao; the same as `optim.adamw.fused`.
 
-The state is the same in all: `step`, `exp_avg`, `exp_avg_sq` of each parameter, so that a run may go on with another.
+The state is the same in all (`step`, `exp_avg`, `exp_avg_sq` of each parameter), so a run can resume with another.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor
 
 
 class GuardedAdamW(torch.optim.AdamW):
-    """Takes `grad_scale` and `found_inf` as torch's fused kernel does; the host waits to read whether to update."""
+    """AdamW that takes `grad_scale` and `found_inf` as torch's fused kernel does; the host waits to read
+    `found_inf`."""
 
     grad_scale: Tensor | None
     found_inf: Tensor | None
@@ -34,7 +35,7 @@ class GuardedAdamW(torch.optim.AdamW):
 
 
 class TorchaoAdamW(GuardedAdamW):
-    """torchao's arithmetic (BSD-3), which it compiles for each shape of a parameter."""
+    """AdamW by torchao (BSD-3), which compiles it for each shape of a parameter."""
 
     def update(self) -> None:
         with torch._dynamo.utils.disable_cache_limit():
@@ -61,7 +62,7 @@ Groups = Sequence[dict[str, Any]]
 
 
 def _on_gpu(groups: Groups) -> bool:
-    """Then the number of updates is read there, and the host does not wait for it."""
+    """Return True if parameters are on a GPU: the update count then stays there, and the host does not wait."""
     return any(parameter.is_cuda for group in groups for parameter in group["params"])
 
 

@@ -1,7 +1,7 @@
-"""Attention by one kernel of torch's at a time: by default torch chooses among them by itself.
+"""Attention by one specific kernel of torch's; by default torch chooses among them.
 
-Shapes: B samples, H heads, K key-value heads, S queries, T keys, E head size. As in `models.attention.attention`, all
-are causal where there is no mask.
+Shapes: B samples, H heads, K key-value heads, S queries, T keys, E head size. Like `models.attention.attention`, all
+are causal if there is no mask.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def _by(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """(B, H, S, E). Raises RuntimeError where the kernel does not take these inputs."""
+    """Return (B, H, S, E). Raises RuntimeError if the kernel does not support these inputs."""
     with sdpa_kernel(kernel):
         return _fused(q, k, v, mask, scale)
 
@@ -37,15 +37,15 @@ cudnn = partial(_by, SDPBackend.CUDNN_ATTENTION)
 
 
 def expanded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Keys and values copied for each head, so that no kernel has to know of groups."""
+    """Copy keys and values for each head, for kernels without grouped-query support."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     return _fused(q, k, v, mask, scale)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Compiled for its mask (arXiv:2412.05496); blocks that no query meets are passed over.
+    """Use FlexAttention, compiled for its mask (arXiv:2412.05496), which skips blocks that are masked out.
 
-    What is judged is not compiled, and uncompiled it would hold all scores: there it is torch's own choice.
+    Evaluation is not compiled, and uncompiled it would hold all scores: there torch's own choice is used.
     """
     if not torch.is_grad_enabled():
         return _fused(q, k, v, mask, scale)

@@ -1,4 +1,4 @@
-"""Functions that torch.compile has fused."""
+"""Fuse functions by torch.compile."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 
 
 def compiled_in_training(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled for each shape by itself, so that a step's digits do not depend on what was computed before it; plain
-    where no gradients are wanted: evaluation meets shapes of its own, and each would be compiled."""
+    """Compile `function` for each shape separately, so that results do not depend on earlier shapes.
+
+    Without gradients the plain function is called: evaluation has its own shapes, and each would be compiled.
+    """
     fused = torch.compile(function, dynamic=False)
 
     @wraps(function)

@@ -16,20 +16,20 @@ from trainspec_cli.engine.batch import IGNORED_TARGET
 
 Shape = tuple[int, ...]
 Call = tuple[Shape | float | None, ...]
-"""An operation's arguments: of tensors the shape, of numbers the value, of anything else None."""
+"""An operation's arguments: the shape of a tensor, the value of a number, None for anything else."""
 
 CHECKED_TOKENS = 1024
-"""Of one sample: what is held against fp64, where all scores and logits are whole."""
+"""Tokens per sample in the comparison with fp64, which holds all scores and logits."""
 
 
 @dataclass(frozen=True)
 class Inputs:
     arguments: tuple[Any, ...]
     leaves: tuple[int, ...]
-    """Those that gradients are wanted of."""
+    """Indices of the arguments that need gradients."""
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """The same numbers in another format."""
+        """Return the same numbers in another format."""
         return Inputs(tuple(_convert(argument, dtype) for argument in self.arguments), self.leaves)
 
     def with_gradients(self) -> Inputs:
@@ -45,7 +45,7 @@ def _convert(argument: Any, dtype: torch.dtype) -> Any:
 
 
 def make_inputs(op: str, call: Call, dtype: torch.dtype, device: torch.device, chunk: Any = None) -> Inputs:
-    """`chunk` is what the linear cross-entropy takes for one chunk's loss."""
+    """Make random inputs for a call; `chunk` is the module for one chunk's loss of the linear cross-entropy."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(shape: Any, std: float = 1.0) -> Tensor:
@@ -58,15 +58,15 @@ def make_inputs(op: str, call: Call, dtype: torch.dtype, device: torch.device, c
 
 
 def describe_call(call: Call) -> str:
-    """`(8, 6, 512, 64) (8, 6, 512, 64) ...`"""
+    """Describe a call by its shapes: `(8, 6, 512, 64) (8, 6, 512, 64) ...`."""
     return " ".join(str(argument) for argument in call if isinstance(argument, tuple))
 
 
-# One function an operation
+# One function per operation
 
 
 def _attention(call: Call, normal: Any, _uniform: Any, device: torch.device, _chunk: Any) -> Inputs:
-    """Heads lie beside one another in memory, as projections leave them."""
+    """Make inputs whose heads are adjacent in memory, as projections leave them."""
     q, k, v = (normal(_swap(shape)).transpose(1, 2) for shape in call[:3])
     mask = None
     if isinstance(call[3], tuple):
@@ -96,7 +96,7 @@ def _rope(call: Call, normal: Any, uniform: Any, _device: torch.device, _chunk: 
 
 
 def _linear_cross_entropy(call: Call, normal: Any, uniform: Any, _device: torch.device, chunk: Any) -> Inputs:
-    """One target in sixteen is ignored."""
+    """Make inputs of which one target in sixteen is ignored."""
     vocabulary, size = call[1]  # type: ignore[misc]
     targets = uniform(call[2], 0, vocabulary).long().clamp_max(vocabulary - 1)
     targets[::16] = IGNORED_TARGET
@@ -104,7 +104,7 @@ def _linear_cross_entropy(call: Call, normal: Any, uniform: Any, _device: torch.
 
 
 def _grouped_matmul(call: Call, normal: Any, _uniform: Any, device: torch.device, _chunk: Any) -> Inputs:
-    """Experts are evenly visited, but for what is left over."""
+    """Make inputs with an even number of rows per expert, up to the remainder."""
     rows, experts = call[0][0], call[1][0]  # type: ignore[index]
     counts = torch.full((experts,), rows // experts, dtype=torch.int64, device=device)
     counts[: rows % experts] += 1
@@ -112,7 +112,7 @@ def _grouped_matmul(call: Call, normal: Any, _uniform: Any, device: torch.device
 
 
 def _ssd_scan(call: Call, normal: Any, uniform: Any, _device: torch.device, _chunk: Any) -> Inputs:
-    """Steps and decays as first values are (`models.mamba2`), in fp32 at least."""
+    """Make steps and decays like initial values (`models.mamba2`), in fp32 at least."""
     x, b, c = (normal(call[index]) for index in (0, 3, 4))
     wide = torch.promote_types(x.dtype, torch.float32)
     dt, a = uniform(call[1], 0.001, 0.1).to(wide), -uniform(call[2], 1.0, 16.0).to(wide)
@@ -130,23 +130,23 @@ MAKERS: dict[str, Callable[..., Inputs]] = {
 }
 
 
-# What is checked against fp64
+# The comparison with fp64
 
 
 def checked(op: str, call: Call) -> Call:
-    """Two samples of at most `CHECKED_TOKENS`, everything else as it is."""
+    """Reduce a call to two samples of at most `CHECKED_TOKENS`."""
     return CHECKED[op](call)
 
 
 def _clip(shape: Any, *dims: int) -> Any:
-    """At most `CHECKED_TOKENS` along `dims`."""
+    """Clip a shape to `CHECKED_TOKENS` along `dims`."""
     if not isinstance(shape, tuple):
         return shape
     return tuple(min(size, CHECKED_TOKENS) if dim in dims else size for dim, size in enumerate(shape))
 
 
 def _two(shape: Any) -> Any:
-    """Of (samples, ...) two samples: a kernel may take one's numbers for another's."""
+    """Reduce (samples, ...) to two samples: with one, a kernel could confuse samples unnoticed."""
     return (min(2, shape[0]), *shape[1:]) if isinstance(shape, tuple) and len(shape) > 2 else shape
 
 
@@ -157,12 +157,12 @@ def _check_attention(call: Call) -> Call:
 
 
 def _check_samples(call: Call) -> Call:
-    """(samples, tokens, ...)"""
+    """Reduce shapes of (samples, tokens, ...)."""
     return tuple(_two(_clip(shape, 1)) if isinstance(shape, tuple) and len(shape) > 2 else shape for shape in call)
 
 
 def _check_rows(call: Call) -> Call:
-    """(rows, ...): the inputs, their matrix, what belongs to each row."""
+    """Reduce shapes of (rows, ...): the inputs, their matrix, and the values of each row."""
     x, weight, others, *rest = call
     return _clip(x, 0), weight, _clip(others, 0), *rest
 

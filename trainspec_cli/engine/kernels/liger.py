@@ -1,6 +1,6 @@
-"""Liger Kernel's fused operations (extra `kernels`, arXiv:2410.10989, BSD-2): Triton, CUDA alone.
+"""Liger Kernel's fused operations (extra `kernels`, arXiv:2410.10989, BSD-2): Triton, CUDA only.
 
-Shapes: B samples, S tokens a sample, H heads, E head size, T tokens, D hidden size, V vocabulary.
+Shapes: B samples, S tokens per sample, H heads, E head size, T tokens, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from trainspec_cli.engine.batch import IGNORED_TARGET
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float | None) -> Tensor:
-    """The gradient is not written over dy, which the residual stream needs too."""
+    """Normalise by RMS; the gradient is not written over dy, which the residual stream needs too."""
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     eps = torch.finfo(x.dtype).eps if eps is None else eps
@@ -26,8 +26,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    """Liger turns queries and keys in one kernel and in their own memory: a copy is turned, beside keys of one head
-    that nobody reads. Its tables are of one sample, which all share."""
+    """Rotate a copy, together with unused keys of one head: Liger rotates queries and keys in place in one kernel.
+
+    Its tables are of one sample, which all samples share.
+    """
     from liger_kernel.ops.rope import LigerRopeFunction
 
     seq_len = x_BSHE.shape[1]
@@ -38,7 +40,7 @@ def rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
 
 
 def linear_cross_entropy(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, _chunk: object = None) -> Tensor:
-    """The summed loss, fp32; the head's gradient is summed in fp32."""
+    """Return the summed loss in fp32; the head's gradient is summed in fp32."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     loss = liger_fused_linear_cross_entropy(

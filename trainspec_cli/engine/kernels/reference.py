@@ -1,6 +1,6 @@
-"""What each operation is, written out for fp64: what every kernel is held against.
+"""Reference implementations of the operations in fp64, which every kernel is compared with.
 
-Arguments are those of the kernels. Memory is no concern here: scores, logits and decays are whole.
+Arguments are those of the kernels. Memory does not matter here: scores, logits and decays are held whole.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    """Each pair (i, i + E/2) as a complex number, turned by its angle."""
+    """Rotate each pair (i, i + E/2), as a complex number, by its angle."""
     first, second = x_BSHE.chunk(2, dim=-1)
     half, seq_len = first.shape[-1], x_BSHE.shape[1]
     turn = torch.complex(cos_SE[:seq_len, None, :half].contiguous(), sin_SE[:seq_len, None, :half].contiguous())
@@ -52,7 +52,7 @@ def grouped_matmul(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor
 
 
 def ssd_scan(x_BSHP: Tensor, dt_BSH: Tensor, a_H: Tensor, b_BSGN: Tensor, c_BSGN: Tensor) -> Tensor:
-    """As attention of c on b, faded by the decay between the two tokens (arXiv:2405.21060, section 4)."""
+    """Compute attention of c on b, scaled by the decay between the two tokens (arXiv:2405.21060, section 4)."""
     heads_a_group = x_BSHP.shape[2] // b_BSGN.shape[2]
     b, c = (states.repeat_interleave(heads_a_group, dim=2) for states in (b_BSGN, c_BSGN))
     faded_BHS = (dt_BSH * a_H).cumsum(1).transpose(1, 2)

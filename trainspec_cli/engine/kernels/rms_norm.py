@@ -1,6 +1,6 @@
-"""Root-mean-square normalisation (arXiv:1910.07467) that keeps less. As `models.norm.rms_norm`.
+"""Root-mean-square normalisation (arXiv:1910.07467) that saves less for the backward; see `models.norm.rms_norm`.
 
-Shapes: D the normalised size, the last of x.
+Shapes: D the normalised size, the last dim of x.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def frugal(x: Tensor, weight_D: Tensor, eps: float | None) -> Tensor:
-    """Keeps x and a number a row."""
+    """Normalise, and save x and one number per row."""
     return _FrugalRmsNorm.apply(x, weight_D, eps)
 
 
@@ -36,7 +36,7 @@ class _FrugalRmsNorm(torch.autograd.Function):
 
 
 def _widen(x: Tensor) -> Tensor:
-    """In fp32, or in fp64 where it is."""
+    """Convert to fp32, or keep fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -1,6 +1,6 @@
-"""Rotary positions (arXiv:2104.09864), half by half. As `models.rope.apply_rope`.
+"""Rotary positions (arXiv:2104.09864), half by half; see `models.rope.apply_rope`.
 
-Shapes: B samples, S tokens a sample, H heads, E size that is rotated.
+Shapes: B samples, S tokens per sample, H heads, E rotated size.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def halves(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    """Keeps nothing of x: the backward turns the other way."""
+    """Rotate without saving x: the backward rotates the other way."""
     return _Halves.apply(x_BSHE, cos_SE, sin_SE)
 
 
@@ -29,7 +29,7 @@ class _Halves(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cos_SE: Tensor, sin_SE: Tensor, sign: int) -> Tensor:
-    """One product of all, to which each half's other is added where it stands: nothing is put together afterwards."""
+    """Multiply by the cosines, then add each half's counterpart in place, so that no concatenation is needed."""
     seq_len, half = x.shape[1], x.shape[-1] // 2
     sin = sin_SE[:seq_len, None, :half]
     first, second = x.chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""silu(gate) * up (arXiv:2002.05202) that keeps less. As `models.feed_forward.swiglu`."""
+"""silu(gate) * up (arXiv:2002.05202) that saves less for the backward; see `models.feed_forward.swiglu`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def frugal(gate: Tensor, up: Tensor) -> Tensor:
-    """Keeps the two inputs alone; the activation is computed again."""
+    """Compute SwiGLU, and save only the two inputs; the backward recomputes the activation."""
     return _FrugalSwiglu.apply(gate, up)
 
 

@@ -1,1 +1,1 @@
-"""Models as plain modules. They publish their blocks as data and know nothing of how they are spread."""
+"""Models as plain modules. They publish their blocks as data and know nothing about layouts."""

@@ -1,6 +1,6 @@
 """Causal attention: grouped-query heads, windows, sinks.
 
-Shapes: B samples, S tokens a sample, D hidden size, H heads, K key-value heads, E head size, W window.
+Shapes: B samples, S tokens per sample, D hidden size, H heads, K key-value heads, E head size, W window.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from trainspec_cli.engine.models.norm import RMSNorm
 from trainspec_cli.engine.models.rope import apply_rope, score_factor
 from trainspec_cli.spec.recipe.model import DecoderModel
-
-SINK_DIMS = 8
-"""By so much heads grow where a sink's logit travels with the queries: kernels want multiples of 8."""
+from trainspec_cli.spec.recipe.model_parts import SINK_DIMS
 
 
 def attention(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """(B, H, S, E). Causal where there is no mask (of bool, that broadcasts to (B, H, S, T): True where a query meets a
-    key); `scale` multiplies the scores, None: 1 / sqrt(E)."""
+    """Return (B, H, S, E). `scale` multiplies the scores; None: 1 / sqrt(E).
+
+    Attention is causal if there is no mask (bool, broadcast to (B, H, S, T): True if a query attends to a key).
+    """
     grouped = q_BHSE.shape[1] != k_BKTE.shape[1]
     return F.scaled_dot_product_attention(
         q_BHSE, k_BKTE, v_BKTE, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
@@ -31,8 +31,8 @@ def attention(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | Non
 class CausalCore(nn.Module):
     """Scores, softmax and values: the part of attention that crosses the sequence.
 
-    With a window (a query meets itself and the W - 1 before it) the sequence is cut into blocks of W: a block's queries
-    meet its own keys and those of the block before, so that the cost grows with the window and not with the sequence.
+    With a window (a query attends to itself and the W - 1 before it) the sequence is cut into blocks of W: a block's
+    queries attend to its own keys and those of the block before, so the cost grows with the window, not the sequence.
     """
 
     attention = staticmethod(attention)
@@ -43,7 +43,7 @@ class CausalCore(nn.Module):
         self.window, self.scale, self.sinks = window, scale, sinks
 
     def forward(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask_B1SS: Tensor | None = None) -> Tensor:
-        """With a mask (see `within_documents`) a query meets those keys alone."""
+        """Attend; with a mask (see `within_documents`) only to the keys that it allows."""
         q, k, v = q_BSHE.transpose(1, 2), k_BSKE.transpose(1, 2), v_BSKE.transpose(1, 2)
         value_size = v.shape[-1]
         if value_size < q.shape[-1]:  # the fused kernels take heads of one size
@@ -62,7 +62,8 @@ class CausalCore(nn.Module):
         return self._attend(q, k, v, None)[:, :, 1:]
 
     def _masked(self, q: Tensor, k: Tensor, v: Tensor, mask_B1SS: Tensor) -> Tensor:
-        """The rotation knows distances alone, so that positions need not begin anew in each document."""
+        """Attend within a mask. Positions need not restart in each document: the rotation depends on distances
+        alone."""
         if self.window is not None:
             row = torch.arange(q.shape[2], device=q.device)
             mask_B1SS = mask_B1SS & (row[:, None] - row < self.window)
@@ -71,7 +72,7 @@ class CausalCore(nn.Module):
         return self._attend(q, k, v, mask_B1SS)
 
     def _windowed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The first block is plain causal attention; the others become samples of their own."""
+        """Attend block by block: the first block is plain causal attention, the others become separate samples."""
         window, batch, seq_len = self.window or 0, q.shape[0], q.shape[2]
         first = self._whole(q[:, :, :window], k[:, :, :window], v[:, :, :window])
         q, k, v = (F.pad(x, (0, 0, 0, -seq_len % window)).unflatten(2, (-1, window)) for x in (q, k, v))
@@ -89,25 +90,25 @@ class CausalCore(nn.Module):
 
 
 def within_documents(documents_BS: Tensor) -> Tensor:
-    """(B, 1, S, S) of bool: a query meets the keys of its own document, up to itself."""
+    """Return a mask (B, 1, S, S) of bool: a query attends to the keys of its own document, up to itself."""
     same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
     return same_BSS.tril().unsqueeze(1)
 
 
 def carry_sinks(q_BSHE: Tensor, k_BSKE: Tensor, sinks_H: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Queries that hold their head's sink logit in further dimensions, keys that hold zeros there."""
+    """Extend queries by dims that hold their head's sink logit, and keys by zeros."""
     logit_BSH1 = (sinks_H / scale).to(q_BSHE.dtype)[:, None].expand(*q_BSHE.shape[:3], 1)
     q_BSHE = F.pad(torch.cat((q_BSHE, logit_BSH1), dim=-1), (0, SINK_DIMS - 1))
     return q_BSHE, F.pad(k_BSKE, (0, SINK_DIMS))
 
 
 def _pad_front(x_BHSE: Tensor) -> Tensor:
-    """A token of zeros before the first: a key for the sink, and a query so that the causal order holds."""
+    """Prepend a token of zeros: a key for the sink, and a query that keeps the causal order."""
     return F.pad(x_BHSE, (0, 0, 1, 0))
 
 
 def _sink_key(k_BHSE: Tensor) -> Tensor:
-    """The first key reads the sink's logit from the queries."""
+    """Let the first key read the sink's logit from the queries."""
     is_first_S = torch.arange(k_BHSE.shape[2], device=k_BHSE.device) == 0
     is_logit_E = torch.arange(k_BHSE.shape[3], device=k_BHSE.device) == k_BHSE.shape[3] - SINK_DIMS
     return k_BHSE + (is_first_S[:, None] & is_logit_E).to(k_BHSE.dtype)

@@ -1,7 +1,7 @@
 """Batch normalisation (arXiv:1502.03167) over the samples of all data-parallel ranks.
 
-Statistics are those of one process that holds the micro-batches of all ranks at once, whatever the layout, and are
-taken in fp32. Shapes: B samples, C channels, then the extents of space; N positions of a channel on one rank.
+Statistics equal those of one process that holds the micro-batches of all ranks, whatever the layout; they are computed
+in fp32. Shapes: B samples, C channels, then the extents of space; N positions of a channel on one rank.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 
 class Ranks(Protocol):
-    """Those that hold equal parts of a micro-batch."""
+    """Ranks that hold equal parts of a micro-batch."""
 
     @property
     def size(self) -> int: ...
 
     def sum_(self, x: Tensor) -> Tensor:
-        """Over all of them, in place."""
+        """Sum over all of them, in place."""
 
 
 class BatchNorm(nn.Module):
-    """In training by the batch's statistics, in evaluation by their running means."""
+    """Normalises by the batch's statistics in training, by their running means in evaluation."""
 
     running_mean: Tensor
     running_variance: Tensor
@@ -45,18 +45,18 @@ class BatchNorm(nn.Module):
         return _scale(x, scale, precise(self.bias) - self.running_mean * scale)
 
     def mean_over_ranks(self, x: Tensor) -> Tensor:
-        """Of equally large parts, in place."""
+        """Return the mean over the ranks' equally large parts, in place."""
         return x if self.ranks is None or self.ranks.size == 1 else self.ranks.sum_(x).div_(self.ranks.size)
 
     def remember(self, mean: Tensor, variance: Tensor, count: int) -> None:
-        """Add a batch's statistics to the running ones, the variance unbiased; those that are not finite are left."""
+        """Add a batch's statistics to the running ones, the variance unbiased; skip those that are not finite."""
         unbiased = variance * (count / max(1, count - 1))
         for running, new in ((self.running_mean, mean), (self.running_variance, unbiased)):
             running.lerp_(torch.where(new.isfinite(), new.to(running.dtype), running), self.momentum)
 
 
 class _BatchNorm(torch.autograd.Function):
-    """The running statistics follow in the backward, which runs once even where the forward is computed again."""
+    """Batch normalisation; running statistics are updated in the backward, which runs once even with recomputation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: BatchNorm) -> Tensor:
@@ -88,20 +88,20 @@ def _normalise(x: Tensor, weight: Tensor, bias: Tensor, norm: BatchNorm) -> Tens
 
 
 def precise(x: Tensor) -> Tensor:
-    """In fp32, or in fp64 where it is."""
+    """Convert to fp32, or keep fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _scale(x: Tensor, scale_C: Tensor, shift_C: Tensor) -> Tensor:
-    """In fp32, rounded to the format of x once."""
+    """Scale and shift in fp32, rounded once to the format of x."""
     return torch.addcmul(_along(shift_C, x), precise(x), _along(scale_C, x)).to(x.dtype)
 
 
 def _channel_mean(x: Tensor) -> Tensor:
-    """(B, C, ...) -> (C,), in fp32 at least."""
+    """Return the mean (C,) of (B, C, ...), in fp32 at least."""
     return x.mean(dim=[0, *range(2, x.dim())], dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def _along(values_C: Tensor, x: Tensor) -> Tensor:
-    """To be broadcast over x (B, C, ...)."""
+    """Reshape (C,) to broadcast over x (B, C, ...)."""
     return values_C.view(1, -1, *(1 for _ in x.shape[2:]))

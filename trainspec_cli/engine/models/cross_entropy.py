@@ -1,8 +1,8 @@
 """Cross-entropy of a linear head that never holds the full logits.
 
-The logits of a few thousand tokens times the vocabulary outweigh the model itself. Here they exist one chunk of
-tokens at a time: the forward computes each chunk's loss and, while its logits are at hand, the gradients too
-(d logits = softmax - one_hot), so that the backward only scales them. The idea is Liger Kernel's (arXiv:2410.10989).
+The logits of a few thousand tokens times the vocabulary can exceed the model's size. Here they exist one chunk of
+tokens at a time: the forward computes each chunk's loss and, while its logits exist, the gradients too
+(d logits = softmax - one_hot), so the backward only scales them. The idea is Liger Kernel's (arXiv:2410.10989).
 
 Shapes: T tokens, D hidden size, V vocabulary, C tokens of one chunk.
 """
@@ -16,21 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainspec_cli.engine.batch import IGNORED_TARGET
-
-CHUNK_BYTES = 128 * 2**20
-"""Logits held at once, as fp32."""
-
-
-def chunk_tokens(vocab_size: int, chunk_bytes: int | None = None) -> int:
-    """Tokens a chunk: as many as `chunk_bytes` (None: `CHUNK_BYTES`) of fp32 logits allow, at least 64."""
-    return max(64, (chunk_bytes or CHUNK_BYTES) // (4 * vocab_size))
+from trainspec_cli.spec.recipe.model_parts import LOSS_CHUNK_BYTES, loss_chunk_tokens
 
 
 class ChunkCrossEntropy(nn.Module):
     """One chunk's loss and gradient; plain arithmetic without parameters, so that a compiler can fuse it."""
 
     def forward(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-        """-> (loss summed over the chunk, d loss / d logits in the logits' own type)."""
+        """Return (loss summed over the chunk, d loss / d logits in the logits' own type)."""
         counted_C = targets_C != IGNORED_TARGET
         index_C1 = targets_C.clamp_min(0)[:, None]
         logits_fp32_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
@@ -45,13 +38,13 @@ class ChunkCrossEntropy(nn.Module):
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, chunk: nn.Module, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk_bytes: int | None
+        ctx: Any, chunk: nn.Module, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk_bytes: int
     ) -> Tensor:
         needs_gradient, trains_weight = any(ctx.needs_input_grad), ctx.needs_input_grad[2]
         total = x_TD.new_zeros((), dtype=torch.float32)
         dx_TD = torch.empty_like(x_TD)
         dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if trains_weight else None
-        step = chunk_tokens(weight_VD.shape[0], chunk_bytes)
+        step = loss_chunk_tokens(weight_VD.shape[0], chunk_bytes)
         for start in range(0, len(targets_T), step):
             x_CD, targets_C = x_TD[start : start + step], targets_T[start : start + step]
             loss, dlogits_CV = chunk(x_CD @ weight_VD.T, targets_C)
@@ -72,17 +65,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(
-    x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk: nn.Module, chunk_bytes: int | None = None
+    x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk: nn.Module, chunk_bytes: int = LOSS_CHUNK_BYTES
 ) -> Tensor:
-    """Sum over tokens of -log softmax(x weight^T)[target]: a scalar in fp32. `IGNORED_TARGET`s count nothing.
+    """Return the sum over tokens of -log softmax(x weight^T)[target]: a scalar in fp32. `IGNORED_TARGET`s are skipped.
 
-    `chunk` gives the loss and the gradient of some tokens' logits, of `chunk_bytes` as fp32 at most.
+    `chunk` computes the loss and gradient of one chunk of logits, of at most `chunk_bytes` in fp32.
     """
     return _LinearCrossEntropy.apply(chunk, x_TD, weight_VD, targets_T, chunk_bytes)
 
 
 class LinearCrossEntropy(nn.Module):
-    """The summed loss (a scalar in fp32) of tokens with targets; without targets, the logits (B, S, V)."""
+    """Returns the summed loss (a scalar in fp32) of tokens with targets; without targets, the logits (B, S, V)."""
 
     linear_cross_entropy = staticmethod(linear_cross_entropy)
 

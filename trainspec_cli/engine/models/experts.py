@@ -1,6 +1,6 @@
-"""Routed experts: tokens sorted by expert, one grouped matrix product, tokens back in their places.
+"""Routed experts: sort tokens by expert, multiply by one grouped matrix product, and restore the order.
 
-Shapes: T tokens, K experts a token, E experts, M copies of tokens sorted by expert, D hidden size, F width of an
+Shapes: T tokens, K experts per token, E experts, M copies of tokens sorted by expert, D hidden size, F width of an
 expert.
 """
 
@@ -17,25 +17,25 @@ from trainspec_cli.spec.recipe.model import DecoderModel
 
 
 class SortedTokens(NamedTuple):
-    """Copies of tokens in their experts' order; copies that no expert takes stand last."""
+    """Copies of tokens in their experts' order; copies without an expert come last."""
 
     x_MD: Tensor
     counts_E: Tensor
-    """Copies of each expert, int64; they sum to M but for those that were dropped."""
+    """Copies of each expert, int64; they sum to M minus the dropped ones."""
     source_M: Tensor
-    """Which copy (token * K + choice) stands here."""
+    """The copy (token * K + choice) at each row."""
     place_M: Tensor
-    """The inverse: where each copy stands."""
+    """The inverse: the row of each copy."""
 
     def combine(self, y_MD: Tensor, weights_TK: Tensor) -> Tensor:
-        """(T, D): each token's copies, weighed and summed."""
+        """Return (T, D): the weighted sum of each token's copies."""
         tokens, chosen = weights_TK.shape
         y_TKD = take(y_MD, self.place_M, self.source_M).view(tokens, chosen, -1)
         return torch.bmm(weights_TK.to(y_TKD.dtype)[:, None], y_TKD)[:, 0]
 
 
 def sort_by_expert(x_TD: Tensor, indices_TK: Tensor, num_experts: int) -> SortedTokens:
-    """An index of `num_experts` stands for a copy that was dropped."""
+    """Sort copies of tokens by expert; an index of `num_experts` marks a dropped copy."""
     expert_M = indices_TK.flatten()
     source_M = expert_M.argsort(stable=True)
     place_M = torch.empty_like(source_M).scatter_(0, source_M, torch.arange(len(source_M), device=source_M.device))
@@ -44,13 +44,14 @@ def sort_by_expert(x_TD: Tensor, indices_TK: Tensor, num_experts: int) -> Sorted
 
 
 def count_experts(indices: Tensor, num_experts: int) -> Tensor:
-    """(E,) int64, on the device and of static shape; dropped copies count nowhere."""
+    """Return (E,) int64, on the device and of static shape; dropped copies are not counted."""
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=indices.device)
     return counts.scatter_add_(0, indices.flatten(), torch.ones_like(indices.flatten()))[:num_experts]
 
 
 class _Take(torch.autograd.Function):
-    """x[rows]; `copies` says where each row's copies went, so that the backward is a gather too and no scatter."""
+    """x[rows]; `copies` are the positions of each row's copies, which make the backward a gather instead of a
+    scatter."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, rows_M: Tensor, copies_M: Tensor) -> Tensor:
@@ -65,12 +66,12 @@ class _Take(torch.autograd.Function):
 
 
 def take(x_TD: Tensor, rows_M: Tensor, copies_M: Tensor) -> Tensor:
-    """(M, D): rows of x; those that copy row t are copies_M[t * M/T : (t + 1) * M/T]."""
+    """Return (M, D): rows of x; the copies of row t are at copies_M[t * M/T : (t + 1) * M/T]."""
     return _Take.apply(x_TD, rows_M, copies_M)
 
 
 def grouped_matmul(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
-    """(M, F): each expert's rows times its matrix; rows beyond the counts are left undefined."""
+    """Return (M, F): each expert's rows times its matrix; rows beyond the counts are undefined."""
     if x_MD.device.type == "cpu" or x_MD.dtype != torch.bfloat16:
         return _grouped_eagerly(x_MD, weight_EDF, counts_E)
     return F.grouped_mm(x_MD, weight_EDF, offs=counts_E.cumsum(0).to(torch.int32))
@@ -78,7 +79,7 @@ def grouped_matmul(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor
 
 @torch.compiler.disable
 def _grouped_eagerly(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
-    """What the compiler knows of the grouped kernel holds for bf16 on GPUs alone."""
+    """Multiply outside of the compiler, which supports the grouped kernel only for bf16 on GPUs."""
     if x_MD.dtype == torch.float64:  # the grouped kernels take 32 bits at most
         parts = x_MD.split([*counts_E.tolist(), len(x_MD) - int(counts_E.sum())])
         return torch.cat([part @ weight for part, weight in zip(parts, [*weight_EDF, weight_EDF[0]], strict=True)])
@@ -86,9 +87,9 @@ def _grouped_eagerly(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tens
 
 
 class Experts(nn.Module):
-    """The routed experts' feed-forwards. Rows of tokens come sorted; rows beyond the counts come out as zeros.
+    """The routed experts' feed-forwards on sorted rows; rows beyond the counts become zeros.
 
-    `up` holds the gate's columns and then the linear half's; without a gate, the linear ones alone.
+    `up` holds the gate's columns and then the linear half's; without a gate, only the latter.
     """
 
     grouped_matmul = staticmethod(grouped_matmul)
@@ -123,7 +124,7 @@ class Experts(nn.Module):
         return self.swiglu(gate, up) if self.activation is F.silu else self.activation(gate) * up
 
     def _without_dropped(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
-        """Zeros in rows that no expert takes, forward and backward: grouped kernels leave them as they find them."""
+        """Set rows without an expert to zero, forward and backward: grouped kernels leave them undefined."""
         if not self.drops:
             return x_MD
         taken_M1 = torch.arange(len(x_MD), device=x_MD.device)[:, None] < counts_E.sum()
@@ -140,7 +141,7 @@ def _add_bias(y_MF: Tensor, bias_EF: Tensor | None, expert_M: Tensor | None) -> 
 
 
 class LocalDispatch(nn.Module):
-    """All experts are here."""
+    """Dispatches tokens to experts that are all on this rank."""
 
     def forward(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, experts: nn.Module) -> Tensor:
         copies = sort_by_expert(x_TD, indices_TK, experts.up.shape[0])  # type: ignore[union-attr, index, arg-type]

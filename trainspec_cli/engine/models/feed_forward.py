@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainspec_cli.spec.recipe.model import Activation
+from trainspec_cli.spec.recipe.model_parts import Activation
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def clamped_glu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """What gpt_oss has in SwiGLU's place: both halves bounded, and the linear one about 1."""
+    """Compute gpt_oss's variant of SwiGLU: both halves are clamped, and 1 is added to the linear one."""
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 

@@ -21,7 +21,7 @@ MIXERS: dict[str, tuple[str, Callable[[HybridModel], nn.Module]]] = {
     "-": ("ffn", lambda model: dense_feed_forward(model.as_decoder)),
     "E": ("ffn", lambda model: MixtureOfExperts(model.as_decoder)),
 }
-"""Letter of the pattern -> (the mixer's name in its block, what makes it)."""
+"""Letter of the pattern -> (the mixer's name in its block, its constructor)."""
 
 
 class HybridBlock(nn.Module):
@@ -37,8 +37,12 @@ class HybridBlock(nn.Module):
         return x_BSD + self.get_submodule(self.kind)(self.norm(x_BSD))
 
 
+def build(model: HybridModel, _seq_len: int, layers: range | None) -> Hybrid:
+    return Hybrid(model, layers)
+
+
 class Hybrid(LanguageModel):
-    """The order of the layers tells tokens' places: state-space layers need no positions, nor do those between."""
+    """A hybrid model. State-space layers need no positions, and nor do the layers between them."""
 
     writes_per_layer: ClassVar[int] = 1
 

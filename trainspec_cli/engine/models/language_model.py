@@ -1,6 +1,6 @@
-"""What all models of text share: embedding, blocks, norm, head and loss, as a whole or as a stage of a pipeline.
+"""The base of language models: embedding, blocks, norm, head and loss, as a whole or as a pipeline stage.
 
-Shapes: B samples, S tokens a sample, D hidden size, V vocabulary.
+Shapes: B samples, S tokens per sample, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from trainspec_cli.engine.models.mamba2 import MAMBA_INIT, Mamba2
 from trainspec_cli.engine.models.moe import MixtureOfExperts
 from trainspec_cli.engine.models.norm import RMSNorm
 from trainspec_cli.engine.models.router import Router
-from trainspec_cli.spec.recipe.model import DecoderModel, HybridModel
+from trainspec_cli.spec.recipe.model import TextModel
 
 INIT_STD = 0.02
 
 
 class LanguageModel(nn.Module):
-    """Token ids -> summed cross-entropy of the next token (or logits, to write text).
+    """Maps token ids to the summed cross-entropy of the next token (or to logits, to generate text).
 
-    As a pipeline's stage it holds some of the layers: the first stage embeds, the others take hidden states; the last
-    ends in the loss, the others in hidden states.
+    A pipeline stage holds some of the layers: the first stage embeds, the others take hidden states; the last returns
+    the loss, the others hidden states.
     """
 
     tensor_cuts: ClassVar[dict[str, int]] = {
@@ -58,7 +58,7 @@ class LanguageModel(nn.Module):
         "blocks.*.mamba.out.weight": 1,
         "blocks.*.mamba.*": 0,
     }
-    """Which dimension of which parameter tensor parallelism cuts; the first pattern that fits decides."""
+    """The dim of each parameter that tensor parallelism cuts; the first matching pattern decides."""
     tensor_partial: ClassVar[tuple[str, ...]] = (
         "blocks.*.attention.*_norm.weight",
         "blocks.*.attention.*_down.weight",
@@ -66,9 +66,9 @@ class LanguageModel(nn.Module):
     )
     """Whole parameters inside regions: a rank's gradient is its share."""
     writes_per_layer: ClassVar[int]
-    """How often a layer adds to the residual stream."""
+    """The number of additions of a layer to the residual stream."""
 
-    def __init__(self, model: DecoderModel | HybridModel, layers: range | None, make_block: Callable[[int], nn.Module]):
+    def __init__(self, model: TextModel, layers: range | None, make_block: Callable[[int], nn.Module]):
         super().__init__()
         layers = range(model.num_layers) if layers is None else layers
         first, last = 0 in layers, model.num_layers - 1 in layers
@@ -85,10 +85,11 @@ class LanguageModel(nn.Module):
     def forward(
         self, tokens_or_x: Tensor, targets_BS: Tensor | None = None, documents_BS: Tensor | None = None
     ) -> Tensor:
-        """With `documents_BS` (numbers) attention stays within each document.
+        """Run the model or stage; with `documents_BS` (numbers) attention stays within each document.
 
-        -> hidden states (B, S, D) of a stage that is not the last; else the summed loss (scalar, fp32) where targets
-        are given, and logits (B, S, V) where none are."""
+        Return hidden states (B, S, D) of a stage that is not the last; else the summed loss (scalar, fp32) if targets
+        are given, and logits (B, S, V) otherwise.
+        """
         x_BSD = tokens_or_x if tokens_or_x.is_floating_point() else self.embed_tokens(tokens_or_x)
         inputs = self.block_inputs(x_BSD, documents_BS)
         for block in self.blocks.values():
@@ -104,49 +105,60 @@ class LanguageModel(nn.Module):
         return self.embed(tokens_BS)
 
     def block_inputs(self, _x_BSD: Tensor, documents_BS: Tensor | None = None) -> tuple[Tensor, ...]:
-        """What every block takes besides the hidden states."""
+        """Return the inputs of every block besides the hidden states."""
         assert documents_BS is None, "a scan runs over documents' ends: refused before launch"
         return ()
 
-    # What is published
+    # Published modules
 
     def block_modules(self) -> Sequence[nn.Module]:
-        """The units that are sharded and recomputed as one."""
+        """Return the units that are sharded and recomputed as one."""
         return list(self.blocks.values())
 
     def compile_modules(self) -> Sequence[nn.Module]:
-        """The units whose arithmetic a compiler may fuse; what lies between them stays eager."""
+        """Return the units that a compiler may fuse; code between them stays eager."""
         return [*self.blocks.values(), *([self.loss.chunk] if self.loss else [])]
 
-    def region_modules(self) -> Sequence[nn.Module]:
-        """The modules whose matrices tensor parallelism cuts: whole input, summed output.
+    def norm_modules(self) -> Sequence[nn.Module]:
+        """Those whose statistics are taken over the samples of all ranks."""
+        return []
 
-        Routed experts are none: they are spread whole, and each rank routes its own tokens.
+    def region_modules(self) -> Sequence[nn.Module]:
+        """Return the modules whose matrices tensor parallelism cuts: whole input, summed output.
+
+        Routed experts are not among them: they are spread whole, and each rank routes its own tokens.
         """
         return self._all(Attention, MultiHeadLatentAttention, FeedForward, Mamba2)
 
     def attention_modules(self) -> Sequence[nn.Module]:
-        """Those that cross the sequence, in their `core`."""
+        """Return the modules that mix tokens along the sequence, in their `core`."""
         return self._all(Attention, MultiHeadLatentAttention)
 
     def expert_modules(self) -> Sequence[nn.Module]:
-        """The mixtures of experts: each has `experts`, whose parameters' first dimension is the expert, and a
-        `dispatch` that brings tokens there and back."""
+        """Return the mixtures of experts.
+
+        Each has `experts`, whose parameters' first dim is the expert, and a `dispatch` that exchanges tokens.
+        """
         return self._all(MixtureOfExperts)
 
     def balance_modules(self) -> Sequence[Router]:
-        """Each counts `tokens_per_expert_E` since its last `update_balance(counts_E)`, which takes the global batch's
-        counts; it wants `loss_scale` (1 / global tokens) filled before a step."""
+        """Return the routers.
+
+        Each counts `tokens_per_expert_E` since its last `update_balance(counts_E)`, which takes the global batch's
+        counts; `loss_scale` (1 / global tokens) must be set before a step.
+        """
         return self._all(Router)
 
     def _all(self, *kinds: type[nn.Module]) -> list[Any]:
         return [module for module in self.blocks.modules() if isinstance(module, kinds)]
 
-    # First values
+    # Initial values
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
-        """Norms to 1, biases to 0; matrices Normal(0, 0.02), those into the residual stream by the square root of the
-        number of their kind less (GPT-2); a scan's own as in Mamba-2."""
+        """Set norms to 1, biases to 0, matrices to Normal(0, 0.02), and a scan's parameters as in Mamba-2.
+
+        Matrices into the residual stream are divided by the square root of their number (GPT-2).
+        """
         leaf = name.rpartition(".")[2]
         if ".mamba." in name and name.partition(".mamba.")[2] in MAMBA_INIT:
             MAMBA_INIT[name.partition(".mamba.")[2]](full, generator)

@@ -1,6 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): queries, keys and values through low-rank latents.
 
-Shapes: B samples, S tokens a sample, D hidden size, H heads, E size of a query's or key's head, V of a value's,
+Shapes: B samples, S tokens per sample, D hidden size, H heads, E size of a query's or key's head, V of a value's,
 R its rotated part, L the latent's.
 """
 
@@ -16,7 +16,7 @@ from trainspec_cli.spec.recipe.model import DecoderModel
 
 
 class MultiHeadLatentAttention(nn.Module):
-    """Of each head a part is rotated; the rotated part of the keys is one for all heads."""
+    """Latent attention. A part of each head is rotated; the rotated part of the keys is shared by all heads."""
 
     rope = staticmethod(apply_rope)
 

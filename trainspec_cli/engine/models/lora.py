@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685): what is learnt beside frozen matrices.
+"""Low-rank adapters (LoRA, arXiv:2106.09685), trained beside frozen matrices.
 
 Shapes: D a matrix's inputs, F its outputs, R the adapter's rank.
 """
@@ -15,7 +15,7 @@ from trainspec_cli.spec.recipe.lora import LoraSpec
 
 
 class LoraLinear(nn.Linear):
-    """W x + (alpha / R) B A x: at first the same as W x, as B begins as zeros."""
+    """W x + (alpha / R) B A x; initially the same as W x, since B starts at zero."""
 
     def __init__(self, linear: nn.Linear, spec: LoraSpec):
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
@@ -28,7 +28,7 @@ class LoraLinear(nn.Linear):
 
 
 def apply_lora(part: nn.Module, spec: LoraSpec) -> None:
-    """Give the blocks' matrices that `spec` names an adapter each (on meta, in place), and freeze all the rest."""
+    """Add an adapter to each of the blocks' matrices that `spec` names (on meta, in place), and freeze the rest."""
     if not spec.rank:
         return
     part.requires_grad_(False)
@@ -41,6 +41,6 @@ def apply_lora(part: nn.Module, spec: LoraSpec) -> None:
 
 
 def init_down(full_RD: Tensor, generator: torch.Generator) -> None:
-    """Uniform, of the variance 1 / 3D, as published adapters begin."""
+    """Set to a uniform distribution of variance 1 / 3D, as published adapters start."""
     bound = 1 / math.sqrt(full_RD.shape[1])
     full_RD.uniform_(-bound, bound, generator=generator)

@@ -1,9 +1,9 @@
-"""Mamba-2 (arXiv:2405.21060): a linear recurrence over tokens, computed in blocks of them as matrix products.
+"""Mamba-2 (arXiv:2405.21060): a linear recurrence over tokens, computed in blocks as matrix products.
 
 State of a head: h_t = exp(dt_t a) h_(t-1) + dt_t x_t b_t^T, read out as y_t = h_t c_t. Within a block the same is a
-masked attention of c on b; from block to block the states go on (section 6, listing 1). Decays are computed in fp32.
+masked attention of c on b; states are carried from block to block (section 6, listing 1). Decays are computed in fp32.
 
-Shapes: B samples, S tokens a sample, D hidden size, I inner size, G groups, R heads a group, H = G x R heads,
+Shapes: B samples, S tokens per sample, D hidden size, I inner size, G groups, R heads a group, H = G x R heads,
 P head size, N state size, C blocks of Q tokens, W taps of a convolution.
 """
 
@@ -17,20 +17,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainspec_cli.spec.recipe.model import HybridModel
+from trainspec_cli.spec.recipe.model_parts import CONV_TAPS, SCAN_BLOCK
 
-CONV_TAPS = 4
-SCAN_BLOCK = 128
-"""Tokens of a block: the products within grow with it, the states between shrink."""
 STEP_RANGE = (1e-3, 0.1)
-"""First values of the step dt, log-uniform."""
+"""Initial values of the step dt, log-uniform."""
 DECAY_RANGE = (1.0, 16.0)
-"""First values of -a, uniform."""
+"""Initial values of -a, uniform."""
 
 
 def selective_scan(
     x_BSHP: Tensor, dt_BSH: Tensor, a_H: Tensor, b_BSGN: Tensor, c_BSGN: Tensor, block: int = SCAN_BLOCK
 ) -> Tensor:
-    """y (B, S, H, P), without the skip. `dt` and `a` (negative) in fp32 at least; heads share b and c by group."""
+    """Return y (B, S, H, P), without the skip. `dt` and `a` (negative) in fp32 at least; heads share b and c by
+    group."""
     seq_len, groups = x_BSHP.shape[1], b_BSGN.shape[2]
     block = min(block, seq_len)
     x, dt, b, c = (_into_blocks(tensor, block) for tensor in (x_BSHP, dt_BSH, b_BSGN, c_BSGN))
@@ -41,13 +40,13 @@ def selective_scan(
 
 
 def _into_blocks(tensor: Tensor, block: int) -> Tensor:
-    """(B, S, ...) -> (B, C, Q, ...), zeros at the end: a step of 0 changes no state."""
+    """Cut (B, S, ...) into (B, C, Q, ...), padded by zeros: a step of 0 changes no state."""
     padding = (*(0, 0) * (tensor.dim() - 2), 0, -tensor.shape[1] % block)
     return F.pad(tensor, padding).unflatten(1, (-1, block))
 
 
 def _within_blocks(x: Tensor, decay_log: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Attention of c on b, faded by the decay between the two tokens: (B, C, Q, G, R, P)."""
+    """Return the attention of c on b, scaled by the decay between the two tokens: (B, C, Q, G, R, P)."""
     block = x.shape[2]
     later = torch.ones(block, block, dtype=torch.bool, device=x.device).triu(1)
     decay = (decay_log[..., :, None] - decay_log[..., None, :]).masked_fill(later, -torch.inf).exp()
@@ -57,7 +56,7 @@ def _within_blocks(x: Tensor, decay_log: Tensor, b: Tensor, c: Tensor) -> Tensor
 
 
 def _from_earlier_blocks(x: Tensor, decay_log: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """What the states at each block's beginning add to its tokens: (B, C, Q, G, R, P)."""
+    """Return the contribution of the state at each block's beginning to its tokens: (B, C, Q, G, R, P)."""
     to_end = (decay_log[..., -1:] - decay_log).exp().permute(0, 1, 4, 2, 3)[..., None]
     added = torch.einsum("bcqgn,bcqgrp->bcgrpn", b, x * to_end.to(x.dtype))
     weights = _decay_between_blocks(decay_log[..., -1].permute(0, 2, 3, 1))
@@ -67,9 +66,9 @@ def _from_earlier_blocks(x: Tensor, decay_log: Tensor, b: Tensor, c: Tensor) -> 
 
 
 def _decay_between_blocks(total_C: Tensor) -> Tensor:
-    """(..., C, Z): how block z's state has faded when block c begins; 0 for z >= c.
+    """Return (..., C, Z): the decay of block z's state when block c begins; 0 for z >= c.
 
-    Sums of the blocks between the two, and not differences of sums from the beginning, which lose digits.
+    It sums over the blocks between the two; differences of sums from the beginning would lose digits.
     """
     blocks = total_C.shape[-1]
     between = torch.ones(blocks, blocks, dtype=torch.bool, device=total_C.device).tril(-1)
@@ -81,7 +80,7 @@ def _decay_between_blocks(total_C: Tensor) -> Tensor:
 
 
 class CausalConv(nn.Module):
-    """A convolution of each channel by itself over the last `CONV_TAPS` tokens."""
+    """A depthwise convolution over the last `CONV_TAPS` tokens."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -94,8 +93,11 @@ class CausalConv(nn.Module):
 
 
 class Mamba2(nn.Module):
-    """The mixer of one layer. One matrix and one convolution for each of its parts, so that heads and groups can be
-    spread; their numbers follow from the matrices."""
+    """The mixer of one layer.
+
+    Each of its parts has its own matrix and convolution, so that heads and groups can be cut over ranks; their numbers
+    follow from the matrices.
+    """
 
     ssd_scan = staticmethod(selective_scan)
 
@@ -134,7 +136,7 @@ def _widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-# First values, as in the reference implementation
+# Initial values, as in the reference implementation
 
 
 def _init_conv(full: Tensor, generator: torch.Generator) -> None:
@@ -142,7 +144,7 @@ def _init_conv(full: Tensor, generator: torch.Generator) -> None:
 
 
 def _init_step_bias(full: Tensor, generator: torch.Generator) -> None:
-    """softplus(bias) is log-uniform over `STEP_RANGE`."""
+    """Set the bias so that softplus(bias) is log-uniform over `STEP_RANGE`."""
     step = full.uniform_(*map(math.log, STEP_RANGE), generator=generator).exp_()
     full.copy_(step + (-torch.expm1(-step)).log())
 
@@ -161,4 +163,4 @@ MAMBA_INIT: dict[str, Callable[[Tensor, torch.Generator], None]] = {
     "dt_bias": _init_step_bias,
     "a_log": _init_decay,
 }
-"""Of the parameters that are neither matrices nor ones."""
+"""Initialisers of the parameters that are neither matrices nor ones."""

@@ -1,6 +1,6 @@
-"""Mixture of experts in the place of the feed-forward: router, routed experts, shared experts.
+"""Mixture of experts instead of the feed-forward: router, routed experts, shared experts.
 
-Shapes: B samples, S tokens a sample, D hidden size.
+Shapes: B samples, S tokens per sample, D hidden size.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from trainspec_cli.spec.recipe.model import DecoderModel
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token visits the experts that the router chooses for it (arXiv:1701.06538) and every shared one.
+    """Sends each token to the experts that the router chooses for it (arXiv:1701.06538) and to every shared one.
 
-    `dispatch` brings tokens to experts and back; expert parallelism puts its own in its place.
+    `dispatch` moves tokens to experts and back; expert parallelism replaces it.
     """
 
     def __init__(self, model: DecoderModel):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float | None) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps), along the last dimension of x (..., D)."""
+    """Return weight * x / sqrt(mean(x^2) + eps), along the last dim of x (..., D)."""
     return F.rms_norm(x, weight_D.shape, weight_D, eps)
 
 

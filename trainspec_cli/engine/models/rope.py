@@ -1,6 +1,6 @@
-"""Rotary position embeddings (arXiv:2104.09864) and how they are stretched to longer contexts.
+"""Rotary position embeddings (arXiv:2104.09864), and their scaling to longer contexts.
 
-Shapes: B samples, S tokens a sample, H heads, E size that is rotated.
+Shapes: B samples, S tokens per sample, H heads, E rotated size.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from trainspec_cli.spec.recipe.model import RopeScaling
+from trainspec_cli.spec.recipe.model_parts import RopeScaling
 
 
 def rope_angles(
@@ -20,7 +20,7 @@ def rope_angles(
     device: torch.device | None = None,
     scaling: RopeScaling | None = None,
 ) -> Tensor:
-    """Angles of the pairs (eq. 15): (S, E/2), fp32."""
+    """Return the angles of the pairs (eq. 15): (S, E/2), fp32."""
     frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
     if scaling is not None:
         frequencies = SCALINGS[scaling.kind](frequencies, head_dim, theta, scaling)
@@ -36,10 +36,10 @@ def apply_rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
 
 
 def score_factor(scaling: RopeScaling | None) -> float:
-    """What attention's scores are multiplied by besides 1 / sqrt(E): YaRN's softer softmax (arXiv:2309.00071, eq. 22).
+    """Return the factor on attention scores besides 1 / sqrt(E): YaRN's softer softmax (arXiv:2309.00071, eq. 22).
 
-    Published models put its square root into the rotated query and key each, or, where only a part of the head is
-    rotated (DeepSeek-V3), the whole into the scores: the same product.
+    Published models multiply its square root into the rotated queries and keys, or, if only a part of the head is
+    rotated (DeepSeek-V3), the whole into the scores: the product is the same.
     """
     if scaling is None or scaling.kind != "yarn":
         return 1.0
@@ -47,14 +47,14 @@ def score_factor(scaling: RopeScaling | None) -> float:
 
 
 def _scale_llama3(frequencies: Tensor, _head_dim: int, _theta: float, scaling: RopeScaling) -> Tensor:
-    """Between the two wavelengths, a blend that is linear in the turns within the original length."""
+    """Scale as llama3: between the two wavelengths, blend linearly in the turns within the original length."""
     turns = scaling.original_seq_len * frequencies / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return _blend(frequencies, scaling.factor, kept.clamp(0, 1))
 
 
 def _scale_yarn(frequencies: Tensor, head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
-    """Between the two numbers of turns, a blend that is linear in the frequency's index."""
+    """Scale as YaRN: between the two numbers of turns, blend linearly in the frequency's index."""
 
     def index_of(turns: float) -> float:
         return head_dim * math.log(scaling.original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))

@@ -1,6 +1,6 @@
-"""Which experts a token visits, with what weights, and what keeps the experts evenly visited.
+"""The router: the experts and weights of each token, and the balancing of experts.
 
-Shapes: B samples, S tokens a sample, D hidden size, E experts, K experts a token.
+Shapes: B samples, S tokens per sample, D hidden size, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainspec_cli.engine.models.experts import count_experts
-from trainspec_cli.spec.recipe.model import ExpertSpec
+from trainspec_cli.spec.recipe.model_parts import ExpertSpec
 
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {"softmax": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid}
 
@@ -22,9 +22,9 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {"softmax": lambda x: x.softmax(
 class Router(nn.Module):
     """Scores every expert and chooses the best.
 
-    Balancing without a loss (arXiv:2408.15664): `balance_bias_E` is added to the scores for the choice alone;
+    Balancing without a loss (arXiv:2408.15664): `balance_bias_E` is added to the scores only for the choice;
     `update_balance` moves it after a step. Balancing by a loss (DeepSeek-V3, arXiv:2412.19437, eq. 17-20, of the
-    experts as chosen): its gradient is added in the backward. A sequence's loss is weighed by its number of tokens, so
+    experts as chosen): its gradient is added in the backward. A sequence's loss is weighted by its number of tokens, so
     that with `loss_scale` = 1 / global tokens the coefficient is that of the mean over tokens.
     """
 
@@ -44,7 +44,7 @@ class Router(nn.Module):
         self.register_buffer("tokens_per_expert_E", counter, persistent=False)
         self.register_buffer("loss_scale", torch.empty((), dtype=torch.float32), persistent=False)
         self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts_BE: counts_BE
-        """Counts of this rank's part of each sequence -> those of the whole sequence."""
+        """Turns counts of this rank's part of each sequence into those of the whole sequence."""
 
     def init_buffers(self) -> None:
         self.tokens_per_expert_E.zero_()
@@ -53,7 +53,7 @@ class Router(nn.Module):
             self.balance_bias_E.zero_()
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """-> (experts (B, S, K) int64, E for a choice that was dropped; their weights (B, S, K), fp32 at least)."""
+        """Return (experts (B, S, K) int64, E for a dropped choice; their weights (B, S, K), fp32 at least)."""
         logits_BSE = F.linear(x_BSD, self.weight, self.bias)
         scores_BSE = self.score(logits_BSE.to(torch.promote_types(logits_BSE.dtype, torch.float32)))
         indices_BSK = self._choose(scores_BSE.detach())
@@ -70,7 +70,7 @@ class Router(nn.Module):
         return indices_BSK, weights_BSK
 
     def _choose(self, scores_BSE: Tensor) -> Tensor:
-        """The K best, of the best groups alone where experts stand in groups (DeepSeek-V3's node-limited routing)."""
+        """Choose the K best experts; with groups, from the best groups alone (DeepSeek-V3's node-limited routing)."""
         if self.balance_bias_E is not None:
             scores_BSE = scores_BSE + self.balance_bias_E
         groups, kept = self.spec.num_groups, self.spec.top_groups
@@ -82,7 +82,7 @@ class Router(nn.Module):
         return scores_BSE.topk(self.spec.top_k, dim=-1).indices
 
     def _balance_loss(self, scores_BSE: Tensor, indices_BSK: Tensor) -> Tensor:
-        """Tokens x sum over experts of (share of choices) x (mean of normalised scores); a scalar."""
+        """Return tokens x sum over experts of (share of choices) x (mean of normalised scores), a scalar."""
         visits_BSE = torch.zeros_like(scores_BSE).scatter_(-1, indices_BSK, 1.0)
         counts_BE = self.sum_over_sequence(visits_BSE.sum(1))
         tokens = counts_BE.sum(-1, keepdim=True) / self.spec.top_k
@@ -91,7 +91,7 @@ class Router(nn.Module):
         return (frequency_BE * summed_BE).sum() * self.spec.balance_loss * self.loss_scale
 
     def _within_capacity(self, indices_BSK: Tensor, weights_BSK: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each sequence an expert keeps its highest weights; the others become `num_experts` with weight 0."""
+        """Keep each expert's highest weights of a sequence; the others become `num_experts` with weight 0."""
         experts, factor = self.spec.num_experts, self.spec.capacity_factor or 0.0
         choices_BM, weights_BM = indices_BSK.flatten(1), weights_BSK.flatten(1)
         capacity = math.ceil(factor * choices_BM.shape[1] / experts)
@@ -106,8 +106,10 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def update_balance(self, counts_E: Tensor) -> None:
-        """After a step, with the visits of the global batch; the counter begins anew. Recomputed forwards count twice,
-        which changes no order."""
+        """Move the bias after a step, by the counts of the global batch, and reset the counter.
+
+        Recomputed forwards count twice, which changes no order.
+        """
         if self.balance_bias_E is not None:
             counts_E = counts_E.float()
             self.balance_bias_E += self.spec.balance_rate * torch.sign(counts_E.mean() - counts_E)
@@ -115,7 +117,7 @@ class Router(nn.Module):
 
 
 class _WithLoss(torch.autograd.Function):
-    """x as it is; backward, the loss is minimised too."""
+    """Returns x unchanged; in the backward, the loss is minimised too."""
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor, _loss: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""Watching the run: where the time goes, what the device is."""
+"""Observation of a run: step time, device, memory, hangs, and trackers."""

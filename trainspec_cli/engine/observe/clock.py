@@ -1,8 +1,8 @@
-"""Where a step's time goes.
+"""Measure the parts of a step's time.
 
 At any moment one part is running; entering a part pauses the one around it, so the parts always sum to the whole.
-On a GPU the marks are events on the compute stream, read only when the step is long over: nothing waits for them.
-There the parts run when the host marks them in order; collectives run on streams of their own and are not marked,
+On a GPU the marks are events on the compute stream, read only after the step: nothing waits for them.
+There the parts run in the order of the host's marks; collectives run on streams of their own and are not marked,
 so exposed communication stays inside forward and backward.
 """
 
@@ -31,7 +31,7 @@ class StepClock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time inside belongs to `name`, one of `PARTS`."""
+        """Count the time inside as `name`, one of `PARTS`."""
         self._close_segment()
         self._running.append(name)
         try:
@@ -42,7 +42,7 @@ class StepClock:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """A blocking collective: exposed communication, where the host can see it."""
+        """Count the time inside as exposed communication, if the host can see it."""
         if self.on_gpu:
             yield
             return
@@ -50,12 +50,12 @@ class StepClock:
             yield
 
     def restart(self) -> None:
-        """Forget the time since the last `cut` (an evaluation, say, that belongs to no step)."""
+        """Discard the time since the last `cut`, for example of an evaluation, which belongs to no step."""
         self._marks.clear()
         self._last = mark(on_gpu=self.on_gpu)
 
     def cut(self) -> Segments:
-        """End the step here; the next begins."""
+        """End the step, start the next one, and return its marks."""
         self._close_segment()
         segments = Segments(self._marks, self._last)
         self._marks = []
@@ -69,7 +69,7 @@ class Segments:
         self._marks, self._end = marks, end
 
     def parts_s(self) -> dict[str, float]:
-        """Seconds by part; waits for the device to reach the step's end."""
+        """Return seconds by part; wait for the device to reach the step's end."""
         wait_for(self._end)
         parts = dict.fromkeys(PARTS, 0.0)
         ends = [start for _, start in self._marks[1:]] + [self._end]

@@ -1,19 +1,21 @@
-"""What this rank runs on: name, speed, memory used."""
+"""The device of this rank: its name, its speed, the memory used."""
 
 from __future__ import annotations
 
-import platform
 import resource
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 
+from trainspec_cli.node import cpu_name
+
 MATMUL_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
-MATMUL_SECONDS = 0.2
-"""A size is tried for this long; its best product counts."""
+MATMUL_SECONDS, MATMUL_ROUNDS = 0.2, 10
+"""A size is tried for this long; its best round counts."""
 
 
 @dataclass(frozen=True)
@@ -21,51 +23,58 @@ class Peak:
     flops: float
     """FLOP/s of one device."""
     source: str
-    """How it is known; stands beside every MFU."""
+    """The source of the value; it is shown with every MFU."""
 
 
 def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype, seconds: float = MATMUL_SECONDS) -> Peak:
     """The best rate of a square matrix product, with every rank of the host measuring at the same time."""
-    best = max(_matmul_flops(device, dtype, size, seconds) for size in MATMUL_SIZES[device.type])
+    round_s = seconds / MATMUL_ROUNDS
+    best = max(matmul_flops(device, dtype, size, MATMUL_ROUNDS, round_s) for size in MATMUL_SIZES[device.type])
     return Peak(best, f"best {str(dtype).removeprefix('torch.')} matmul measured on this device")
 
 
-def _matmul_flops(device: torch.device, dtype: torch.dtype, size: int, seconds: float) -> float:
-    a = torch.randn(size, size, device=device).to(dtype)
-    b = torch.randn(size, size, device=device).to(dtype)
-    a @ b
-    best, deadline = 0.0, time.perf_counter() + seconds
-    while time.perf_counter() < deadline:
-        start = _synchronised_now(device)
-        a @ b
-        best = max(best, 2 * size**3 / (_synchronised_now(device) - start))
-    return best
+def matmul_flops(device: torch.device, dtype: torch.dtype, size: int, rounds: int, round_s: float) -> float:
+    """Return the FLOP/s of a square product in the quickest round."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / quickest_s(lambda: a @ b, device, rounds, round_s)
 
 
-def _synchronised_now(device: torch.device) -> float:
+def quickest_s(call: Callable[[], Any], device: torch.device, rounds: int, round_s: float = 0.0) -> float:
+    """Return the seconds of a call in the quickest round, after one call that does not count.
+
+    A round makes calls for `round_s`, and one at least: what another program takes away is not the call's own.
+    """
+    call()
+    return min(_round_s(call, device, round_s) for _ in range(rounds))
+
+
+def _round_s(call: Callable[[], Any], device: torch.device, round_s: float) -> float:
+    synchronise(device)
+    calls, taken_s, started = 0, 0.0, time.perf_counter()
+    while not calls or taken_s < round_s:
+        call()
+        synchronise(device)
+        calls, taken_s = calls + 1, time.perf_counter() - started
+    return taken_s / calls
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what it was asked for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def device_allocations(device: torch.device) -> int:
-    """How often this process has asked the device's driver for memory; of a CPU, where malloc tells nothing, 0."""
+    """Return how often this process has allocated from the device's driver; 0 on a CPU."""
     return int(torch.cuda.memory_stats(device)["num_device_alloc"]) if device.type == "cuda" else 0
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Allocator's peak on a GPU, resident peak of this process on a CPU."""
+    """Return the allocator's peak on a GPU, the resident peak of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit_bytes = 1 if sys.platform == "darwin" else 1024

@@ -1,4 +1,4 @@
-"""Watches this rank's memory from step to step: a leak is told of once, while the run is still alive."""
+"""Watch this rank's memory from step to step, and report a leak once, while the run is still alive."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from trainspec_cli.policy.leak import WINDOW, slope_per_step, steps_until_full
 from trainspec_cli.units import format_bytes
 
 SETTLING_STEPS = 10
-"""The first steps allocate what later ones use again."""
+"""The first steps, which allocate memory that later ones reuse."""
 
 
 @dataclass
 class Readings:
-    """Of one kind of memory."""
+    """The readings of one kind of memory."""
 
     steps: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
     used_bytes: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
 
 class MemoryWatch:
-    """A reading every so many steps, so that a window spans a part of the run, whatever its length."""
+    """Takes a reading every few steps, so that a window spans a fraction of the run, whatever its length."""
 
     def __init__(self, device: torch.device, first_step: int, last_step: int):
         self._device, self._last_step = device, last_step
@@ -34,7 +34,7 @@ class MemoryWatch:
         self._process = psutil.Process()
 
     def check(self, step: int) -> str | None:
-        """Return a warning where one kind of memory grows so that it will not last until the last step."""
+        """Return a warning if one kind of memory grows so fast that it will run out before the last step."""
         if step < self._first_step or step % self._every_steps:
             return None
         for kind, (used_bytes, free_bytes) in self._usage().items():
@@ -52,7 +52,7 @@ class MemoryWatch:
         return None
 
     def _usage(self) -> dict[str, tuple[float, float]]:
-        """kind -> (bytes this process uses, bytes left)."""
+        """Map each kind of memory to (bytes this process uses, bytes left)."""
         host = (float(self._process.memory_info().rss), float(psutil.virtual_memory().available))
         if self._device.type != "cuda":
             return {"host": host}

@@ -1,4 +1,4 @@
-"""The events in MLflow (extra `mlflow`): in the run folder unless MLFLOW_TRACKING_URI names a server."""
+"""Record events in MLflow (extra `mlflow`): in the run folder unless MLFLOW_TRACKING_URI names a server."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class MlflowLog:
         folder = (run_dir.root / "mlflow").resolve()
         self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{folder}.db"))
         known = self._client.get_experiment_by_name(spec.tracking.project)
-        place = None if "MLFLOW_TRACKING_URI" in os.environ else folder.as_uri()
-        experiment = known.experiment_id if known else self._client.create_experiment(spec.tracking.project, place)
+        location = None if "MLFLOW_TRACKING_URI" in os.environ else folder.as_uri()
+        experiment = known.experiment_id if known else self._client.create_experiment(spec.tracking.project, location)
         name = run_dir.root.resolve().name
         self._id = self._client.create_run(experiment, run_name=name).info.run_id
         self._client.set_tag(self._id, "recipe_digest", digest(spec))

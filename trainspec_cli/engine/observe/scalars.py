@@ -1,4 +1,4 @@
-"""Events as named numbers, the same for every tracker."""
+"""Convert events to named numbers, the same for every tracker."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SCALARS = {
 
 
 def scalars_of(kind: str, fields: dict[str, Any]) -> dict[str, float]:
-    """`step/loss`, `eval/heldout_loss`, and of a validation set `eval/NAME/loss`."""
+    """Return `step/loss`, `eval/heldout_loss`, and for a validation set `eval/NAME/loss`."""
     found = {f"{kind}/{name}": fields[name] for name in SCALARS.get(kind, ()) if fields.get(name) is not None}
     for set_name, figures in fields.get("sets", {}).items():
         found |= {f"{kind}/{set_name}/{name}": value for name, value in figures.items() if value is not None}

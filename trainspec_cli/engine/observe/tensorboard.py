@@ -1,4 +1,4 @@
-"""The events in TensorBoard's files (extra `tensorboard`)."""
+"""Record events in TensorBoard's files (extra `tensorboard`)."""
 
 from __future__ import annotations
 

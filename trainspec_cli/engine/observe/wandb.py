@@ -1,4 +1,4 @@
-"""The events in Weights & Biases (extra `wandb`): offline in the run folder unless WANDB_MODE says otherwise."""
+"""Record events in Weights & Biases (extra `wandb`): offline in the run folder unless WANDB_MODE is set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainspec_cli.spec.recipe.run import RunSpec
 
 
 class WandbLog:
-    """A resumed run goes on under the id of its folder."""
+    """A tracker; a resumed run continues under the id of its folder."""
 
     def __init__(self, run_dir: RunDir, spec: RunSpec):
         import wandb

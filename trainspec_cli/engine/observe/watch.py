@@ -1,8 +1,8 @@
-"""A thread that notices when a step hangs: each rank tells where it stands, and one of them ends the run.
+"""A thread that detects a hung step: each rank reports its position, and one of them ends the run.
 
-What each rank tells is its Python stack and the last collectives that it entered (torch's flight recorder, where
-TORCH_FR_BUFFER_SIZE turns it on). A rank that cannot tell (stopped, or stuck in native code that holds the interpreter)
-is known by that; `faulthandler` writes the latter's stack to its log all the same.
+A report holds the Python stack and the last collectives that the rank entered (torch's flight recorder, if enabled by
+TORCH_FR_BUFFER_SIZE). A rank that cannot report (stopped, or stuck in native code that holds the interpreter lock) is
+recognised by its silence; in the latter case `faulthandler` still writes its stack to the log.
 """
 
 from __future__ import annotations
@@ -33,15 +33,18 @@ from trainspec_cli.rundir.paths import RunDir
 
 TICK_S = 0.25
 STOPPED_S = 2.0
-"""A tick that comes so late was not slow: the process, or the whole machine, stood still, and that is forgiven."""
+"""A tick later than this means that the process or the whole machine was suspended; that time is not counted."""
 REMEMBERED_STEPS = 100
 STACK_FRAMES = 30
 OTHERS_S = 5.0
-"""The ranks of one hang are heard within this time: their deadlines were learned from the same steps."""
+"""All ranks report a hang within this time: their deadlines were learned from the same steps."""
 
 
 class StepWatch(threading.Thread):
-    """The main thread calls `beat` at every step's end; between `beat`s no more than the deadline may pass."""
+    """The watch.
+
+    The main thread calls `beat` at every step's end; the time between calls must stay below the deadline.
+    """
 
     def __init__(
         self,
@@ -50,7 +53,7 @@ class StepWatch(threading.Thread):
         floor_s: float | None,
         end: Callable[[int], Any] = os._exit,
     ):
-        """`floor_s` None: a step may take for ever."""
+        """Make a watch; with `floor_s` None a step may take forever."""
         super().__init__(name="watch", daemon=True)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._run_dir, self._journal, self._end = run_dir, journal, end
@@ -72,7 +75,7 @@ class StepWatch(threading.Thread):
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """An evaluation, say, which no step has taught the length of."""
+        """Allow the long limit inside, for example for an evaluation, whose length is not learned from steps."""
         self._allow()
         yield
         self._allow()
@@ -98,33 +101,33 @@ class StepWatch(threading.Thread):
 
     def _report(self, waited_s: float) -> None:
         began = time.time()
-        place = whereabouts(self._main)
+        position = whereabouts(self._main)
         self._journal.write(
             "hang",
             step=self._step + 1,
             waited_s=waited_s,
             deadline_s=self._deadline_s,
             host=socket.gethostname(),
-            **place,
+            **position,
         )
         time.sleep(OTHERS_S)
-        told = self._hear_all(began - 2 * OTHERS_S)
-        if self._rank == min(told):
-            self._leave_word(told, waited_s)
+        reports = self._read_reports(began - 2 * OTHERS_S)
+        if self._rank == min(reports):
+            self._write_error(reports, waited_s)
             self._end(WorkerError.exit_code)
 
-    def _hear_all(self, since: float) -> dict[int, dict[str, Any]]:
-        """The newest report of each rank that has left one."""
-        told = {}
+    def _read_reports(self, since: float) -> dict[int, dict[str, Any]]:
+        """Return the newest report of each rank that has written one."""
+        reports = {}
         for rank in range(self._world_size):
             for event in tail_events(self._journal.events_of(rank)):
                 if event["type"] == "hang" and event["time"] >= since:
-                    told[rank] = event
-        return told
+                    reports[rank] = event
+        return reports
 
-    def _leave_word(self, told: dict[int, dict[str, Any]], waited_s: float) -> None:
-        """What happened, as this worker's error, for the supervisor to show and to act on."""
-        message, detail = describe(told, self._world_size, self._step + 1, waited_s, self._deadline_s)
+    def _write_error(self, reports: dict[int, dict[str, Any]], waited_s: float) -> None:
+        """Write the hang as this worker's error, for the supervisor to show and act on."""
+        message, detail = describe(reports, self._world_size, self._step + 1, waited_s, self._deadline_s)
         write_json(
             self._run_dir.error(self._rank),
             {
@@ -135,7 +138,7 @@ class StepWatch(threading.Thread):
                 "message": message,
                 "code": "hang",
                 "exit_code": WorkerError.exit_code,
-                "hint": "a step that may take longer than that: raise resilience.hang_floor_s",
+                "hint": "raise resilience.hang_floor_s if a step may take longer than that",
                 "step": self._step + 1,
                 "traceback": detail,
             },
@@ -143,7 +146,7 @@ class StepWatch(threading.Thread):
 
 
 def whereabouts(thread: int) -> dict[str, Any]:
-    """-> stack (text), waiting, waits_in, collectives {group: number} of this process's `thread`."""
+    """Return stack (text), waiting, waits_in and collectives {group: number} of this process's `thread`."""
     frames = traceback.extract_stack(sys._current_frames()[thread])
     entered = last_collectives()
     unfinished = [entry for entry in entered if entry["on_device"] and entry["state"] != "completed"]
@@ -158,7 +161,7 @@ def whereabouts(thread: int) -> dict[str, Any]:
 
 
 def last_collectives() -> list[dict[str, Any]]:
-    """The newest of each process group, as the flight recorder has it; none where it is off."""
+    """Return the newest collective of each process group from the flight recorder; none if it is off."""
     if not os.environ.get("TORCH_FR_BUFFER_SIZE"):
         return []
     newest: dict[str, dict[str, Any]] = {}
@@ -177,7 +180,7 @@ def last_collectives() -> list[dict[str, Any]]:
 
 
 def _recorded() -> list[dict[str, Any]]:
-    """gloo's collectives and NCCL's, which torch records apart."""
+    """Return the collectives of gloo and NCCL, which torch records separately."""
     c10d = torch._C._distributed_c10d  # type: ignore[attr-defined]
     dumps = [getattr(c10d, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")]
     return [entry for dump in dumps if dump for entry in json.loads(dump(True, False)).get("entries", [])]
@@ -188,15 +191,17 @@ def _sizes(sizes: list[list[int]]) -> str:
 
 
 def describe(
-    told: dict[int, dict[str, Any]], world_size: int, step: int, waited_s: float, deadline_s: float
+    reports: dict[int, dict[str, Any]], world_size: int, step: int, waited_s: float, deadline_s: float
 ) -> tuple[str, str]:
-    """-> (what happened, every rank's stack)."""
-    places = {rank: Whereabouts(event["waiting"], event["collectives"]) for rank, event in told.items()}
+    """Return (a message, every rank's stack)."""
+    places = {rank: Whereabouts(event["waiting"], event["collectives"]) for rank, event in reports.items()}
     late, why = find_late(places, world_size)
-    waits_in = next((event["waits_in"] for rank, event in told.items() if rank not in late and event["waits_in"]), None)
+    waits_in = next(
+        (event["waits_in"] for rank, event in reports.items() if rank not in late and event["waits_in"]), None
+    )
     who = f"rank {', '.join(map(str, late))} is late: {why}" if late else why
     others = f"; the others wait in {waits_in}" if late and waits_in else ""
     message = f"step {step} hung: {waited_s:.1f} s, and {deadline_s:.1f} s are allowed; {who}{others}"
-    stacks = [f"rank {rank} ({event['host']}) was at\n{event['stack']}" for rank, event in sorted(told.items())]
-    silent = [f"rank {rank} told nothing" for rank in range(world_size) if rank not in told]
+    stacks = [f"rank {rank} ({event['host']}) was at\n{event['stack']}" for rank, event in sorted(reports.items())]
+    silent = [f"rank {rank} did not report" for rank in range(world_size) if rank not in reports]
     return message, "\n".join([*silent, *stacks])

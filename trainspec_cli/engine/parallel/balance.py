@@ -1,4 +1,4 @@
-"""Experts are kept evenly visited: counts of the global batch, and the routers' update after each step."""
+"""Keeps experts evenly visited: counts of the global batch, and the routers' update after each step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def routers_of(parts: Sequence[Any]) -> list[Any]:
 
 
 def sum_over_sequence(routers: Sequence[Any], over: Sequence[Peers]) -> None:
-    """Where a sequence is spread over ranks, its balancing loss is of the whole sequence."""
+    """Let routers compute the balancing loss of whole sequences where these are spread over ranks."""
 
     def summed(counts_BE: Tensor) -> Tensor:
         counts_BE = counts_BE.clone()
@@ -29,19 +29,22 @@ def sum_over_sequence(routers: Sequence[Any], over: Sequence[Peers]) -> None:
 
 
 def scale_balance_loss(routers: Sequence[Any], global_tokens: int) -> None:
-    """The balancing loss is divided like the main one."""
+    """Divide the balancing loss like the main one."""
     for router in routers:
         router.loss_scale.fill_(1 / global_tokens)
 
 
 def forget_visits(routers: Sequence[Any]) -> None:
-    """Of a step that is made again."""
+    """Forget the visits of a step that is made again."""
     for router in routers:
         router.tokens_per_expert_E.zero_()
 
 
 def update_balance(routers: Sequence[Any], peers: Peers) -> None:
-    """`peers` hold the same layers and see the other tokens; one exchange for all routers."""
+    """Update all routers by the visits of the global batch, in one exchange.
+
+    `peers` hold the same layers and see the other tokens.
+    """
     counts = peers.sum_(torch.stack([router.tokens_per_expert_E for router in routers]))
     for router, counts_E in zip(routers, counts, strict=True):
         router.update_balance(counts_E)

@@ -67,7 +67,7 @@ class Checkpoints:
 
     @property
     def writing(self) -> bool:
-        """Whether this rank is still writing one; each step passes that on to the other ranks."""
+        """True while this rank is writing one; each step passes that on to the other ranks."""
         return self._saver.busy
 
     def note_step(self, step: int, step_time_s: float, *, writing: bool) -> None:
@@ -107,7 +107,7 @@ class Checkpoints:
             self._saver.begin(self._about(step, samples), to_disk=False)
 
     def save_last(self, step: int, samples: int) -> None:
-        """The state of the last step, whole on disk when this returns. Raises MachineError where that cannot be."""
+        """Write the last step's state, whole on disk when this returns. Raises MachineError where that cannot be."""
         started = time.perf_counter()
         finished = self._saver.wait()
         waited_s = time.perf_counter() - started
@@ -139,7 +139,7 @@ class Checkpoints:
             self._journal.write("cadence", step=saved.about.step, **chosen)
 
     def _report(self, saved: Saved, waited_s: float = 0.0) -> None:
-        """A periodic one that failed is a warning: training goes on. `waited_s`: outside any step."""
+        """Record a checkpoint; one that failed is a warning, and training goes on. `waited_s`: outside any step."""
         self._newest = saved
         step = saved.about.step
         if saved.error:
@@ -191,7 +191,7 @@ class IntervalChoice:
 
 
 class Cadence:
-    """When a checkpoint is due: every so many steps, or as often as its measured cost and the failure rate ask for.
+    """Decides when a checkpoint is due: every so many steps, or as its measured cost and the failure rate ask for.
 
     The same on every rank: it goes by steps and by what rank 0 has measured.
     """
@@ -221,7 +221,7 @@ class Cadence:
         return due
 
     def learn(self, cost_s: tuple[float, float] | None) -> dict[str, Any] | None:
-        """`auto`, with how long the newest checkpoint held this rank up and took to be whole (None: it failed).
+        """Choose the interval for `auto` by how long the newest checkpoint blocked and was written (None: it failed).
 
         Called by every rank together; rank 0's figures count. -> the interval and its grounds, where it is a new one.
         """
@@ -236,7 +236,7 @@ class Cadence:
         return asdict(chosen)
 
     def _best(self, blocked_s: float, written_s: float) -> CheckpointInterval:
-        """Daly's, for what training waited and for what the steps beside the writing took longer than others."""
+        """Return Daly's interval for the time that training waited and that steps beside the writing took longer."""
         usual_s = median(self._usual_s or self._beside_s)
         drag_s = max(0.0, sum(self._beside_s) - usual_s * len(self._beside_s))
         mtbf_s = self._rollback_mtbf_s()

@@ -1,4 +1,4 @@
-"""Who takes part in each step, and what it exchanges beyond its own ranks: what the trainer asks its coordinator.
+"""The trainer asks its coordinator who takes part in each step, and what is exchanged beyond its own ranks.
 
 An ordinary run is one replica group (`SingleGroup`); `replica_groups.py` has the coordinator of several.
 """
@@ -17,7 +17,7 @@ from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.engine.run.signals import StopRequest
-from trainspec_cli.engine.run.sources import Source
+from trainspec_cli.engine.run.sources import DataSource
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.results.plan import Plan
 
@@ -28,14 +28,14 @@ class RunContext:
 
     plan: Plan
     run_dir: RunDir
-    source: Source
+    source: DataSource
     state: TrainState
     recipe_digest: str
     stop: StopRequest
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainProgress:
     """How far a run has come."""
 
     step: int = 0
@@ -46,7 +46,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class StepStart:
-    progress: Progress
+    progress: TrainProgress
     """Where the step begins: further than before where the state was healed or restored."""
     stop: bool = False
     """No step is made: the run ends here."""
@@ -82,19 +82,19 @@ class Coordinator(Protocol):
 
     @property
     def journal(self) -> Journal | GroupJournal:
-        """Where this rank's events go."""
+        """The log of this rank's events."""
 
     @property
     def stop_flag(self) -> bool:
-        """Whether the step's exchange carries a request to stop from this rank to the others."""
+        """True where the step's exchange carries a request to stop from this rank to the others."""
 
-    def begin(self, progress: Progress, restore: Callable[[], Progress]) -> StepStart:
+    def begin(self, progress: TrainProgress, restore: Callable[[], TrainProgress]) -> StepStart:
         """Wait until the step can be made, and heal this group where it is behind.
 
         `restore` loads the newest checkpoint, for the case that no replica group holds the state any more.
         """
 
-    def take(self, progress: Progress) -> StepSamples:
+    def take(self, progress: TrainProgress) -> StepSamples:
         """Read this rank's part of the samples of the step that begins at `progress`."""
 
     def reduce(self, state: TrainState, loss: Tensor) -> None:
@@ -126,10 +126,10 @@ class SingleGroup:
     def stop_flag(self) -> bool:
         return self._run.stop.requested
 
-    def begin(self, progress: Progress, restore: Callable[[], Progress]) -> StepStart:
+    def begin(self, progress: TrainProgress, restore: Callable[[], TrainProgress]) -> StepStart:
         return StepStart(progress)
 
-    def take(self, progress: Progress) -> StepSamples:
+    def take(self, progress: TrainProgress) -> StepSamples:
         samples = self._spec.batching.global_batch_size
         with self._run.state.clock.part("data_wait"):
             if progress.step != self._next_step:

@@ -1,4 +1,4 @@
-"""Looking at the model: held-out loss and metrics, text that it writes. Blocks run eagerly here: their shapes vary."""
+"""Evaluation: held-out loss and metrics, and text that the model writes. Blocks run eagerly: their shapes vary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHORTEST_CONTEXT = 16
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
 def heldout_loss(state: TrainState, rows: Rows, *, num_bytes: int, batch_size: int) -> HeldoutLoss:
-    """The loss on held-out text of `num_bytes`, the same on every rank."""
+    """Return the loss on held-out text of `num_bytes`, the same on every rank."""
     total = torch.zeros((), device=state.device)
     ranks = state.mesh.layout.data_parallel_size
     for part in heldout_batches(rows, batch_size, state.mesh.data_rank, ranks):
@@ -41,7 +41,7 @@ def heldout_loss(state: TrainState, rows: Rows, *, num_bytes: int, batch_size: i
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
 def heldout_metrics(state: TrainState, loader: SampleLoader) -> dict[str, float | None] | None:
-    """Means over the held-out samples (`heldout_loss`, and `heldout_accuracy` or `heldout_dice`), on every rank.
+    """Return means over the held-out samples (`heldout_loss`, and `heldout_accuracy` or `heldout_dice`), on every rank.
 
     None where no sample is held out.
     """
@@ -67,7 +67,7 @@ def heldout_metrics(state: TrainState, loader: SampleLoader) -> dict[str, float 
 def write_text(
     state: TrainState, prompt_ids: Sequence[int], *, count: int, temperature: float, max_context: int, seed: int
 ) -> list[int]:
-    """`count` tokens after the prompt. Every rank writes the same text: all take part in each forward.
+    """Write `count` tokens after the prompt. Every rank writes the same text: all take part in each forward.
 
     Raises WorkerError, on all of them, where the logits are not finite.
     """
@@ -87,7 +87,7 @@ def write_text(
 
 
 def _next_logits(state: TrainState, context: Sequence[int], seq_len: int) -> Tensor | None:
-    """(V,) after the last token of `context`; None on ranks that hold neither the last stage nor that token."""
+    """Return logits (V,) after `context`; None on ranks that hold neither the last stage nor its last token."""
     last = len(context) - 1
     length = _padded_length(len(context), seq_len, state)
     tokens = torch.zeros((1, length), dtype=torch.int64, device=state.device)
@@ -99,12 +99,12 @@ def _next_logits(state: TrainState, context: Sequence[int], seq_len: int) -> Ten
         return None
     index = last if state.positions_S is None else int((state.positions_S == last).int().argmax())
     mine = state.positions_S is None or last in state.positions_S
-    logits_V = _all_words(logits_BSV[0, index], state)
+    logits_V = _whole_vocabulary(logits_BSV[0, index], state)
     return logits_V if mine else None
 
 
 def _padded_length(length: int, longest: int, state: TrainState) -> int:
-    """To the next power of two: attention is causal, so what follows the context changes nothing in it.
+    """Round up to the next power of two: attention is causal, so what follows the context changes nothing in it.
 
     A text of 120 lengths would be 120 shapes of every matrix product, and the CPU's library keeps a kernel for each:
     173 MiB for a 6M-parameter llama, more than training it took.
@@ -115,8 +115,8 @@ def _padded_length(length: int, longest: int, state: TrainState) -> int:
     return padded + -padded % state.mesh.layout.tp
 
 
-def _all_words(logits_V: Tensor, state: TrainState) -> Tensor:
-    """The ranks of tp hold a part of the vocabulary each."""
+def _whole_vocabulary(logits_V: Tensor, state: TrainState) -> Tensor:
+    """Gather the logits of the whole vocabulary, of which each rank of tp holds a part."""
     if state.mesh.layout.tp == 1:
         return logits_V
     parts = [torch.empty_like(logits_V) for _ in range(state.mesh.layout.tp)]

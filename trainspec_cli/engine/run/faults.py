@@ -1,4 +1,4 @@
-"""Faults that the recipe asks for, done to this very process; each strikes once in the life of a run."""
+"""Faults that the recipe asks for, injected into this process; each once in the life of a run."""
 
 from __future__ import annotations
 

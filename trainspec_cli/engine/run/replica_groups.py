@@ -27,9 +27,9 @@ from trainspec_cli.engine.digest import diverging_groups, local_digest
 from trainspec_cli.engine.elastic.cross_group import sum_as_one, sum_in_packets
 from trainspec_cli.engine.elastic.membership import NOBODY, GroupRank, Membership, Participation
 from trainspec_cli.engine.observe.journal import GroupJournal
-from trainspec_cli.engine.run.coordinator import Progress, RunContext, StepSamples, StepStart
+from trainspec_cli.engine.run.coordinator import RunContext, StepSamples, StepStart, TrainProgress
 from trainspec_cli.engine.run.faults import GROUP, START
-from trainspec_cli.engine.run.sources import Source
+from trainspec_cli.engine.run.sources import DataSource
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.policy.recovery import enough_groups
 from trainspec_cli.policy.spread import Portion, lr_factor, take_portion
@@ -48,7 +48,7 @@ def own_rank() -> GroupRank:
 
 @dataclass(frozen=True)
 class RollCall:
-    """What the groups have agreed on before a step; the same on every rank of every group."""
+    """The groups' agreement before a step; the same on every rank of every group."""
 
     enough: bool
     """The groups that are present can make the step."""
@@ -69,9 +69,9 @@ class ReplicaGroups:
         """A group that comes back heals, and looks for a checkpoint only where nobody holds the state any more."""
         self._has_restored = self.restores_at_start
         self.leads, self.finished_without = False, False
-        self._progress = Progress()
+        self._progress = TrainProgress()
         self._samples = torch.tensor([0])
-        """`Progress.samples` as a tensor, which a healing group copies with the state."""
+        """`TrainProgress.samples` as a tensor, which a healing group copies with the state."""
         self._reader = PortionReader(plan, run.source, run.state)
         self._portion = Portion(0, 0, 0)
         self._membership = Membership(own, self._healed_tensors, self._spec.resilience.exchange_timeout_s)
@@ -90,12 +90,12 @@ class ReplicaGroups:
 
     # Who takes part
 
-    def begin(self, progress: Progress, restore: Callable[[], Progress]) -> StepStart:
+    def begin(self, progress: TrainProgress, restore: Callable[[], TrainProgress]) -> StepStart:
         while True:
             self._go_on_from(progress)
             self._taking_part = self._membership.agree(progress.step)
             if self._taking_part.healed:
-                progress = Progress(self._taking_part.step, int(self._samples))
+                progress = TrainProgress(self._taking_part.step, int(self._samples))
                 self._go_on_from(progress)
             elif not self._taking_part.step and not self._has_restored:  # every group has died
                 self._has_restored, progress = True, restore()
@@ -112,7 +112,7 @@ class ReplicaGroups:
                     return StepStart(progress, stop=True)
                 time.sleep(WAIT_S)
 
-    def _go_on_from(self, progress: Progress) -> None:
+    def _go_on_from(self, progress: TrainProgress) -> None:
         self._progress = progress
         self._samples.fill_(progress.samples)
 
@@ -146,7 +146,7 @@ class ReplicaGroups:
 
     # What the step takes and exchanges
 
-    def take(self, progress: Progress) -> StepSamples:
+    def take(self, progress: TrainProgress) -> StepSamples:
         batching, present = self._spec.batching, self._taking_part
         self._portion = take_portion(
             batching,
@@ -209,7 +209,7 @@ class ReplicaGroups:
 class PortionReader:
     """Reads a group's portions as this rank's micro-batches, one step ahead for as long as the groups stay the same."""
 
-    def __init__(self, plan: Plan, source: Source, state: TrainState):
+    def __init__(self, plan: Plan, source: DataSource, state: TrainState):
         layout = plan.layout
         turns = layout.pp if layout.pipeline_schedule == "interleaved" else 1
         self.unit_samples = plan.micro_batch_size * layout.data_parallel_size * turns

@@ -1,4 +1,4 @@
-"""What a run reads and is judged on: the trainer's only view of its data."""
+"""The samples that a run trains on and is evaluated on: the trainer's only view of its data."""
 
 from __future__ import annotations
 
@@ -20,40 +20,39 @@ from trainspec_cli.engine.data.loader import BatchPlan, batches, read_ahead, rea
 from trainspec_cli.engine.data.sample_loader import SampleLoader
 from trainspec_cli.engine.data.staging import Staging
 from trainspec_cli.engine.run.evaluate import heldout_loss, heldout_metrics, write_text
-from trainspec_cli.spec.recipe.model import ConvModel
 from trainspec_cli.spec.results.plan import Plan
 
 Figures = dict[str, Any]
 
 
-class Source(Protocol):
+class DataSource(Protocol):
     """Called by every rank together, but for `summarise`."""
 
     staging: Staging
-    """What its batches wait in."""
+    """Holds its batches until they are taken."""
 
     def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
-        """This rank's micro-batches of steps `start` to `end` - 1."""
+        """Yield this rank's micro-batches of steps `start` to `end` - 1."""
 
     def read(self, positions: np.ndarray) -> list[MicroBatch]:
-        """The samples at `positions` of the run as micro-batches, on the host."""
+        """Read the samples at `positions` of the run as micro-batches, on the host."""
 
     def counted(self, positions: np.ndarray) -> int:
-        """Targets of the samples at `positions` that count: what their loss is the mean over."""
+        """Count the targets that the loss of the samples at `positions` is the mean over."""
 
     def evaluate(self) -> Figures | None:
-        """How the model does on what was held out: the fields of an `eval` event; None where nothing was."""
+        """Return the fields of an `eval` event, measured on held-out samples; None where there are none."""
 
     def summarise(self, evaluated: Figures | None) -> Figures:
-        """What result.json says of the last `evaluate`."""
+        """Return what result.json holds of the last `evaluate`."""
 
     def write_sample(self) -> dict[str, str] | None:
-        """What the model makes of the recipe's prompt: the fields of a `sample` event; None where none is wanted."""
+        """Continue the recipe's prompt: return the fields of a `sample` event; None where none is wanted."""
 
 
-def open_source(plan: Plan, folder: str | None, state: TrainState) -> Source:
-    """Of the plan's data in `folder` (phantoms have none)."""
-    if isinstance(plan.spec.model, ConvModel):
+def open_source(plan: Plan, folder: str | None, state: TrainState) -> DataSource:
+    """Open the plan's data in `folder` (phantoms have none)."""
+    if plan.spec.model.unit == "samples":
         return SampleSource(
             plan, open_samples(plan.spec.data, plan.spec.model, Path(folder) if folder else None), state
         )
@@ -74,12 +73,12 @@ def batch_plan(plan: Plan, state: TrainState) -> BatchPlan:
 
 
 class TokenSource:
-    """Text as token shards, judged in bits per byte beside what xz comes to."""
+    """Text as token shards, evaluated in bits per byte beside what xz comes to."""
 
     def __init__(self, plan: Plan, collection: Collection, state: TrainState):
         self.plan, self.spec, self.collection, self.state = plan, plan.spec, collection, state
         self.order = collection.order(plan.spec.data, plan.spec.train.seed)
-        self.judged = collection.evaluation_texts(plan.spec.data)
+        self.evaluation_texts = collection.evaluation_texts(plan.spec.data)
         self.staging = Staging(state.device)
 
     def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
@@ -92,8 +91,8 @@ class TokenSource:
         return read_positions(self.order, batch_plan(self.plan, self.state), positions)
 
     def evaluate(self) -> Figures | None:
-        """Of what is held out of all that is trained on, else of the validation sets; and of each by name."""
-        losses = {name: self._judge(judged) for name, judged in self.judged.items()}
+        """Return the loss on all text held out of the training sets, else on the validation sets; and on each set."""
+        losses = {name: self._evaluate_text(text) for name, text in self.evaluation_texts.items()}
         if not losses:
             return None
         held_out = [loss for name, loss in losses.items() if name not in self.collection.validation]
@@ -106,12 +105,12 @@ class TokenSource:
             **({"sets": {name or "heldout": figures for name, figures in sets.items()}} if len(sets) > 1 else {}),
         }
 
-    def _judge(self, judged: EvaluationText) -> HeldoutLoss:
-        return heldout_loss(self.state, judged.rows, num_bytes=judged.bytes, batch_size=self.plan.micro_batch_size)
+    def _evaluate_text(self, text: EvaluationText) -> HeldoutLoss:
+        return heldout_loss(self.state, text.rows, num_bytes=text.bytes, batch_size=self.plan.micro_batch_size)
 
     @property
     def _xz(self) -> float | None:
-        """Of a single text: those of several are not compressed together."""
+        """Bits per byte of a single text under xz: several are not compressed together."""
         return self.collection.main.manifest.xz_bits_per_byte if len(self.collection.parts) == 1 else None
 
     def summarise(self, evaluated: Figures | None) -> Figures:
@@ -144,7 +143,7 @@ class TokenSource:
 
 
 class SampleSource:
-    """Images or volumes with labels, judged by accuracy or Dice."""
+    """Images or volumes with labels, evaluated by accuracy or Dice."""
 
     def __init__(self, plan: Plan, samples: LabelledSamples, state: TrainState):
         self.plan, self.state, self.staging = plan, state, Staging(state.device)

@@ -19,7 +19,7 @@ from trainspec_cli.engine.observe.memory import MemoryWatch
 from trainspec_cli.engine.observe.watch import StepWatch
 from trainspec_cli.engine.optim.build import set_learning_rate
 from trainspec_cli.engine.run.checkpoints import Checkpoints
-from trainspec_cli.engine.run.coordinator import Coordinator, Progress, RunContext, StepSamples
+from trainspec_cli.engine.run.coordinator import Coordinator, RunContext, StepSamples, TrainProgress
 from trainspec_cli.engine.run.faults import Faults
 from trainspec_cli.engine.run.result import Divergence, RunTally, write_result
 from trainspec_cli.engine.run.step import StepOutcome, train_step
@@ -55,7 +55,7 @@ class Trainer:
         self.watch = StepWatch(run.run_dir, self.journal, self.spec.resilience.hang_floor_s)
         self.checkpoints = Checkpoints(run.plan, run.run_dir, run.state, run.recipe_digest, self.journal)
         self.restored_from: str | None = None
-        self.progress = Progress()
+        self.progress = TrainProgress()
         if coordinator.restores_at_start:
             self.progress = self._restore()
         self.tally = RunTally(_peak(run.plan, run.state.device))
@@ -66,11 +66,11 @@ class Trainer:
         """How often the device was asked for memory before this step."""
         self.stopping = False
 
-    def _restore(self) -> Progress:
+    def _restore(self) -> TrainProgress:
         """Load the newest whole checkpoint; where there is none the run goes on as it is."""
         if restored := self.checkpoints.resume():
             self.restored_from = str(restored.folder)
-            return Progress(restored.manifest.step, restored.manifest.about.samples)
+            return TrainProgress(restored.manifest.step, restored.manifest.about.samples)
         return self.progress
 
     def run(self) -> None:
@@ -148,7 +148,7 @@ class Trainer:
         """The update is made; the checkpoint that may be due belongs to its step."""
         if self.clock.on_gpu:
             outcome = outcome.on_host()
-        self.progress = Progress(self.progress.step + 1, self.progress.samples + samples.step_samples)
+        self.progress = TrainProgress(self.progress.step + 1, self.progress.samples + samples.step_samples)
         step = self.progress.step
         with self.clock.part("checkpoint"):
             self.checkpoints.after_step(step, self.progress.samples, writes=self.coordinator.leads)

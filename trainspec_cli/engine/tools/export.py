@@ -1,14 +1,12 @@
-"""`python -m trainspec_cli.engine.tools.export ORDER.json`: a run's newest weights as a Hugging Face folder.
+"""A run's weights as a Hugging Face folder's safetensors files, by one process without a GPU.
 
-One process and no GPU: parameters are read a file's worth at a time, so that a checkpoint larger than memory passes
+Parameters are read a file's worth at a time, so that a checkpoint larger than memory passes
 through. The files are named by an index where there is more than one.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,51 +21,38 @@ from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.tools import ExportRequest, ExportResult
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-@dataclass(frozen=True)
-class Order:
-    """What is asked for."""
-
-    plan_json: str
-    checkpoint: str
-    output: str
-    dtype: str
-    """As safetensors names it."""
-    max_file_bytes: int
-    adapters_alone: bool = False
-    """Of a run with LoRA: PEFT's file of its adapters, and not the whole weights with them merged in."""
+def run(request: ExportRequest) -> ExportResult:
+    plan = from_plain(Plan, read_json(Path(request.plan_json)))
+    return ExportResult((export_adapters if request.adapters_alone else export)(plan, request))
 
 
-def main() -> None:
-    order = from_plain(Order, read_json(Path(sys.argv[1])))
-    plan = from_plain(Plan, read_json(Path(order.plan_json)))
-    (export_adapters if order.adapters_alone else export)(plan, order)
-
-
-def export(plan: Plan, order: Order) -> None:
-    """Write the safetensors files of `plan`'s model, and their index, into the folder."""
-    files = list(_files(_parameters(plan), order))
+def export(plan: Plan, request: ExportRequest) -> int:
+    """Write the safetensors files of `plan`'s model, and their index, into the folder; return their number."""
+    files = list(_files(_parameters(plan), request))
     names = [SINGLE] if len(files) == 1 else [_part_name(number, len(files)) for number in range(1, len(files) + 1)]
     where: dict[str, str] = {}
     for name, held in zip(names, files, strict=True):
-        write_file(Path(order.output) / name, held, read(plan, Path(order.checkpoint), held), order.dtype)
+        write_file(Path(request.output) / name, held, read(plan, Path(request.checkpoint), held), request.dtype)
         where |= {piece.tensor: name for parameter in held for piece in parameter.pieces}
     if len(names) > 1:
-        total = sum(parameter.numel for held in files for parameter in held) * DTYPE_BYTES[order.dtype]
+        total = sum(parameter.numel for held in files for parameter in held) * DTYPE_BYTES[request.dtype]
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-        (Path(order.output) / INDEX).write_text(json_text(index) + "\n", encoding="utf-8")
+        (Path(request.output) / INDEX).write_text(json_text(index) + "\n", encoding="utf-8")
+    return len(names)
 
 
-def _files(wanted: Sequence[Parameter], order: Order) -> Iterator[list[Parameter]]:
-    """Parameters of one file after another, each of at most `max_file_bytes` unless a single one is larger."""
+def _files(wanted: Sequence[Parameter], request: ExportRequest) -> Iterator[list[Parameter]]:
+    """Yield the parameters of one file after another: at most `max_file_bytes` each, unless a single one is larger."""
     held: list[Parameter] = []
     size = 0
     for parameter in wanted:
-        added = parameter.numel * DTYPE_BYTES[order.dtype]
-        if held and size + added > order.max_file_bytes:
+        added = parameter.numel * DTYPE_BYTES[request.dtype]
+        if held and size + added > request.max_file_bytes:
             yield held
             held, size = [], 0
         held.append(parameter)
@@ -79,10 +64,11 @@ def _part_name(number: int, count: int) -> str:
     return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
-def export_adapters(plan: Plan, order: Order) -> None:
+def export_adapters(plan: Plan, request: ExportRequest) -> int:
     adapters = [half for parameter in _parameters(plan) for half in adapters_of(parameter, plan.spec.lora)]
-    full = read(plan, Path(order.checkpoint), adapters)
-    write_file(Path(order.output) / ADAPTERS, adapters, full, order.dtype)
+    full = read(plan, Path(request.checkpoint), adapters)
+    write_file(Path(request.output) / ADAPTERS, adapters, full, request.dtype)
+    return 1
 
 
 def _parameters(plan: Plan) -> list[Parameter]:
@@ -91,7 +77,7 @@ def _parameters(plan: Plan) -> list[Parameter]:
 
 
 def read(plan: Plan, checkpoint: Path, wanted: Sequence[Parameter]) -> dict[str, Tensor]:
-    """Whole parameters, adapters merged in: W + (alpha / R) B A."""
+    """Read whole parameters, with adapters merged in: W + (alpha / R) B A."""
     halves = {parameter.name: adapters_of(parameter, plan.spec.lora) for parameter in wanted}
     shapes = {held.name: held.shape for parameter in wanted for held in (parameter, *halves[parameter.name])}
     full = read_weights(checkpoint, shapes)
@@ -112,10 +98,6 @@ def write_file(path: Path, held: Sequence[Parameter], full: Mapping[str, Tensor]
 
 
 def _cut(full: Tensor, piece: Piece) -> Tensor:
-    """The tensor as the file has it."""
+    """Cut out the tensor as the file has it."""
     box = full[tuple(slice(start, start + size) for start, size in zip(piece.start, piece.shape, strict=True))]
     return box.flatten(0, -2).transpose(-1, -2) if piece.transposed else box
-
-
-if __name__ == "__main__":
-    main()

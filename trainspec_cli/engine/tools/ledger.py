@@ -54,14 +54,6 @@ class Ledger(TorchDispatchMode):
         self.peak_bytes, self.flops, self.comm_bytes = self.live_bytes, 0.0, Counter()
         self.peak_by_cause = Counter(self.by_cause)
 
-    def told(self) -> dict[str, Any]:
-        return {
-            "peak_memory_bytes": self.peak_bytes,
-            "peak_by_cause": {cause: size for cause, size in self.peak_by_cause.items() if size},
-            "flops": self.flops,
-            "comm_bytes": dict(self.comm_bytes),
-        }
-
     def name(self, tensors: Iterable[Tensor], cause: str) -> None:
         """Count what `tensors` hold as `cause` from now on."""
         for tensor in _tensors(list(tensors)):

@@ -1,13 +1,13 @@
 """Operations' and collectives' seconds over size, every process at work at once.
 
 A size is timed in short rounds and the quickest counts: what another program takes away is not the operation's own.
-The reference steps (`probe_steps`) tell what this machine leaves of it.
+The reference steps (`probe`) show what this machine leaves of it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle
 from statistics import median
 from typing import Any
@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
 from trainspec_cli.engine.models.rope import apply_rope
+from trainspec_cli.engine.observe.device import quickest_s
 from trainspec_cli.engine.optim.update import guarded_update, squared_norm
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.spec.results.probe import PROBED_HEADS, PROBED_TOKENS, Curve, MatmulCurves, Passes
 
+CPU = torch.device("cpu")
 ROUNDS, ROUND_S = 3, 0.004
 ROTATED_BYTES = 16 * 2**20
 """Operands rotate through this much memory, so that the innermost cache does not flatter small ones."""
@@ -37,20 +39,11 @@ Run = Callable[[], Any]
 
 
 def call_s(runs: Sequence[Run]) -> float:
-    """Seconds a call, over calls that take turns: the quickest round."""
-    for run in runs[:2]:
-        run()
+    """Return the seconds of a call in the quickest round, over calls that take turns."""
+    runs[0]()
     dist.barrier()
-    turns = cycle(runs)
-    return min(_round_s(turns) for _ in range(ROUNDS))
-
-
-def _round_s(turns: Iterator[Run]) -> float:
-    calls, start = 0, time.perf_counter()
-    while not calls or time.perf_counter() - start < ROUND_S:
-        next(turns)()
-        calls += 1
-    return (time.perf_counter() - start) / calls
+    turns = cycle([*runs[1:], runs[0]])
+    return quickest_s(lambda: next(turns)(), CPU, ROUNDS, ROUND_S)
 
 
 def measure_curve(sizes: Sequence[int], make_run: Callable[[int], Run], bytes_each: int = 8) -> Curve:

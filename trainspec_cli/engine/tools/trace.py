@@ -1,19 +1,16 @@
-"""`python -m trainspec_cli.engine.tools.trace FOLDER RANK`: a rank's real step of FOLDER/plan.json.
+"""A rank's real step of a plan, counted under fake tensors.
 
-Tensors are fake: they have shapes and no memory; collectives go through a process group that sends nothing. So what one
-rank of thousands holds and computes can be counted on a laptop. Leaves FOLDER/trace.rank*.json. Counted is what tensors
-take: not the allocator's holes, nor the device's context.
+They have shapes and no memory; collectives go through a process group that sends nothing. So what one rank of thousands
+holds and computes can be counted on a laptop.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,25 +29,21 @@ from trainspec_cli.engine.parallel.expert import SpreadDispatch, even_splits
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.shares import local_part
 from trainspec_cli.engine.tools.ledger import Ledger
-from trainspec_cli.rundir.files import read_json, write_json
-from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.recipe.kernels import KernelSpec
 from trainspec_cli.spec.recipe.layout import MESH_AXES
-from trainspec_cli.spec.recipe.model import ConvModel
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.tools import TraceRequest, TraceResult
 
 CPU = torch.device("cpu")
 
 
-def main() -> None:
-    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-    plan = from_plain(Plan, read_json(folder / "plan.json"))
+def run(request: TraceRequest) -> TraceResult:
     started = time.perf_counter()
-    told = trace_rank(plan, rank)
-    write_json(folder / f"trace.rank{rank}.json", {**told, "seconds": time.perf_counter() - started})
+    traced = trace_rank(request.plan, request.rank)
+    return replace(traced, seconds=time.perf_counter() - started)
 
 
-def trace_rank(plan: Plan, rank: int) -> dict[str, Any]:
+def trace_rank(plan: Plan, rank: int) -> TraceResult:
     """Micro-batches are alike: where there are many, what one more takes follows from a shorter and a longer step.
 
     Blocks are traced eager and with the default kernels: others compute the same, and keep no more.
@@ -66,13 +59,13 @@ def trace_rank(plan: Plan, rank: int) -> dict[str, Any]:
             state.clock.on_gpu = False
             ledger.axes = axes_of_groups(state)
             name_state(ledger, state)
-            state_bytes = ledger.live_bytes
-            told = {count: count_step(plan, state, ledger, count) for count in traced_micro_batches(plan)}
-            return {"rank": rank, "state_bytes": state_bytes, **extrapolate(plan, told)}
+            state_bytes = float(ledger.live_bytes)
+            counted = {count: count_step(plan, state, ledger, count) for count in traced_micro_batches(plan)}
+            return replace(extrapolate(plan, counted), rank=rank, state_bytes=state_bytes)
 
 
 def axes_of_groups(state: TrainState) -> dict[str, str]:
-    """Names of process groups -> mesh axes. What shards parameters is told from what sums over replicas."""
+    """Return the mesh axes by the names of process groups; sharding parameters and summing over replicas are two."""
     mesh, lines = state.mesh, state.stages.lines
     groups = {axis: mesh.group(axis) for axis in MESH_AXES}
     groups |= {axis: mesh.expert_group(axis) for axis in ("ep", "expert_shard")} if mesh.experts else {}
@@ -82,7 +75,7 @@ def axes_of_groups(state: TrainState) -> dict[str, str]:
 
 
 def name_state(ledger: Ledger, state: TrainState) -> None:
-    """What lasts from step to step; a gradient as soon as it stands at its parameter."""
+    """Name what lasts from step to step; a gradient as soon as it stands at its parameter."""
     ledger.name((share.local for share in state.shares), "parameters")
     ledger.name((buffer for part in state.parts for buffer in part.buffers()), "parameters")
     moments = (value for moments in state.optimizer.state.values() for value in moments.values())
@@ -97,7 +90,7 @@ def _name_gradient(ledger: Ledger, parameter: Any) -> None:
 
 @contextmanager
 def kernels_of(device: str) -> Iterator[None]:
-    """On GPUs a norm is one kernel, which saves its input; on a CPU it is made of several, which save more."""
+    """Trace norms as `device` computes them: by one kernel on a GPU, by several, which save more, on a CPU."""
     plain = F.rms_norm
     if device == "cuda":
         F.rms_norm = _fused_rms_norm  # type: ignore[assignment]
@@ -125,10 +118,12 @@ class _FusedNorm(torch.autograd.Function):
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 
-def count_step(plan: Plan, state: TrainState, ledger: Ledger, micro_batches: int) -> dict[str, Any]:
+def count_step(plan: Plan, state: TrainState, ledger: Ledger, micro_batches: int) -> TraceResult:
     ledger.begin()
     one_step(plan, state, micro_batches)
-    return ledger.told()
+    causes = {cause: float(size) for cause, size in ledger.peak_by_cause.items() if size}
+    comm_bytes = {exchange: float(size) for exchange, size in ledger.comm_bytes.items()}
+    return TraceResult(0, 0.0, float(ledger.peak_bytes), causes, ledger.flops, comm_bytes)
 
 
 def traced_micro_batches(plan: Plan) -> tuple[int, ...]:
@@ -137,26 +132,34 @@ def traced_micro_batches(plan: Plan) -> tuple[int, ...]:
     return (plan.grad_accum_steps,) if plan.grad_accum_steps <= most else (most - plan.layout.pp, most)
 
 
-def extrapolate(plan: Plan, told: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """`told` by number of micro-batches -> all of them.
+def extrapolate(plan: Plan, counted: dict[int, TraceResult]) -> TraceResult:
+    """Return the counts of a whole step, given those of one or two numbers of micro-batches.
 
     The peak is reached with the traced ones, but for GPipe, which holds all micro-batches at once.
     """
-    (longer, second), *others = sorted(told.items(), reverse=True)
+    (longer, second), *others = sorted(counted.items(), reverse=True)
     if not others:
         return second
     ((shorter, first),) = others
     times = (plan.grad_accum_steps - longer) / (longer - shorter)
     grows = plan.layout.pp > 1 and plan.layout.pipeline_schedule == "gpipe"
-    held = ("peak_memory_bytes", "peak_by_cause")
-    return {key: _go_on(first[key], second[key], times if grows or key not in held else 0.0) for key in second}
+    peak_times = times if grows else 0.0
+    return replace(
+        second,
+        peak_memory_bytes=_go_on(first.peak_memory_bytes, second.peak_memory_bytes, peak_times),
+        peak_by_cause=_go_on_each(first.peak_by_cause, second.peak_by_cause, peak_times),
+        flops=_go_on(first.flops, second.flops, times),
+        comm_bytes=_go_on_each(first.comm_bytes, second.comm_bytes, times),
+    )
 
 
-def _go_on(first: Any, second: Any, times: float) -> Any:
-    """As much further as from `first` to `second`, so many times."""
-    if isinstance(second, dict):
-        return {key: _go_on(first.get(key, 0), value, times) for key, value in second.items()}
+def _go_on(first: float, second: float, times: float) -> float:
+    """Go on from `second` by its distance to `first`, so many times."""
     return second + times * (second - first)
+
+
+def _go_on_each(first: dict[str, float], second: dict[str, float], times: float) -> dict[str, float]:
+    return {key: _go_on(first.get(key, 0.0), value, times) for key, value in second.items()}
 
 
 @contextmanager
@@ -170,7 +173,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 def even_out(part: Any) -> None:
-    """Which expert a token visits is not known of fake tokens: every rank gets the same number.
+    """Give every rank the same number of tokens: fake ones do not say which expert they visit.
 
     What torch knows of the grouped product's shapes holds for bf16 alone; one product of all rows takes as much.
     """
@@ -213,13 +216,9 @@ def one_step(plan: Plan, state: TrainState, micro_batches: int) -> None:
 
 def fake_batch(plan: Plan, state: TrainState) -> MicroBatch:
     model, samples = plan.spec.model, plan.micro_batch_size
-    if isinstance(model, ConvModel):
+    if model.unit == "samples":
         images = torch.zeros(samples, model.in_channels, *model.input_size)
         labels = (samples, *model.input_size) if model.segments else (samples,)
         return images, torch.zeros(labels, dtype=torch.int64)
     tokens = torch.zeros(samples, plan.spec.data.seq_len, dtype=torch.int64)
     return held_part((tokens, tokens), state.positions_S)
-
-
-if __name__ == "__main__":
-    main()

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from trainspec_cli.node import CPUINFO, cpu_flags
 from trainspec_cli.spec.recipe.cluster import Machine
 
 BF16_CPU_FLAGS = frozenset({"amx_bf16", "avx512_bf16"})
@@ -31,7 +32,7 @@ class Gpu:
 
 
 def detect(*, look_for_gpus: bool = True) -> Machine:
-    """Describe this host. `bf16` speaks of the GPUs where there are any, else of the CPU; a run that is to
+    """Describe this node. `bf16` speaks of the GPUs where there are any, else of the CPU; a run that is to
     stay on the CPU passes `look_for_gpus=False`."""
     gpus = visible_gpus() if look_for_gpus else ()
     return Machine(
@@ -80,23 +81,9 @@ def _cgroup_setting(name: str, root: Path = Path("/sys/fs/cgroup")) -> str:
         return ""
 
 
-def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the CPU multiplies bf16 natively; False where the system does not say (macOS)."""
-    try:
-        text = cpuinfo.read_text()
-    except OSError:
-        return False
-    flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
-    return not BF16_CPU_FLAGS.isdisjoint(flags.split())
-
-
-def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Its maker's name for it; "" where the system does not say."""
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+def cpu_has_bf16(cpuinfo: Path = CPUINFO) -> bool:
+    """Return whether the CPU multiplies bf16 natively; False where the system does not say (macOS)."""
+    return not BF16_CPU_FLAGS.isdisjoint(cpu_flags(cpuinfo))
 
 
 def visible_gpus() -> tuple[Gpu, ...]:

@@ -1,1 +1,1 @@
-"""Where the processes of a job find one another."""
+"""The rendezvous server, through which the processes of a job find one another."""

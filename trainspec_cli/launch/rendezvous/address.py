@@ -1,4 +1,4 @@
-"""The rendezvous server of a job, held by the supervisor, which starts it again on its own port when it ends."""
+"""The rendezvous server of a job, as the supervisor holds it: it restarts the server on the same port when it ends."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ MAX_FAILURES = 5
 
 
 class Rendezvous:
-    """The listening socket stays with the supervisor, so no other process can take the port between two servers."""
+    """The server's process, and its listening socket, which the supervisor keeps so that no other process takes the
+    port."""
 
     def __init__(
         self, job: Job, resilience: ResilienceSpec, secret_file: Path, host: str, port: int = 0, *, name: str = ""
     ):
-        """`host`: this node's address on the job's interface, which others reach by `name` (the address itself, if
-        empty); `port` 0: any free one. Raises MachineError."""
+        """Start a server on `host`, this node's address on the job's interface. Raises MachineError.
+
+        Other nodes reach it by `name`, or by the address itself if `name` is empty. `port` 0 takes any free one.
+        """
         self._job, self._secret_file = job, secret_file
         self._silence_s, self._patience_s = resilience.heartbeat_timeout_s, resilience.exchange_timeout_s
         self._listener = listen(host, port)
@@ -40,12 +43,14 @@ class Rendezvous:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Where the job's processes find it, and the secret that it asks for."""
+        """The variables that tell the job's processes its address, and the file of its secret."""
         return {RENDEZVOUS: self.address, SECRET_FILE: str(self._secret_file)}
 
     def keep_alive(self) -> bool:
-        """Start it again where it has ended, and return whether that was done. Raises MachineError where it ends as
-        soon as it is started."""
+        """Restart the server if it has ended; return True if it was restarted.
+
+        Raises MachineError if it keeps ending as soon as it is started.
+        """
         lived_s = time.monotonic() - self._started_s
         if self._process.poll() is None or lived_s < RESTART_INTERVAL_S:
             return False
@@ -60,7 +65,7 @@ class Rendezvous:
         self._process.kill()
 
     def close(self) -> None:
-        """End the server and give the port back; the secret has served."""
+        """End the server, free the port and remove the secret."""
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(KILL_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""The store of keys and values that process groups are built with (torch.distributed's Store), on the server's side."""
+"""The key-value store that process groups are built with (torch.distributed's Store), on the server's side."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import time
 from typing import Any
 
 STORE_BYTES = 2**30
-"""A store that would grow beyond this refuses."""
+"""The largest size of the store; requests beyond it are refused."""
 
 
 class KeyValueStore:
-    """Keys and values are text; the client encodes bytes. Raises KeyError, TypeError, ValueError for what is no request
-    of this protocol."""
+    """The store. Keys and values are text; the client encodes bytes.
+
+    Raises KeyError, TypeError or ValueError for a malformed request.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
@@ -29,7 +31,7 @@ class KeyValueStore:
         }
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to one request; `get` and `wait` last until their keys are there."""
+        """Return the answer to one request; `get` and `wait` block until their keys exist."""
         operation = request["op"]
         if operation in ("get", "wait"):
             keys = [str(key) for key in request["keys"]]
@@ -69,7 +71,7 @@ class KeyValueStore:
         return int(self._put(key, str(int(self._values.get(key, "0")) + int(request["amount"]))))
 
     def _compare_set(self, request: dict[str, Any]) -> str:
-        """As torch's stores: an absent key is set where nothing is expected of it, else what is there is returned."""
+        """Compare and set as torch's stores do: an absent key is set if the expected value is empty."""
         key, expected = str(request["key"]), str(request["expected"])
         if self._values.get(key, "") != expected:
             return self._values.get(key, expected)

@@ -1,9 +1,9 @@
 """`python -m trainspec_cli.launch.rendezvous.server DESCRIPTOR SUPERVISOR SECRET_FILE SILENCE_S PATIENCE_S PAUSE_S
-GRACE_S`: where processes meet.
+GRACE_S`: the rendezvous server of a job.
 
-Serves, on a listening socket that it inherits, a store of keys and values (torch.distributed's) and the replica groups'
-quorum. Nothing of a connection is believed before its handshake; connections that have not made it are few and
-short-lived, and what is wrong with a connection ends that connection alone.
+It serves, on an inherited listening socket, a key-value store (torch.distributed's) and the replica groups' quorum.
+No byte of a connection is used before its handshake. Connections in their handshake are few and short-lived, and an
+error on a connection closes that connection alone.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from trainspec_cli.wire.client import LINE_BYTES, RENDEZVOUS_PURPOSE
 from trainspec_cli.wire.handshake import ANSWER_BYTES, TIMEOUT_S, Challenge
 
 MAX_UNPROVEN = 1024
-"""Connections that may be in their handshake at once; one more ends the oldest."""
+"""The most connections in their handshake at once; one more closes the oldest."""
 TICK_S = 0.05
-"""Time between looks at which groups have gone silent."""
+"""The interval at which silent replica groups are looked for."""
 MAX_CONNECTIONS = 100_000
-"""Of all processes of a job; the system's limit may be lower."""
-TOLD_REFUSALS = 20
-"""So many refused connections go down in the log."""
+"""The most connections of a job; the system's limit may be lower."""
+LOGGED_REFUSALS = 20
+"""The most refused connections that are logged."""
 
 BAD_REQUEST = (ValueError, KeyError, TypeError, ArithmeticError, RecursionError)
 Write = Callable[[dict[str, Any]], None]
 
 
 class Quorums:
-    """The replica groups that are connected, and the quorums that they form, one after another."""
+    """The connected replica groups, and the quorums that they form one after another."""
 
     def __init__(self, rules: QuorumRules, pause_s: float):
-        """For `pause_s` no quorum is formed: groups that knew the server before it was started again come back."""
+        """Form no quorum for `pause_s`, so that groups can reconnect after the server was restarted."""
         self._rules, self._begin_s = rules, time.monotonic() + pause_s
         self._groups: dict[str, ConnectedGroup] = {}
         self._requests: dict[str, dict[str, Any]] = {}
@@ -55,11 +55,13 @@ class Quorums:
         self._epoch, self._number = time.time_ns(), 0
 
     def hear(self, name: str, write: Write, request: dict[str, Any]) -> None:
-        """`request` asks for a place in the next step (`step`, `failures`, and a `number` that the answer repeats), or
-        is a sign of life without them."""
+        """Handle a replica group's `request`: a heartbeat, or a join of the next step.
+
+        A join has `step`, `failures`, and a `number` that the answer repeats.
+        """
         now_s = time.monotonic()
         if self._writers.get(name) is not write:
-            self._groups.pop(name, None)  # what it asked on a lost connection it asks again
+            self._groups.pop(name, None)  # it repeats a request of a lost connection
         self._writers[name] = write
         self._groups[name] = replace(self._groups.get(name, ConnectedGroup(now_s)), heard_at_s=now_s)
         if request["op"] == "join":
@@ -68,14 +70,14 @@ class Quorums:
             self.form()
 
     def leave(self, name: str, write: Write) -> None:
-        """Forget the group when this connection is still its own."""
+        """Forget the replica group if this connection is still its current one."""
         if self._writers.get(name) is write:
             del self._writers[name], self._groups[name]
             self._requests.pop(name, None)
             self.form()
 
     def form(self) -> None:
-        """Answer those that ask, if a quorum can be formed now."""
+        """Answer the waiting replica groups, if a quorum can be formed now."""
         now_s = time.monotonic()
         members = choose_members(self._groups, self._previous, now_s, self._rules)
         if not members or now_s < self._begin_s:
@@ -103,8 +105,10 @@ class RendezvousServer:
         self._max_unproven = min(MAX_UNPROVEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 
     async def serve(self, listener: socket.socket, supervisor: int, grace_s: float) -> None:
-        """Until the supervisor kills this process. When the supervisor itself is killed, the workers save and end in
-        `grace_s`, and need the server until then."""
+        """Serve until the supervisor kills this process.
+
+        If the supervisor itself is killed, the workers save and end within `grace_s`, and need the server until then.
+        """
         server = await asyncio.start_server(self._serve_connection, sock=listener, limit=LINE_BYTES, backlog=BACKLOG)
         orphaned_s = 0.0
         while not orphaned_s or (self._proven and time.monotonic() < orphaned_s + grace_s):
@@ -115,7 +119,7 @@ class RendezvousServer:
         server.close()
 
     async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """What goes wrong here concerns this connection alone: it is noted and closed."""
+        """Serve one connection. An error is logged and closes this connection alone."""
         try:
             await self._shake_hands(reader, writer)
             await self._answer_requests(reader, writer)
@@ -161,7 +165,7 @@ class RendezvousServer:
 
     def _note_refusal(self, writer: asyncio.StreamWriter, error: BaseException) -> None:
         self._refusals += 1
-        if self._refusals <= TOLD_REFUSALS:
+        if self._refusals <= LOGGED_REFUSALS:
             peer = writer.get_extra_info("peername")
             print(f"rendezvous: the connection from {peer} ended: {type(error).__name__}: {error}", file=sys.stderr)
 
@@ -169,7 +173,7 @@ class RendezvousServer:
 def main() -> None:
     descriptor, supervisor, secret_file, *times_s = sys.argv[1:]
     silence_s, patience_s, pause_s, grace_s = map(float, times_s)
-    for number in (signal.SIGTERM, signal.SIGINT):  # of a whole job: its workers still need this process
+    for number in (signal.SIGTERM, signal.SIGINT):  # sent to the whole job, whose workers still need this process
         signal.signal(number, signal.SIG_IGN)
     allow_connections(MAX_CONNECTIONS)
     quorums = Quorums(QuorumRules(silence_s, patience_s), pause_s)

@@ -1,4 +1,4 @@
-"""Which job a run was given to, and whether Slurm has yet to start it."""
+"""Record the job of a run, and find out whether it is still pending."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from trainspec_cli.rundir.paths import RunDir
 
 
 def note_job(run: RunDir, job_id: str) -> None:
-    """`job_id` as squeue shows it: `12`, or `12_3` for a task of an array."""
+    """Record the job of a run; `job_id` as squeue shows it: `12`, or `12_3` for a task of an array."""
     write_json(run.slurm_json, {"job_id": job_id})
 
 
 def own_job() -> str:
-    """Inside a job: its number, as `note_job` wants it; what is done to a task's plain number may be done to the whole
-    array."""
+    """Return the id of the job that this process is in, as `note_job` wants it.
+
+    A task's plain number would name the whole array in some commands.
+    """
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}" if task else os.environ["SLURM_JOB_ID"]
 
 
 class Queue:
-    """Asks Slurm once for all runs, and not at all where none of them was given to it."""
+    """Asks Slurm once for all runs, and not at all if none of them was submitted."""
 
     def __init__(self) -> None:
         self._pending: frozenset[str] | None = None

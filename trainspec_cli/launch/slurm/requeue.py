@@ -1,4 +1,4 @@
-"""The decision whether a job that ended goes back to the queue, and where it must not run again."""
+"""Decide whether a job that ended is requeued, and which nodes it must avoid."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
 
 HUNG = "hang"
-"""The code of a worker that ended a step which hung."""
+"""The error code of a worker whose step hung."""
 
 
 @dataclass(frozen=True)
@@ -18,37 +18,37 @@ class Requeue:
     reason: str
     """`the time limit is near`"""
     avoid: Sequence[str] = ()
-    """Hostnames of nodes that were lost."""
+    """Nodes that were lost."""
 
 
 def is_over(job: Mapping[str, str], restarts: int) -> bool:
-    """Return whether Slurm has begun the job anew (its node was cut off, and comes back): the start that had `restarts`
-    before it then has no say in it. `job`: what Slurm knows of it."""
+    """Return True if Slurm has restarted the job meanwhile (its node was cut off, and came back).
+
+    The start that had `restarts` before it must then do nothing. `job` holds Slurm's fields of it.
+    """
     return int(job.get("Restarts", restarts)) > restarts
 
 
 def is_preempted(job: Mapping[str, str]) -> bool:
-    """Return whether the job was told to end because of one that goes first: by its warning's signal, or by the SIGTERM
-    that a scancel would be too."""
+    """Return True if the job was preempted, by its warning's signal or by SIGTERM (which a scancel sends too)."""
     return job.get("PreemptTime", "None") not in ("None", "Unknown")
 
 
 def decide(run: RunDir, exit_code: int, *, warned: bool, preempted: bool) -> Requeue | None:
-    """Requeue the job for what another start mends: a time limit, a preemption, a lost node, a hang; never for the
-    run's own error."""
+    """Requeue for causes that a restart fixes: a time limit, a preemption, a lost node, a hang; not for an error."""
     if preempted and exit_code != EXIT_DONE:  # workers that had not begun yet die of the signal: that is no failure
         return Requeue("it was preempted")
     if warned and exit_code in (Stopped.exit_code, Interrupted.exit_code):
         return Requeue("it was warned of its time limit")
     if exit_code != WorkerError.exit_code:
         return None
-    errors = [read_json(path) for path in sorted(run.errors_folder.glob("*.json"))]
-    lost = [error for error in errors if error.get("lost")]
+    words = [read_json(path) for path in sorted(run.errors_folder.glob("*.json"))]
+    lost = [word for word in words if word.get("lost")]
     if lost:
-        names = ", ".join(f"node {error['node']} ({error['host'] or 'never came'})" for error in lost)
-        all_at_once = len(lost) == read_json(run.plan_json)["num_nodes"]  # that is not the nodes' doing
-        avoid = [] if all_at_once else [error["host"] for error in lost if error["host"]]
+        names = ", ".join(f"node {word['node']} ({word['host'] or 'never came'})" for word in lost)
+        all_at_once = len(lost) == read_json(run.plan_json)["num_nodes"]  # that is not the hosts' doing
+        avoid = [] if all_at_once else [word["host"] for word in lost if word["host"]]
         return Requeue(f"{names} was lost", avoid)
-    if any(error.get("code") == HUNG for error in errors):
+    if any(word.get("code") == HUNG for word in words):
         return Requeue("a step hung")
     return None

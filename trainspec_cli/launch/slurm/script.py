@@ -1,4 +1,4 @@
-"""The batch script of one run or of a sweep's array: what is asked of Slurm, what is set, and one srun."""
+"""The batch script of one run or of a sweep's array: Slurm options, environment, and one srun."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from trainspec_cli.printable import on_one_line
 from trainspec_cli.spec.results.plan import Plan
 
 DRIVER = "trainspec_cli.cli.job"
-"""The module that the script ends in."""
+"""The module that the script finally executes."""
 
 _PLAIN_WORD = re.compile(r"[\w.,:;/@%+=*&|()\[\]{}^~!?<>$-]+", re.ASCII)
 
 KEPT = ("TRAINSPEC_CACHE",)
-"""Variables of the submitting shell that the script sets again; the rest comes as the site has it."""
+"""Variables of the submitting shell that the script sets; the rest comes from the site."""
 
 
 def render_script(plan: Plan, roots: Sequence[Path], recipe: str, argv: Sequence[str], folder: Path) -> str:
-    """Of several `roots`, one task of an array each. `folder`: where the command was typed and the job begins."""
+    """Return the script. Several `roots` make an array with one task each; the job starts in `folder`."""
     lines = [
         "#!/bin/bash",
         f"# trainspec {on_one_line(shlex.join(argv))}",
@@ -45,8 +45,8 @@ def render_script(plan: Plan, roots: Sequence[Path], recipe: str, argv: Sequence
 
 
 def check_folder(root: Path) -> None:
-    """Raises RecipeError where sbatch could not write the job's log below `root` (it takes no `%j` beside a backslash),
-    or a line of the script could not name it."""
+    """Raise RecipeError if sbatch could not write the log below `root` (`%j` fails beside a backslash), or the script
+    could not name it."""
     path = str(root)
     if "\\" in path or path != on_one_line(path):
         message = f"sbatch takes no backslash, line break or control character in the run's folder, {on_one_line(path)}"
@@ -54,12 +54,12 @@ def check_folder(root: Path) -> None:
 
 
 def log_of(root: Path) -> Path:
-    """%j is the job's number; what a requeued job says is appended."""
+    """Return the log's pattern; %j is the job's number, and a requeued job appends."""
     return root / "logs" / "slurm-%j.log"
 
 
 def array_log(roots: Sequence[Path]) -> Path:
-    """A script has one pattern for all of its tasks, so an array's logs lie beside the runs."""
+    """Return the pattern of an array's logs, which lie beside the runs: a script has one pattern for all tasks."""
     return roots[0].parent / "slurm" / "%A_%a.log"
 
 
@@ -102,15 +102,18 @@ def _asked(plan: Plan) -> Iterator[str]:
 
 
 def _option(name: str, value: str) -> str:
-    """As sbatch parses the words of an `#SBATCH` line, by rules of its own: blanks end a word and `#` begins a comment,
-    but not between quotation marks, and a backslash takes the next character as it is, between them too."""
+    """Quote an option by sbatch's own rules for `#SBATCH` lines.
+
+    Blanks end a word and `#` begins a comment, except between double quotes; a backslash escapes the next character,
+    between quotes too.
+    """
     if not _PLAIN_WORD.fullmatch(value):
         value = '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
     return f"--{name}={value}"
 
 
 def _pattern(log: Path) -> str:
-    """Only the file's name holds patterns such as %j; a per cent sign of a folder stands twice."""
+    """Escape per cent signs of the folder; only the file's name holds patterns such as %j."""
     return f"{str(log.parent).replace('%', '%%')}/{log.name}"
 
 
@@ -130,7 +133,7 @@ def _choose_root(roots: Sequence[Path]) -> Iterator[str]:
 
 
 def srun_command(plan: Plan) -> list[str]:
-    """One task a node. A task that ends badly leaves the others alone: their agents say what became of them."""
+    """Return the srun command with one task per node. A failed task does not end the others; their agents report."""
     slurm, nodes = plan.spec.cluster.slurm, plan.num_nodes
     container = {"container-image": slurm.container_image, "container-mounts": slurm.container_mounts}
     return [
@@ -143,6 +146,6 @@ def srun_command(plan: Plan) -> list[str]:
 
 
 def _outliving(plan: Plan) -> Iterator[str]:
-    """Replica groups go on without a node that fails, where Slurm lets the job and its step live."""
+    """Yield the option that lets replica groups go on when a node fails: Slurm must not kill the job."""
     if plan.replica_groups > 1:
         yield "--no-kill"

@@ -29,7 +29,7 @@ STEP = 0.05
 
 
 @dataclass(frozen=True)
-class Case:
+class FittedRow:
     """One measured run."""
 
     setup: Setup
@@ -38,7 +38,7 @@ class Case:
 
 
 def fit(
-    cases: Sequence[Case], start: Efficiency, prior: float = 0.3, iterations: int = 8, derive_every: int = 1
+    cases: Sequence[FittedRow], start: Efficiency, prior: float = 0.3, iterations: int = 8, derive_every: int = 1
 ) -> Efficiency:
     """The efficiencies nearest to the measurements. `prior`: the relative change of a parameter that costs as much
     as one run's error of one Huber width. `derive_every`: iterations that share their derivatives, nearly all the time.
@@ -79,11 +79,11 @@ def _with(start: Efficiency, names: Sequence[str], theta: Sequence[float]) -> Ef
     return replace(start, **{name: min(v, 0.98) if name in FRACTIONS else v for name, v in values.items()})
 
 
-def _errors(cases: Sequence[Case], eff: Efficiency, np):  # type: ignore[no-untyped-def]
+def _errors(cases: Sequence[FittedRow], eff: Efficiency, np):  # type: ignore[no-untyped-def]
     return np.array([math.log(estimate_step(case.setup, eff).total_s / case.step_time_s) for case in cases])
 
 
-def _cost(errors, cases: Sequence[Case], shift, ridge: float, np) -> float:  # type: ignore[no-untyped-def]
+def _cost(errors, cases: Sequence[FittedRow], shift, ridge: float, np) -> float:  # type: ignore[no-untyped-def]
     size = abs(errors)
     huber = np.where(size < HUBER, 0.5 * size**2, HUBER * (size - 0.5 * HUBER))
     return float((np.array([case.weight for case in cases]) * huber).sum() + 0.5 * ridge * (shift**2).sum())

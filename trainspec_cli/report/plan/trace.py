@@ -8,12 +8,14 @@ from typing import Any
 from rich.console import RenderableType
 from rich.table import Table
 
+from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan, MemoryBreakdown
+from trainspec_cli.spec.results.tools import TraceResult
 from trainspec_cli.units import format_bytes, format_duration, format_si
 
 
 def trace_as_json(
-    candidate: Candidate, capacity: CapacityPlan, traced: dict[str, Any], counted: dict[str, float] | None
+    candidate: Candidate, capacity: CapacityPlan, traced: TraceResult, counted: dict[str, float] | None
 ) -> dict[str, Any]:
     """`estimated` is the planner's, of what the trace counts: tensors, without the allocator's holes, the collectives'
     own buffers and the device's context. `counted`: the engine's, by cause, where the planner counts it."""
@@ -25,7 +27,7 @@ def trace_as_json(
         "layout": candidate.layout.describe(),
         "micro_batch_size": candidate.micro_batch_size,
         "recompute": candidate.recompute,
-        **traced,
+        **to_plain(traced),
         "estimated": {"peak_memory_bytes": sum(by_cause.values()), "peak_by_cause": by_cause, "flops": executed},
     }
 

@@ -1,1 +1,1 @@
-"""The nouns that a recipe says."""
+"""The sections of a recipe, one dataclass each."""

@@ -1,4 +1,4 @@
-"""Where it runs: this machine, or a described cluster of nodes, accelerators and links."""
+"""The hardware: this machine, or a described cluster of nodes, accelerators and links."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from trainspec_cli.spec.recipe.slurm import SlurmSpec
 
 @dataclass(frozen=True)
 class AcceleratorSpec:
-    """One chip: what it can do at best, by its maker's sheet, and what was measured. Rates are dense, without sparsity.
+    """One chip: peak rates from the vendor's data sheet, and measured rates. Rates are dense, without sparsity.
 
-    A rate of 0 means that the chip lacks the format. GB and TB are decimal; the memory is as the maker names it.
+    A rate of 0 means that the chip lacks the format. GB and TB are decimal; the memory is as the vendor names it.
     """
 
     name: str
@@ -26,54 +26,55 @@ class AcceleratorSpec:
     fp8_tflops: float = 0.0
     fp4_tflops: float = 0.0
     fp16_tflops: float = 0.0
-    """0: as fast as bf16."""
+    """0: the same as bf16."""
     tf32_tflops: float = 0.0
     fp32_tflops: float = 0.0
-    """Without tensor cores."""
+    """The rate without tensor cores."""
     matmul_bf16_tflops: float = 0.0
-    """The best large matrix product that was measured; 0: not known, the planner takes a usual part of the peak."""
+    """The best measured rate of a large matrix product; 0: not known, the planner assumes a usual part of the peak."""
     matmul_fp8_tflops: float = 0.0
     tera_exponentials_per_s: float = 0.0
     """Exponentials of the special-function units, 1e12 a second, which softmax takes; 0: not known."""
     load_store_tb_per_s: float = 0.0
-    """What its multiprocessors load and store from their first-level caches at best; 0: not known."""
+    """Peak load and store rate of the multiprocessors' first-level caches; 0: not known."""
     cache_mb: float = 40.0
     """Last-level cache, which small activations never leave."""
     link_gb_per_s: float = 0.0
-    """To the other devices of its scale-up domain, all links together, one direction."""
+    """Bandwidth to the other devices of its scale-up domain, all links together, one direction."""
     link_kind: Literal["nvswitch", "mesh", "bridge", "pcie", "torus"] = "pcie"
-    """mesh and torus reach the full rate only when all peers are spoken to; a bridge joins pairs."""
+    """mesh and torus reach the full rate only with all peers at once; a bridge joins pairs."""
     tdp_w: float = 0.0
     """Board power limit."""
     price_usd_per_hour: float = 0.0
-    """A price seen for one device; 0: not known."""
+    """An observed price of one device; 0: not known."""
     sources: dict[str, str] | None = None
-    """Where each value comes from, by key; `default` for the rest."""
+    """The source of each value by key; `default` for the rest."""
 
 
 @dataclass(frozen=True)
 class ClusterSpec:
     num_nodes: int = 1
     devices_per_node: AutoInt = AUTO
-    """Processes a node, one a device; auto takes every GPU, or two processes on a machine without."""
+    """Processes per node, one per device; auto: every GPU, or two processes on a machine without GPUs."""
     device: Literal["cpu", "cuda"] | Auto = AUTO
-    """auto: cuda where there is a GPU, else cpu."""
+    """auto: cuda if there is a GPU, else cpu."""
     name: str = ""
     accelerator: AcceleratorSpec | None = None
-    """null: what this machine has."""
+    """null: the accelerator of this machine."""
     scaleup_devices: int | None = None
     """Devices joined by the fast links; null: those of a node. 72 in a GB200 NVL72 rack of 4-device nodes."""
     link_gb_per_s: float | None = None
-    """One direction, a device; null: the accelerator's."""
+    """One direction, per device; null: the accelerator's."""
     nic_gbit_per_s: float = 0.0
-    """Between nodes, one direction, a device (a node's NICs over its devices)."""
+    """Between nodes, one direction, per device (a node's NICs over its devices)."""
     nic_kind: Literal["infiniband", "roce", "efa", "omnipath", "ethernet"] = "infiniband"
     host_link_gb_per_s: float = 50.0
     """Device to host memory, one direction, for offload."""
     host_memory_gb: float = 2048.0
-    """Of a node."""
+    """Memory of a node."""
     storage_gb_per_s: float = 1.2
-    """To checkpoint storage, a node: 2.3 TB in 40 s from 48 nodes (BLOOM, stas00/ml-engineering, fault-tolerance)."""
+    """Bandwidth to checkpoint storage, per node: 2.3 TB in 40 s from 48 nodes (BLOOM, stas00/ml-engineering, fault-
+    tolerance)."""
     efficiency: dict[str, float] | None = None
     """Corrections of the planner's efficiencies for this cluster, as `trainspec backtest --fit` writes them."""
     reliability: ReliabilitySpec = field(default_factory=ReliabilitySpec)
@@ -85,7 +86,7 @@ class ClusterSpec:
 
 @dataclass(frozen=True)
 class Machine:
-    """What was found on this host, without torch (see `launch/machine.py`)."""
+    """The hardware found on this node, without torch (see `launch/job/machine.py`)."""
 
     hostname: str
     cpu_cores: int
@@ -93,7 +94,7 @@ class Machine:
     memory_bytes: int
     gpu_names: tuple[str, ...] = ()
     gpu_memory_bytes: int = 0
-    """Of the smallest GPU."""
+    """Memory of the smallest GPU."""
     bf16: bool = False
     """The device multiplies bf16 natively (amx_bf16 or avx512_bf16 on a CPU, compute capability 8.0 on a GPU)."""
     fp8: bool = False

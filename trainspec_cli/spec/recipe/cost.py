@@ -1,4 +1,4 @@
-"""What running costs: where the machines stand, what they draw, and how they are paid for."""
+"""The cost of a run: site, power and price."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class SiteSpec:
     pue: float = 1.2
     """Power usage effectiveness: power into the building over power into the machines."""
     carbon_g_per_kwh: float = 475.0
-    """Of the grid, by location (what a contract buys elsewhere is not counted)."""
+    """Intensity of the local grid (purchased certificates are not counted)."""
     electricity_usd_per_kwh: float = 0.08
     """Paid for owned machines; a rent includes it."""
     known_within: dict[str, float] = field(default_factory=dict)
@@ -23,7 +23,7 @@ class SiteSpec:
 
 @dataclass(frozen=True)
 class PowerSpec:
-    """Power of a node, in parts of the thermal design power (TDP) of its accelerators."""
+    """Power of a node, as fractions of the thermal design power (TDP) of its accelerators."""
 
     busy: float = 0.9
     """An accelerator that computes."""
@@ -32,7 +32,7 @@ class PowerSpec:
     idle: float = 0.15
     """One without work: the job is down."""
     host: float = 0.45
-    """All else in the node (CPUs, switches, NICs, fans), whatever the accelerators do."""
+    """The rest of the node (CPUs, switches, NICs, fans), whatever the accelerators do."""
     known_within: dict[str, float] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     unverified: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class PowerSpec:
 
 @dataclass(frozen=True)
 class CostSpec:
-    """Money: a rent, or the share of what was bought."""
+    """Money: a rent, or a share of the purchase."""
 
     price_usd_per_device_hour: float | None = None
     """Rent; null: the accelerator's own."""
@@ -50,9 +50,9 @@ class CostSpec:
     """owned: one device with its share of node, network and storage."""
     useful_years: float = 4.0
     utilisation: float = 0.8
-    """Part of those years in which some job pays for the device."""
+    """Fraction of those years in which some job pays for the device."""
     operation_ratio: float = 0.08
-    """A year's staff, space and repairs over the price."""
+    """Staff, space and repairs per year, over the price."""
     known_within: dict[str, float] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     unverified: tuple[str, ...] = ()

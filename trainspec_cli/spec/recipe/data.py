@@ -1,4 +1,4 @@
-"""What is read: text, which is tokenised once into token shards, or images and volumes, which are read as they are."""
+"""The data: text, tokenised once into token shards, or images and volumes, read in place."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """A byte-level BPE, trained on the data when no file is named."""
+    """A byte-level BPE, trained on the data unless a file is named."""
 
     vocab_size: int = 4096
     path: str | None = None
     """A `tokenizer.json` of the `tokenizers` library; `vocab_size` is then that file's."""
     end_of_document: str | None = None
-    """The token of that file that closes a document; null looks for a common name (`<|endoftext|>`, `</s>`, ...)."""
+    """The token of that file that ends a document; null looks for a common name (`<|endoftext|>`, `</s>`, ...)."""
 
 
 Documents = Literal["python_stdlib", "text", "jsonl", "parquet", "arrow", "chat", "tokens", "nanogpt", "megatron"]
@@ -22,7 +22,7 @@ Documents = Literal["python_stdlib", "text", "jsonl", "parquet", "arrow", "chat"
 
 @dataclass(frozen=True)
 class PartSpec:
-    """A source among others."""
+    """One of several sources."""
 
     source: Documents
     path: str | None = None
@@ -33,21 +33,21 @@ class PartSpec:
 
 @dataclass(frozen=True)
 class PhantomSpec:
-    """Synthetic MR images made on the spot; the same for the same seed, whatever the run's own."""
+    """Synthetic MR images; the same for the same seed, whatever the run's own."""
 
     samples: int = 1024
-    """To train on in an epoch; those held out are made beside them."""
+    """Training samples per epoch; held-out samples come on top."""
     seed: int = 0
 
 
 SAMPLE_SOURCES = ("phantom", "images", "volumes")
-"""What convolutional networks read: a sample is one image or volume. All other sources become tokens."""
+"""Sources of convolutional networks, whose samples are images or volumes. All other sources become tokens."""
 
 
 @dataclass(frozen=True)
 class DataSpec:
     seq_len: int
-    """Tokens a sample; 1 for images and volumes."""
+    """Tokens per sample; 1 for images and volumes."""
     source: Literal[
         "python_stdlib",
         "text",
@@ -63,12 +63,12 @@ class DataSpec:
         "images",
         "volumes",
     ]
-    """`tokens` is a folder that `trainspec data prepare` wrote; text is prepared on the spot and cached.
+    """`tokens` is a folder that `trainspec data prepare` wrote; text is prepared at launch and cached.
 
-    `arrow` is a Hugging Face dataset as `save_to_disk` leaves it; `nanogpt` and `megatron` are files of token ids, read
-    where they lie; `mixture` draws from several sources by weight.
+    `arrow` is a Hugging Face dataset as `save_to_disk` writes it; `nanogpt` and `megatron` are files of token ids, read
+    in place; `mixture` draws from several sources by weight.
     `chat` is JSON lines (or tables) of conversations (`messages`) or completions (`prompt`, `completion`).
-    `images` is a folder with a sub-folder of pictures a class, `volumes` one of image and label pairs.
+    `images` is a folder with a sub-folder of pictures per class, `volumes` a folder of image and label pairs.
     """
     path: str | None = None
     """File, folder or glob; python_stdlib and phantom need none."""
@@ -76,20 +76,20 @@ class DataSpec:
     """The field of each JSON line, or the column of a table, that holds the text."""
     tokenizer: TokenizerSpec = field(default_factory=TokenizerSpec)
     heldout_fraction: float = 0.02
-    """Part of the documents or samples (chosen by a hash of each) kept aside to be judged on."""
+    """Fraction of the documents or samples (chosen by a hash of each) held out for evaluation."""
     max_bytes: int | None = None
     """Read at most this much text."""
     phantom: PhantomSpec = field(default_factory=PhantomSpec)
     document_masks: bool = False
-    """Attention stays within documents, of which a sample may hold several; conversations are always kept apart."""
+    """Attention stays within each document of a sample; conversations are always kept apart."""
     chat_template: str | None = None
-    """`chatml`, or a file of Jinja; null: the one that stands beside the tokenizer (chat only)."""
+    """`chatml`, or a Jinja file; null: the one beside the tokenizer (chat only)."""
     loss_on: Literal["replies", "all"] = "replies"
-    """What is learnt of a conversation: what the assistant says, or all of it (chat only)."""
+    """The part of a conversation that is learnt: the assistant's replies, or all of it (chat only)."""
     mixture: dict[str, PartSpec] = field(default_factory=dict)
-    """By name what is mixed (mixture only)."""
+    """The sources by name (mixture only)."""
     validation: dict[str, PartSpec] = field(default_factory=dict)
-    """By name further texts to judge on, all of each; their weights mean nothing."""
+    """Further evaluation texts by name, each used whole; their weights are ignored."""
 
     @property
     def masks_documents(self) -> bool:
@@ -97,15 +97,15 @@ class DataSpec:
 
     @property
     def parts(self) -> dict[str, PartSpec]:
-        """What is trained on, by name."""
+        """The training sources by name."""
         return self.mixture if self.source == "mixture" else {"": PartSpec(self.source, self.path, self.text_field)}  # type: ignore[arg-type]
 
     def with_part(self, part: PartSpec) -> DataSpec:
-        """That part alone, read as all of this is."""
+        """Return the same data settings for one part alone."""
         one = {"source": part.source, "path": part.path, "text_field": part.text_field}
         return replace(self, **one, mixture={}, validation={})  # type: ignore[arg-type]
 
     @property
     def unit(self) -> Literal["tokens", "samples"]:
-        """What a batch's loss is the mean over, and what speed counts."""
+        """The unit that a batch's loss is averaged over, and that speed is counted in."""
         return "samples" if self.source in SAMPLE_SOURCES else "tokens"

@@ -1,4 +1,4 @@
-"""Faults that a run is to meet, as facts: `kill(group=1,step=40); slow(step=60,seconds=0.2,steps=5)`."""
+"""Faults to inject into a run: `kill(group=1,step=40); slow(step=60,seconds=0.2,steps=5)`."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ FaultKind = Literal["kill", "stop", "hang", "exception", "oom", "slow", "bitflip
 
 @dataclass(frozen=True)
 class Fault:
-    """Strikes once in a run, when `step` updates have been made, in the exchange of the next one's gradients."""
+    """A fault, injected once in a run after `step` updates, during the gradient exchange of the next."""
 
     kind: FaultKind
-    """kill: SIGKILL. stop: SIGSTOP. hang: the worker waits for ever. exception, oom: it raises one. slow: it sleeps.
+    """kill: SIGKILL. stop: SIGSTOP. hang: the worker waits forever. exception, oom: it raises one. slow: it sleeps.
 
     bitflip: one bit of a parameter changes. disk_full: no file that it writes grows beyond a page. lighthouse: the
-    rendezvous server, where the groups meet, is killed.
+    rendezvous server, where the replica groups meet, is killed.
     """
     step: int
     group: int = 0
     rank: int = 0
-    """Within the group."""
+    """The rank within the replica group."""
     seconds: float = 1.0
-    """slow: how long, each step."""
+    """slow: the delay per step."""
     steps: int = 1
-    """slow, disk_full: for how many steps."""
+    """slow, disk_full: the number of steps."""
 
 
 class FaultSyntaxError(ValueError):
-    """With what is wrong and what is allowed."""
+    """The text of a fault is wrong; the message says what is allowed."""
 
 
 _ONE = re.compile(r"\s*(\w+)\s*\(([^()]*)\)\s*")
@@ -39,19 +39,19 @@ _NUMBERS = {"step": int, "group": int, "rank": int, "seconds": float, "steps": i
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """Raises FaultSyntaxError."""
+    """Parse faults separated by `;`. Raises FaultSyntaxError."""
     return tuple(_parse(part) for part in text.split(";") if part.strip())
 
 
 def _parse(text: str) -> Fault:
     match = _ONE.fullmatch(text)
     if match is None:
-        raise FaultSyntaxError(f"`{text.strip()}` is no fault; write such as kill(group=1,step=40)")
+        raise FaultSyntaxError(f"`{text.strip()}` is not a fault; write, for example, kill(group=1,step=40)")
     kind, arguments = match.group(1), dict(_arguments(match.group(2)))
     if kind not in get_args(FaultKind):
         raise FaultSyntaxError(f"there is no fault `{kind}`; there are {', '.join(get_args(FaultKind))}")
     if "step" not in arguments:
-        raise FaultSyntaxError(f"`{text.strip()}` does not say when; write such as {kind}(step=40)")
+        raise FaultSyntaxError(f"`{text.strip()}` has no step; write, for example, {kind}(step=40)")
     return Fault(kind, **arguments)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""What the weights are before the first step."""
+"""The initial weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class InitSpec:
     from_: str | None = None
     """`hf:FOLDER`, a Hugging Face checkpoint, or the folder of a run of trainspec; null: drawn from the seed.
 
-    Weights alone are taken: the optimizer, the step and the data begin anew.
+    Only weights are loaded: the optimizer, the step and the data start from the beginning.
     """
 
     @property

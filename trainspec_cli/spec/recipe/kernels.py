@@ -1,4 +1,4 @@
-"""Which kernel computes what: the one table of operations and their backends. Nothing of it is imported here."""
+"""The table of operations and their kernels (backends). The kernels themselves are imported by the engine alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from trainspec_cli.spec.auto import AUTO
 
 TORCH = "torch"
-"""What the engine does where nothing else is chosen."""
+"""The engine's default backend."""
 
 
 @dataclass(frozen=True)
@@ -18,20 +18,20 @@ class Backend:
     """`module:function` below engine/, imported when the backend is used."""
     on: Literal["any", "cuda"] = "any"
     package: str = ""
-    """What has to be installed for it, by the name it is imported by."""
+    """The package that it needs, by import name."""
     extra: str = ""
-    """Of trainspec, that installs the package."""
+    """The extra of trainspec that installs the package."""
     options: dict[str, int] = field(default_factory=dict)
-    """What the function is called with besides."""
+    """Further arguments of the function."""
     since_torch: tuple[int, int] = (2, 11)
     fused: bool = False
-    """By torch.compile, from the function as it stands."""
+    """True if torch.compile fuses the plain function."""
     compiles: bool = False
-    """Calls torch.compile itself."""
+    """True if the function calls torch.compile itself."""
     more_memory: bool = False
-    """Takes more than a plan counts: used where it is named, and never by `auto`."""
+    """True if it needs more memory than a plan counts: used only if named, never by `auto`."""
     whole_vocabulary: bool = False
-    """Cannot work on a vocabulary that is cut over the ranks of tp."""
+    """True if it cannot work on a vocabulary that is cut over the ranks of tp."""
 
     @property
     def needs_compiler(self) -> bool:
@@ -107,12 +107,12 @@ KERNELS: dict[str, dict[str, Backend]] = {
         "torchao": Backend("kernels.adamw:torchao", package="torchao", extra="float8", compiles=True),
     },
 }
-"""Operation -> backends by name. All of one operation take and give the same."""
+"""Operation -> backends by name. All backends of an operation have the same inputs and outputs."""
 
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """A backend of each operation, or auto: measured on this machine once, the fastest that is right."""
+    """A backend for each operation, or auto: the fastest correct one, measured once on this machine."""
 
     attention: str = TORCH
     rms_norm: str = TORCH
@@ -129,42 +129,43 @@ class KernelSpec:
 
     @property
     def open_ops(self) -> tuple[str, ...]:
-        """Those left to be measured."""
+        """The operations whose backend is still to be measured."""
         return tuple(op for op, backend in self.by_op.items() if backend == AUTO)
 
     @property
     def changed(self) -> dict[str, str]:
-        """Operations that something else than the default computes."""
+        """The operations whose backend is not the default."""
         return {op: backend for op, backend in self.by_op.items() if backend not in (TORCH, AUTO)}
 
 
 IN_BLOCKS = ("attention", "rms_norm", "swiglu", "rope", "grouped_matmul", "ssd_scan")
-"""Operations that `compile: true` fuses with what stands around them."""
+"""Operations that `compile: true` fuses with their surroundings."""
 
 
 @dataclass(frozen=True)
 class KernelTrial:
-    """What one process has found of a backend, forward and backward at the run's own shapes."""
+    """One process's measurement of a backend, forward and backward at the run's own shapes."""
 
     ratios: tuple[float, ...] = ()
-    """Its time over the default's, of each round; in a round all take turns."""
+    """Its time over the default's, per round; in each round all backends take turns."""
     error: float | None = None
-    """The greatest relative error (Euclidean) of its output and gradients against fp64; None where it was not tried,
-    failed, or gave something that is not finite."""
+    """The largest relative error (Euclidean) of its output and gradients against fp64; None if it was not tried,
+    failed, or gave a value that is not finite."""
     allowed_error: float | None = None
     untried: str = ""
-    """Why it was not tried."""
+    """The reason why it was not tried."""
     failure: str = ""
-    """What it raised."""
+    """The error it raised."""
 
 
 @dataclass(frozen=True)
 class KernelTrials:
-    """By operation and backend; operations that the run does not use miss."""
+    """One process's trials; operations that the run does not use are left out."""
 
     calls: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """The shapes: `6 x (8, 6, 512, 64) ...`."""
+    """The shapes of each operation's calls: `6 x (8, 6, 512, 64) ...`."""
     trials: dict[str, dict[str, KernelTrial]] = field(default_factory=dict)
+    """The trials by operation and backend."""
 
 
 Verdict = Literal["default", "chosen", "not faster", "wrong", "failed", "not tried"]
@@ -172,11 +173,11 @@ Verdict = Literal["default", "chosen", "not faster", "wrong", "failed", "not tri
 
 @dataclass(frozen=True)
 class KernelFigure:
-    """A backend against torch's default, over all processes."""
+    """A backend compared with torch's default, over all processes."""
 
     verdict: Verdict
     reason: str = ""
-    """Of what is not faster: which backend it is measured by."""
+    """For `not faster`, the backend that beats it; else the cause."""
     ratio: float | None = None
     """Its time over the default's, the median over rounds."""
     quartiles: tuple[float, ...] = ()
@@ -186,19 +187,19 @@ class KernelFigure:
 
 @dataclass(frozen=True)
 class KernelTable:
-    """Of one machine, one torch and one run's shapes."""
+    """The comparison of backends on one machine, with one torch and one run's shapes."""
 
     device: str
     compute: str
     torch: str
     calls: dict[str, tuple[str, ...]] = field(default_factory=dict)
     figures: dict[str, dict[str, KernelFigure]] = field(default_factory=dict)
-    """By operation and backend, as in `KernelTrials`."""
+    """The figures by operation and backend, as in `KernelTrials`."""
 
     def chosen(self, op: str) -> str:
         figures = self.figures.get(op, {})
         return next((backend for backend, figure in figures.items() if figure.verdict == "chosen"), TORCH)
 
     def settle(self, wanted: KernelSpec) -> KernelSpec:
-        """`wanted` with what was left open decided."""
+        """Return `wanted` with `auto` replaced by the chosen backends."""
         return replace(wanted, **{op: self.chosen(op) for op in wanted.open_ops})

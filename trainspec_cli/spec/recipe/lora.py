@@ -1,4 +1,4 @@
-"""Low-rank adapters, trained in the place of the weights themselves."""
+"""Low-rank adapters, trained instead of the weights themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class LoraSpec:
     rank: int = 0
     """0: no adapters, every weight is trained."""
     alpha: float = 16.0
-    """The adapters' output is weighed by alpha / rank."""
+    """The adapters' output is scaled by alpha / rank."""
     targets: tuple[str, ...] = TARGETS
     """The matrices of each block that get one; routed experts get none."""
 

@@ -1,4 +1,4 @@
-"""How parameters are updated."""
+"""The optimizer and its schedule."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class ScheduleSpec:
     kind: Literal["constant", "cosine", "wsd"] = "cosine"
     warmup_steps: int = 0
     decay_fraction: float = 0.2
-    """wsd: the last part of the run over which the rate falls."""
+    """wsd: the last fraction of the run, over which the rate falls."""
     final_lr_ratio: float = 0.1
-    """The rate at the last step, as a part of the peak."""
+    """The rate at the last step, as a fraction of the peak."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,6 @@ class OptimSpec:
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
-    """Applied to matrices alone (not to norms and biases)."""
+    """Applied only to matrices (not to norms and biases)."""
     grad_clip_norm: float | None = 1.0
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)

@@ -14,8 +14,8 @@ MatmulFormat = Literal["compute", "fp8", "mxfp8", "nvfp4"]
 @dataclass(frozen=True)
 class PrecisionSpec:
     compute: ComputeFormat | Auto = AUTO
-    """auto: bf16 where the chip multiplies it natively, else fp32."""
+    """auto: bf16 if the chip multiplies it natively, else fp32."""
     reduce: Literal["bf16", "fp32"] = "fp32"
-    """Gradients are summed across ranks in this."""
+    """The format in which gradients are summed across ranks."""
     matmul: MatmulFormat = "compute"
-    """Linear layers multiply in this; `compute` leaves them in the compute format."""
+    """The format in which linear layers multiply; `compute` is the compute format."""

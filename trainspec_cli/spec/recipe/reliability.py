@@ -1,4 +1,4 @@
-"""What breaks on a cluster, and how long each part of coming back takes."""
+"""Failure rates of a cluster, and the durations of recovery."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ReliabilitySpec:
-    """Failures strike each device alike and without memory (a Poisson process); the rest are mean durations."""
+    """Failures hit all devices equally and without memory (a Poisson process); the rest are mean durations."""
 
     mtbf_device_hours: float = 50_677.0
     """Device-hours between failures that end a synchronous job (a cluster of n devices fails n times as often)."""
     job_wide_fraction: float = 0.129
-    """Part of the failures that no replica group survives: a bug in the software hits all of them."""
+    """Fraction of the failures that no replica group survives, such as a bug in the software."""
     detect_s: float = 60.0
-    """From the failure until the job is known to be dead, and why."""
+    """The time until a failure is detected and diagnosed."""
     swap_s: float = 120.0
-    """Until a spare node stands in the failed one's place."""
+    """The time until a spare node has replaced the failed one."""
     start_s: float = 300.0
     """Processes, communicators and compilation, up to the first step; reading the checkpoint comes on top."""
     repair_s: float = 86_400.0
-    """Until a failed node is a spare again."""
+    """The time until a failed node is a spare again."""
     spare_nodes: int | None = None
-    """Nodes that stand by; null: one whenever it is needed."""
+    """Nodes on standby; null: one whenever it is needed."""
     shrink_stall_s: float = 30.0
-    """Elastic: the survivors stand still this long, from the failure until they step on without the failed group."""
+    """Elastic: how long the survivors stall, from the failure until they continue without the failed replica group."""
     rejoin_stall_s: float = 15.0
-    """Elastic: they wait this long when the healed group joins."""
+    """Elastic: how long they stall when the healed replica group joins."""
     heal_gb_per_s: float = 10.0
-    """Elastic: a device of the new group copies its state from its peer in a healthy one."""
+    """Elastic: the rate at which a device of the new replica group copies its state from a healthy peer."""
     known_within: dict[str, float] = field(default_factory=dict)
-    """How well each value is known: 2 means between half and twice the value, nine times in ten."""
+    """The uncertainty of each value: 2 means between half and twice the value with a probability of 90%."""
     sources: dict[str, str] = field(default_factory=dict)
     unverified: tuple[str, ...] = ()
     """Keys whose value was not checked against its source."""

@@ -1,4 +1,4 @@
-"""What a run does about failures."""
+"""The response to failures."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ RecoveryMode = Literal["restart", "elastic", "none"]
 @dataclass(frozen=True)
 class ResilienceSpec:
     mode: RecoveryMode = "restart"
-    """restart: a failure ends all processes, and the run starts again from its last checkpoint.
+    """restart: a failure ends all processes, and the run restarts from its last checkpoint.
 
-    elastic: the replica groups that survive step on, and the failed one comes back and heals from them.
+    elastic: the surviving replica groups continue, and the failed one restarts and heals from them.
 
     none: the first failure ends the run.
     """
     replica_groups: AutoInt = AUTO
-    """elastic: groups of processes that each hold the whole model, in a layout of their own; auto is
-    `layout.dp_replicate` where that is given, else 2 (the planner tries several).
+    """elastic: replica groups, each a set of processes with the whole model in a layout of its own; auto is
+    `layout.dp_replicate` if that is given, else 2 (the planner tries several).
 
-    On several hosts each takes whole ones, or several share one. The first host, where the supervisor and the groups'
-    meeting point are, must not be lost."""
+    On several nodes each replica group takes whole nodes, or several share one. The first node, which runs the
+    supervisor and the rendezvous server, must not be lost."""
     min_groups: int = 1
-    """elastic: with fewer groups than this the run waits for them; where none can come back, it ends."""
+    """elastic: with fewer replica groups than this the run waits; if none can come back, it ends."""
     max_restarts_per_hour: int = 6
-    """Of each group (elastic) or of the whole run (restart); a group that fails more often stays away."""
+    """The limit for each replica group (elastic) or the whole run (restart); a group that fails more often stays
+    down."""
     hang_floor_s: float | None = 120.0
-    """A step that takes this long, and five times as long as the slowest before it, is hung, and ends the run with the
-    ranks' stacks; null waits for ever."""
+    """A step that takes this long, and five times as long as the slowest before it, has hung; it ends the run with the
+    ranks' stacks. null waits forever."""
     heartbeat_timeout_s: float = 3.0
-    """elastic: a group that is silent for this long counts as dead: its host is off, its link cut, its process stopped.
+    """elastic: a replica group silent for this long counts as dead (its node is off, cut off, or its process stopped).
 
     A killed one is noticed at once, by its closed connection. Heartbeats come from a Python thread, which a native call
-    that holds the interpreter keeps waiting."""
+    that holds the interpreter lock delays."""
     exchange_timeout_s: float = 60.0
-    """elastic: in an exchange of gradients the groups wait this long for one that lives, but does not come."""
+    """elastic: how long a gradient exchange waits for a replica group that is alive but does not take part."""
     sdc_check: int | None = None
     """elastic: steps between comparisons of the groups' parameters (silent data corruption); null never compares."""

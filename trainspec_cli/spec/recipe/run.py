@@ -28,18 +28,18 @@ class TrainSection:
     max_steps: int
     seed: int = 0
     max_skipped_steps: int = 10
-    """A step whose loss or gradients are not finite updates nothing; so many in a row end the run."""
+    """A step whose loss or gradients are not finite updates nothing; this many in a row end the run."""
     eval_interval_steps: int | None = None
-    """Steps between looks at the held-out text; null looks once, at the end."""
+    """Steps between evaluations on the held-out text; null: one at the end."""
     sample_interval_steps: int | None = None
-    """Steps between samples of text that the model writes (`sample`); null writes one at the end."""
+    """Steps between samples of text that the model writes (`sample`); null: one at the end."""
     log_interval_steps: int = 10
-    """Steps between lines where the output is not a terminal."""
+    """Steps between log lines if the output is not a terminal."""
 
 
 @dataclass(frozen=True)
 class SampleSection:
-    """Text the trained model writes at the end."""
+    """Text that the trained model writes at the end."""
 
     prompt: str = ""
     max_new_tokens: int = 0
@@ -52,26 +52,26 @@ class RunSection:
     dir: str | Auto = AUTO
     """The run folder; auto is runs/<recipe>/<time>."""
     stop_grace_s: float = 60.0
-    """A worker that has not ended this long after it was asked to is killed."""
+    """A worker that has not ended this long after a stop request is killed."""
     node_timeout_s: float = 30.0
-    """On several hosts: one that has been silent for so long (off, hung, cut off) is lost, and the job ends."""
+    """On several nodes: a node that is silent for this long (off, hung, cut off) is lost, and the job ends."""
     preflight: bool = True
-    """Before the workers start: refuse a host without the memory or the disk that the run takes. Of several hosts each
-    is measured for some seconds, and one far below the others is refused."""
+    """Before the workers start, refuse a node without enough memory or disk. Several nodes are each measured for some
+    seconds, and one far slower than the others is refused."""
 
 
 @dataclass(frozen=True)
 class TrackingSection:
-    """The same events elsewhere; each is an extra of its own."""
+    """Other places to record events; each needs its own extra."""
 
     tensorboard: bool = False
     """Files in the run folder."""
     wandb: bool = False
-    """Weights & Biases, offline in the run folder unless `WANDB_MODE` says otherwise (`wandb sync` sends it later)."""
+    """Weights & Biases, offline in the run folder unless `WANDB_MODE` is set (`wandb sync` uploads it later)."""
     mlflow: bool = False
     """MLflow, in the run folder unless `MLFLOW_TRACKING_URI` names a server."""
     project: str = "trainspec"
-    """What Weights & Biases and MLflow file the run under."""
+    """The project name in Weights & Biases and MLflow."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,13 @@ class RunSpec:
     compile: bool = False
     """torch.compile each block."""
     recompute: Recompute | Auto = "none"
-    """Activations computed again in the backward: selective those of the attention core, full a whole block's."""
+    """Activations recomputed in the backward: `selective` those of the attention core, `full` a whole block's."""
     offload: Offload | Auto = "none"
-    """What lives in host memory between its uses."""
+    """The state that is kept in host memory between its uses."""
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     resilience: ResilienceSpec = field(default_factory=ResilienceSpec)
     fault: str = ""
-    """Faults that the run is to meet, such as `kill(group=1,step=40)`; several are separated by `;`."""
+    """Faults to inject, such as `kill(group=1,step=40)`; several are separated by `;`."""
     sample: SampleSection = field(default_factory=SampleSection)
     tracking: TrackingSection = field(default_factory=TrackingSection)
     run: RunSection = field(default_factory=RunSection)

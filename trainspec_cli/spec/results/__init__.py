@@ -1,1 +1,1 @@
-"""What trainspec says of a recipe: plan, prediction, probe, forecast."""
+"""Results that commands exchange and print: plan, prediction, probe, forecast."""

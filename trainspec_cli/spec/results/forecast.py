@@ -1,4 +1,4 @@
-"""What is expected of a whole run: how long, how much of it is useful, and what it costs, each with an interval."""
+"""The forecast of a whole run: duration, useful fraction and cost, each with an interval."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainspec_cli.spec.recipe.resilience import RecoveryMode
 
 @dataclass(frozen=True)
 class Interval:
-    """An expected value and the bounds that hold it nine times in ten."""
+    """An expected value and the bounds of its 90% interval."""
 
     value: float
     low: float
@@ -18,7 +18,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Assumption:
-    """One input of the forecast that the recipe's user may know better."""
+    """An input of the forecast that the user may know better."""
 
     key: str
     """The key that changes it, such as `cluster.site.pue`."""
@@ -31,11 +31,11 @@ class Assumption:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Where the run's wall time goes, as parts that sum to 1, under one way of recovering."""
+    """The fractions of the run's wall time, which sum to 1, under one recovery mode."""
 
     mode: RecoveryMode
     goodput: Interval
-    """Time of work that was kept over wall time."""
+    """Time of kept work over wall time."""
     lost: dict[str, float]
     """checkpoint, rework (undone by failures), restart, stall (survivors wait), shrunk (groups are away)."""
     failures: float
@@ -46,12 +46,12 @@ class Goodput:
     """Of work, between checkpoints."""
     checkpoint_interval_steps: int
     optimal_interval_s: float
-    """Daly's; the same as the interval unless the recipe sets its own."""
+    """Daly's interval; the same as the interval unless the recipe sets its own."""
     checkpoint_s: float
     """For which one checkpoint holds training up."""
     checkpoint_bytes: float
     restart_s: float
-    """From a failure to the first new work when the job starts again."""
+    """The time from a failure to the first new work after a restart."""
     wall_time_s: float
     """Expected, of the whole run."""
     layout: str = ""
@@ -74,7 +74,7 @@ class RunForecast:
     cost_usd: Interval | None
     """None where no price is known."""
     alternatives: tuple[Goodput, ...] = ()
-    """The other ways of recovering, for comparison."""
+    """The other recovery modes, for comparison."""
     energy_parts_joules: dict[str, float] = field(default_factory=dict)
     """accelerators, hosts, building: sums to the energy."""
     cost_parts_usd: dict[str, float] = field(default_factory=dict)

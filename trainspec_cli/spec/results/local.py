@@ -1,4 +1,4 @@
-"""What is predicted of a run on this machine."""
+"""The prediction of a run on this machine."""
 
 from __future__ import annotations
 

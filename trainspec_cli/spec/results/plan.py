@@ -1,4 +1,4 @@
-"""A plan: a RunSpec with no `auto` left, and what is known of the run before it starts."""
+"""A plan: a RunSpec with no `auto` left, and the predictions made before the start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainspec_cli.spec.results.local import LocalPrediction
 
 @dataclass(frozen=True)
 class Plan:
-    """What `launch` writes to `plan.json` and the workers run."""
+    """The plan that `launch` writes to `plan.json` and the workers run."""
 
     spec: RunSpec
     """The recipe as it was asked for (`auto`s included, for the record)."""
@@ -38,7 +38,7 @@ class Plan:
     """Groups of processes, each with the whole model in `layout`; above 1 they survive one another."""
 
     kernels: KernelSpec = field(default_factory=KernelSpec)
-    """Who computes what; `auto` is resolved by measuring, just before the launch."""
+    """The kernel of each operation; `auto` is resolved by measuring, just before the launch."""
 
     prediction: LocalPrediction | None = None
     """Of a run on this machine's CPU; None where no probe speaks of it."""

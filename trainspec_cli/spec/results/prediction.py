@@ -1,4 +1,4 @@
-"""What the planner predicts of a layout: memory by cause, step time by phase, and the ranked candidates."""
+"""The planner's predictions for a layout: memory by cause, step time by phase, and the ranked candidates."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout and what it would do."""
+    """One layout and its predicted memory and speed."""
 
     layout: Layout
     micro_batch_size: int
@@ -90,7 +90,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class CapacityPlan:
-    """What a run can be on a cluster: the layouts that fit, fastest first, and why the others do not."""
+    """The search result for a cluster: the layouts that fit, fastest first, and why the others do not."""
 
     params: int
     active_params: int
@@ -103,7 +103,7 @@ class CapacityPlan:
     rejected: dict[str, int] = field(default_factory=dict)
     """Layouts refused, counted by reason."""
     advice: tuple[str, ...] = ()
-    """What would make it fit, when nothing does."""
+    """Changes that would make the run fit, if no layout does."""
     assumptions: tuple[str, ...] = ()
     considered: int = 0
 

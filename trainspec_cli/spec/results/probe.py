@@ -1,4 +1,4 @@
-"""What a short probe of a machine without GPUs has measured, with all of a run's processes at work at once."""
+"""The results of a short probe of a machine without GPUs, with all of a run's processes running at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROBED_HEAD_SIZES = (16, 64)
 
 
 BUSY = 0.1
-"""A probe that was displaced for more of its time tells of its neighbours as much as of the machine."""
+"""A probe displaced for a larger fraction of its time measures other processes as much as the machine."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Curve:
         return math.exp(math.log(y0) + share * math.log(y1 / y0))
 
     def beyond_call(self, size: float) -> float:
-        """What the size adds to the cost of the call."""
+        """Return the cost that the size adds to the cost of the call."""
         return max(0.0, self.at(size) - self.seconds[0])
 
 
@@ -77,7 +77,7 @@ class MachineProbe:
     empty_step_s: dict[str, float]
     """The parts of a step of a model next to nothing, without its blocks: hosts' time, small collectives."""
     empty_block_s: dict[str, float]
-    """What each of its blocks adds."""
+    """The time that each of its blocks adds."""
     small: Reference
     large: Reference
     matmul: MatmulCurves

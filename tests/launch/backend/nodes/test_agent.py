@@ -30,6 +30,7 @@ from trainspec_cli.launch.backend.nodes.wire import Wire
 from trainspec_cli.launch.signals import PatientRequests
 from trainspec_cli.rundir.generations import GenerationRecord
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.results.doctor import NodeReport
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +125,12 @@ def test_an_agent_whose_hub_is_gone_ends_what_it_runs(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "reports"), [("print(1); print('{\"a\": 2}')", [NodeExamined('{"a": 2}')]), ("", [])]
+    ("program", "reports"),
+    [
+        ('print(1); print(\'{"host": "a", "time": 2, "checks": []}\')', [NodeExamined(NodeReport("a", 2.0, ()))]),
+        ("", []),
+        ("print(1)", []),
+    ],
 )
 def test_a_node_is_examined_before_anything_runs(
     tmp_path: Path, make_plan, monkeypatch: pytest.MonkeyPatch, program: str, reports: list[Message]

@@ -46,10 +46,13 @@ from trainspec_cli.policy.run_state import (
 )
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.secret import read_secret
+from trainspec_cli.spec.results.doctor import Check, NodeReport
 from trainspec_cli.spec.results.plan import Plan
 
 NOBODY = ("true",)
 """Instead of what starts agents."""
+SOUND = NodeReport("a", 1.0, ())
+SLOW = NodeReport("a", 1.0, (Check("speed", "fail", "it is slow"),))
 
 
 @pytest.fixture
@@ -243,23 +246,23 @@ def test_nodes_are_examined_before_they_are_there_and_one_that_comes_back_may_st
     open_lab: Callable[..., Lab], plan: Plan, tmp_path: Path
 ) -> None:
     def judge(reports) -> None:
-        if any(report["slow"] for report in reports):
+        if any(report.checks for report in reports):
             raise MachineError("it is slow")
 
     lab = open_lab(replace(plan, num_nodes=2), examination=Examination(("examine",), judge))
     record = generations.read(lab.job.run, lab.backend.generation)
     assert record is not None and record.examine == ("examine",)
     agents = lab.call(0, 1)
-    agents[0].send(NodeExamined('{"slow": false}'))
+    agents[0].send(NodeExamined(SOUND))
     lab.wait_until(lambda: lab.backend._hub.nodes[0].report)
     assert PresenceChanged(0, "there") not in lab.events, "the other is examined still"
-    agents[1].send(NodeExamined('{"slow": false}'))
+    agents[1].send(NodeExamined(SOUND))
     lab.wait_for(PresenceChanged(0, "there"), PresenceChanged(1, "there"))
-    assert [report["slow"] for report in json.loads((tmp_path / "preflight.json").read_text())] == [False, False]
+    assert [report["checks"] for report in json.loads((tmp_path / "preflight.json").read_text())] == [[], []]
     agents[1].close()
     lab.wait_for(PresenceChanged(1, "awaited"))
     (back,) = lab.call(1)
-    back.send(NodeExamined('{"slow": true}'))
+    back.send(NodeExamined(SLOW))
     lab.wait_for(NodeUnfit(1, "host1", "it is slow"))
     assert lab.receive(back) == EndAgent()
 
@@ -270,7 +273,7 @@ def test_where_all_nodes_are_new_an_unfit_one_ends_the_run(open_lab: Callable[..
 
     lab = open_lab(replace(plan, num_nodes=2), examination=Examination(("examine",), judge))
     for agent in lab.call(0, 1):
-        agent.send(NodeExamined("{}"))
+        agent.send(NodeExamined(SOUND))
     with pytest.raises(MachineError, match="it is slow"):
         lab.wait_until(lambda: False)
 

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,11 +32,14 @@ from trainspec_cli.launch.backend.nodes.messages import (
 )
 from trainspec_cli.launch.backend.nodes.wire import LINE_BYTES, Wire
 from trainspec_cli.launch.job.place import listen
+from trainspec_cli.spec.results.doctor import Check, NodeReport
+from trainspec_cli.spec.results.tools import SpeedResult
 from trainspec_cli.wire import handshake
 
 TIMEOUT_S = 30.0
 """Longer than a busy machine holds any of these tests up; those that wait for it set a shorter one."""
 HERE = "127.0.0.1"
+REPORT = NodeReport("a b", 1.5, (Check("disk", "ok", "9 GB, é"),), SpeedResult("2.13", None, None, 2, 1e12, 1e9, 1))
 NEWS: list[News] = []
 """What the hub has reported in this test."""
 
@@ -217,8 +221,7 @@ MALFORMED = [
     b'{"kind": "GroupExited", "group": 0, "number": 1, "exit_code": 0, "left_behind": 5}',
     b'{"kind": "WorkerExited", "group": 0, "number": 1, "rank": 0, "summary": "\\u0000"}',
     *(b'{"kind": "Goodbye", "more": 1}', b"[" * 5000),
-    b'{"kind": "NodeExamined", "report": "["}',
-    b'{"kind": "NodeExamined", "report": "5"}',
+    *(b'{"kind": "NodeExamined", "report": 5}', b'{"kind": "NodeExamined", "report": {"host": "a"}}'),
     b'{"kind": "Hello", "node": 1, "hostname": "sound"}',
     b'{"kind": "StartGroup", "group": 0, "number": 1}',
 ]
@@ -236,7 +239,7 @@ def test_an_agent_that_sends_nonsense_is_lost_and_no_other(hub: Hub, call, line:
 
 
 @pytest.mark.parametrize(
-    "message", [Beat(), Hello(3, "a b"), NodeExamined('{"a": "é"}'), GroupExited(1, 2, None, (3, 4)), EndAgent()]
+    "message", [Beat(), Hello(3, "a b"), NodeExamined(REPORT), GroupExited(1, 2, None, (3, 4)), EndAgent()]
 )
 def test_a_message_is_one_line_and_comes_back(message: Message) -> None:
     assert decode(encode(message)) == message
@@ -310,11 +313,11 @@ def test_who_never_comes_is_lost() -> None:
 
 def test_a_report_is_kept(hub: Hub, call) -> None:
     agent = call(0)
-    agent.send(NodeExamined('{"host": "a b", "checks": []}'))
+    agent.send(NodeExamined(REPORT))
     poll_until(hub, lambda: hub.nodes[0].report is not None, agent)
     assert hub.nodes[0].report is not None
-    assert hub.nodes[0].report["host"] == "a b"
-    assert abs(hub.nodes[0].report["heard_at"] - time.time()) < 60
+    assert replace(hub.nodes[0].report, heard_at=None) == REPORT
+    assert abs((hub.nodes[0].report.heard_at or 0) - time.time()) < 60
 
 
 @pytest.mark.parametrize("welcomes_back", [True, False])

@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from trainspec_cli.errors import MachineError, Problem, TrainspecError
+from trainspec_cli.errors import MachineError, Problem, RecipeError, TrainspecError
 from trainspec_cli.launch.backend import processes
 from trainspec_cli.launch.backend.node_processes import NodeProcesses
 from trainspec_cli.launch.backend.nodes import messages
@@ -30,14 +30,17 @@ from trainspec_cli.launch.job.job import Job, build_node_job
 from trainspec_cli.launch.job.machine import detect
 from trainspec_cli.launch.job.place import Place
 from trainspec_cli.launch.signals import PatientRequests, on_stop_signal
+from trainspec_cli.node import node_name
+from trainspec_cli.reading.json_file import parse_json
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.generations import GenerationRecord
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.secret import read_secret
 from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.results.doctor import NodeReport
 from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.rules.rules import check_machine
+from trainspec_cli.spec.rules.check import check_machine
 from trainspec_cli.trust import private_files
 
 APPEAR_TIMEOUT_S = 60.0
@@ -121,7 +124,7 @@ def connect(record: GenerationRecord, secret: bytes, node: int) -> Wire:
         message = f"{socket.gethostname()} cannot reach the first node at {address[0]}:{address[1]}: {error}"
         hint = "open the way between the job's nodes (a firewall), or look at the cable"
         raise MachineError(Problem("hub_unreachable", message, hint=hint, environment=True)) from error
-    wire.send(messages.Hello(node, os.environ.get("SLURMD_NODENAME") or socket.gethostname()))
+    wire.send(messages.Hello(node, node_name()))
     return wire
 
 
@@ -220,11 +223,14 @@ class Agent:
             examining.wait()
             output.seek(0)
             lines = output.read().decode(errors="replace").splitlines()
-        if lines:
-            self._wire.send(messages.NodeExamined(lines[-1]))
-        elif not self._is_ended:
-            message = f"the examination of {socket.gethostname()} ended without a report within {EXAMINE_TIMEOUT_S:g} s"
-            raise MachineError(Problem("examination_failed", message, hint=f"look at {self._record.logs}"))
+        try:
+            report = from_plain(NodeReport, parse_json(lines[-1] if lines else ""))
+        except (ValueError, RecipeError) as error:
+            if self._is_ended:
+                return
+            message = f"the examination of {node_name()} ended without a report within {EXAMINE_TIMEOUT_S:g} s"
+            raise MachineError(Problem("examination_failed", message, hint=f"look at {self._record.logs}")) from error
+        self._wire.send(messages.NodeExamined(report))
 
     def _listen(self) -> bool:
         """Hear the hub and be heard, for an instant; False where it has ended this agent, or is gone."""

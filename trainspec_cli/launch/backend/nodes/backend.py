@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainspec_cli.errors import MachineError
 from trainspec_cli.launch.backend.family import Family
@@ -33,6 +32,7 @@ from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.generations import Fence, GenerationRecord
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.secret import create_secret
+from trainspec_cli.spec.results.doctor import NodeReport
 from trainspec_cli.spec.results.plan import Plan
 
 JOIN_TIMEOUT_S = 300.0
@@ -90,7 +90,7 @@ class Examination:
 
     command: tuple[str, ...]
     """Run on each node; prints its report as JSON in its last line."""
-    judge: Callable[[Sequence[dict[str, Any]]], None]
+    judge: Callable[[Sequence[NodeReport]], None]
     """Takes the reports of all nodes, by number. Raises MachineError where one is not fit."""
 
 
@@ -191,7 +191,7 @@ class NodesBackend:
             return []
         if new and self._examination:
             reports = [node.report for node in here if node.report is not None]
-            write_json(self._job.root / "preflight.json", reports)
+            write_json(self._job.root / "preflight.json", [report.as_json() for report in reports])
             try:
                 self._examination.judge(reports)
             except MachineError as error:

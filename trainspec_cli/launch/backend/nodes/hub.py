@@ -6,12 +6,11 @@ import math
 import socket
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from trainspec_cli.launch.backend.nodes import messages
 from trainspec_cli.launch.backend.nodes.wire import Knock, Wire
-from trainspec_cli.reading.json_file import parse_json
+from trainspec_cli.spec.results.doctor import NodeReport
 
 MAX_ACCEPTED = 256
 """In one look: a flood of connections does not keep the hub from its agents."""
@@ -38,7 +37,7 @@ class RemoteNode:
     """When one that had come was lost (monotonic)."""
     refusal: str = ""
     """Why it cannot take part."""
-    report: dict[str, Any] | None = None
+    report: NodeReport | None = None
     """What its examination found."""
     admitted: bool = False
     """Whether workers may start there."""
@@ -208,10 +207,7 @@ class Hub:
             if not isinstance(message, messages.AgentMessage) or isinstance(message, messages.Hello):
                 return [*news, *_lose(node, f"sent what the hub does not understand: {type(message).__name__}")]
             if isinstance(message, messages.NodeExamined):
-                try:
-                    node.report = {**parse_json(message.report), "heard_at": time.time()}
-                except (ValueError, TypeError):
-                    return [*news, *_lose(node, f"sent what the hub does not understand: {message.report[:80]!r}")]
+                node.report = replace(message.report, heard_at=time.time())
             node.has_left = node.has_left or isinstance(message, messages.Goodbye)
             news.append((node, message))
         return news

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from trainspec_cli.reading.json_file import parse_json
 from trainspec_cli.spec.canonical import canonical_json, from_plain, to_plain
+from trainspec_cli.spec.results.doctor import NodeReport
 
 KIND = "kind"
 """The key of a message's class."""
@@ -28,8 +29,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class NodeExamined:
-    report: str
-    """JSON, as the examination has printed it."""
+    report: NodeReport
 
 
 @dataclass(frozen=True)

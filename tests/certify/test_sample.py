@@ -1,0 +1,89 @@
+"""A sample of the certification, drawn from the commit: every family along every axis, all clauses, in some minutes.
+
+What always is among them: tied embeddings under the schedules that split the backward, checkpoints that are read into
+pipelines with tied embeddings, ring and Ulysses attention, and clipping (in every case of NUM-2).
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.certify import runs
+from trainspec_cli.certify.cases import Case, name_layout
+from trainspec_cli.certify.certificate import read_clauses
+from trainspec_cli.certify.judge import ClauseCheck, checks, judge, judge_refusals
+from trainspec_cli.certify.runs import Run
+from trainspec_cli.launch.job.machine import detect
+from trainspec_cli.spec.recipe.layout import Layout
+
+PROCESSES = 4
+ALONE = ("NUM-3", "NUM-4", "NUM-5", "NUM-6", "CKPT-1", "CKPT-2")
+"""Clauses with runs of their own; one case of each is drawn."""
+SPLIT = [Case("tied", Layout(pp=2, pipeline_schedule=schedule)) for schedule in ("zero_bubble", "zbv")]
+
+
+def sample(seed: str) -> list[ClauseCheck]:
+    """Draw checks whose cases have, for each family, every part of a layout that the matrix has for it."""
+    draw, matrix = random.Random(seed), checks(PROCESSES)
+    chosen = [*(Run(case) for case in SPLIT), *_reading_into_tied_pipelines(matrix)]
+    chosen += [draw.choice([check for check in matrix if check.clause == clause]).run for clause in ALONE]
+    spread = [check.run for check in matrix if check.clause == "NUM-2"]
+    missing = {pair for run in spread for pair in parts(run)} - {pair for run in chosen[:2] for pair in parts(run)}
+    while missing:
+        some = draw.sample(spread, k=min(6, len(spread)))
+        best = max(some, key=lambda run: len(parts(run) & missing))
+        if parts(best) & missing:
+            chosen.append(best)
+            missing -= parts(best)
+    return [check for check in matrix if check.run in set(chosen)]
+
+
+def parts(run: Run) -> set[tuple[str, str]]:
+    """Each axis of the run's layout beside its family; the manner of an axis (ring, zbv, zero2) beside any family."""
+    words = name_layout(run.case.layout).split(".")
+    return {(run.case.family if word[-1].isdigit() and "zero" not in word else "", word) for word in words}
+
+
+def _reading_into_tied_pipelines(matrix: Sequence[ClauseCheck]) -> list[Run]:
+    """A stage's copy of the embedding has to be filled from the checkpoint."""
+    tied = [check.run for check in matrix if check.clause == "CKPT-2" and check.run.case.family == "tied"]
+    return [run for run in tied if run.case.layout.pp > 1]
+
+
+@pytest.mark.parametrize("seed", ["a", "b", "c"])
+def test_a_sample_has_every_family_along_every_axis(seed: str) -> None:
+    drawn = sample(seed)
+    assert {check.clause for check in drawn} == set(read_clauses()) - {"LEGAL-1"}
+    spread = [check.run for check in drawn if check.clause == "NUM-2"]
+    assert {check.run for check in drawn if check.clause == "NUM-1"} == set(spread)
+    whole = [check.run for check in checks(PROCESSES) if check.clause == "NUM-2"]
+    assert {pair for run in spread for pair in parts(run)} == {pair for run in whole for pair in parts(run)}
+    assert {run.case for run in spread} >= set(SPLIT)
+    assert {"ring", "ulysses"} <= {run.case.layout.context_method for run in spread if run.case.layout.cp > 1}
+    into = [check.run for check in drawn if check.clause == "CKPT-2" and check.run.case.family == "tied"]
+    assert {run.case.layout.pipeline_schedule for run in into if run.case.layout.pp > 1} >= {"zbv", "1f1b"}
+    assert len(drawn) < len(checks(PROCESSES)) / 3
+
+
+def test_another_commit_draws_another_sample() -> None:
+    assert sample("a") == sample("a")
+    assert sample("a") != sample("b")
+
+
+@pytest.mark.slow
+def test_a_sample_of_the_matrix_keeps_every_clause(tmp_path: Path) -> None:
+    """Of a tree without git, such as an unpacked archive, the seed is that of no commit."""
+    asked = ["git", "rev-parse", "HEAD"]
+    seed = subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() or "none"
+    drawn = sample(seed)
+    names = [f"{check.clause} {check.run.name}" for check in drawn]
+    print(f"seed {seed}: {len(drawn)} checks", *names, sep="\n")
+    wanted = [run for check in drawn for run in check.runs]
+    results = runs.measure(wanted, tmp_path, detect(look_for_gpus=False), lambda done: None)
+    findings = [*(judge(check, results) for check in drawn), *judge_refusals(PROCESSES)]
+    assert [finding for finding in findings if not finding.passed] == [], f"seed {seed}"

@@ -1,0 +1,223 @@
+"""Who takes part in a step, who heals from whom, and whether a group of several ranks counts a step."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainspec_cli.engine.elastic import membership
+from trainspec_cli.engine.elastic.membership import GroupRank, HealFailedError, Membership, Participation, Quorum
+
+
+class Peers:
+    """The other groups, as scripted: what the server answers, and whether exchanges fail."""
+
+    def __init__(self) -> None:
+        self.quorums: list[tuple[str, list[str], list[int]]] = []
+        """(number, names, steps); "own" stands for the name of the group under test."""
+        self.asked: list[tuple[int, int]] = []
+        self.connected: list[tuple[str, int, int]] = []
+        self.fails = False
+        self.sent: list[tuple[list[float], int]] = []
+        self.comm: Any = None
+
+    def join(self, own: str, step: int, failures: int) -> Quorum:
+        self.asked.append((step, failures))
+        number, names, steps = self.quorums.pop(0)
+        return Quorum(number, tuple(own if name == "own" else name for name in names), tuple(steps))
+
+    def connect(self, name: str, rank: int, size: int, _timeout_s: float) -> Any:
+        self.connected.append((name, rank, size))
+        comm = FakeComm(self, rank, size)
+        self.comm = weakref.ref(comm)
+        return comm
+
+
+class FakeComm:
+    def __init__(self, peers: Peers, rank: int, size: int):
+        self.peers, self.rank, self.size = peers, rank, size
+
+    def _check(self) -> None:
+        if self.peers.fails:
+            raise RuntimeError("a peer is lost")
+
+    def sum_(self, tensor: torch.Tensor) -> None:
+        self._check()
+        tensor.mul_(self.size)
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self._check()
+        return [tensor.clone() for _ in range(self.size)]
+
+    def send(self, tensors: Any, to: int) -> None:
+        self._check()
+        self.peers.sent.append(([float(tensor) for tensor in tensors], to))
+
+    def receive_(self, tensors: Any, sender: int) -> None:
+        self._check()
+        for tensor in tensors:
+            tensor.fill_(100 + sender)
+
+
+class Client:
+    def __init__(self, peers: Peers, name: str):
+        self._peers, self._name, self.closed = peers, name, False
+
+    def join(self, step: int, failures: int) -> Quorum:
+        return self._peers.join(self._name, step, failures)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def peers(one_process: None, monkeypatch: pytest.MonkeyPatch) -> Peers:
+    peers = Peers()
+    monkeypatch.setattr(membership, "QuorumClient", lambda name, _connect: Client(peers, name))
+    monkeypatch.setattr(membership, "CrossGroupComm", peers.connect)
+    return peers
+
+
+STATE = torch.tensor(5.0)
+
+
+@pytest.fixture
+def own(peers: Peers) -> Membership:
+    STATE.fill_(5.0)
+    return Membership(GroupRank(1, 0, 1), lambda: [STATE], 1.0)
+
+
+def test_the_others_wait_for_a_group_from_its_first_step_on_and_not_before(own: Membership, peers: Peers) -> None:
+    assert own._client is None and not peers.asked
+    peers.quorums = [("1", ["00000:a", "own"], [0, 0])]
+    part = own.agree(0)
+    assert (part.groups, part.rank, part.step, part.healed) == ((0, 1), 1, 0, False)
+    assert own._client is not None
+
+
+def test_a_group_that_is_behind_copies_the_state(own: Membership, peers: Peers) -> None:
+    peers.quorums = [("1", ["00000:a", "own"], [7, 3])]
+    part = own.agree(3)
+    assert (part.step, part.healed, float(STATE), peers.sent) == (7, True, 100.0, [])
+
+
+def test_a_group_in_front_gives_it_and_keeps_its_own(own: Membership, peers: Peers) -> None:
+    peers.quorums = [("1", ["00000:a", "own", "00002:c"], [3, 7, 3])]
+    part = own.agree(7)
+    assert (part.step, part.healed, float(STATE)) == (7, False, 5.0)
+    assert peers.sent == [([5.0], 0), ([5.0], 2)]
+
+
+def test_who_loses_the_group_it_heals_from_must_end(own: Membership, peers: Peers) -> None:
+    peers.quorums, peers.fails = [("1", ["00000:a", "own"], [7, 3])], True
+    with pytest.raises(HealFailedError, match="a peer is lost"):
+        own.agree(3)
+
+
+def test_who_gives_its_state_to_a_group_that_dies_goes_on(own: Membership, peers: Peers) -> None:
+    peers.quorums, peers.fails = [("1", ["00000:a", "own"], [3, 7])], True
+    assert not own.agree(7).healed
+    assert own.failed and not own.vote()
+
+
+def test_after_an_error_nothing_is_exchanged_and_the_connection_is_closed(own: Membership, peers: Peers) -> None:
+    peers.quorums = [("1", ["00000:a", "own"], [0, 0])]
+    own.agree(0)
+    tensor = torch.ones(1)
+    own.sum_(tensor)
+    assert tensor == 2
+    peers.fails = True
+    own.sum_(tensor)
+    gc.collect()
+    assert peers.comm() is None, "peers that wait on it would wait for the timeout"
+    peers.fails = False
+    own.sum_(tensor)
+    assert tensor == 2 and own.gather(tensor) == [] and own.failed
+
+
+def test_failed_votes_are_reported_to_the_server_until_one_commits(own: Membership, peers: Peers) -> None:
+    peers.quorums = [(str(number), ["00000:a", "own"], [0, 0]) for number in range(4)]
+    own.agree(0)
+    peers.fails = True
+    own.sum_(torch.ones(1))
+    assert not own.vote()
+    own.agree(0)
+    own.sum_(torch.ones(1))
+    assert not own.vote()
+    peers.fails = False
+    own.agree(0)
+    assert own.vote()
+    own.agree(1)
+    assert peers.asked == [(0, 0), (0, 1), (0, 2), (1, 0)]
+
+
+def test_a_connection_lasts_as_long_as_the_quorum(own: Membership, peers: Peers) -> None:
+    same = ("1", ["00000:a", "own"], [0, 0])
+    peers.quorums = [same, same, ("2", ["00000:a", "own"], [0, 0]), ("2", ["00000:b", "own"], [0, 0])]
+    for _ in range(4):
+        own.agree(0)
+    names = [name for name, _, _ in peers.connected]
+    assert len(names) == len(set(names)) == 3
+    assert {(rank, size) for _, rank, size in peers.connected} == {(1, 2)}
+
+
+def test_the_name_of_an_exchange_is_the_ranks_own_and_the_steps(peers: Peers) -> None:
+    """A server that starts again counts quorums anew: number 1 at step 9 is another one than number 1 at step 0."""
+    for rank, step in ((0, 0), (0, 9), (1, 9)):
+        own = Membership(GroupRank(1, 0, 1), lambda: [STATE], 1.0)
+        own.own = GroupRank(1, 0, 2) if rank == 0 else GroupRank(1, 1, 2)
+        own._connect(Quorum("1", ("00000:a", "own"), (step, step)), 1)
+    assert len({name for name, _, _ in peers.connected}) == 3
+
+
+def test_changes_name_the_groups_and_a_new_start_is_another(own: Membership) -> None:
+    def with_names(*names: str) -> Participation:
+        return Participation((), 0, 0, healed=False, names=frozenset(names))
+
+    before = with_names("00000:a", "00001:b", "00012:c")
+    after = with_names("00000:a", "00001:new", "00003:d")
+    assert after.changes_since(before) == [("left", 1), ("left", 12), ("joined", 1), ("joined", 3)]
+    assert before.changes_since(before) == []
+
+
+# A group of two ranks, the other of which holds what is given
+
+
+@pytest.fixture
+def pair(own: Membership, monkeypatch: pytest.MonkeyPatch) -> Any:
+    own.own = GroupRank(1, 0, 2)
+    combine = {dist.ReduceOp.MAX: torch.maximum, dist.ReduceOp.MIN: torch.minimum, dist.ReduceOp.SUM: torch.add}
+
+    def with_other(*values: float) -> Membership:
+        def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+            tensor.copy_(combine[op](tensor, torch.tensor(values)))
+
+        monkeypatch.setattr(membership.dist, "all_reduce", all_reduce)
+        return own
+
+    return with_other
+
+
+@pytest.mark.parametrize(("own_error", "other_failed", "commits"), [(0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 0)])
+def test_a_step_counts_when_no_rank_of_the_group_met_an_error(
+    pair: Any, own_error: int, other_failed: int, commits: int
+) -> None:
+    membership_of_pair = pair(float(other_failed))
+    if own_error:
+        membership_of_pair._drop(RuntimeError("lost"))
+    assert membership_of_pair.vote() == bool(commits)
+
+
+@pytest.mark.parametrize("other_failed", [0.0, 1.0])
+def test_ranks_of_a_group_settle_on_the_greatest_counts(pair: Any, other_failed: float) -> None:
+    """A rank whose exchange failed holds its own counts alone."""
+    settling = pair(3.0, 0.0, other_failed)
+    counts = torch.tensor([1.0, 2.0])
+    settling.settle(counts)
+    assert counts.tolist() == [3.0, 2.0]
+    assert settling.failed_anywhere == bool(other_failed)

@@ -1,0 +1,162 @@
+"""What a run is evaluated on: the held-out split, all of it, and nothing of what it trains on."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainspec_cli.corpus.collection import Collection
+from trainspec_cli.corpus.prepare import prepare
+from trainspec_cli.engine.build.train_state import TrainState, build_train_state
+from trainspec_cli.engine.data.heldout import heldout_batches
+from trainspec_cli.engine.observe.clock import StepClock
+from trainspec_cli.engine.run.sources import SampleSource, TokenSource, open_source
+from trainspec_cli.planner.plan import plan
+from trainspec_cli.spec.recipe.batching import BatchingSpec
+from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
+from trainspec_cli.spec.recipe.data import DataSpec, TokenizerSpec
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.optim import OptimSpec
+from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
+
+CPU, TOKENS, BATCH = torch.device("cpu"), 8, 3
+MACHINE = Machine("host", cpu_cores=1, memory_bytes=2**34, bf16=False)
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataSpec:
+    """Files of words that are in no other file."""
+    monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path / "cache"))
+    generator, folder = random.Random(0), tmp_path / "texts"
+    folder.mkdir()
+    for number in range(10):
+        words = ("".join(generator.choices("abcdefghij", k=5)) for _ in range(12))
+        (folder / f"{number:03d}.txt").write_text(" ".join(words), encoding="utf-8")
+    tokenizer = TokenizerSpec(vocab_size=300)
+    return DataSpec(TOKENS, "text", str(folder), tokenizer=tokenizer, heldout_fraction=0.3)
+
+
+@pytest.fixture
+def source(one_process: None, text: DataSpec) -> TokenSource:
+    spec = RunSpec(
+        model=DecoderModel(2, 32, 2, 1, 16, 48, 300),
+        data=text,
+        optim=OptimSpec(lr=1e-3),
+        batching=BatchingSpec(global_batch_size=BATCH, micro_batch_size=BATCH),
+        train=TrainSection(max_steps=1),
+        cluster=ClusterSpec(devices_per_node=1, device="cpu"),
+    )
+    made = plan(spec, MACHINE)
+    torch.manual_seed(0)
+    state = build_train_state(made, CPU)
+    for share in state.shares:
+        torch.nn.init.normal_(share.local, std=0.2)
+    opened = open_source(made, str(prepare(text)), state)
+    assert isinstance(opened, TokenSource)
+    return opened
+
+
+@torch.no_grad()
+def nats_of(state: TrainState, tokens: np.ndarray) -> float:
+    """The summed loss of `tokens` in windows of `TOKENS`, the last of which may be shorter."""
+    total = 0.0
+    for start in range(0, len(tokens) - 1, TOKENS):
+        window = torch.from_numpy(tokens[start : start + TOKENS + 1])
+        logits_SV = state.parts[0](window[None, :-1])[0]
+        total += float(torch.nn.functional.cross_entropy(logits_SV.double(), window[1:], reduction="sum"))
+    return total
+
+
+def test_the_held_out_loss_is_that_of_the_held_out_text(source: TokenSource) -> None:
+    folder = source.collection.main
+    tokens = folder.tokens("heldout", 0, folder.num_tokens("heldout"))
+    nats = nats_of(source.state, tokens)
+    figures = source.evaluate()
+    assert figures is not None
+    assert figures["heldout_loss"] == pytest.approx(nats / (len(tokens) - 1), rel=1e-5)
+    assert figures["heldout_bits_per_byte"] == pytest.approx(nats / math.log(2) / folder.num_bytes("heldout"), rel=1e-5)
+    trained = folder.tokens("train", 0, len(tokens))
+    assert nats_of(source.state, trained) != pytest.approx(nats, rel=1e-5), "the splits can be told apart"
+    assert source.summarise(figures)["heldout_bits_per_byte"] == figures["heldout_bits_per_byte"]
+
+
+def test_batches_are_of_the_text_to_train_on(source: TokenSource) -> None:
+    folder = source.collection.main
+    trained = folder.tokens("train", 0, folder.num_tokens("train"))
+    windows = {tuple(trained[start : start + TOKENS]) for start in range(0, len(trained) - TOKENS, TOKENS)}
+    (tokens, targets), *_ = next(source.batches(0, 1))
+    assert {tuple(row) for row in tokens.tolist()} <= windows
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    (again,) = source.read(np.arange(BATCH))
+    assert torch.equal(again[0], tokens)
+    assert source.counted(np.arange(BATCH)) == BATCH * TOKENS
+
+
+@pytest.mark.parametrize(("num_ranks", "batch_size"), [(1, 1), (2, 3), (3, 4)])
+def test_every_held_out_row_is_read_once_over_the_ranks(text: DataSpec, num_ranks: int, batch_size: int) -> None:
+    (heldout,) = Collection.open(prepare(text)).evaluation_texts(text).values()
+    ranks = [list(heldout_batches(heldout.rows, batch_size, rank, num_ranks)) for rank in range(num_ranks)]
+    assert len({len(batches) for batches in ranks}) == 1, "every rank takes part in equally many forwards"
+    read = [tuple(row) for batches in ranks for tokens, targets in batches for row in targets.tolist()]
+    counted = [row for row in read if any(target >= 0 for target in row)]
+    wanted = [tuple(heldout.rows.read(index).targets.tolist()) for index in range(len(heldout.rows))]
+    assert sorted(counted) == sorted(wanted)
+
+
+# Images
+
+
+class Pictures:
+    """Each picture is one number: its index, negative where it is held out."""
+
+    def count(self, split: str) -> int:
+        return {"train": 9, "heldout": 5}[split]
+
+    def train(self, index: int, _generator: np.random.Generator) -> Any:
+        return np.full((1, 2, 2), index, dtype=np.float32), np.array(index)
+
+    def heldout(self, index: int) -> Any:
+        return np.full((1, 2, 2), -1 - index, dtype=np.float32), np.array(0)
+
+
+def test_pictures_are_evaluated_on_those_that_were_held_out(one_process: None) -> None:
+    seen: list[float] = []
+
+    def judge(images: torch.Tensor, _labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        seen.extend(images[:, 0, 0, 0].tolist())
+        return {"loss": images[:, 0, 0, 0].abs()}
+
+    class Model(torch.nn.Identity):
+        def judge(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return judge(images, labels)
+
+    layout = Layout()
+    spec = SimpleNamespace(data=DataSpec(1, "text"), batching=BatchingSpec(2), train=TrainSection(max_steps=1))
+    made = SimpleNamespace(spec=spec, micro_batch_size=2, layout=layout)
+    model = Model()
+    lines = SimpleNamespace(up=torch.distributed.group.WORLD, down=torch.distributed.group.WORLD, device=CPU)
+    stages = SimpleNamespace(layout=layout, parts={0: model}, lines=lines, hidden=SimpleNamespace(like=lambda _: None))
+    stages.clock = StepClock(CPU)
+    state = SimpleNamespace(
+        device=CPU, mesh=SimpleNamespace(data_rank=0), positions_S=None, parts=[model], stages=stages
+    )
+    figures = SampleSource(made, Pictures(), state).evaluate()  # type: ignore[arg-type]
+    assert set(seen) == {-1.0, -2.0, -3.0, -4.0, -5.0}
+    assert figures == {"heldout_loss": pytest.approx(3.0)}
+    assert model.training
+
+
+def test_where_nothing_is_held_out_there_is_nothing_to_evaluate(source: TokenSource) -> None:
+    bare = TokenSource(source.plan, replace(source.collection, validation={}), source.state)
+    bare.evaluation_texts = {}
+    assert bare.evaluate() is None
+    assert bare.summarise(None)["heldout_bits_per_byte"] is None

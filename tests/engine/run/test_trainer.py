@@ -1,0 +1,267 @@
+"""The trainer's loop: what it asks of its coordinator, and what it writes, by what the coordinator answers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from trainspec_cli.engine.batch import MicroBatch
+from trainspec_cli.engine.build.train_state import TrainState, build_train_state
+from trainspec_cli.engine.data.staging import Staging
+from trainspec_cli.engine.digest import weights_sha256
+from trainspec_cli.engine.observe.journal import Journal
+from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup, StepSamples, StepStart, TrainProgress
+from trainspec_cli.engine.run.signals import StopRequest
+from trainspec_cli.engine.run.trainer import Trainer
+from trainspec_cli.planner.plan import plan
+from trainspec_cli.rundir.events import read_events
+from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.recipe.batching import BatchingSpec
+from trainspec_cli.spec.recipe.checkpoint import CheckpointSpec
+from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
+from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.optim import OptimSpec, ScheduleSpec
+from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
+
+STEPS, BATCH, TOKENS = 6, 2, 16
+SPEC = RunSpec(
+    model=DecoderModel(2, 32, 2, 1, 16, 48, 50),
+    data=DataSpec(seq_len=TOKENS, source="python_stdlib"),
+    optim=OptimSpec(lr=1e-3, schedule=ScheduleSpec(kind="constant")),
+    batching=BatchingSpec(global_batch_size=BATCH, micro_batch_size=1),
+    train=TrainSection(max_steps=STEPS, eval_interval_steps=2),
+    checkpoint=CheckpointSpec(interval_steps=2, mode="sync", keep_last=9),
+    cluster=ClusterSpec(devices_per_node=1, device="cpu"),
+)
+MACHINE = Machine("host", cpu_cores=1, memory_bytes=2**34, bf16=False)
+
+
+class Source:
+    """Tokens drawn by their position."""
+
+    def __init__(self) -> None:
+        self.staging = Staging(torch.device("cpu"))
+        self.evaluations = 0
+
+    def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
+        return (self.read(np.arange(step * BATCH, (step + 1) * BATCH)) for step in range(start, end))
+
+    def read(self, positions: np.ndarray) -> list[MicroBatch]:
+        return [_sample(int(position)) for position in positions]
+
+    def counted(self, positions: np.ndarray) -> int:
+        return TOKENS * len(positions)
+
+    def evaluate(self) -> dict[str, Any]:
+        self.evaluations += 1
+        return {"heldout_loss": 1.0, "heldout_bits_per_byte": None}
+
+    def summarise(self, evaluated: dict[str, Any] | None) -> dict[str, Any]:
+        return evaluated or {}
+
+    def write_sample(self) -> None:
+        return None
+
+
+def _sample(position: int) -> MicroBatch:
+    generator = torch.Generator().manual_seed(position)
+    return tuple(torch.randint(50, (1, TOKENS), generator=generator) for _ in range(2))
+
+
+class Scripted:
+    """A coordinator that follows a script; it reads samples by the position it is given, as replica groups do."""
+
+    restores_at_start, waits_for_groups, stop_flag = False, True, False
+    leads, finished_without = True, False
+
+    def __init__(self, run: RunContext):
+        self.run, self.journal = run, Journal(run.run_dir, 0, run.plan.spec)
+        self.starts: dict[int, Callable[[TrainProgress], StepStart]] = {}
+        """Try -> how it begins."""
+        self.refused: set[int] = set()
+        """Tries that the groups do not commit."""
+        self.follows_until = STEPS
+        """Steps after which this group does not lead any more."""
+        self.tries = 0
+        self.taken: list[int] = []
+        self.noted: list[int] = []
+        self.gradients: list[list[Tensor]] = []
+        self.has_left = False
+
+    def begin(self, progress: TrainProgress, restore: Callable[[], TrainProgress]) -> StepStart:
+        self.tries += 1
+        self.leads = progress.step < self.follows_until
+        return self.starts.get(self.tries, StepStart)(progress)
+
+    def take(self, progress: TrainProgress) -> StepSamples:
+        self.taken.append(progress.samples)
+        positions = np.arange(progress.samples, progress.samples + BATCH)
+        micro_batches = self.run.source.read(positions)
+        return StepSamples(micro_batches, self.run.source.counted(positions), BATCH, 0.5, {"group": 3})
+
+    def reduce(self, state: TrainState, loss: Tensor) -> None:
+        self.gradients.append([share.gradient.clone() for share in state.shares])  # type: ignore[union-attr]
+
+    def commit(self) -> bool:
+        return self.tries not in self.refused
+
+    def note_step(self, step: int, step_time_s: float) -> None:
+        self.noted.append(step)
+
+    def leave(self) -> None:
+        self.has_left = True
+
+
+@pytest.fixture
+def context(one_process: None, tmp_path: Path) -> RunContext:
+    torch.manual_seed(0)
+    made = replace(plan(SPEC, MACHINE), peak_flops=1e9)
+    state = build_train_state(made, torch.device("cpu"))
+    for share in state.shares:
+        torch.nn.init.normal_(share.local, std=0.1)
+    run_dir = RunDir(tmp_path / "run")
+    write_json(run_dir.run_json, {"recipe": "scripted", "created_at": 0.0})
+    return RunContext(made, run_dir, Source(), state, "", StopRequest())
+
+
+@pytest.fixture
+def scripted(context: RunContext) -> Scripted:
+    return Scripted(context)
+
+
+def events(run: RunContext, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(run.run_dir.events(0)) if event["type"] == kind]
+
+
+def digest(run: RunContext) -> str:
+    return weights_sha256(run.state.shares, run.state.mesh.group("pp"))
+
+
+def test_an_ordinary_run_makes_each_step_once_and_leaves_its_result(context: RunContext) -> None:
+    Trainer(context, SingleGroup(context)).run()
+    assert [event["step"] for event in events(context, "step")] == list(range(1, STEPS + 1))
+    assert [event["step"] for event in events(context, "eval")] == [2, 4, 6]
+    assert context.run_dir.checkpoint_steps() == [2, 4, 6]
+    result = read_json(context.run_dir.result_json)
+    assert list(result) == [
+        *("status", "exit_code", "steps", "final_loss", "heldout_loss", "heldout_bits_per_byte", "tokens_per_s", "mfu"),
+        *("peak_memory_bytes", "weights_sha256", "goodput", "time_s"),
+    ]
+    assert (result["status"], result["exit_code"], result["steps"]) == ("done", 0, STEPS)
+    assert result["final_loss"] == events(context, "step")[-1]["loss"]
+    assert result["weights_sha256"] == digest(context)
+    assert result["tokens_per_s"] > 0
+
+
+def test_it_goes_on_from_a_checkpoint_where_it_stopped(context: RunContext) -> None:
+    run_until_stopped(context, after_step=3)
+    assert read_json(context.run_dir.result_json)["status"] == "stopped"
+    assert context.run_dir.checkpoint_steps() == [2, 3]
+    for share in context.state.shares:
+        torch.nn.init.zeros_(share.local)
+    Trainer(context, SingleGroup(context)).run()
+    assert [event["step"] for event in events(context, "step")] == list(range(1, STEPS + 1))
+    assert [event["restored_from"] for event in events(context, "start")] == [
+        None,
+        str(context.run_dir.checkpoint(3)),
+    ]
+    assert events(context, "end")[-1]["status"] == "done"
+
+
+def run_until_stopped(context: RunContext, after_step: int) -> None:
+    trainer = Trainer(context, SingleGroup(context))
+    right = trainer.watch.beat
+
+    def beat(step: int) -> None:
+        right(step)
+        context.stop.requested = step >= after_step - 1
+
+    trainer.watch.beat = beat  # type: ignore[method-assign]
+    trainer.run()
+    context.stop.requested = False
+
+
+def test_a_step_that_is_not_committed_changes_nothing_and_is_made_again(
+    context: RunContext, scripted: Scripted
+) -> None:
+    scripted.refused = {1, 4, 5}
+    Trainer(context, scripted).run()
+    assert scripted.tries == STEPS + 3
+    assert scripted.taken == [0, 0, 2, 4, 4, 4, 6, 8, 10]
+    for first, again in ((0, 1), (3, 4), (4, 5)):
+        for ours, theirs in zip(scripted.gradients[first], scripted.gradients[again], strict=True):
+            assert torch.equal(ours, theirs), "the refused try's gradients are not added to those of the next"
+    assert scripted.noted == list(range(1, STEPS + 1))
+    assert [event["step"] for event in events(context, "eval")] == [2, 4, 6], "once each, whatever was tried again"
+    assert scripted.has_left
+
+
+def test_steps_report_what_the_coordinator_adds(context: RunContext, scripted: Scripted) -> None:
+    Trainer(context, scripted).run()
+    assert {(event["lr"], event["group"], event["samples"]) for event in events(context, "step")} == {(5e-4, 3, 2)}
+    assert {group["lr"] for group in context.state.optimizer.param_groups} == {5e-4}
+
+
+def test_a_healed_group_goes_on_from_where_the_others_are(context: RunContext, scripted: Scripted) -> None:
+    scripted.starts[2] = lambda _progress: StepStart(TrainProgress(4, 8))
+    Trainer(context, scripted).run()
+    assert scripted.taken == [0, 8, 10]
+    assert [event["step"] for event in events(context, "step")] == [1, 5, 6]
+    assert context.run_dir.checkpoint_steps() == [6]
+
+
+def test_a_group_that_is_asked_to_stop_keeps_what_it_healed_to(context: RunContext, scripted: Scripted) -> None:
+    scripted.starts[2] = lambda _progress: StepStart(TrainProgress(3, 6), stop=True)
+    Trainer(context, scripted).run()
+    assert scripted.taken == [0]
+    assert context.run_dir.checkpoint_steps() == [3]
+    assert (read_json(context.run_dir.result_json)["status"], scripted.has_left) == ("stopped", True)
+
+
+def test_the_leading_group_alone_writes_checkpoints(context: RunContext, scripted: Scripted) -> None:
+    scripted.follows_until = 3
+    Trainer(context, scripted).run()
+    assert context.run_dir.checkpoint_steps() == [2]
+
+
+def test_a_group_that_came_too_late_leaves_the_others_result(context: RunContext, scripted: Scripted) -> None:
+    write_json(context.run_dir.result_json, {"status": "done", "steps": 9})
+    scripted.finished_without = True
+    scripted.starts[1] = lambda progress: StepStart(progress, stop=True)
+    Trainer(context, scripted).run()
+    assert read_json(context.run_dir.result_json) == {"status": "done", "steps": 9}
+    assert context.run_dir.checkpoint_steps() == [] and events(context, "end") == []
+    assert scripted.has_left
+
+
+def test_the_coordinator_is_left_when_a_step_raises(context: RunContext, scripted: Scripted) -> None:
+    def fail(_progress: TrainProgress) -> StepStart:
+        raise RuntimeError("no quorum")
+
+    scripted.starts[3] = fail
+    trainer = Trainer(context, scripted)
+    with pytest.raises(RuntimeError, match="no quorum"):
+        trainer.run()
+    trainer.watch.close()
+    assert scripted.has_left
+
+
+def test_an_ordinary_run_imports_nothing_of_replica_groups() -> None:
+    """Their modules would make every start longer."""
+    script = (
+        "import sys, trainspec_cli.engine.run.trainer\n"
+        "print([name for name in sys.modules if 'engine.elastic' in name or name.endswith('replica_groups')])"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout.strip() == "[]"

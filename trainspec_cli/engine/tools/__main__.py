@@ -1,0 +1,34 @@
+"""The entry of every tool's process: `python -m trainspec_cli.engine.tools NAME FOLDER`, alone or under torchrun.
+
+FOLDER/request.json is what the module NAME of this folder is asked. Its function `run` says by its types how that is
+read; what the first process returns is left as FOLDER/result.json.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import get_type_hints
+
+import torch.distributed as dist
+
+from trainspec_cli.engine.comm.joining import leave_processes
+from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.spec.canonical import from_plain, to_plain
+
+
+def main() -> None:
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    run = import_module(f"trainspec_cli.engine.tools.{name}").run
+    result = run(from_plain(get_type_hints(run)["request"], read_json(folder / "request.json")))
+    if os.environ.get("RANK", "0") == "0":
+        write_json(folder / "result.json", to_plain(result))
+    if dist.is_initialized():
+        dist.barrier()
+        leave_processes()
+
+
+if __name__ == "__main__":
+    main()

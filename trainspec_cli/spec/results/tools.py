@@ -1,0 +1,183 @@
+"""The requests and the results of the engine's tools. Each travels as JSON from one process to another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trainspec_cli.spec.recipe.kernels import KernelTrials
+from trainspec_cli.spec.results.plan import Plan
+
+Device = Literal["cpu", "cuda"]
+Compute = Literal["bf16", "fp32", "fp64"]
+
+
+@dataclass(frozen=True)
+class ProbeRequest:
+    """Measure this machine with all processes at once; the result is a `MachineProbe`."""
+
+    compute: Compute
+
+
+@dataclass(frozen=True)
+class KernelRequest:
+    """Try every backend at the shapes of a plan."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class KernelResult:
+    ranks: tuple[KernelTrials, ...]
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """Count one rank's step of a plan under fake tensors."""
+
+    plan: Plan
+    rank: int
+
+
+@dataclass(frozen=True)
+class TraceResult:
+    """Tensors are counted, not the allocator's holes nor the device's context."""
+
+    rank: int
+    state_bytes: float
+    """Parameters, gradients and optimizer state, before the first step."""
+    peak_memory_bytes: float
+    peak_by_cause: dict[str, float]
+    flops: float
+    comm_bytes: dict[str, float]
+    """By mesh axis and collective: `dp_shard all_gather`."""
+    seconds: float = 0.0
+    """Time that the trace took."""
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """Write a checkpoint's weights as safetensors files."""
+
+    plan_json: str
+    checkpoint: str
+    output: str
+    dtype: str
+    """As safetensors names it."""
+    max_file_bytes: int
+    adapters_alone: bool = False
+    """PEFT's file of a run's LoRA adapters, and not the whole weights with them merged in."""
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    files: int
+
+
+@dataclass(frozen=True)
+class SpeedRequest:
+    """Measure each device of this node by itself."""
+
+    device: Device
+    compute: Compute
+
+
+@dataclass(frozen=True)
+class SpeedResult:
+    """The slowest device counts."""
+
+    torch: str
+    cuda: str | None
+    nccl: str | None
+    devices: int
+    matmul_flops: float
+    """FLOP/s."""
+    memory_bytes_per_s: float
+    slowest_device: int
+
+
+@dataclass(frozen=True)
+class LinksRequest:
+    """Measure how fast a job's processes reach one another."""
+
+    device: Device
+
+
+@dataclass(frozen=True)
+class AllReduceRate:
+    bytes: int
+    seconds: float
+    bus_bytes_per_s: float
+    """Bytes times 2(n-1)/n over the time, as nccl-tests count it."""
+
+
+@dataclass(frozen=True)
+class PingRate:
+    bytes: int
+    seconds: float
+    """One way."""
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class PairRate:
+    """The link between the first processes of two nodes."""
+
+    hosts: tuple[str, ...]
+    bytes_per_s: float
+    """With the largest message."""
+    sizes: tuple[PingRate, ...]
+
+
+@dataclass(frozen=True)
+class LinksResult:
+    all_reduce: tuple[AllReduceRate, ...]
+    pairs: tuple[PairRate, ...]
+
+
+@dataclass(frozen=True)
+class CertifyRun:
+    """A plan to be trained on samples that are drawn from its seed."""
+
+    plan: Plan
+    steps: int
+    gradients: bool
+    """Leave the full gradients of the first step's batch."""
+    clip_from: int | None
+    """The step from which gradients are clipped to `clip_norm`, whatever the plan says, and its batch is seen again and
+    again; None: never."""
+    clip_norm: float
+    save_at: int | None
+    """The step after which a checkpoint is written."""
+    resume: bool
+    """Train the steps after `save_at` a second time, from the checkpoint."""
+    continues: str | None
+    """The run whose checkpoint this one begins with."""
+
+
+@dataclass(frozen=True)
+class CertifyRequest:
+    folder: str
+    """Each run leaves NAME/result.json (a `CertifyRunResult`) and NAME/gradients.stage*.npz below it."""
+    runs: dict[str, CertifyRun]
+    """By name, in order."""
+
+
+@dataclass(frozen=True)
+class TrainedSteps:
+    losses: tuple[float | None, ...]
+    """None for what is not finite."""
+    least_clipped_norm: float | None
+    """The smallest norm of a gradient that was to be clipped; None where none was, or where it is not finite."""
+    weights_sha256: str
+
+
+@dataclass(frozen=True)
+class CertifyRunResult:
+    trained: TrainedSteps
+    resumed: TrainedSteps | None
+
+
+@dataclass(frozen=True)
+class CertifyResult:
+    runs: int
