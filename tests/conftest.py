@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from textwrap import dedent
 from typing import Any, TypeVar
 
 import pytest
@@ -16,7 +17,7 @@ from lab.tracing import Trace, open_forks, tracer
 
 from trainspec_cli.corpus import bpe
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.rundir.events import PARTS
+from trainspec_cli.rundir.event_types import PARTS
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.data import DataSpec
@@ -160,6 +161,20 @@ def hf_folder(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return make
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """write("recipes/mine.yaml", text): a file in a user's own project, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def write_file(name: str, text: str) -> Path:
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(dedent(text))
+        return file
+
+    return write_file
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,22 +30,12 @@ DOORS = {
     "report": {"spec", "rundir"},
     "certify": {"spec", "planner", "rundir", "launch"},
     "doctor": {"spec", "rundir", "launch"},
-    "cli": {
-        "compose",
-        "spec",
-        "rundir",
-        "corpus",
-        "huggingface",
-        "planner",
-        "launch",
-        "report",
-        "certify",
-        "doctor",
-    },
+    "session": {"compose", "spec", "rundir", "corpus", "huggingface", "planner", "launch", "report", "doctor"},
+    "cli": {"session", "compose", "spec", "rundir", "corpus", "planner", "launch", "report", "certify", "doctor"},
 }
 """Room -> the rooms it may import. `FREE` modules are free to all."""
 
-FREE = {"errors", "node", "printable", "reading", "trust", "units", "__version__"}
+FREE = {"environment_names", "errors", "node", "printable", "reading", "trust", "units", "__version__"}
 TORCH = {"torch", "torchao", "triton", "liger_kernel", "fla"}
 ASSEMBLERS = {"build", "run", "tools", "__main__"}
 """Folders of the engine that join the others; the others import neither them nor one another, but for `comm`."""
@@ -90,9 +81,24 @@ def test_doors_lead_to_no_circle() -> None:
 
 
 def test_what_is_free_to_all_imports_no_room() -> None:
-    for module in ("errors.py", "node.py", "printable.py", "trust.py", "units.py", "__init__.py"):
+    for module in (
+        "environment_names.py",
+        "errors.py",
+        "node.py",
+        "printable.py",
+        "trust.py",
+        "units.py",
+        "__init__.py",
+    ):
         own = [name.split(".")[1] for name in imports(PACKAGE / module) if name.startswith(PACKAGE.name)]
         assert set(own) <= FREE, module
+
+
+def test_names_of_environment_variables_stand_in_one_module() -> None:
+    """In messages too, they are put together from there."""
+    quoted = re.compile(r"""["']TRAINSPEC_[A-Z_]+["']""")
+    files = {file.name for file in PACKAGE.rglob("*.py") if quoted.search(file.read_text(encoding="utf-8"))}
+    assert files == {"environment_names.py"}
 
 
 def test_torch_is_imported_in_the_engine_alone() -> None:

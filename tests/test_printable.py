@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainspec_cli.cli.style import Style
 from trainspec_cli.printable import (
     PrintableStream,
     is_printable,
@@ -20,6 +19,7 @@ from trainspec_cli.printable import (
     printing_safely,
     without_colours,
 )
+from trainspec_cli.report.style import Style
 
 JOINERS = "\u200c\u200d"
 SIGNS = [

@@ -11,9 +11,10 @@ import sys
 from collections.abc import Sequence
 
 from trainspec_cli.cli.main import dispatch
-from trainspec_cli.cli.style import Style
 from trainspec_cli.errors import Interrupted, MachineError, Stopped, TrainspecError
 from trainspec_cli.printable import printing_safely
+from trainspec_cli.report.problems import render_json, render_problems
+from trainspec_cli.report.style import Style
 
 EXIT_FAULT = 1
 EXIT_BROKEN_PIPE = 141
@@ -75,8 +76,6 @@ def _show(name: str | bytes | int) -> str:
 
 
 def _report(error: TrainspecError, *, as_json: bool) -> None:
-    from trainspec_cli.cli.problems import render_json, render_problems
-
     if as_json:
         print(render_json(error.problems))
         return

@@ -61,7 +61,7 @@ class PrintableStream:
     """A text stream that makes everything written to it printable, except for the program's own colours.
 
     Those begin with `escape` instead of ESC, a string that differs for every stream, so that no other text can contain
-    it. Rich finds the wrapped stream in `rich_proxied_file`; its consoles escape by themselves (see cli/console.py).
+    it. Rich finds the wrapped stream in `rich_proxied_file`; its consoles escape by themselves (session/console.py).
     """
 
     def __init__(self, stream: TextIO):
@@ -86,7 +86,7 @@ class PrintableStream:
 def printing_safely() -> Iterator[None]:
     """Pass everything that is printed in the block through a `PrintableStream`."""
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = map(PrintableStream, streams)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = map(PrintableStream, streams)
     try:
         yield
     finally:

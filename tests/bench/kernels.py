@@ -14,13 +14,13 @@ import sys
 import torch
 from rich.console import Console
 
-from trainspec_cli.cli.load import detect_machine, load, plan_on
 from trainspec_cli.engine.build.kernel_loading import load_kernel
 from trainspec_cli.engine.tools.kernel_trial import try_kernels
 from trainspec_cli.engine.tools.kernels import calls_of, workloads_of
 from trainspec_cli.node import cpu_name
 from trainspec_cli.policy.kernels import judge_operation
 from trainspec_cli.report.kernels_text import render_table
+from trainspec_cli.session.load import load, plan_on, this_machine
 from trainspec_cli.spec.recipe.kernels import KERNELS, KernelTable
 from trainspec_cli.spec.rules.kernels import explain
 
@@ -33,7 +33,7 @@ RUNS = {
 
 def measure(arguments: list[str]) -> KernelTable:
     loaded = load([*arguments, "cluster.devices_per_node=1"])
-    machine = detect_machine(loaded.spec)
+    machine = this_machine(loaded.spec)
     assert machine is not None
     plan = plan_on(loaded, machine)
     calls, device = calls_of(plan, 0), torch.device(plan.device)

@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from trainspec_cli.cli.load import detect_machine, load, plan_on
 from trainspec_cli.launch.measuring import probe_path
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.session.load import load, plan_on, this_machine
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.results.probe import MachineProbe
 
@@ -128,17 +128,29 @@ def wait_for(condition: Callable[[], Any]) -> None:
         time.sleep(0.05)
 
 
+def hear_ctrl_c() -> None:
+    """A shell starts what runs in its background with SIGINT ignored, which the program respects and inherits."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on(
     trainspec: Command, place: Path, environment: dict[str, str]
 ) -> None:
     run = RunDir(place / "runs/tiny/stopped")
     command = [*CLI, "launch", *TINY, "train.max_steps=1e6", "run.dir=runs/tiny/stopped", "--json"]
-    running = subprocess.Popen(command, cwd=place, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    running = subprocess.Popen(
+        command,
+        cwd=place,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=hear_ctrl_c,
+    )
     wait_for(lambda: run.events(0).is_file() and b'"step": 5,' in run.events(0).read_bytes())
     descendants = psutil.Process(running.pid).children(recursive=True)
     refused = trainspec("resume", "runs/tiny/stopped")
     running.send_signal(signal.SIGINT)
-    output = running.communicate()[0]
+    output = running.communicate(timeout=120)[0]
 
     assert (refused.returncode, "is still running" in refused.stderr) == (2, True)
     assert running.returncode == 6
@@ -215,7 +227,7 @@ def too_small(place: Path, monkeypatch: pytest.MonkeyPatch, made_up_probe: Machi
     """The cache says that a bare worker takes 909 TiB here."""
     monkeypatch.setenv("TRAINSPEC_CACHE", str(place / "cache"))
     loaded = load(TINY)
-    machine = detect_machine(loaded.spec)
+    machine = this_machine(loaded.spec)
     assert machine is not None
     path = probe_path(plan_on(loaded, machine), machine)
     before = path.read_text() if path.is_file() else None  # a disturbed probe was not kept

@@ -11,8 +11,8 @@ import pytest
 
 from trainspec_cli import __main__, __version__
 from trainspec_cli.cli import main
-from trainspec_cli.cli.style import Style
 from trainspec_cli.errors import EXIT_CODES, MachineError, Stopped
+from trainspec_cli.report.style import Style
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])

@@ -79,7 +79,7 @@ def test_gpus_of_hosts_that_are_elsewhere_are_planned_for(sbatch: Command) -> No
 def test_what_only_the_hosts_could_tell_is_asked_for(sbatch: Command, tmp_path: Path) -> None:
     refused = sbatch(*TWO, "cluster=auto")
     assert refused.returncode == 2
-    assert "`cluster.device` is auto, and the job's hosts cannot be looked at" in refused.stderr
+    assert "`cluster.device` is auto, and the job's nodes cannot be examined" in refused.stderr
     assert "`cluster.devices_per_node` is auto" in refused.stderr
     assert not (tmp_path / "runs").exists()
 

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from trainspec_cli.cli.load import detect_machine, load, plan_on
 from trainspec_cli.launch.measuring import table_path
 from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.session.load import load, plan_on, this_machine
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.kernels import TORCH, KernelFigure, KernelSpec, KernelTable
 
@@ -27,7 +27,7 @@ def remember(environment, monkeypatch):
     """Puts a table where the launch of RECIPE will look for it."""
     monkeypatch.setenv("TRAINSPEC_CACHE", environment["TRAINSPEC_CACHE"])
     loaded = load(RECIPE)
-    machine = detect_machine(loaded.spec)
+    machine = this_machine(loaded.spec)
     path = table_path(plan_on(loaded, machine), machine)
     yield lambda **chosen: write_json(path, to_plain(chosen_table(**chosen)))
     path.unlink(missing_ok=True)

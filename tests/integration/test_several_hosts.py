@@ -154,7 +154,7 @@ def test_a_run_ends_well_without_a_host_that_died(start_hosts, kill_everything, 
     said = first.communicate(timeout=120)[0]
     assert first.returncode == 0, said
     assert "node 1 (host " in said
-    assert "it starts again when its hosts are back" in said
+    assert "it starts again when its nodes are back" in said
     assert changes(run) == [("left", 1)]
     assert steps_of(run) == list(range(1, 61))
     check_nothing_was_lost(run, may_lack_notes=True)
@@ -182,7 +182,7 @@ def test_groups_of_two_hosts_that_share_a_model(start_hosts, tmp_path):
 def test_one_host_of_several_is_not_started_by_itself(trainspec):
     refused = trainspec("launch", *SMALL, "cluster.num_nodes=2")
     assert refused.returncode == 2
-    assert "`cluster.num_nodes` is 2, and this command starts one host" in refused.stderr
+    assert "`cluster.num_nodes` is 2, and this command starts one node" in refused.stderr
     assert "trainspec sbatch" in refused.stderr
     assert "--nnodes 2 --node-rank I --rdzv-endpoint HOST:PORT" in refused.stderr
 
@@ -190,4 +190,4 @@ def test_one_host_of_several_is_not_started_by_itself(trainspec):
 def test_hosts_need_a_folder_that_they_share(trainspec):
     refused = trainspec("launch", *SMALL, "--nnodes", "2", "--rdzv-endpoint", "localhost:29500")
     assert refused.returncode == 2
-    assert "`run.dir` is auto, and the hosts would each make a folder of their own" in refused.stderr
+    assert "`run.dir` is auto, and the nodes would each make a folder of their own" in refused.stderr

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.cli.load import detect_machine, load, plan_on
 from trainspec_cli.launch.measuring import probe_machine
+from trainspec_cli.session.load import load, plan_on, this_machine
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.probe import MachineProbe
@@ -28,8 +28,7 @@ def measured_cache(factory: pytest.TempPathFactory) -> Path:
 def probed() -> tuple[Plan, Machine]:
     """What most runs of the tests are planned as, in as far as a probe depends on it."""
     loaded = load(("recipe=tiny",))
-    machine = detect_machine(loaded.spec)
-    assert machine is not None
+    machine = this_machine(loaded.spec)
     return plan_on(loaded, machine), machine
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.validation.backtest import Backtest, fit_table
+from trainspec_cli.planner.validation.backtest import as_json as result_as_json
+from trainspec_cli.planner.validation.backtest import backtest as run_backtest
 from trainspec_cli.reading.files import exists, read_text
 from trainspec_cli.reading.yaml_file import read_yaml
+from trainspec_cli.report.backtest_text import render_backtest
+from trainspec_cli.report.scatter import render_scatter
 from trainspec_cli.spec.json_text import json_text
-
-if TYPE_CHECKING:
-    from trainspec_cli.planner.hardware.rates import Efficiency
-    from trainspec_cli.planner.validation.backtest import Backtest
 
 app = typer.Typer(add_completion=False)
 
@@ -30,26 +34,17 @@ def backtest(
     plot: Annotated[Path | None, typer.Option(help="Draw predicted against measured to this SVG file.")] = None,
 ) -> None:
     """Predict every row with exactly the layout it states; print the error by source, model and chip."""
-    from trainspec_cli.planner.validation.backtest import as_json as result_as_json
-    from trainspec_cli.planner.validation.backtest import backtest as run_backtest
-    from trainspec_cli.report.backtest_text import render_backtest
-
     eff = _read_profile(profile)
     result = run_backtest(_read_rows(file), eff)
     if fit is not None:
         _write_profile(fit, result, eff)
     if plot is not None:
-        from trainspec_cli.report.scatter import render_scatter
-
         plot.write_text(render_scatter(result.points()), encoding="utf-8")
     data = result_as_json(result)
     print(json_text(data) if as_json else render_backtest(data))
 
 
 def _read_rows(file: Path) -> list[dict[str, str]]:
-    import csv
-    import io
-
     if not exists(file):
         raise RecipeError(Problem(code="missing_file", message=f"there is no file {file}", file=str(file)))
     try:
@@ -70,8 +65,6 @@ def _row(row: dict[str | None, Any]) -> dict[str, str]:
 
 
 def _read_profile(profile: Path | None) -> Efficiency:
-    from trainspec_cli.planner.hardware.rates import Efficiency
-
     if profile is None:
         return Efficiency()
     try:
@@ -86,8 +79,6 @@ def _read_profile(profile: Path | None) -> Efficiency:
 
 
 def _write_profile(file: Path, result: Backtest, start: Efficiency) -> None:
-    from trainspec_cli.planner.validation.backtest import fit_table
-
     fitted = fit_table(result, start).as_dict()
     lines = [f"  {name}: {value:.4e}" for name, value in fitted.items()]
     head = "# Efficiencies fitted to measured runs; put them under `cluster:`, or give them to `backtest --profile`."

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from trainspec_cli.certify.certificate import read_clauses, write_certificate
+from trainspec_cli.certify.certificate import verify as read_verified
+from trainspec_cli.certify.families import FAMILIES
+from trainspec_cli.certify.judge import ClauseCheck, Finding, checks, judge, judge_refusals
+from trainspec_cli.certify.runs import measure
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.errors import Problem, RecipeError, WorkerError, closest
+from trainspec_cli.launch.job.machine import detect
+from trainspec_cli.report.certificate_text import render_certificate
+from trainspec_cli.session.console import make_console
 from trainspec_cli.spec.json_text import json_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from trainspec_cli.certify.judge import ClauseCheck, Finding
-    from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.cluster import Machine
 
 app = typer.Typer(add_completion=False)
 
@@ -47,9 +53,6 @@ def certify(
 
     Every case is a real torchrun job of small models. Exits with 5 where a MUST is broken.
     """
-    from trainspec_cli.certify.certificate import verify as read_verified
-    from trainspec_cli.cli.train import make_console
-
     console = make_console(as_json=as_json)
     if verify is not None:
         return _tell(read_verified(verify), console, as_json=as_json)
@@ -85,15 +88,11 @@ def _check_writable(output: Path) -> None:
 
 
 def _machine() -> Machine:
-    from trainspec_cli.launch.job.machine import detect
-
     return detect(look_for_gpus=True)
 
 
 def _checks(only: list[str], processes: int) -> list[ClauseCheck]:
     """Raises RecipeError where a pattern names nothing."""
-    from trainspec_cli.certify.judge import checks
-
     for pattern in only:
         if not checks(processes, [pattern]) and pattern != "LEGAL-1":
             raise RecipeError(_names_nothing(pattern, processes))
@@ -101,9 +100,6 @@ def _checks(only: list[str], processes: int) -> list[ClauseCheck]:
 
 
 def _names_nothing(pattern: str, processes: int) -> Problem:
-    from trainspec_cli.certify.certificate import read_clauses
-    from trainspec_cli.certify.families import FAMILIES
-
     names = [*read_clauses(), *FAMILIES]
     near = closest(pattern, names)
     hint = f"did you mean {near}?" if near else f"clauses and families: {', '.join(names)}; --list names every case"
@@ -114,11 +110,6 @@ def _names_nothing(pattern: str, processes: int) -> Problem:
 def _certify(
     wanted: list[ClauseCheck], only: list[str], processes: int, machine: Machine, console: Console
 ) -> dict[str, Any]:
-    from datetime import UTC, datetime
-
-    from trainspec_cli.certify.certificate import write_certificate
-    from trainspec_cli.certify.judge import judge_refusals
-
     findings = _measure(wanted, machine, console)
     if not only or "LEGAL-1" in only:
         findings += judge_refusals(processes)
@@ -126,11 +117,6 @@ def _certify(
 
 
 def _measure(wanted: list[ClauseCheck], machine: Machine, console: Console) -> list[Finding]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from trainspec_cli.certify.judge import judge
-    from trainspec_cli.certify.runs import measure
-
     runs = list(dict.fromkeys(run for check in wanted for run in check.runs))
     columns = (TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with tempfile.TemporaryDirectory(prefix="trainspec-certify-") as folder, Progress(*columns, console=console) as bar:
@@ -140,8 +126,6 @@ def _measure(wanted: list[ClauseCheck], machine: Machine, console: Console) -> l
 
 
 def _tell(body: dict[str, Any], console: Console, *, as_json: bool) -> int:
-    from trainspec_cli.report.certificate_text import render_certificate
-
     if as_json:
         print(json_text(body))
     else:

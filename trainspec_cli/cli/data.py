@@ -8,18 +8,23 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import typer
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from trainspec_cli.corpus.collection import Collection
+from trainspec_cli.corpus.manifest import ShardManifest, SplitSummary
+from trainspec_cli.corpus.prepare import prepare as prepare_data
+from trainspec_cli.corpus.prepare import prepare_into
+from trainspec_cli.corpus.shards import TokenFolder
+from trainspec_cli.corpus.tokenise import OnProgress
 from trainspec_cli.errors import Problem, RecipeError, TrainspecError
+from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.session.load import load
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.data import SAMPLE_SOURCES, DataSpec, TokenizerSpec
 from trainspec_cli.units import format_bytes, format_count
-
-if TYPE_CHECKING:
-    from trainspec_cli.corpus.manifest import ShardManifest, SplitSummary
-    from trainspec_cli.corpus.tokenise import OnProgress
 
 app = typer.Typer(add_completion=False, help="Turn text into token shards, and look into them.", no_args_is_help=True)
 
@@ -87,9 +92,6 @@ def prepare(
 ) -> None:
     """Read text, train a tokenizer on it (or use yours), and write token shards: of one source into a folder, or of
     all that a recipe's run would read."""
-    from trainspec_cli.corpus.prepare import prepare_into
-    from trainspec_cli.corpus.shards import TokenFolder
-
     if arguments:
         _refuse_beside_recipe({"--source": source, "--output": output, "--path": path})
         prepare_recipe(arguments, as_json)
@@ -123,10 +125,6 @@ def _refuse_beside_recipe(options: dict[str, object]) -> None:
 
 def prepare_recipe(arguments: list[str], as_json: bool) -> None:
     """As `launch` would: into the cache, where it finds it."""
-    from trainspec_cli.cli.load import load
-    from trainspec_cli.corpus.collection import Collection
-    from trainspec_cli.corpus.prepare import prepare as prepare_data
-
     data = load(arguments).spec.data
     if data.source in SAMPLE_SOURCES:
         _tell_ready(data.source, READY[Source(data.source)], as_json)
@@ -158,8 +156,6 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
     """Show what a token folder holds, and check that it is whole."""
-    from trainspec_cli.corpus.shards import TokenFolder
-
     tokens = TokenFolder.open(folder)
     if verify:
         tokens.verify()
@@ -203,10 +199,6 @@ def _as_option(problem: Problem) -> Problem:
 @contextmanager
 def _progress() -> Iterator[OnProgress]:
     """A bar on the error output, so that `--json` stays clean."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    from trainspec_cli.cli.console import PrintableConsole
-
     phase = TextColumn("{task.description:<22}", markup=False)
     columns = (phase, BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=PrintableConsole(stderr=True), transient=True) as bar:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from trainspec_cli.cli.options import AsJson
+from trainspec_cli.doctor.diagnosis import diagnose
+from trainspec_cli.doctor.examine import Examined, examine_here, examine_nodes
 from trainspec_cli.errors import MachineError
+from trainspec_cli.launch.backend.nodes.backend import Reach, agent_command
+from trainspec_cli.launch.slurm import commands as slurm
+from trainspec_cli.launch.slurm.script import srun_command
+from trainspec_cli.report.doctor_text import render_diagnosis
+from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.session.load import Loaded, load, plan_for, this_machine
 from trainspec_cli.spec.json_text import json_text
+from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.trust import private_files
-
-if TYPE_CHECKING:
-    from trainspec_cli.cli.load import Loaded
-    from trainspec_cli.doctor.examine import Examined
-    from trainspec_cli.spec.recipe.cluster import Machine
 
 app = typer.Typer(add_completion=False)
 
@@ -37,29 +41,20 @@ def doctor(arguments: Arguments = None, as_json: AsJson = False) -> int:
     Inside a Slurm job (salloc, sbatch --wrap) at every node of the job: the slowest is named. Exit code 4 where
     something fails.
     """
-    from trainspec_cli.doctor.diagnosis import diagnose
-
     given = arguments or []
     named = any(argument.startswith("recipe=") for argument in given)
     diagnosis = diagnose(*_examine([*([] if named else [DEFAULT_RECIPE]), *given]))
     if as_json:
         print(json_text(diagnosis.as_json()))
     else:
-        from trainspec_cli.cli.console import PrintableConsole
-        from trainspec_cli.report.doctor_text import render_diagnosis
-
         PrintableConsole(highlight=False, soft_wrap=True).print(render_diagnosis(diagnosis))
     return MachineError.exit_code if diagnosis.status == "fail" else 0
 
 
 def _examine(arguments: list[str]) -> Examined:
-    from trainspec_cli.cli.load import detect_machine, load, plan_for
-    from trainspec_cli.doctor.examine import examine_here
-
     nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
     loaded = load([*arguments, *([f"cluster.num_nodes={nodes}"] if nodes > 1 else []), *_any_batch(arguments, nodes)])
-    machine = detect_machine(loaded.spec)
-    assert machine is not None, "a recipe without problems says what device it wants"
+    machine = this_machine(loaded.spec)
     if nodes > 1:
         return _examine_job(loaded, machine)
     with tempfile.TemporaryDirectory(prefix="trainspec-doctor-") as folder:
@@ -74,12 +69,6 @@ def _any_batch(arguments: list[str], nodes: int) -> list[str]:
 
 def _examine_job(loaded: Loaded, machine: Machine) -> Examined:
     """Examine from the job's first node, by srun; below ./runs, which the nodes share."""
-    from trainspec_cli.cli.load import plan_for
-    from trainspec_cli.doctor.examine import examine_nodes
-    from trainspec_cli.launch.backend.nodes.executor import Reach, agent_command
-    from trainspec_cli.launch.slurm import commands as slurm
-    from trainspec_cli.launch.slurm.script import srun_command
-
     plan = plan_for(loaded, machine).as_one_group
     reach = Reach(slurm.own_address(), (*srun_command(plan), *agent_command()))
     with private_files():

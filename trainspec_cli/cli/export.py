@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
-from trainspec_cli.cli.options import AsJson
-from trainspec_cli.cli.runs import RunArgument
+from trainspec_cli.cli.options import AsJson, RunArgument
 from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.launch.exporting import Export, find_checkpoint, write_adapters, write_folder
+from trainspec_cli.session.find import find_own_run
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.units import format_bytes
 
@@ -42,28 +43,21 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a run's weights, config, tokenizer and generation config; transformers loads them with no code of ours."""
-    from trainspec_cli.cli.runs import find_own_run
-    from trainspec_cli.launch.exporting import Export, newest_step, write_adapters, write_folder
-
     run_dir = find_own_run(run)
-    newest = newest_step(run_dir)
-    if step is not None and step not in run_dir.checkpoint_steps():
-        there_are = ", ".join(map(str, run_dir.checkpoint_steps()))
-        raise RecipeError(Problem("no_checkpoint", f"there is no checkpoint of step {step}", "--step", there_are))
+    chosen = find_checkpoint(run_dir, step)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         hint = f"choose another folder, or remove it first: rm -r {shlex.quote(str(output))}"
         raise RecipeError(Problem("output_exists", f"{output} exists and is not empty", "--output", hint))
-    wanted = Export(run_dir, newest if step is None else step, dtype.value, round(max_file_gb * 1e9))  # type: ignore[arg-type]
+    wanted = Export(run_dir, chosen, dtype.value, round(max_file_gb * 1e9))
     what = (write_folder if format_ == Format.HF else write_adapters)(wanted, output)
-    _tell(output, wanted.step, what, as_json)
+    _report(output, wanted.step, what, as_json)
 
 
-def _tell(output: Path, step: int, what: str, as_json: bool) -> None:
+def _report(output: Path, step: int, what: str, as_json: bool) -> None:
     files = sorted(output.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
     if as_json:
-        told = {"path": str(output), "step": step, "what": what, "files": len(files), "bytes": size}
-        print(json_text(told))
+        print(json_text({"path": str(output), "step": step, "what": what, "files": len(files), "bytes": size}))
         return
     print(f"{output}: {what} of step {step}, {format_bytes(size)} in {len(files)} file{'s'[: len(files) > 1]}")
     print(f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(output)!r})")

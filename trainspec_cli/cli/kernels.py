@@ -7,6 +7,12 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson, RecipeArguments
+from trainspec_cli.launch.signals import interrupt, on_stop_signal
+from trainspec_cli.report.kernels_text import render_table
+from trainspec_cli.session.console import make_console
+from trainspec_cli.session.load import load, plan_on, this_machine
+from trainspec_cli.session.select_kernels import measure
+from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 
 app = typer.Typer(add_completion=False)
@@ -20,17 +26,10 @@ def kernels(arguments: RecipeArguments, again: Again = False, as_json: AsJson = 
 
     It is what kernels=auto goes by, and measured once.
     """
-    from trainspec_cli.cli.load import detect_machine, load, plan_on
-    from trainspec_cli.cli.settle_kernels import measure
-    from trainspec_cli.cli.train import make_console
-    from trainspec_cli.launch.signals import interrupt, on_stop_signal
-    from trainspec_cli.report.kernels_text import render_table
-    from trainspec_cli.spec.canonical import to_plain
-
+    console = make_console(as_json=as_json)
     with on_stop_signal(interrupt):
-        loaded, console = load(arguments), make_console(as_json=as_json)
-        machine = detect_machine(loaded.spec)
-        assert machine is not None, "a recipe without problems says what device it wants"
+        loaded = load(arguments)
+        machine = this_machine(loaded.spec)
         table = measure(plan_on(loaded, machine), machine, console, again=again)
     if as_json:
         print(json_text(to_plain(table)))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainspec_cli import __version__
-from trainspec_cli.cli.style import Style
 from trainspec_cli.errors import EXIT_CODES, Problem, RecipeError, closest
+from trainspec_cli.report.style import Style
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from trainspec_cli.errors import Problem, RecipeError
+
 RecipeArguments = Annotated[
     list[str],
     typer.Argument(
@@ -15,14 +17,27 @@ RecipeArguments = Annotated[
     ),
 ]
 NumNodes = Annotated[
-    int | None, typer.Option("--nnodes", metavar="N", help="Hosts of the run; the same command is given on each.")
+    int | None, typer.Option("--nnodes", metavar="N", help="Nodes of the run; the same command is given on each.")
 ]
 NodeRank = Annotated[int, typer.Option("--node-rank", metavar="I", help="Which of them this is, from 0.")]
 Endpoint = Annotated[
     str | None,
     typer.Option(
-        "--rdzv-endpoint", metavar="HOST:PORT", help="The first host, as the others reach it, and a free port."
+        "--rdzv-endpoint", metavar="HOST:PORT", help="The first node, as the others reach it, and a free port."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Force = Annotated[bool, typer.Option("--force", help="Train although the plan is predicted not to fit this machine.")]
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run's folder, or `last` for the newest below ./runs.")
+]
+
+
+def read_sweep(sweep: str) -> tuple[str, list[str]]:
+    """Return the key and the values of a sweep. Raises RecipeError."""
+    key, _, text = sweep.partition("=")
+    values = [value for value in text.split(",") if value]
+    if not key or not values:
+        message = f"--sweep is `{sweep}`; a key and its values are needed"
+        raise RecipeError(Problem("usage", message, hint="such as --sweep cluster.num_nodes=1,2,4,8"))
+    return key, values

@@ -6,20 +6,31 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from rich.console import RenderableType
 
-from trainspec_cli.cli.options import AsJson, RecipeArguments
+from trainspec_cli.cli.options import AsJson, RecipeArguments, read_sweep
 from trainspec_cli.errors import PlanError, Problem, RecipeError, TrainspecError
+from trainspec_cli.launch.measuring import trace_plan
+from trainspec_cli.planner.capacity import accelerator_of
+from trainspec_cli.planner.memory.engine import tensors_by_cause
+from trainspec_cli.planner.run.elastic import in_replica_groups
+from trainspec_cli.planner.run.forecast import forecast_run
+from trainspec_cli.planner.search.auto import as_plan, is_run
+from trainspec_cli.planner.search.spares import plan_on_what_divides
+from trainspec_cli.report.plan.json import plan_as_json, sweep_as_json
+from trainspec_cli.report.plan.page import render_plan_page, render_sweep_page
+from trainspec_cli.report.plan.text import render_plan, render_sweep
+from trainspec_cli.report.plan.trace import trace_as_json
+from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.session.load import load_for_planning, this_machine
 from trainspec_cli.spec.json_text import json_text
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from trainspec_cli.spec.recipe.cluster import Machine
-    from trainspec_cli.spec.recipe.run import RunSpec
-    from trainspec_cli.spec.results.prediction import CapacityPlan
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.prediction import CapacityPlan
+from trainspec_cli.spec.rules.engine import check_built
 
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write one page with charts.")]
 Sweep = Annotated[
@@ -54,9 +65,6 @@ def plan(
 
 
 def _plan_one(arguments: Sequence[str], as_json: bool, html: Path | None, trace: bool) -> None:
-    from trainspec_cli.report.plan.page import render_plan_page
-    from trainspec_cli.report.plan.text import render_plan
-
     planned = _plan(arguments, trace=trace)
     if html:
         _write_page(html, render_plan_page(planned))
@@ -66,10 +74,6 @@ def _plan_one(arguments: Sequence[str], as_json: bool, html: Path | None, trace:
 
 
 def _plan_many(arguments: Sequence[str], sweep: str, as_json: bool, html: Path | None) -> None:
-    from trainspec_cli.report.plan.json import sweep_as_json
-    from trainspec_cli.report.plan.page import render_sweep_page
-    from trainspec_cli.report.plan.text import render_sweep
-
     key, values = read_sweep(sweep)
     others = [argument for argument in arguments if argument.partition("=")[0] != key]
     swept = sweep_as_json(key, [(value, _plan([*others, f"{key}={value}"])) for value in values])
@@ -81,12 +85,6 @@ def _plan_many(arguments: Sequence[str], sweep: str, as_json: bool, html: Path |
 
 
 def _plan(arguments: Sequence[str], *, trace: bool = False) -> dict[str, Any]:
-    from trainspec_cli.cli.load import load_for_planning
-    from trainspec_cli.planner.run.elastic import in_replica_groups
-    from trainspec_cli.planner.run.forecast import forecast_run
-    from trainspec_cli.planner.search.spares import plan_on_what_divides
-    from trainspec_cli.report.plan.json import plan_as_json
-
     loaded = load_for_planning(arguments)
     spec, machine = _on_machine(loaded.spec)
     try:
@@ -101,12 +99,6 @@ def _plan(arguments: Sequence[str], *, trace: bool = False) -> dict[str, Any]:
 
 def _trace(spec: RunSpec, capacity: CapacityPlan) -> dict[str, Any]:
     """Of the fastest candidate that the engine runs. Raises PlanError where it runs none of those shown."""
-    from trainspec_cli.launch.measuring import trace_plan
-    from trainspec_cli.planner.memory.engine import tensors_by_cause
-    from trainspec_cli.planner.search.auto import as_plan, is_run
-    from trainspec_cli.report.plan.trace import trace_as_json
-    from trainspec_cli.spec.rules.engine import check_built
-
     candidate = next((candidate for candidate in capacity.candidates if is_run(candidate, spec)), None)
     if candidate is None:
         reasons = "; ".join(dict.fromkeys(problem.message for problem in check_built(spec)))
@@ -123,20 +115,8 @@ def _on_machine(spec: RunSpec) -> tuple[RunSpec, Machine | None]:
     """A cluster that names no accelerator is this machine."""
     if spec.cluster.accelerator is not None:
         return spec, None
-    from trainspec_cli.cli.load import detect_machine
-    from trainspec_cli.planner.capacity import accelerator_of
-
-    machine = detect_machine(spec)
+    machine = this_machine(spec)
     return replace(spec, cluster=replace(spec.cluster, accelerator=accelerator_of(machine))), machine
-
-
-def read_sweep(sweep: str) -> tuple[str, list[str]]:
-    key, _, text = sweep.partition("=")
-    values = [value for value in text.split(",") if value]
-    if not key or not values:
-        message = f"--sweep is `{sweep}`; a key and its values are needed"
-        raise RecipeError(Problem(code="usage", message=message, hint="such as --sweep cluster.num_nodes=1,2,4,8"))
-    return key, values
 
 
 def _write_page(file: Path, page: str) -> None:
@@ -152,8 +132,6 @@ def _show(result: Any, as_json: bool, render: Callable[[int], RenderableType]) -
     if as_json:
         print(json_text(result))
         return
-    from trainspec_cli.cli.console import PrintableConsole
-
     console = PrintableConsole(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
     console.print(render(console.width))
 

@@ -8,7 +8,11 @@ from pathlib import Path
 import typer
 
 from trainspec_cli.cli.options import AsJson
-from trainspec_cli.cli.style import Style
+from trainspec_cli.compose.folders import find_folders
+from trainspec_cli.compose.origins import show_path
+from trainspec_cli.compose.yaml_file import read_yaml
+from trainspec_cli.errors import RecipeError
+from trainspec_cli.report.style import Style
 from trainspec_cli.spec.json_text import json_text
 
 app = typer.Typer(add_completion=False)
@@ -29,9 +33,6 @@ def recipes(as_json: AsJson = False) -> None:
 
 
 def _find() -> list[dict[str, str]]:
-    from trainspec_cli.compose.folders import find_folders
-    from trainspec_cli.compose.origins import show_path
-
     cwd = Path.cwd().resolve()
     folders = find_folders(cwd)
     files = {name: folders.find_config(f"recipe/{name}") for name in folders.recipe_names()}
@@ -46,9 +47,6 @@ def _find() -> list[dict[str, str]]:
 
 def _describe(file: Path, cwd: Path) -> str:
     """Its description, or what keeps it from being read."""
-    from trainspec_cli.compose.yaml_file import read_yaml
-    from trainspec_cli.errors import RecipeError
-
     try:
         return read_yaml(file, cwd).description or "(no description)"
     except RecipeError as error:

@@ -8,8 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainspec_cli.cli.options import AsJson, RecipeArguments
-from trainspec_cli.cli.style import Style
+from trainspec_cli.compose.origins import RECIPE
 from trainspec_cli.errors import RecipeError
+from trainspec_cli.reading.files import UnreadableFileError, exists, expand
+from trainspec_cli.reading.yaml_file import read_yaml
+from trainspec_cli.report.style import Style
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.session.load import examine, load, require
 from trainspec_cli.spec.json_text import json_text
 
 if TYPE_CHECKING:
@@ -29,9 +34,6 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Print the composed recipe, each value with the file:line it comes from."""
-    from trainspec_cli.cli.load import examine, require
-    from trainspec_cli.compose.arguments import RECIPE
-
     examined = examine(arguments)
     hopeless = examined.problems and (as_json or RECIPE in examined.composed.failed)
     if diff is None and not hopeless:
@@ -42,7 +44,7 @@ def show(
 
 
 def _whole(composed: Composed, as_json: bool) -> str:
-    from trainspec_cli.compose.render import flatten, render_yaml
+    from trainspec_cli.compose.render import flatten, render_yaml  # loads hydra, which the help does without
 
     if not as_json:
         return render_yaml(composed, Style.of(sys.stdout).dim)
@@ -53,11 +55,6 @@ def _whole(composed: Composed, as_json: bool) -> str:
 
 def _compose_other(other: str) -> dict[str, Any]:
     """The values of a run folder's composed.yaml, or of a recipe. Raises RecipeError."""
-    from trainspec_cli.cli.load import load
-    from trainspec_cli.reading.files import UnreadableFileError, exists, expand
-    from trainspec_cli.reading.yaml_file import read_yaml
-    from trainspec_cli.rundir.paths import RunDir
-
     path = expand(other)
     inside = RunDir(path).composed_yaml
     file = inside if exists(inside) else path
@@ -73,7 +70,7 @@ def _compose_other(other: str) -> dict[str, Any]:
 
 
 def _difference(composed: Composed, other: dict[str, Any], other_name: str, as_json: bool) -> str:
-    from trainspec_cli.compose.render import flatten
+    from trainspec_cli.compose.render import flatten  # as above
 
     these, those = flatten(composed.data), flatten(other)
     differing = [path for path in {**these, **those} if these.get(path, _ABSENT) != those.get(path, _ABSENT)]
@@ -91,7 +88,7 @@ _ABSENT = object()
 
 
 def _cell(values: dict[str, Any], path: str) -> str:
-    from trainspec_cli.compose.render import render_value
+    from trainspec_cli.compose.render import render_value  # as above
 
     text = render_value(values[path]) if path in values else "-"
     return text if len(text) <= WIDEST_CELL else f"{text[: WIDEST_CELL - 3]}..."

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import typer
 
 from trainspec_cli.cli.options import AsJson, RecipeArguments
+from trainspec_cli.report.problems import render_json
+from trainspec_cli.session.load import Loaded, examine, machine_of_draft, plan_on, require
+from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.rules.check import check_machine
 from trainspec_cli.units import format_count
-
-if TYPE_CHECKING:
-    from trainspec_cli.spec.results.plan import Plan
 
 app = typer.Typer(add_completion=False)
 
@@ -18,12 +17,8 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def validate(arguments: RecipeArguments, as_json: AsJson = False) -> None:
     """Find every problem of a recipe at once: keys, types, sizes that do not divide, files and GPUs that lack."""
-    from trainspec_cli.cli.load import Loaded, detect_machine, examine, plan_on, require
-    from trainspec_cli.cli.problems import render_json
-    from trainspec_cli.spec.rules.rules import check_machine
-
     examined = examine(arguments)
-    machine = detect_machine(examined.draft)
+    machine = machine_of_draft(examined.draft)
     lacking = check_machine(examined.draft, machine) if machine else []
     require([*examined.problems, *examined.composed.locate(lacking)])
     assert machine is not None, "a recipe without problems says what device it wants"

@@ -14,10 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainspec_cli.compose import hydra_session
-from trainspec_cli.compose.arguments import RECIPE, Argument, parse_arguments, value_paths
+from trainspec_cli.compose.arguments import Argument, parse_arguments, value_paths
 from trainspec_cli.compose.folders import find_folders
 from trainspec_cli.compose.hydra_session import GroupChoice
-from trainspec_cli.compose.origins import COMMAND_LINE, Origin, Origins, locate, show_path
+from trainspec_cli.compose.origins import COMMAND_LINE, RECIPE, Origin, Origins, locate, show_path
 from trainspec_cli.compose.selection import Selection, is_choice, select
 from trainspec_cli.compose.values import apply_arguments, resolve
 from trainspec_cli.compose.yaml_file import read_yaml

@@ -10,6 +10,8 @@ from trainspec_cli.errors import Problem
 from trainspec_cli.reading.files import UnreadableFileError, read_text
 
 COMMAND_LINE = "command line"
+RECIPE = "recipe"
+"""The key that names a recipe."""
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trainspec_cli.compose.arguments import RECIPE, Argument, assign, problem_at
+from trainspec_cli.compose.arguments import Argument, assign, problem_at
 from trainspec_cli.compose.folders import ROOT, SUFFIX, Folders
-from trainspec_cli.compose.origins import COMMAND_LINE, Origin
+from trainspec_cli.compose.origins import COMMAND_LINE, RECIPE, Origin
 from trainspec_cli.compose.yaml_file import YamlEntry, YamlFile, read_yaml
 from trainspec_cli.errors import Problem, RecipeError, closest
 from trainspec_cli.reading.files import exists, expand

@@ -11,11 +11,12 @@ from pathlib import Path
 from trainspec_cli.corpus.chat import describe
 from trainspec_cli.corpus.manifest import SCHEMA
 from trainspec_cli.corpus.publish import cannot_write
+from trainspec_cli.environment_names import CACHE
 from trainspec_cli.reading.files import expand
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.trust import check_folder, make_folder
 
-CHOOSE_ANOTHER = "choose a folder of your own for prepared data and measured figures: TRAINSPEC_CACHE=FOLDER"
+CHOOSE_ANOTHER = f"choose a folder of your own for prepared data and measured figures: {CACHE}=FOLDER"
 
 
 def cache_dir() -> Path:
@@ -43,7 +44,7 @@ def make_cache() -> None:
 
 
 def _location() -> Path:
-    if chosen := os.environ.get("TRAINSPEC_CACHE"):
+    if chosen := os.environ.get(CACHE):
         return expand(chosen)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "trainspec"

@@ -9,6 +9,7 @@ import time
 import traceback
 
 from trainspec_cli.engine.run.signals import StopRequest
+from trainspec_cli.environment_names import GROUP
 from trainspec_cli.errors import TrainspecError
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.generations import Fence
@@ -52,7 +53,7 @@ def leave_error(run_dir: RunDir, error: Exception) -> None:
     """Write this worker's error for its supervisor, unless a newer start owns the run."""
     if Fence.of_worker(run_dir).is_closed():
         return
-    group, size = (int(os.environ.get(name, "0")) for name in ("TRAINSPEC_GROUP", "WORLD_SIZE"))
+    group, size = (int(os.environ.get(name, "0")) for name in (GROUP, "WORLD_SIZE"))
     rank = group * size + int(os.environ.get("RANK", "0"))
     problem = error.problems[0] if isinstance(error, TrainspecError) else None
     write_json(

@@ -39,12 +39,15 @@ class Export:
     max_file_bytes: int = 5 * 10**9
 
 
-def newest_step(run: RunDir) -> int:
-    """Raises RecipeError where the run has no whole checkpoint."""
+def find_checkpoint(run: RunDir, step: int | None) -> int:
+    """Return `step`, or the newest where it is None. Raises RecipeError where the run has no such whole checkpoint."""
     steps = run.checkpoint_steps()
     if not steps:
         raise RecipeError(Problem("no_checkpoint", f"{run.root} holds no whole checkpoint", hint="train it first"))
-    return steps[-1]
+    if step is not None and step not in steps:
+        message, hint = f"there is no checkpoint of step {step}", ", ".join(map(str, steps))
+        raise RecipeError(Problem("no_checkpoint", message, "--step", hint))
+    return steps[-1] if step is None else step
 
 
 def write_folder(wanted: Export, output: Path) -> str:

@@ -1,8 +1,9 @@
-"""Why a worker failed, told from what is left: its own last words, torchrun's list of exit codes, its log."""
+"""Why a worker failed, found in what it left: its own report, torchrun's list of exit codes, its log."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
 import signal
 import socket
@@ -14,9 +15,14 @@ from trainspec_cli.errors import WorkerError
 from trainspec_cli.launch.job.command import LOOPBACK
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.printable import without_colours
-from trainspec_cli.rundir.files import read_json
+from trainspec_cli.reading.files import open_regular
+from trainspec_cli.rundir.event_types import EndEvent
+from trainspec_cli.rundir.events import tail_events
+from trainspec_cli.rundir.record import NodeErrorRecord, WorkerErrorRecord, read_error
 
 LOG_TAIL_LINES = 30
+MAX_LOG_BYTES = 2**20
+"""The end of a log that is read."""
 
 _EXIT = re.compile(r"host\s*: (\S+)\s*rank\s*: (\d+) \(local_rank: (\d+)\)\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)")
 _FORCED = re.compile(r"Unable to shutdown process (\d+)")
@@ -33,7 +39,7 @@ by SIGABRT."""
 @dataclass(frozen=True)
 class WorkerFailure:
     rank: int
-    """Of a whole host: its number."""
+    """Of a whole node: the node's number."""
     host: str
     summary: str
     """One line: `ValueError: boo`, `killed by SIGKILL`."""
@@ -44,15 +50,15 @@ class WorkerFailure:
     time: float = math.inf
     """Unix seconds, where it is known."""
     own_words: bool = False
-    """Told by the worker itself."""
+    """Reported by the worker itself."""
     consequence: bool = False
     """It ended because another one had."""
     foreseen: bool = False
-    """It would come again where the run was started again as it is: an error for people, a host that is gone."""
+    """It would come again if the run was started again as it is: an error for people, a node that is gone."""
     exit_code: int = WorkerError.exit_code
     """What the run ends with because of it."""
     whole_node: bool = False
-    """Not one worker, but a host of several: it was lost, or lacks something."""
+    """Not one worker, but one node of several: it was lost, or lacks something."""
 
     @property
     def who(self) -> str:
@@ -60,69 +66,69 @@ class WorkerFailure:
 
 
 def find_failures(job: Job) -> list[WorkerFailure]:
-    """All workers that failed, the one that began it first; those that only lost their peers last."""
-    told = {failure.rank: failure for failure in _told(job)}
-    silent = [failure for failure in find_listed(job) if failure.rank not in told]
-    return first_causes([*_nodes(job), *told.values(), *silent])
+    """Return all workers that failed, the one that began it first; those that only lost their peers last."""
+    reported = {failure.rank: failure for failure in _reported(job)}
+    silent = [failure for failure in find_listed(job) if failure.rank not in reported]
+    return first_causes([*_nodes(job), *reported.values(), *silent])
 
 
 def find_listed(job: Job) -> list[WorkerFailure]:
-    """Those that torchrun lists with their exit codes, ordered likewise."""
+    """Return the workers that torchrun lists with their exit codes, ordered likewise."""
     return first_causes(failure for log in torchrun_logs(job) for failure in _silent(job, log))
 
 
 def first_causes(failures: Iterable[WorkerFailure]) -> list[WorkerFailure]:
-    """The one that began it first; those that only lost their peers last."""
+    """Sort the failures: the one that began it first, those that only lost their peers last."""
     return sorted(failures, key=lambda failure: (failure.consequence, failure.time, failure.rank))
 
 
-def _told(job: Job) -> Iterator[WorkerFailure]:
-    """Workers that wrote down what happened to them."""
+def _reported(job: Job) -> Iterator[WorkerFailure]:
+    """Yield the workers that wrote down what happened to them."""
     for path in sorted(job.run.errors_folder.glob("rank*.json")):
-        error = read_json(path)
-        if job.ranks is not None and error["rank"] not in job.ranks:
+        error = read_error(path, WorkerErrorRecord)
+        if job.ranks is not None and error.rank not in job.ranks:
             continue
-        hung, foreseen = error.get("code") == "hang", bool(error.get("code"))
-        summary = error["message"] if foreseen else f"{error['type']}: {error['message']}".strip().rstrip(":")
+        hung, foreseen = error.code == "hang", bool(error.code)
+        summary = error.message if foreseen else f"{error.type}: {error.message}".strip().rstrip(":")
         yield WorkerFailure(
-            rank=error["rank"],
-            host=error["host"],
+            rank=error.rank,
+            host=error.host,
             summary=summary,
-            detail="" if foreseen and not hung else error["traceback"].rstrip(),
-            hint=error.get("hint") or "",
-            step=error.get("step"),
+            detail="" if foreseen and not hung else error.traceback.rstrip(),
+            hint=error.hint or "",
+            step=error.step,
             # Whatever ended after a hang was found, and however, ended because of it.
-            time=-math.inf if hung else error.get("time", path.stat().st_mtime),
+            time=-math.inf if hung else path.stat().st_mtime if error.time is None else error.time,
             own_words=True,
             foreseen=foreseen and not hung,
             consequence=not foreseen and bool(_PEER_LOST.search(summary)),
-            exit_code=error.get("exit_code") or WorkerError.exit_code,
+            exit_code=error.exit_code or WorkerError.exit_code,
         )
 
 
 def _nodes(job: Job) -> Iterator[WorkerFailure]:
-    """Hosts of several that were lost or could not start. Who loses a host loses its workers: it is where it began."""
+    """Yield the nodes that were lost or could not start: a failure of their workers began with them."""
     for path in sorted(job.run.errors_folder.glob("node*.json")):
-        error = read_json(path)
+        error = read_error(path, NodeErrorRecord)
         yield WorkerFailure(
-            rank=error["node"],
-            host=error["host"],
-            summary=error["message"],
+            rank=error.node,
+            host=error.host,
+            summary=error.message,
             time=0.0,
-            own_words=not error["lost"],
+            own_words=not error.lost,
             foreseen=True,
             whole_node=True,
         )
 
 
 def torchrun_logs(job: Job) -> list[Path]:
-    """One a host."""
+    """Return the logs of torchrun, one per node."""
     return sorted([*job.logs.glob("torchrun.log"), *job.logs.glob("node*/torchrun.log")])
 
 
 def _silent(job: Job, torchrun_log: Path) -> Iterator[WorkerFailure]:
-    """Workers that ended without a word (a signal, an error before their own code began), from torchrun's summary."""
-    text = torchrun_log.read_text(errors="replace")
+    """Yield the workers that left no report (a signal, an error before their own code), from torchrun's summary."""
+    text = _end_of(torchrun_log)
     forced = set(_FORCED.findall(text))
     for host, rank, local_rank, code, pid in _EXIT.findall(text):
         log = worker_log(torchrun_log.parent, int(local_rank))
@@ -138,7 +144,8 @@ def _silent(job: Job, torchrun_log: Path) -> Iterator[WorkerFailure]:
 
 
 def _rank_in_run(job: Job, rank: int, local_rank: int) -> int:
-    """`rank` is torchrun's. Of a replica group on several hosts, a host's part of it holds the ranks of that host."""
+    """Return a worker's rank among all of the run's. `rank` is torchrun's; a node's part of a replica group that has
+    several nodes holds the ranks of that node."""
     if not job.ranks:
         return rank
     return job.ranks[rank if rank < len(job.ranks) else local_rank]
@@ -156,19 +163,25 @@ def describe_exit(code: int) -> str:
 
 
 def worker_log(logs_of_host: Path, local_rank: int) -> Path | None:
-    """The newest standard error of a worker."""
+    """Return the newest standard error of a worker."""
     logs = sorted(logs_of_host.glob(f"workers_*/attempt_*/{local_rank}/stderr.log"))
     return logs[-1] if logs else None
 
 
 def tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
-    """The end of a log, without its colours."""
-    return "\n".join(without_colours(log.read_text(errors="replace")).splitlines()[-lines:])
+    """Return the end of a log, without its colours."""
+    return "\n".join(without_colours(_end_of(log)).splitlines()[-lines:])
+
+
+def _end_of(log: Path) -> str:
+    with open_regular(log) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_LOG_BYTES))
+        return file.read(MAX_LOG_BYTES).decode(errors="replace")
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """For people."""
+    """A failure as people read it."""
 
     headline: str
     detail: str = ""
@@ -176,12 +189,27 @@ class Explanation:
 
 
 def explain(failures: list[WorkerFailure]) -> Explanation:
-    """The first failure in its own words; the others in a line."""
+    """Describe the first failure as it was reported, and the others in a line."""
     first, *others = failures
     at = f", step {first.step}" if first.step is not None else ""
     who = f"{first.who} (host {first.host or 'unknown'}{at})"
     detail = [first.detail, *_explain_others(first, others)]
     return Explanation(_sentence(who, first), "\n\n".join(filter(None, detail)), first.hint)
+
+
+def explain_end(job: Job, exit_code: int | None, failures: list[WorkerFailure]) -> Explanation:
+    """Explain why a run of one group failed: a worker did, or torchrun (`exit_code`), or all of them just ended."""
+    code = exit_code or 0
+    if failures and (code >= 0 or not failures[0].consequence):
+        return explain(failures)
+    if code < 0:
+        return Explanation(f"torchrun was ended by {signal.Signals(-code).name}, and its workers with it")
+    if code:
+        logs = "\n\n".join(tail(log) for log in torchrun_logs(job))
+        return Explanation(f"torchrun ended with exit code {code}", logs)
+    if any(isinstance(event, EndEvent) for event in list(tail_events(job.run.events(0)))[-1:]):
+        return Explanation("the workers were told to end, and nobody had asked the run to stop")
+    return Explanation("the workers ended without leaving a result")
 
 
 def _explain_others(first: WorkerFailure, others: list[WorkerFailure]) -> Iterator[str]:

@@ -135,3 +135,8 @@ class RunDir:
             return []
         matches = (_STEP_FOLDER.fullmatch(entry.name) for entry in self.checkpoints.iterdir())
         return sorted(int(match.group(1)) for match in matches if match)
+
+    @property
+    def newest_step(self) -> int:
+        """The step of the newest whole checkpoint; 0 where there is none."""
+        return max(self.checkpoint_steps(), default=0)

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from trainspec_cli.errors import MachineError, Problem
 
-SECRET_FILE = "TRAINSPEC_SECRET_FILE"
-"""The environment variable that tells a process where it lies; the secret itself stands in no environment."""
 SECRET_BYTES = 32
 
 

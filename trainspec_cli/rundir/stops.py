@@ -11,8 +11,8 @@ import os
 import socket
 import time
 
+from trainspec_cli.environment_names import GENERATION
 from trainspec_cli.rundir.files import write_json
-from trainspec_cli.rundir.generations import GENERATION
 from trainspec_cli.rundir.paths import RunDir
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from trainspec_cli.wire.handshake import HandshakeError, connect
 
-RENDEZVOUS = "TRAINSPEC_RENDEZVOUS"
-"""The environment variable with the address of the job's rendezvous server (host:port)."""
 RENDEZVOUS_PURPOSE = "rendezvous"
 LINE_BYTES = 2**24
 """The longest line that either end accepts."""

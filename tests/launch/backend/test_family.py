@@ -13,10 +13,10 @@ from dataclasses import replace
 import psutil
 import pytest
 
+from trainspec_cli.environment_names import GROUP
 from trainspec_cli.launch.backend import processes
 from trainspec_cli.launch.backend.family import Family
 from trainspec_cli.launch.backend.spawn import start
-from trainspec_cli.launch.job.environment import GROUP
 from trainspec_cli.launch.job.job import Job
 
 Eventually = Callable[[Callable[[], object]], None]

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 import psutil
 import pytest
 
+from trainspec_cli.environment_names import GROUP, LAUNCH_ID
 from trainspec_cli.launch.backend import processes
-from trainspec_cli.launch.job.environment import GROUP, LAUNCH_ID
 
 STARTING, TOLD, OTHER = (f"{name}-{os.getpid()}" for name in ("starting", "told", "other"))
 

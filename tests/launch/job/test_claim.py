@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from trainspec_cli.environment_names import LAUNCH_ID
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.launch.job.claim import claim, is_running
-from trainspec_cli.launch.job.environment import LAUNCH_ID
 from trainspec_cli.reading.files import UnreadableFileError
 from trainspec_cli.rundir.paths import RunDir
 

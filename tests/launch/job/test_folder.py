@@ -12,7 +12,7 @@ import pytest
 
 from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.launch.backend.spawn import start
-from trainspec_cli.launch.job.folder import Origin, check_free, make_folder, storage, write_launch, write_resume
+from trainspec_cli.launch.job.folder import LaunchOrigin, check_free, make_folder, storage, write_launch, write_resume
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
@@ -22,7 +22,7 @@ from trainspec_cli.spec.results.plan import Plan
 
 MakePlan = Callable[..., Plan]
 MakeJob = Callable[..., Job]
-ORIGIN = Origin("tiny", ["launch", "recipe=tiny"], "train:\n  max_steps: 20\n")
+ORIGIN = LaunchOrigin("tiny", ["launch", "recipe=tiny"], "train:\n  max_steps: 20\n")
 
 
 def test_launches_of_one_second_get_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from trainspec_cli.environment_names import LAUNCH_ID
 from trainspec_cli.errors import MachineError
-from trainspec_cli.launch.job.environment import LAUNCH_ID
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.rendezvous.address import Rendezvous
 from trainspec_cli.rundir.secret import create_secret, read_secret

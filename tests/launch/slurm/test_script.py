@@ -195,7 +195,7 @@ def assert_runs_nothing(text: str, root: Path, folder: Path) -> None:
         ["bash", "-eu", "-c", script], capture_output=True, text=True, cwd=folder, env={"PATH": "/usr/bin:/bin"}
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    assert done.stdout.split("\0")[:3] == ["trainspec_cli.cli.job", str(root), "srun"]
+    assert done.stdout.split("\0")[:3] == ["trainspec_cli.session.slurm_job", str(root), "srun"]
     assert not list(folder.rglob("MARKER"))
 
 

@@ -11,10 +11,10 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from trainspec_cli.environment_names import STORE_FILE
+
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-STORE_FILE = "TRAINSPEC_STORE_FILE"
-"""The environment variable with the file that is the store of a single node's processes."""
 _stores: list[dist.Store] = []
 """References that keep stores alive: process groups hold only their C++ half."""
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainspec_cli.rundir.secret import SECRET_FILE, read_secret
-from trainspec_cli.wire.client import RENDEZVOUS, JsonClient
+from trainspec_cli.environment_names import RENDEZVOUS, SECRET_FILE
+from trainspec_cli.rundir.secret import read_secret
+from trainspec_cli.wire.client import JsonClient
 
 CONNECT_TIMEOUT_S = 60.0
 """Long enough for a restart of the server."""

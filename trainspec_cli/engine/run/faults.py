@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 
 from trainspec_cli.engine.build.train_state import TrainState
+from trainspec_cli.environment_names import GROUP
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.fault import Fault, parse_faults
 from trainspec_cli.spec.results.plan import Plan
 
 BY_SUPERVISOR = ("lighthouse",)
-GROUP, START = "TRAINSPEC_GROUP", "TRAINSPEC_START"
-"""Environment variables: the number of a process's replica group, and of that group's start, from 1."""
 
 
 class InjectedFault(RuntimeError):  # noqa: N818 - a fault, not an error of ours

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainspec_cli.launch.job.place import Place, own_address
+from trainspec_cli.launch.job.place import NodePlace, own_address
 
 ENGINE = ("-m", "trainspec_cli.engine")
 
@@ -15,17 +15,17 @@ LOOPBACK = "127.0.0.1"
 
 
 def torchrun_command(processes: int, logs: Path, worker: Sequence[str]) -> tuple[str, ...]:
-    """Start `worker` (`-m module` or a script, and its arguments) `processes` times on this host.
+    """Start `worker` (`-m module` or a script, and its arguments) `processes` times on this node.
 
     They meet in a file: no port is opened. Output goes to LOGS/workers_*/attempt_0/<local rank>/{stdout,stderr}.log.
     """
     return (*_TORCHRUN, "--nnodes", "1", *_options("workers", processes, LOOPBACK, logs), *worker)
 
 
-def node_command(place: Place, name: str, processes: int, logs: Path, worker: Sequence[str]) -> tuple[str, ...]:
-    """Return one host's part of a job of several. Ranks follow the hosts' numbers.
+def node_command(place: NodePlace, name: str, processes: int, logs: Path, worker: Sequence[str]) -> tuple[str, ...]:
+    """Return one node's part of a job of several. Ranks follow the nodes' numbers.
 
-    `name` tells this start from others that meet at the same rendezvous server. torchrun is told this host's address:
+    `name` tells this start from others that meet at the same rendezvous server. torchrun is given this node's address:
     left to itself it asks for the name's, which may be a loopback.
     """
     nodes = ("--nnodes", str(place.num_nodes), "--rdzv-conf", f"node={place.node}")

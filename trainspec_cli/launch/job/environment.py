@@ -9,17 +9,16 @@ import tempfile
 from pathlib import Path
 
 import trainspec_cli
-from trainspec_cli.launch.job.place import Place, interface_of, own_address
+from trainspec_cli.environment_names import GROUP as GROUP
+from trainspec_cli.environment_names import LAUNCH_ID as LAUNCH_ID
+from trainspec_cli.environment_names import START
+from trainspec_cli.launch.job.place import NodePlace, interface_of, own_address
+from trainspec_cli.policy.recovery import FAILURE_GRACE_S
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.trust import make_folder
 
-LAUNCH_ID = "TRAINSPEC_LAUNCH_ID"
-GROUP, START = "TRAINSPEC_GROUP", "TRAINSPEC_START"
-"""A replica group's number, and that of its start, from 1."""
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
-FAILURE_GRACE_S = 10
-"""How long workers may take to end once one of them has failed."""
 
 
 def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, str]:
@@ -43,8 +42,8 @@ def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, s
     }
 
 
-def node_environment(plan: Plan, machine: Machine, launch_id: str, place: Place) -> dict[str, str]:
-    """As `job_environment`, for one host of several: gloo takes the interface that leads to the first host."""
+def node_environment(plan: Plan, machine: Machine, launch_id: str, place: NodePlace) -> dict[str, str]:
+    """Return the environment of one node of several: gloo takes the interface that leads to the first node."""
     interface = interface_of(own_address(place.head))
     found = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     alone = job_environment(plan, machine, launch_id)

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainspec_cli import __version__
@@ -21,9 +21,9 @@ from trainspec_cli.launch.job.provenance import git_state, versions
 from trainspec_cli.rundir import memory
 from trainspec_cli.rundir.files import write_json, write_text
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_about
+from trainspec_cli.rundir.record import Resume, RunRecord, read_run_record, write_run_record
 from trainspec_cli.spec.auto import AUTO
-from trainspec_cli.spec.canonical import digest, to_plain
+from trainspec_cli.spec.canonical import Absent, digest, to_plain
 from trainspec_cli.spec.recipe.init import InitSpec
 from trainspec_cli.spec.recipe.kernels import KernelTable
 from trainspec_cli.spec.results.plan import Plan
@@ -35,7 +35,7 @@ _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.
 
 
 @dataclass(frozen=True)
-class Origin:
+class LaunchOrigin:
     """Where a run comes from."""
 
     recipe: str
@@ -64,7 +64,7 @@ def _check_no_run(root: Path) -> None:
 
 
 def make_folder(run_dir: str, recipe: str) -> Path:
-    """The folder that `run.dir` names, or a new one of its own below ./runs; for this user alone, where it is new.
+    """Make the folder that `run.dir` names, or a new one of its own below ./runs; for this user alone, where it is new.
     Raises as `check_free`."""
     if run_dir != AUTO:
         check_free(run_dir)
@@ -88,9 +88,9 @@ def _make_unique(root: Path) -> Path:
 
 
 def write_launch(
-    job: Job, plan: Plan, origin: Origin, data_folder: Path | None, kernels: KernelTable | None = None
+    job: Job, plan: Plan, origin: LaunchOrigin, data_folder: Path | None, kernels: KernelTable | None = None
 ) -> None:
-    """Everything the workers need, and everything needed to do it again. run.json is last: with it the run exists.
+    """Write what the workers need, and what is needed to do it again. run.json is last: with it the run exists.
 
     To be called while the run is claimed; raises RecipeError where another launch was there before.
     """
@@ -100,25 +100,22 @@ def write_launch(
     write_json(run.versions_json, versions())
     _keep_small_files(plan.spec.init, run)
     _write_start(job, plan, kernels)
-    write_json(
-        run.run_json,
-        {
-            "recipe": origin.recipe,
-            "digest": digest(plan.spec),
-            "argv": list(origin.argv),
-            "trainspec": __version__,
-            "created_at": time.time(),
-            "data_dir": str(data_folder.absolute()) if data_folder else None,
-            "git": git_state(Path.cwd()),
-            "resumes": [],
-            memory.SECRET: memory.new_secret(),
-        },
+    record = RunRecord(
+        recipe=origin.recipe,
+        digest=digest(plan.spec),
+        argv=tuple(origin.argv),
+        trainspec=__version__,
+        created_at=time.time(),
+        data_dir=str(data_folder.absolute()) if data_folder else None,
+        git=git_state(Path.cwd()),
+        memory_secret=memory.new_secret(),
     )
+    write_run_record(run, record)
 
 
 def _keep_small_files(init: InitSpec, run: RunDir) -> None:
-    """What an export needs of the Hugging Face folder that the run begins with, at once or through other runs: config
-    and tokenizer, since the folder need not be there for ever."""
+    """Keep what an export needs of the Hugging Face folder that the run begins with, at once or through other runs:
+    config and tokenizer, since the folder need not be there for ever."""
     from trainspec_cli.huggingface.folder import SMALL_FILES
 
     source = init.hugging_face or (init.run and RunDir(init.run).huggingface)
@@ -130,19 +127,23 @@ def _keep_small_files(init: InitSpec, run: RunDir) -> None:
             shutil.copyfile(source / name, run.huggingface / name)
 
 
-def write_resume(job: Job, plan: Plan, argv: Sequence[str], from_step: int, kernels: KernelTable | None = None) -> None:
-    """The run goes on under `plan`; what the last start said of its end is cleared away."""
+def write_resume(
+    job: Job, plan: Plan, argv: Sequence[str], from_step: int | None, kernels: KernelTable | None = None
+) -> None:
+    """Write down that the run goes on under `plan`; what the last start left of its end is cleared away. `from_step`:
+    None for a run that was written down and never started, which begins."""
     run = job.run
-    about = read_about(run)
-    resume = {"argv": list(argv), "trainspec": __version__, "at": time.time(), "from_step": from_step}
-    about.setdefault("resumes", []).append(resume)
-    about["digest"] = digest(plan.spec)
-    about.setdefault(memory.SECRET, memory.new_secret())
-    for words in run.errors_folder.glob("*.json"):
-        words.unlink()
+    record = read_run_record(run)
+    if from_step is not None:
+        resume = Resume(tuple(argv), __version__, time.time(), from_step)
+        record = replace(record, resumes=(*record.resumes, resume))
+    secret = memory.new_secret() if isinstance(record.memory_secret, Absent) else record.memory_secret
+    record = replace(record, digest=digest(plan.spec), memory_secret=secret)
+    for report in run.errors_folder.glob("*.json"):
+        report.unlink()
     run.result_json.unlink(missing_ok=True)
     _write_start(job, plan, kernels)
-    write_json(run.run_json, about)
+    write_run_record(run, record)
 
 
 def _write_start(job: Job, plan: Plan, kernels: KernelTable | None) -> None:
@@ -155,7 +156,7 @@ def _write_start(job: Job, plan: Plan, kernels: KernelTable | None) -> None:
 
 @contextmanager
 def storage(run_dir: str) -> Iterator[None]:
-    """For all that is written in a run's folder: it is for this user alone, and what the disk refuses becomes a
+    """Cover all that is written in a run's folder: it is for this user alone, and what the disk refuses becomes a
     MachineError that names the file, or the folder."""
     try:
         with private_files():

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainspec_cli.environment_names import GENERATION, LAUNCH_ID
 from trainspec_cli.launch.job.command import ENGINE, node_command, torchrun_command
-from trainspec_cli.launch.job.environment import LAUNCH_ID, job_environment, node_environment
-from trainspec_cli.launch.job.place import Place
-from trainspec_cli.rundir.generations import GENERATION
+from trainspec_cli.launch.job.environment import job_environment, node_environment
+from trainspec_cli.launch.job.place import NodePlace
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.results.plan import Plan
@@ -39,7 +39,7 @@ class Job:
 
     @property
     def torchrun_log(self) -> Path:
-        """What torchrun itself has to say."""
+        """The output of torchrun itself."""
         return self.logs / "torchrun.log"
 
     @property
@@ -67,16 +67,16 @@ def build_node_job(
     plan: Plan,
     root: Path,
     machine: Machine,
-    place: Place,
+    place: NodePlace,
     rendezvous: Mapping[str, str],
     generation: int,
     launch_id: str,
     logs: Path,
     worker: Sequence[str],
 ) -> Job:
-    """Return one host's part of a job of several. `rendezvous`: the variables that say where its processes meet.
+    """Return one node's part of a job of several. `rendezvous`: the variables that say where its processes meet.
 
-    Raises MachineError where the first host's name is not known here.
+    Raises MachineError where the first node's name is not known here.
     """
     environment = {**node_environment(plan, machine, launch_id, place), **rendezvous}
     return Job(

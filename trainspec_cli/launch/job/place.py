@@ -1,4 +1,4 @@
-"""Where one host stands in a job of several: its number, the first host's address, and its own as seen from there."""
+"""Where one node stands in a job of several: its number, the first node's address, and its own as seen from there."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SPARE_DESCRIPTORS = 512
 
 
 @dataclass(frozen=True)
-class Place:
+class NodePlace:
     node: int
-    """0 is the host of the supervisor and the rendezvous server."""
+    """0 is the node of the supervisor and the rendezvous server."""
     num_nodes: int
     head: str
-    """The first host's name or address."""
+    """The first node's name or address."""
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
@@ -49,7 +49,7 @@ def allow_connections(connections: int) -> None:
 
 
 def listening_address(head: str) -> str:
-    """Return the address at which the first host, this one, listens for the others: that of the job's interface.
+    """Return the address at which the first node, this one, listens for the others: that of the job's interface.
 
     Where its own name means a loopback here (as in many an /etc/hosts) and another address elsewhere, it has to be
     every interface: "".
@@ -68,19 +68,19 @@ def _is_address(text: str) -> bool:
 
 
 def own_address(head: str) -> str:
-    """This host's address on the way to `head`; nothing is sent. Raises MachineError where there is no way."""
+    """Return this node's address on the way to `head`; nothing is sent. Raises MachineError where there is no way."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(head, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as way:
             way.connect(address)
             return str(way.getsockname()[0])
     except OSError as error:
-        message = f"{socket.gethostname()} finds no way to the first host, {head}: {error.strerror or error}"
+        message = f"{socket.gethostname()} finds no way to the first node, {head}: {error.strerror or error}"
         hint = f"look whether its name is known here (getent hosts {head}) and the network is up (ip address)"
         raise MachineError(Problem("no_route", message, hint=hint, environment=True)) from error
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that holds `address`."""
+    """Return the network interface that holds `address`."""
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, held in interfaces if any(entry.address == address for entry in held)), None)

@@ -9,15 +9,14 @@ import sys
 import time
 from pathlib import Path
 
+from trainspec_cli.environment_names import RENDEZVOUS, SECRET_FILE
 from trainspec_cli.errors import MachineError, Problem
 from trainspec_cli.launch.backend.processes import KILL_TIMEOUT_S
 from trainspec_cli.launch.backend.spawn import start
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.job.place import listen
 from trainspec_cli.launch.rendezvous import server as rendezvous_server
-from trainspec_cli.rundir.secret import SECRET_FILE
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
-from trainspec_cli.wire.client import RENDEZVOUS
 
 RESTART_INTERVAL_S = 1.0
 MAX_FAILURES = 5

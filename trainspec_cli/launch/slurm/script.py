@@ -9,23 +9,27 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from trainspec_cli.environment_names import CACHE
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.launch.backend.nodes.executor import agent_command
+from trainspec_cli.launch.backend.nodes.backend import agent_command
 from trainspec_cli.launch.job.environment import own_modules
 from trainspec_cli.printable import on_one_line
 from trainspec_cli.spec.results.plan import Plan
 
-DRIVER = "trainspec_cli.cli.job"
+DRIVER = "trainspec_cli.session.slurm_job"
 """The module that the script finally executes."""
 
 _PLAIN_WORD = re.compile(r"[\w.,:;/@%+=*&|()\[\]{}^~!?<>$-]+", re.ASCII)
 
-KEPT = ("TRAINSPEC_CACHE",)
+KEPT = (CACHE,)
 """Variables of the submitting shell that the script sets; the rest comes from the site."""
 
 
-def render_script(plan: Plan, roots: Sequence[Path], recipe: str, argv: Sequence[str], folder: Path) -> str:
-    """Return the script. Several `roots` make an array with one task each; the job starts in `folder`."""
+def render_script(
+    plan: Plan, roots: Sequence[Path], recipe: str, argv: Sequence[str], folder: Path, *, force: bool = False
+) -> str:
+    """Return the script. Several `roots` make an array with one task each; the job starts in `folder`. `force`: train
+    although the plan is predicted not to fit."""
     lines = [
         "#!/bin/bash",
         f"# trainspec {on_one_line(shlex.join(argv))}",
@@ -37,7 +41,7 @@ def render_script(plan: Plan, roots: Sequence[Path], recipe: str, argv: Sequence
         "",
         *_choose_root(roots),
         "# Begins or resumes the run, watches over it, requeues it at the time limit, and ends with its exit code.",
-        f'exec {shlex.join([sys.executable, "-m", DRIVER])} "$run" \\',
+        f'exec {shlex.join([sys.executable, "-m", DRIVER, *(["--force"] if force else [])])} "$run" \\',
         f"  {shlex.join(srun_command(plan))} \\",
         f"  {shlex.join(agent_command())}",
     ]

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from trainspec_cli.errors import Problem
+from trainspec_cli.report.problems import render_problems
+from trainspec_cli.report.style import Style
+
+PLAIN = Style(coloured=False)
+
+
+def test_a_spot_is_pointed_at_by_one_sign() -> None:
+    problem = Problem("bad_yaml", "oh", file="a.yaml", line=12, column=4, excerpt="a: [1, 2")
+    assert render_problems([problem], PLAIN) == (
+        "error: oh\n  --> a.yaml:12:4\n   12 | a: [1, 2\n      |    ^"
+    )  # fmt: skip
+
+
+def test_a_tab_takes_one_place() -> None:
+    problem = Problem("bad_yaml", "oh", file="a.yaml", line=1, column=1, excerpt="\tx: 1")
+    assert render_problems([problem], PLAIN).splitlines()[-2:] == ["    1 |  x: 1", "      | ^"]
+
+
+def test_a_problem_without_a_place() -> None:
+    assert render_problems([Problem("c", "oh", hint="do")], PLAIN) == "error: oh\n  hint: do"
+
+
+def test_colours_do_not_change_the_text() -> None:
+    import re
+
+    problem = Problem("c", "oh", hint="do", file="a", line=1, column=1, excerpt="x")
+    coloured = render_problems([problem, problem], Style(coloured=True))
+    assert re.sub(r"\x1b\[\d+m", "", coloured) == render_problems([problem, problem], PLAIN)
+    assert coloured.count("\x1b[") > 8

@@ -1,0 +1,56 @@
+"""A run that is written down as a launch leaves it, and a machine that is always the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.launch.job.folder import write_launch
+from trainspec_cli.launch.job.job import build_job
+from trainspec_cli.rundir import generations
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.session.console import RunConsole
+from trainspec_cli.session.load import load, plan_on
+from trainspec_cli.spec.recipe.cluster import Machine
+
+HERE = Machine("here", cpu_cores=2, memory_bytes=2**34)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """This machine, as every session finds it."""
+    for module in ("load", "resume"):
+        monkeypatch.setattr(f"trainspec_cli.session.{module}.detect", lambda **_: HERE)
+    return HERE
+
+
+@pytest.fixture
+def shown() -> StringIO:
+    return StringIO()
+
+
+@pytest.fixture
+def console(shown: StringIO) -> RunConsole:
+    return RunConsole(file=shown)
+
+
+@pytest.fixture
+def make_run(here: Machine, tmp_path: Path) -> Callable[..., RunDir]:
+    """A run of `recipe=tiny` that has stopped with a checkpoint at step 10; step 0: it was never started."""
+
+    def make(*arguments: str, step: int = 10) -> RunDir:
+        root = tmp_path / "run"
+        loaded = load(["recipe=tiny", *arguments, f"run.dir={root}"])
+        plan = plan_on(loaded, here)
+        root.mkdir()
+        write_launch(build_job(plan, root, here), plan, loaded.origin, tmp_path)
+        run = RunDir(root)
+        if step:
+            generations.begin(run)
+            run.checkpoint(step).mkdir(parents=True)
+        return run
+
+    return make

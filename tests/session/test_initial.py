@@ -1,0 +1,80 @@
+"""What `init.from` completes, and what it refuses. Weights that mean something are in engine/test_initial.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.huggingface.config import write_config
+from trainspec_cli.huggingface.safetensors import make_header
+from trainspec_cli.huggingface.tensors import parameters
+from trainspec_cli.session.load import examine
+from trainspec_cli.spec.recipe.model import DecoderModel
+
+MODEL = DecoderModel(2, 64, 4, 2, 16, 160, 300, rope_theta=5e5)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint whose tensors are all zeros."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(write_config(MODEL, 64, "float32")))
+    (folder / "tokenizer.json").write_text("{}")
+    held = {piece.tensor: ("F32", piece.tensor_shape) for part in parameters(MODEL) for piece in part.pieces}
+    content = sum(part.numel for part in parameters(MODEL)) * 4
+    (folder / "model.safetensors").write_bytes(make_header(held) + bytes(content))
+    return folder
+
+
+def told(*arguments: str) -> list[tuple[str, str]]:
+    return [(problem.path, problem.message) for problem in examine(arguments).problems]
+
+
+def test_one_line_gives_model_tokenizer_and_weights(folder: Path, write) -> None:
+    write("recipes/mine.yaml", "train: {max_steps: 3}\nbatching: {global_batch_size: 8}\n")
+    examined = examine(["recipe=mine", f"init.from=hf:{folder}"])
+    assert examined.problems == []
+    assert (examined.draft.model.hidden_size, examined.draft.model.rope_theta) == (64, 5e5)
+    assert examined.draft.data.tokenizer.path == str(folder / "tokenizer.json")
+    assert str(examined.composed.origins["model.hidden_size"]) == f"{folder}/config.json:1"
+
+
+def test_keys_are_added_to_an_auto_model(folder: Path) -> None:
+    examined = examine(["recipe=tiny", "model=auto", f"init.from=hf:{folder}", "model.name=mine"])
+    assert (examined.problems, examined.draft.model.name, examined.draft.model.num_layers) == ([], "mine", 2)
+
+
+def test_a_recipe_that_contradicts_the_checkpoint_is_told_the_key(folder: Path) -> None:
+    assert told("recipe=tiny", f"init.from=hf:{folder}") == [
+        ("model.vocab_size", f"`model.vocab_size` is 512, and {folder}/config.json says 300"),
+        ("model.rope_theta", f"`model.rope_theta` is 10000.0, and {folder}/config.json says 500000.0"),
+    ]
+    found = examine(["recipe=tiny", "model=auto", f"init.from=hf:{folder}", "model.norm_eps=0.1"]).problems
+    assert [(problem.path, problem.where()) for problem in found] == [("model.norm_eps", "command line:4")]
+
+
+def test_a_model_that_nobody_names() -> None:
+    assert told("recipe=tiny", "model=auto") == [
+        ("model", "no model is named: `model` is auto, and `init.from` is null")
+    ]
+
+
+def test_folders_that_hold_nothing(tmp_path: Path) -> None:
+    assert told("recipe=tiny", "model=auto", f"init.from=hf:{tmp_path}") == [
+        ("init.from", f"{tmp_path} holds no config.json")
+    ]
+    assert told("recipe=tiny", f"init.from={tmp_path}") == [
+        ("init.from", f"`init.from` is {tmp_path}, which holds no run of trainspec")
+    ]
+
+
+def test_faults_of_the_tensors_are_found_before_anything_runs(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b"model.norm.weight", b"model.norm.height"))
+    assert told("recipe=tiny", "model=auto", f"init.from=hf:{folder}") == [
+        ("init.from", f"{folder} lacks model.norm.weight"),
+        ("init.from", f"{folder} holds tensors that the model lacks: model.norm.height"),
+    ]

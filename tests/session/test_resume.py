@@ -1,0 +1,190 @@
+"""What may be changed of a run that goes on, what is refused, and how several nodes go on."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.errors import MachineError, RecipeError
+from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_plan
+from trainspec_cli.session.console import RunConsole
+from trainspec_cli.session.nodes import NodeOptions
+from trainspec_cli.session.resume import prepare_resume, prepare_unchanged
+from trainspec_cli.session.session import Session
+from trainspec_cli.spec.canonical import to_plain
+
+MakeRun = Callable[..., RunDir]
+Prepare = Callable[..., Session]
+ALONE = NodeOptions()
+FIRST_OF_TWO = NodeOptions(2, 0, "head:29500")
+
+
+@pytest.fixture
+def prepare(console: RunConsole) -> Prepare:
+    def call(run: RunDir, *changes: str, nodes: NodeOptions = ALONE) -> Session:
+        return prepare_resume(run, changes, nodes, console)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "model.num_layers=3",
+        "data.seq_len=32",
+        "data.tokenizer.vocab_size=300",
+        "optim.name=sgd",
+        "batching.global_batch_size=4",
+        "train.seed=1",
+        "run.dir=elsewhere",
+        "~model.rope_theta",
+    ],
+)
+def test_what_the_checkpoint_depends_on_is_fixed(make_run: MakeRun, prepare: Prepare, change: str) -> None:
+    run = make_run("model.rope_theta=5e5")
+    with pytest.raises(RecipeError) as refused:
+        prepare(run, change)
+    path = change.lstrip("~").partition("=")[0]
+    problems = {problem.path: problem for problem in refused.value.problems}
+    assert problems[path].code == "fixed_value"
+    assert "start a new run: trainspec launch" in problems[path].hint
+
+
+def test_every_problem_of_the_changes_is_found_at_once(make_run: MakeRun, prepare: Prepare) -> None:
+    with pytest.raises(RecipeError) as refused:
+        prepare(make_run(), "train.seed=2", "train.max_steps=many", "train.what=1", "optim.lr=-1")
+    assert {(problem.code, problem.path, problem.line) for problem in refused.value.problems} == {
+        ("fixed_value", "train.seed", 1),
+        ("wrong_type", "train.max_steps", 2),
+        ("unknown_key", "train.what", 3),
+        ("out_of_range", "optim.lr", 4),
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "value"),
+    [
+        ("train.max_steps=400", lambda plan: plan.spec.train.max_steps == 400),
+        ("optim.lr=0.5", lambda plan: plan.spec.optim.lr == 0.5),
+        ("checkpoint.interval_steps=7", lambda plan: plan.spec.checkpoint.interval_steps == 7),
+        ("batching.micro_batch_size=1", lambda plan: plan.micro_batch_size == 1),
+        ("cluster.devices_per_node=1", lambda plan: plan.world_size == 1),
+    ],
+)
+def test_the_rest_may_change(make_run: MakeRun, prepare: Prepare, change: str, value: Callable[..., bool]) -> None:
+    session = prepare(make_run(), change)
+    assert value(session.plan)
+    assert isinstance(session.begins, RunDir)
+    assert session.reach is None
+    assert session.folder == session.begins.root
+
+
+@pytest.mark.parametrize(("step", "max_steps", "is_refused"), [(10, 10, True), (10, 11, False), (20, 20, True)])
+def test_a_run_that_is_done_goes_on_only_with_more_steps(
+    make_run: MakeRun, prepare: Prepare, step: int, max_steps: int, is_refused: bool
+) -> None:
+    run = make_run(step=step)
+    if not is_refused:
+        assert prepare(run, f"train.max_steps={max_steps}").plan.spec.train.max_steps == max_steps
+        return
+    with pytest.raises(RecipeError, match="nothing is left to do") as refused:
+        prepare(run, f"train.max_steps={max_steps}")
+    assert refused.value.problems[0].hint == f"to train on: trainspec resume {run.root} train.max_steps={2 * step}"
+
+
+def test_data_that_is_gone_and_cannot_be_made_again_is_refused(
+    make_run: MakeRun, prepare: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run()
+    gone = tmp_path / "gone"
+    write_json(run.run_json, {**read_json(run.run_json), "data_dir": str(gone)})
+    monkeypatch.setattr("trainspec_cli.session.data.prepare", lambda data: tmp_path / "other")
+    with pytest.raises(MachineError, match="the data folder of this run is gone"):
+        prepare(run)
+    monkeypatch.setattr("trainspec_cli.session.data.prepare", lambda data: gone)
+    assert prepare(run).plan == read_plan(run)
+
+
+def test_a_run_that_makes_up_its_data_has_no_folder_to_find(make_run: MakeRun, prepare: Prepare) -> None:
+    run = make_run()
+    write_json(run.run_json, {**read_json(run.run_json), "data_dir": None})
+    assert prepare(run).plan.spec.data.source == "python_stdlib"
+
+
+def test_kernels_that_were_chosen_hold_until_others_are_asked_for(make_run: MakeRun, prepare: Prepare) -> None:
+    run = make_run()
+    plan = read_plan(run)
+    chosen = replace(plan.kernels, adamw="foreach")
+    write_json(run.plan_json, to_plain(replace(plan, kernels=chosen)))
+    assert prepare(run).plan.kernels == chosen
+    assert prepare(run, "kernels.adamw=for_loop").plan.kernels.adamw == "for_loop"
+
+
+def test_a_machine_that_lacks_the_chosen_kernels_is_refused(make_run: MakeRun, prepare: Prepare) -> None:
+    run = make_run()
+    plan = read_plan(run)
+    write_json(run.plan_json, to_plain(replace(plan, kernels=replace(plan.kernels, ssd_scan="fla"))))
+    with pytest.raises(MachineError, match=r"kernels\.ssd_scan"):
+        prepare(run)
+
+
+def test_several_nodes_go_on_just_as_they_were(make_run: MakeRun, prepare: Prepare) -> None:
+    run = make_run("cluster.num_nodes=2")
+    session = prepare(run, nodes=FIRST_OF_TWO)
+    assert session.plan == read_plan(run)
+    assert session.reach is not None
+    assert (session.reach.head, session.reach.rendezvous_port) == ("head", 29500)
+    with pytest.raises(RecipeError, match=r"`train.max_steps=400` cannot be changed"):
+        prepare(run, "train.max_steps=400", nodes=FIRST_OF_TWO)
+
+
+def test_one_node_does_not_become_several(make_run: MakeRun, prepare: Prepare) -> None:
+    with pytest.raises(RecipeError, match=r"`cluster.num_nodes=2` cannot be changed"):
+        prepare(make_run(), "cluster.num_nodes=2", nodes=FIRST_OF_TWO)
+
+
+def test_a_run_made_for_slurm_is_submitted_again(make_run: MakeRun, prepare: Prepare) -> None:
+    run = make_run("cluster.num_nodes=2")
+    run.job_sbatch.touch()
+    with pytest.raises(RecipeError, match="was made for Slurm, on 2 nodes") as refused:
+        prepare(run)
+    assert refused.value.problems[0].hint == f"type sbatch {run.job_sbatch}"
+    assert prepare(run, nodes=FIRST_OF_TWO).reach is not None, "unless it is said how its nodes are reached"
+
+
+def test_an_agents_session_ends_where_nothing_is_left(make_run: MakeRun, console: RunConsole) -> None:
+    run = make_run("cluster.num_nodes=2", step=20)
+    reach = FIRST_OF_TWO.reach(read_plan(run).spec, str(run.root))
+    assert reach is not None
+    with pytest.raises(RecipeError, match="nothing is left to do"):
+        prepare_unchanged(run, reach, console)
+    shutil.rmtree(run.checkpoints)
+    assert prepare_unchanged(run, reach, console, force=True).force
+
+
+@pytest.mark.parametrize(
+    ("nodes", "run_dir", "message"),
+    [
+        (NodeOptions(None, 0, "head:1"), "/run", "`cluster.num_nodes` is 2, and this command starts one node"),
+        (NodeOptions(2, 0, None), "/run", "`cluster.num_nodes` is 2, and this command starts one node"),
+        (NodeOptions(2, 0, "head"), "/run", "--rdzv-endpoint is `head`; HOST:PORT is needed"),
+        (NodeOptions(2, 0, ":29500"), "/run", "--rdzv-endpoint is `:29500`; HOST:PORT is needed"),
+        (NodeOptions(2, 0, "head:port"), "/run", "--rdzv-endpoint is `head:port`; HOST:PORT is needed"),
+        (NodeOptions(2, 2, "head:1"), "/run", "--node-rank is 2; of 2 nodes it is 0 to 1"),
+        (NodeOptions(2, -1, "head:1"), "/run", "--node-rank is -1; of 2 nodes it is 0 to 1"),
+        (NodeOptions(2, 0, "head:1"), "auto", "`run.dir` is auto, and the nodes would each make a folder"),
+    ],
+)
+def test_how_nodes_reach_one_another_has_to_be_said(
+    make_run: MakeRun, nodes: NodeOptions, run_dir: str, message: str
+) -> None:
+    spec = read_plan(make_run("cluster.num_nodes=2")).spec
+    with pytest.raises(RecipeError) as refused:
+        nodes.reach(spec, run_dir)
+    assert message in refused.value.problems[0].message

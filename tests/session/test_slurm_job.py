@@ -1,0 +1,149 @@
+"""The inside of a Slurm job without a Slurm: what is started, and when the job goes back to the queue."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from trainspec_cli.errors import EXIT_DONE, Interrupted, PlanError, Problem, Stopped, WorkerError
+from trainspec_cli.launch.signals import PatientRequests
+from trainspec_cli.rundir.files import read_json
+from trainspec_cli.rundir.generations import FENCED
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.session import slurm_job
+from trainspec_cli.session.session import Session
+
+MakeRun = Callable[..., RunDir]
+
+
+class Slurm:
+    """What is asked of Slurm."""
+
+    def __init__(self) -> None:
+        self.requeued: list[str] = []
+        self.job = {"Restarts": "0"}
+
+    def own_address(self) -> str:
+        return "node1"
+
+    def show(self, job_id: str) -> dict[str, str]:
+        return self.job
+
+    def requeue(self, job_id: str) -> None:
+        self.requeued.append(job_id)
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    found = Slurm()
+    monkeypatch.setattr(slurm_job, "slurm", found)
+    monkeypatch.setenv("SLURM_JOB_ID", "41")
+    monkeypatch.delenv("SLURM_ARRAY_TASK_ID", raising=False)
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def job(make_run: MakeRun, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, RunDir]]:
+    """job(start): run the batch script's command on a run of two nodes; -> (its exit code, the run)."""
+
+    def call(start: Callable[..., int], *options: str) -> tuple[int, RunDir]:
+        run = make_run("cluster.num_nodes=2")
+        monkeypatch.setattr(slurm_job, "start", start)
+        monkeypatch.setattr(sys, "argv", ["slurm_job", *options, str(run.root), "srun", "agent"])
+        with pytest.raises(SystemExit) as ended:
+            slurm_job.main()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, run
+
+    return call
+
+
+def test_the_run_is_started_on_the_jobs_nodes(job: Callable[..., Any], slurm: Slurm) -> None:
+    started: list[tuple[Session, Any]] = []
+
+    def start(session: Session, requests: Any) -> int:
+        started.append((session, requests))
+        return EXIT_DONE
+
+    code, run = job(start)
+    ((session, requests),) = started
+    assert (code, slurm.requeued) == (0, [])
+    assert session.folder == run.root
+    assert session.reach is not None
+    assert (session.reach.head, session.reach.start) == ("node1", ("srun", "agent"))
+    assert (session.force, type(requests)) == (False, PatientRequests)
+    assert read_json(run.slurm_json) == {"job_id": "41"}
+
+
+def test_force_reaches_the_prediction(job: Callable[..., Any]) -> None:
+    forced: list[bool] = []
+    job(lambda session, requests: forced.append(session.force) or EXIT_DONE, "--force")
+    assert forced == [True]
+
+
+def test_a_warned_job_goes_back_to_the_queue(job: Callable[..., Any], slurm: Slurm, capsys: Any) -> None:
+    def start(session: Session, requests: Any) -> int:
+        with slurm_job.on_stop_signal(requests.add):
+            os.kill(os.getpid(), signal.SIGUSR2)
+        assert requests.count == 1
+        return Stopped.exit_code
+
+    assert job(start)[0] == Stopped.exit_code
+    assert slurm.requeued == ["41"]
+    assert "requeued: it was warned of its time limit; start 2 goes on" in capsys.readouterr().out
+
+
+def test_a_warning_before_the_workers_are_started_requeues_too(job: Callable[..., Any], slurm: Slurm) -> None:
+    def start(session: Session, requests: Any) -> int:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        raise AssertionError("the signal interrupts it")
+
+    assert job(start)[0] == Interrupted.exit_code
+    assert slurm.requeued == ["41"]
+
+
+def test_a_stop_that_nobody_warned_of_stays_stopped(job: Callable[..., Any], slurm: Slurm) -> None:
+    assert job(lambda session, requests: Stopped.exit_code)[0] == Stopped.exit_code
+    assert slurm.requeued == []
+
+
+def test_a_job_is_requeued_so_often_and_no_more(
+    job: Callable[..., Any], slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1000")
+    slurm.job = {"Restarts": "1000", "PreemptTime": "now"}
+    assert job(lambda session, requests: WorkerError.exit_code)[0] == WorkerError.exit_code
+    assert slurm.requeued == []
+    assert "not requeued: it was preempted, and the job was requeued 1000 times" in capsys.readouterr().out
+
+
+def test_a_plan_that_does_not_fit_ends_the_job(job: Callable[..., Any], slurm: Slurm, capsys: Any) -> None:
+    def start(session: Session, requests: Any) -> int:
+        raise PlanError(Problem("does_not_fit", "the plan does not fit"))
+
+    assert job(start)[0] == PlanError.exit_code
+    assert "the plan does not fit" in capsys.readouterr().err
+    assert slurm.requeued == []
+
+
+def test_an_older_start_has_no_say(job: Callable[..., Any], slurm: Slurm) -> None:
+    def start(session: Session, requests: Any) -> int:
+        raise WorkerError(Problem(FENCED, "begun anew"))
+
+    slurm.job = {"Restarts": "0", "PreemptTime": "now"}
+    assert job(start)[0] == WorkerError.exit_code
+    assert slurm.requeued == []

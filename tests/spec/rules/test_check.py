@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.rules.check import check, check_machine
+from trainspec_cli.spec.rules.engine import check_engine
+from trainspec_cli.spec.rules.ranges import RANGES, holds, replace_at, value_at
+from trainspec_cli.spec.structure import build, sections_of, structure
+
+AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+
+
+def told(problems) -> list[tuple[str, str, str, str]]:
+    return [(problem.code, problem.path, problem.message, problem.hint) for problem in problems]
+
+
+def test_a_sound_spec(make_spec) -> None:
+    spec = make_spec({})
+    assert check(spec) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message", "hint"),
+    [
+        ("train.max_steps", 0, "`train.max_steps` is 0; a whole number of at least 1 is needed",
+         "type train.max_steps=1 or more"),
+        ("optim.lr", 0, "`optim.lr` is 0; a number of more than 0 is needed", ""),
+        ("optim.beta1", 1, "`optim.beta1` is 1; a number of at least 0 and less than 1 is needed", ""),
+        ("data.heldout_fraction", 1.0,
+         "`data.heldout_fraction` is 1; a number of more than 0 and less than 1 is needed", ""),
+        ("optim.schedule.final_lr_ratio", 1.5,
+         "`optim.schedule.final_lr_ratio` is 1.5; a number of at least 0 and at most 1 is needed", ""),
+        ("checkpoint.interval_steps", -1, "`checkpoint.interval_steps` is -1; a whole number of at least 1 is needed",
+         "type checkpoint.interval_steps=1 or more"),
+        ("data.tokenizer.vocab_size", 200,
+         "`data.tokenizer.vocab_size` is 200; a whole number of at least 257 is needed",
+         "type data.tokenizer.vocab_size=257 or more"),
+    ],
+)  # fmt: skip
+def test_ranges(make_spec, path: str, value: Any, message: str, hint: str) -> None:
+    assert told(check(make_spec({path: value}))) == [("out_of_range", path, message, hint)]
+
+
+def numbers_below(cls: type, prefix: str = "") -> Iterator[str]:
+    """Dotted paths of all fields that hold a number, those of optional sections and of every model family too."""
+    for name, hint in typing.get_type_hints(cls).items():
+        members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+        members += tuple(typing.get_args(member)[0] for member in members if typing.get_origin(member) is tuple)
+        if {int, float} & set(members):
+            yield f"{prefix}{name}"
+        for section in sections_of(hint):
+            yield from numbers_below(section, f"{prefix}{name}.")
+
+
+def test_every_number_of_a_spec_has_a_range() -> None:
+    assert set(numbers_below(RunSpec)) == set(RANGES)
+
+
+DIVISION = [
+    ({"model.num_kv_heads": 3}, "model.num_kv_heads",
+     "4 heads (`model.num_heads`) do not divide by 3 key-value heads", "model.num_kv_heads may be 1, 2, 4"),
+    ({"model.head_dim": 15}, "model.head_dim",
+     "`model.head_dim` is 15; rotary embeddings turn pairs and need an even number", "type model.head_dim=16"),
+    ({"layout.dp_shard": 3}, "layout.dp_shard",
+     "the cluster has 1 x 2 = 2 processes (nodes x devices), the layout asks for dp_shard=3, "
+     "which does not divide them",
+     "type layout.dp_shard=auto; where the other axes stay, it may be 1, 2"),
+    ({"layout.dp_shard": 4, "layout.dp_replicate": 1}, "layout.dp_shard",
+     "the cluster has 1 x 2 = 2 processes (nodes x devices), the layout asks for dp_shard=4, which makes 4",
+     "type layout.dp_shard=auto; where the other axes stay, it may be 1, 2"),
+    ({"layout.dp_shard": 1, "layout.dp_replicate": 1}, "layout.dp_shard",
+     "the cluster has 1 x 2 = 2 processes (nodes x devices), the layout asks for every axis=1, which makes 1",
+     "type layout.dp_shard=auto; where the other axes stay, it may be 1, 2"),
+    ({"layout.dp_shard": 3, "layout.dp_replicate": 3, "cluster.num_nodes": 2}, "layout.dp_shard",
+     "the cluster has 2 x 2 = 4 processes (nodes x devices), the layout asks for dp_replicate=3 x dp_shard=3, "
+     "which makes 9", "choose axes whose product divides 4, or change cluster.devices_per_node"),
+    ({"batching.global_batch_size": 7}, "batching.global_batch_size",
+     "a global batch of 7 samples does not divide by 2 data-parallel ranks",
+     "type batching.global_batch_size=6 or 8"),
+    ({"batching.global_batch_size": 1}, "batching.global_batch_size",
+     "a global batch of 1 samples does not divide by 2 data-parallel ranks", "type batching.global_batch_size=2"),
+    ({"batching.micro_batch_size": 3}, "batching.micro_batch_size",
+     "8 samples on 2 ranks are 4 each, which do not divide by 3",
+     "type batching.micro_batch_size=auto; it may be 1, 2, 4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "path", "message", "hint"), DIVISION)
+def test_what_does_not_divide(make_spec, changes: dict[str, Any], path: str, message: str, hint: str) -> None:
+    assert told(check(make_spec(changes))) == [("not_divisible", path, message, hint)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layout.dp_shard": 2},
+        {"layout.dp_shard": 2, "layout.dp_replicate": 2, "cluster.num_nodes": 2},
+        {"layout.tp": 2, "batching.global_batch_size": 7},
+        {"cluster.devices_per_node": "auto", "layout.dp_shard": 3, "batching.global_batch_size": 7},
+        {"batching.micro_batch_size": 4},
+    ],
+)
+def test_what_divides_or_is_left_to_the_machine(make_spec, changes: dict[str, Any]) -> None:
+    assert check(make_spec(changes)) == []
+
+
+def test_schedule(make_spec) -> None:
+    path = "optim.schedule.warmup_steps"
+    assert told(check(make_spec({path: 20}))) == [
+        ("out_of_range", path, "the learning rate would warm up for 20 steps in a run of 20 (`train.max_steps`)",
+         f"type {path}=2")
+    ]  # fmt: skip
+    changes = {path: 18, "optim.schedule.kind": "wsd"}
+    assert told(check(make_spec(changes))) == [
+        ("out_of_range", "optim.schedule.decay_fraction",
+         "a warm-up of 18 steps and a decay over the last 0.2 of 20 steps overlap",
+         "type optim.schedule.decay_fraction=0.09 or less")
+    ]  # fmt: skip
+
+
+def test_a_tokenizer_fits_the_model(make_spec) -> None:
+    assert told(check(make_spec({"data.tokenizer.vocab_size": 600}))) == [
+        ("out_of_range", "data.tokenizer.vocab_size",
+         "a tokenizer of 600 tokens does not fit a model with `model.vocab_size` 512",
+         "type model.vocab_size=600, or data.tokenizer.vocab_size=512")
+    ]  # fmt: skip
+    assert check(make_spec({"data.tokenizer.vocab_size": 300})) == []
+
+
+def test_data_files(make_spec, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("x")
+    for path in ("a.txt", "*.txt", "."):
+        assert check(make_spec({"data.source": "text", "data.path": path})) == []
+    assert told(check(make_spec({"data.path": "b.txt"}))) == [
+        ("missing_file", "data.path", f"`data.path` is b.txt; there is no such file, folder or glob in {tmp_path}",
+         "type data.path=<the file, folder or glob's path>")
+    ]  # fmt: skip
+    assert told(check(make_spec({"data.source": "tokens", "data.path": "/no/where"}))) == [
+        ("missing_file", "data.path", "`data.path` is /no/where; there is no such folder",
+         "type data.path=<the folder's path>")
+    ]  # fmt: skip
+    assert told(check(make_spec({"data.source": "jsonl", "data.path": None}))) == [
+        ("missing_value", "data.path", "`data.path` is null; data=jsonl reads a file, folder or glob",
+         "type data.path=<path>")
+    ]  # fmt: skip
+    assert told(check(make_spec({"data.source": "python_stdlib", "data.path": "a.txt"}))) == [
+        ("unsupported", "data.path", "`data.path` is a.txt, but data=python_stdlib reads no file of yours",
+         "type data=text or data=jsonl")
+    ]  # fmt: skip
+    assert told(check(make_spec({"data.path": None, "data.tokenizer.path": "t.json"}))) == [
+        ("missing_file", "data.tokenizer.path", f"`data.tokenizer.path` is t.json; there is no such file in {tmp_path}",
+         "type data.tokenizer.path=<the file's path>")
+    ]  # fmt: skip
+
+
+def host(*gpus: str) -> Machine:
+    return Machine(hostname="box", cpu_cores=2, memory_bytes=2**30, gpu_names=gpus)
+
+
+def test_gpus_that_lack_are_the_machines_fault(make_spec) -> None:
+    spec = make_spec({"cluster.device": "cuda"})
+    (none,), (few,) = check_machine(spec, host()), check_machine(spec, host("H200"))
+    assert (none.code, none.environment, few.code, few.environment) == ("no_gpu", True, "too_few_gpus", True)
+    assert none.message == "`cluster.device` is cuda, and box shows no GPU"
+    assert few.message == "`cluster.devices_per_node` is 2, and box has 1 GPUs"
+    assert few.hint == "type cluster.devices_per_node=1, or auto"
+    assert check_machine(spec, host("H200", "H200")) == []
+    assert check_machine(make_spec({"cluster.device": "cpu"}), host()) == []
+
+
+def test_a_package_that_lacks(make_spec, monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (problem,) = check_machine(make_spec({"tracking.tensorboard": True}), host())
+    assert (problem.code, problem.environment) == ("missing_package", True)
+    assert problem.hint == "type pip install 'trainspec[tensorboard]'"
+
+
+MODELS = {
+    "hybrid": {"family": "hybrid", "hidden_size": 64, "vocab_size": 512, "mamba_layers": 2, "mamba_groups": 2},
+    "conv": {"family": "conv", "architecture": "unet", "input_size": [16, 16], "widths": [8, 16]},
+    "moe": {
+        "num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn_size": 160,
+        "vocab_size": 512, "experts": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 48, "num_groups": 2},
+    },
+}  # fmt: skip
+NUMBERS = st.sampled_from([-7, -1, 0, 1, 2, 3, 5, 64, 10_000])
+LAYOUT = {"layout.pp": 2, "layout.tp": 2, "layout.cp": 2, "layout.ep": 2}
+
+
+@pytest.mark.parametrize("model", [None, *MODELS])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(wrong=st.dictionaries(st.sampled_from(sorted(RANGES)), NUMBERS, min_size=1, max_size=3), spread=st.booleans())
+def test_no_rule_stumbles_over_a_number_and_none_out_of_range_is_passed_over(make_spec, model, wrong, spread) -> None:
+    spec = make_spec(LAYOUT if spread else {})
+    if model:
+        spec = replace(spec, model=structure({**to_plain(spec), "model": MODELS[model]})[0].model)  # type: ignore[union-attr]
+    for path, number in wrong.items():
+        held = value_at(spec, path)
+        if held is not None:
+            spec = replace_at(spec, path.split("."), (number, 1) if isinstance(held, tuple) else number)
+    found = {problem.path for problem in [*check(spec), *check_engine(spec)]}
+    assert {path for path in wrong if not holds(spec, path)} <= found
+
+
+def test_a_family_may_do_without_some_sizes(make_spec) -> None:
+    plain = to_plain(make_spec({}))
+    sizes = {"hybrid": {"num_heads": 0, "ffn_size": 0}, "conv": {}}
+    for family, without in sizes.items():
+        spec, _ = structure({**plain, "model": MODELS[family] | without})
+        assert [problem for problem in check(spec) if problem.code == "out_of_range"] == []
+    spec, _ = structure({**plain, "model": MODELS["hybrid"] | {"hidden_size": 0, "head_dim": 0}})
+    assert {problem.path for problem in check(spec)} == {"model.hidden_size", "model.head_dim"}
+    spec, _ = structure({**plain, "model": MODELS["conv"] | {"widths": [8, 0]}})
+    assert ("model.widths", "`model.widths` is [8, 0]; numbers of at least 1 are needed") in {
+        (problem.path, problem.message) for problem in check(spec)
+    }
+
+
+def test_unknown_values_hide_no_faults_of_others(data) -> None:
+    data["train"]["max_steps"] = "four"
+    data["optim"] = {"lr": 0, "schedule": {"kind": "cosin"}}
+    data["batching"]["global_batch_size"] = 7
+    draft, mistyped = build(RunSpec, data)
+    assert [problem.path for problem in mistyped] == ["optim.schedule.kind", "train.max_steps"]
+    assert [problem.path for problem in check(draft)] == ["optim.lr", "batching.global_batch_size"]
+
+
+def test_compiling_without_a_compiler_is_told_before_the_workers_start(make_spec, monkeypatch, tmp_path) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (problem,) = check_machine(make_spec({"compile": True, "cluster.device": "cpu"}), host())
+    assert (problem.code, problem.environment) == ("missing_compiler", True)
+    assert problem.hint == "type compile=false, or install one (apt install g++)"
+    assert check_machine(make_spec({"compile": False, "cluster.device": "cpu"}), host()) == []
+    (tmp_path / "clang++").write_text("#!/bin/sh")
+    (tmp_path / "clang++").chmod(0o755)
+    assert check_machine(make_spec({"compile": True, "cluster.device": "cpu"}), host()) == []

@@ -1,0 +1,20 @@
+"""The environment variables that the processes of trainspec give to one another, and the one that a user sets."""
+
+CACHE = "TRAINSPEC_CACHE"
+"""A user's choice of the folder for prepared data and measured figures."""
+
+LAUNCH_ID = "TRAINSPEC_LAUNCH_ID"
+"""The start that a process belongs to: every process of a job is found by it."""
+GENERATION = "TRAINSPEC_GENERATION"
+"""The number of that start among all of the run's: a worker of an older one writes no more."""
+GROUP = "TRAINSPEC_GROUP"
+"""The number of a worker's replica group, from 0."""
+START = "TRAINSPEC_START"
+"""The number of that group's start, from 1."""
+
+SECRET_FILE = "TRAINSPEC_SECRET_FILE"
+"""The file that holds the secret of the job's processes; the secret itself stands in no environment."""
+RENDEZVOUS = "TRAINSPEC_RENDEZVOUS"
+"""Where the job's rendezvous server listens, as HOST:PORT."""
+STORE_FILE = "TRAINSPEC_STORE_FILE"
+"""The file in which the processes of one node meet."""

@@ -1,0 +1,101 @@
+"""The engine's count in the planner's terms: a breakdown for each pipeline stage."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import cast
+
+from trainspec_cli.planner.memory.engine.blocks import profile_block
+from trainspec_cli.planner.memory.engine.run import WIDTHS, EngineRun, is_counted, outer_peaks
+from trainspec_cli.planner.memory.engine.step import shape_of
+from trainspec_cli.planner.memory.frameworks import (
+    DEFAULT_MEMORY,
+    LayerMemory,
+    MemoryModel,
+    communicators,
+    estimate_memory,
+    mean_layer_memory,
+)
+from trainspec_cli.planner.setup import Setup
+from trainspec_cli.spec.recipe.layout import MESH_AXES
+from trainspec_cli.spec.recipe.run import Recompute
+from trainspec_cli.spec.results.prediction import MemoryBreakdown
+
+
+def predict_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
+    """Of an eager run of trainspec's own engine; else the estimate of frameworks in general.
+
+    Compiled blocks keep less than eager ones, and are estimated like others' fused kernels.
+    """
+    if not _is_counted(setup, recompute):
+        return estimate_memory(setup)
+    run = _run_of(setup, cast("Recompute", recompute))
+    outside_bytes = DEFAULT_MEMORY.group_bytes * communicators(setup)
+    outer = [_breakdown(peak.by_cause, outside_bytes, DEFAULT_MEMORY) for peak in outer_peaks(run)]
+    return (*[outer[0]] * (setup.layout.pp - 1), outer[-1])
+
+
+def layer_memory(setup: Setup, recompute: str) -> LayerMemory:
+    """The mean layer's activations as the engine has them, for a search that looks at many layouts."""
+    general = mean_layer_memory(setup)
+    if setup.model.unit == "samples" or not _is_counted(setup, recompute):
+        return general
+    run = _run_of(setup, cast("Recompute", recompute))
+    number = Counter(setup.model.layer_list)
+    profiles = {layer: profile_block(shape_of(run, setup.model, layer), run.recompute, False) for layer in number}
+    gradient = WIDTHS[run.compute] * (general.params + general.expert_params) * min(1.0, setup.trainable)
+    return replace(
+        general,
+        kept_bytes=sum(number[layer] * profiles[layer].kept for layer in number) / number.total(),
+        working_bytes=max(profile.backward[-1].peak for profile in profiles.values()) - gradient,
+    )
+
+
+def _is_counted(setup: Setup, recompute: str) -> bool:
+    offload = "optimizer" if setup.offload_optimizer else "none"
+    if setup.software.fused_kernels or setup.matmul not in (setup.compute, "fp8"):
+        return False
+    return recompute in ("none", "selective", "full") and is_counted(setup.model, offload) and _is_built(setup)
+
+
+def _is_built(setup: Setup) -> bool:
+    """The engine spreads this model so: along no axis that its family refuses, experts within a replica."""
+    layout = setup.layout
+    if any(getattr(layout, axis) > 1 for axis in MESH_AXES if axis in setup.model.record.refuses):
+        return False
+    return layout.etp == 1 and layout.expert_ranks % layout.ep == 0
+
+
+def _run_of(setup: Setup, recompute: Recompute) -> EngineRun:
+    sequence_parallel = setup.layout.sequence_parallel and setup.layout.tp > 1
+    return EngineRun(
+        model=setup.model,
+        layout=replace(setup.layout, sequence_parallel=sequence_parallel),
+        seq_len=setup.seq_len,
+        samples=int(setup.micro_batch_size),
+        micro_batches=setup.grad_accum,
+        compute=setup.compute,
+        reduce="bf16" if setup.software.reduce_bytes == 2.0 else "fp32",
+        recompute=recompute,
+        matmul=setup.matmul,
+        optimizer="adamw" if setup.software.moment_bytes else "sgd",
+        lora=setup.lora,
+    )
+
+
+def _breakdown(peak: dict[str, float], groups_bytes: float, constants: MemoryModel) -> MemoryBreakdown:
+    """With what no tensor takes: communicators, the allocator's holes, the device's context, and the reserve."""
+    parameters, work = peak["parameters"] + peak["gathered"], peak["activations"] + peak["temporaries"]
+    unused = constants.fragmentation * work
+    unused += constants.states_fragmentation * (parameters + peak["gradients"] + peak["optimizer"])
+    whole = sum(peak.values()) + groups_bytes + unused + constants.context_bytes
+    return MemoryBreakdown(
+        parameters_bytes=parameters,
+        gradients_bytes=peak["gradients"],
+        optimizer_bytes=peak["optimizer"],
+        activations_bytes=work,
+        comm_buffers_bytes=groups_bytes,
+        fragmentation_bytes=unused + constants.reserve * whole,
+        context_bytes=constants.context_bytes,
+    )

@@ -1,0 +1,50 @@
+"""Problems on paper: for people with the line they stand in, for programs as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from trainspec_cli.errors import Problem
+from trainspec_cli.printable import on_one_line
+from trainspec_cli.report.style import Style
+from trainspec_cli.spec.json_text import json_text
+
+POINTED_AT_ONE_CHARACTER = frozenset({"bad_yaml"})
+"""Codes whose column is a spot, not the start of an entry."""
+
+
+def render_problems(problems: Sequence[Problem], style: Style, label: str = "error") -> str:
+    """One paragraph each, and their number where there are several."""
+    paragraphs = ["\n".join(_paragraph(problem, style, label)) for problem in problems]
+    if len(problems) > 1:
+        paragraphs.append(style.bold(f"{len(problems)} problems"))
+    return "\n\n".join(paragraphs)
+
+
+def render_json(problems: Sequence[Problem]) -> str:
+    return json_text({"errors": [problem.as_json() for problem in problems]})
+
+
+def _paragraph(problem: Problem, style: Style, label: str) -> Iterator[str]:
+    yield f"{style.bold(style.red(label))}: {style.bold(problem.message)}"
+    if problem.file:
+        yield style.cyan(f"  --> {problem.where()}")
+    if problem.excerpt:
+        yield from _excerpt(problem, style)
+    if problem.hint:
+        yield f"  {style.green('hint')}: {problem.hint}"
+
+
+def _split_at_column(problem: Problem) -> tuple[str, str]:
+    text = problem.excerpt.rstrip()
+    start = (problem.column or 1) - 1
+    return text[:start], text[start:]
+
+
+def _excerpt(problem: Problem, style: Style) -> Iterator[str]:
+    before, after = (on_one_line(part.replace("\t", " ")) for part in _split_at_column(problem))
+    text, start = before + after, len(before)
+    number = f"{problem.line:>5}"
+    width = 1 if problem.code in POINTED_AT_ONE_CHARACTER else max(1, len(text) - start)
+    yield f"{style.dim(f'{number} |')} {text}"
+    yield f"{style.dim(' ' * len(number) + ' |')} {' ' * start}{style.red('^' * width)}"

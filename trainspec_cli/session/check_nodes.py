@@ -1,0 +1,54 @@
+"""Before the workers start: the doctor's short form on a run's only node, or its examination of each of several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainspec_cli.doctor.diagnosis import refuse_unfit
+from trainspec_cli.doctor.examine import node_command
+from trainspec_cli.doctor.preflight import Needs, preflight
+from trainspec_cli.launch.backend.nodes.backend import Examination
+from trainspec_cli.planner.run.forecast import checkpoint_bytes
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.spec.results.doctor import NodeReport
+from trainspec_cli.spec.results.plan import Plan
+
+
+def check_nodes(plan: Plan, folder: Path, console: PrintableConsole, *, force: bool = False) -> Examination | None:
+    """Check a run's only node now; for several return the examination that each goes through when its agent starts,
+    which measures and compares them. None where the recipe wants no preflight, or there is nothing left to examine.
+
+    `folder`: the run's, which need not be there yet. `force`: the run is to start whatever memory it is predicted to
+    take. Raises MachineError where this node is not fit.
+    """
+    if not plan.spec.run.preflight:
+        return None
+    if plan.num_nodes > 1:
+        return Examination(node_command(plan, folder), lambda reports: _judge(reports, console))
+    for check in preflight(folder, _needs(plan, written=len(RunDir(folder).checkpoint_steps()), force=force)):
+        console.report(f"{check.name}: {check.found}; {check.advice}")
+    return None
+
+
+def _judge(reports: Sequence[NodeReport], console: PrintableConsole) -> None:
+    refuse_unfit(reports)
+    for report in reports:
+        for check in report.checks:
+            if check.status == "warn":
+                console.report(f"{report.host}: {check.name}: {check.found}; {check.advice}")
+
+
+def _needs(plan: Plan, written: int, *, force: bool) -> Needs:
+    """`written`: checkpoints that lie in the run's folder."""
+    needed = plan.prediction.needed_bytes if plan.prediction and not force else 0.0
+    on_gpus = plan.device == "cuda"
+    return Needs(
+        processes=plan.world_size,
+        memory_bytes=0.0 if on_gpus else needed * plan.devices_per_node,
+        gpu_memory_bytes=needed if on_gpus else 0.0,
+        uses_gpus=on_gpus,
+        checkpoint_bytes=checkpoint_bytes(plan.spec, plan.params),
+        checkpoints=max(1, plan.spec.checkpoint.keep_last + 1 - written),
+    )

@@ -1,0 +1,70 @@
+"""Rich's console for text from anywhere: nothing in it is markup, and nothing in it reaches the terminal unescaped."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+from trainspec_cli.printable import PrintableStream, printable
+
+
+class PrintableConsole(Console):
+    def __init__(self, **options: Any):
+        super().__init__(markup=False, emoji=False, **options)
+
+    @property
+    def file(self) -> IO[str]:
+        """The stream below a `PrintableStream`, which would escape rich's own styles."""
+        file = super().file
+        return file.rich_proxied_file if isinstance(file, PrintableStream) else file
+
+    @file.setter
+    def file(self, file: IO[str]) -> None:
+        self._file = file
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Escape before the width is measured."""
+        return super().render_str(printable(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Escape every text that is drawn; what moves the cursor is rich's own."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+    def report(self, *lines: str) -> None:
+        """Print lines as they are: without colours, however long they are."""
+        self.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+class RunConsole(PrintableConsole):
+    """A console whose reader may go away (`| head`): the command ends then, with the exit code that a shell gives it.
+
+    While a run goes on that stops it in order, as a closed terminal does; before and after there is nothing to save.
+    """
+
+    reader_left = False
+    run_goes_on = False
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = self.reader_left = True
+        if not self.run_goes_on:
+            raise BrokenPipeError
+        signal.raise_signal(signal.SIGHUP)
+
+    @contextmanager
+    def stopping_run_without_reader(self) -> Iterator[None]:
+        """A reader that goes away during the block asks the run to stop."""
+        self.run_goes_on = True
+        yield
+        self.run_goes_on = False
+
+
+def make_console(*, as_json: bool) -> RunConsole:
+    """With `--json` the output belongs to a program, and people look at the error output."""
+    return RunConsole(stderr=as_json)

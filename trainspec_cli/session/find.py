@@ -1,0 +1,89 @@
+"""The run that a RUN argument means, and the state of runs: what `runs`, `report`, `resume` and `export` share."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.launch.job.claim import is_running
+from trainspec_cli.launch.job.folder import RUNS
+from trainspec_cli.launch.slurm.queue import Queue
+from trainspec_cli.report.collect import Report, collect
+from trainspec_cli.report.runs import RunLine, list_runs, status_of
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.trust import check_tree
+
+LAST = "last"
+
+
+def find_own_run(name: str) -> RunDir:
+    """Find a run that is going to be believed, or written in. Raises as `find_run`, and MachineError where others can
+    write in it, or it leads elsewhere by a link."""
+    run = find_run(name)
+    check_tree(run.root)
+    return run
+
+
+def find_run(name: str) -> RunDir:
+    """Find a run that is looked at. Raises RecipeError where there is none, MachineError where it is closed to this
+    user."""
+    if name == LAST:
+        return RunDir(_newest(runs_here()))
+    run = RunDir(name)
+    with refusing_closed(name):
+        holds_run = _is_there(run)
+    if not holds_run:
+        hint = "`trainspec runs` lists those below ./runs; `last` is the newest of them"
+        raise RecipeError(Problem("no_run", f"{name} holds no run", hint=hint))
+    return run
+
+
+def runs_here() -> list[RunLine]:
+    """Return the runs below ./runs, newest first."""
+    return list_runs(RUNS, is_running, Queue().holds)
+
+
+def collect_run(name: str) -> Report:
+    """Return the report of a run as it stands. Raises as `find_run`."""
+    run = find_run(name)
+    with refusing_closed(name):
+        return collect(run.root, running=is_running(run), queued=Queue().holds(run))
+
+
+def status_of_run(run: RunDir) -> str:
+    return status_of(run, running=is_running(run), queued=Queue().holds(run))
+
+
+@contextmanager
+def refusing_closed(name: str) -> Iterator[None]:
+    """What another user's run does not let this one read becomes a MachineError."""
+    try:
+        yield
+    except PermissionError as error:
+        hint = f"have its owner open it: chmod -R g+rX {shlex.quote(name)}"
+        problem = Problem("closed_run", f"{error.filename} is closed to this user", hint=hint, environment=True)
+        raise MachineError(problem) from error
+
+
+def _newest(lines: Sequence[RunLine]) -> str:
+    """Return the path of the newest run that can be read; report the newer ones that cannot."""
+    for line in lines:
+        if not line.damage:
+            return line.path
+        print(f"{LAST} passes over {line.path}, which is damaged: {line.damage}", file=sys.stderr)
+    if lines:
+        raise RecipeError(Problem("no_run", "every run below ./runs is damaged", hint="`trainspec runs` says why"))
+    raise RecipeError(Problem("no_run", "there are no runs below ./runs", hint="name a run's folder"))
+
+
+def _is_there(run: RunDir) -> bool:
+    """False too for a name that no folder can have."""
+    try:
+        return run.run_json.exists()
+    except PermissionError:
+        raise
+    except (OSError, ValueError):
+        return False

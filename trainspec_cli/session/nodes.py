@@ -1,0 +1,93 @@
+"""Several nodes without Slurm: the same command is given on each, and the first starts the run that the others join."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainspec_cli.errors import MachineError, Problem, RecipeError, WorkerError
+from trainspec_cli.launch.backend.nodes.agent import run_agent
+from trainspec_cli.launch.backend.nodes.backend import JOIN_TIMEOUT_S, Reach, reach_from_here
+from trainspec_cli.rundir import generations
+from trainspec_cli.rundir.files import read_json
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.trust import check_tree
+
+RETRY_S = 0.5
+RESULT_TIMEOUT_S = 30.0
+"""The first node has written how the run ended, or started it again, this long after another node's part ended."""
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """What the command line says of the nodes."""
+
+    nnodes: int | None = None
+    node_rank: int = 0
+    endpoint: str | None = None
+    """HOST:PORT"""
+
+    @property
+    def as_arguments(self) -> list[str]:
+        return [f"cluster.num_nodes={self.nnodes}"] if self.nnodes else []
+
+    @property
+    def is_first(self) -> bool:
+        return self.node_rank == 0
+
+    def reach(self, spec: RunSpec, run_dir: str) -> Reach | None:
+        """Return how the nodes of a run in `run_dir` reach one another; None where the run has this node alone. Raises
+        RecipeError where the command line does not say it."""
+        nodes = spec.cluster.num_nodes
+        if nodes == 1:
+            return None
+        example = f"--nnodes {nodes} --node-rank I --rdzv-endpoint HOST:PORT run.dir=<a shared folder>"
+        hint = f"under Slurm: trainspec sbatch; else on each node: {example}"
+        if self.nnodes is None or self.endpoint is None:
+            message = f"`cluster.num_nodes` is {nodes}, and this command starts one node"
+            raise RecipeError(Problem("several_hosts", message, "cluster.num_nodes", hint))
+        host, _, port = self.endpoint.rpartition(":")
+        if not host or not port.isdigit():
+            raise RecipeError(Problem("usage", f"--rdzv-endpoint is `{self.endpoint}`; HOST:PORT is needed", hint=hint))
+        if not 0 <= self.node_rank < nodes:
+            message = f"--node-rank is {self.node_rank}; of {nodes} nodes it is 0 to {nodes - 1}"
+            raise RecipeError(Problem("usage", message, hint=hint))
+        if run_dir == AUTO:
+            message = "`run.dir` is auto, and the nodes would each make a folder of their own"
+            hint = "type run.dir=<a folder that all nodes share>"
+            raise RecipeError(Problem("missing_value", message, "run.dir", hint))
+        return reach_from_here(self.endpoint)
+
+
+def join(run_dir: str, node: int, console: PrintableConsole) -> int:
+    """As node `node` (not the first) of a run that the first node starts; return the run's exit code.
+
+    Takes part in every start that the first node makes, until the run has a result. Raises MachineError where the
+    first node is not found, and where others can write in the run's folder.
+    """
+    run, served = RunDir(Path(run_dir).absolute()), 0
+    deadline, refusal = time.monotonic() + JOIN_TIMEOUT_S, _no_first_node(run)
+    console.print(f"node {node}: waiting for the first node in {run.root}")
+    while time.monotonic() < deadline and not (served and run.result_json.is_file()):
+        generation = generations.newest(run)
+        if generation > served:
+            check_tree(run.root)
+            try:
+                run_agent(run, generation, node)
+                served, deadline = generation, time.monotonic() + RESULT_TIMEOUT_S
+            except MachineError as error:  # it may be an earlier start's, for which nobody answers any more
+                refusal = error
+        time.sleep(RETRY_S)
+    if not served:
+        raise refusal
+    return int(read_json(run.result_json)["exit_code"]) if run.result_json.is_file() else WorkerError.exit_code
+
+
+def _no_first_node(run: RunDir) -> MachineError:
+    message = f"no first node was found in {run.root} within {JOIN_TIMEOUT_S:g} s"
+    hint = "start the first node too: --node-rank 0, with the same run.dir on a file system that all share"
+    return MachineError(Problem("no_first_host", message, hint=hint, environment=True))

@@ -1,0 +1,99 @@
+"""Before the workers start: what the run will take on this machine, and whether it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from trainspec_cli.errors import MachineError, PlanError, Problem
+from trainspec_cli.launch.measuring import DISTURBED_HOLDS_S, probe_machine, probe_path, read_probe
+from trainspec_cli.planner.hardware.device import device_limit_bytes, is_known, predict_device
+from trainspec_cli.planner.local import is_predictable, predict_local
+from trainspec_cli.planner.search.fitting import Predict, suggest
+from trainspec_cli.report.text import describe_prediction
+from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.results.local import LocalPrediction
+from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.probe import MachineProbe
+from trainspec_cli.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """How a plan is predicted on this machine, and what it may take of it."""
+
+    predict: Predict
+    limit_bytes: float
+    """What one process may take."""
+    limit_text: str
+
+
+def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: bool, may_probe: bool = True) -> Plan:
+    """Return the plan with its prediction, where one can be made. Raises PlanError where it does not fit,
+    unless forced.
+
+    Without `may_probe` nothing is started: a machine that was never probed gives no prediction, and this says so.
+    """
+    predictor = _predictor(plan, machine, console, may_probe=may_probe)
+    if predictor is None:
+        return replace(plan, prediction=None)
+    prediction = predictor.predict(plan.as_one_group)
+    console.report(describe_prediction(prediction, plan.tokens_per_step))
+    if prediction.needed_bytes > predictor.limit_bytes:
+        problem = _does_not_fit(plan, prediction, predictor)
+        if not force:
+            raise PlanError(problem)
+        console.report(f"{problem.message}; forced")
+    return replace(plan, prediction=prediction)
+
+
+def _predictor(plan: Plan, machine: Machine, console: PrintableConsole, *, may_probe: bool) -> Predictor | None:
+    plan = plan.as_one_group
+    if is_known(plan, machine):
+        limit_bytes = device_limit_bytes(plan, machine)
+        limit_text = f"a GPU can give {format_bytes(limit_bytes)}"
+        return Predictor(lambda other: predict_device(other, machine), limit_bytes, limit_text)
+    if not is_predictable(plan):
+        if plan.device == "cuda" and machine.gpu_names:
+            console.report(f"no prediction: the catalogue has no accelerator like {machine.gpu_names[0]}")
+        return None
+    probe = _probe(plan, machine, console) if may_probe else _known_probe(plan, machine, console)
+    if probe is None:
+        return None
+    limit_text = f"this machine has {format_bytes(machine.memory_bytes)}"
+    return Predictor(
+        lambda other: predict_local(other, probe), machine.memory_bytes / plan.devices_per_node, limit_text
+    )
+
+
+def _probe(plan: Plan, machine: Machine, console: PrintableConsole) -> MachineProbe | None:
+    """None where it failed: the launch goes on without a prediction, and says so."""
+    try:
+        probe = probe_machine(plan, machine, lambda: console.report("probing this machine, once"))
+    except MachineError as error:
+        console.report(f"{error}\n\nso this run starts without a prediction")
+        return None
+    if probe.is_disturbed:
+        taken = f"other programs kept the probe from running for {probe.displaced:.0%} of its time"
+        later = f"a launch {DISTURBED_HOLDS_S / 60:.0f} minutes after it probes again"
+        console.report(f"{taken}: the prediction is for such a load, and {later}")
+    return probe
+
+
+def _known_probe(plan: Plan, machine: Machine, console: PrintableConsole) -> MachineProbe | None:
+    probe = read_probe(probe_path(plan, machine))
+    if probe is None:
+        console.report("no prediction: this machine was not probed yet; the first launch does that, in some seconds")
+    return probe
+
+
+def _does_not_fit(plan: Plan, prediction: LocalPrediction, predictor: Predictor) -> Problem:
+    change = suggest(plan, predictor.predict, predictor.limit_bytes)
+    causes = prediction.memory | prediction.beside
+    most = max(causes, key=lambda cause: causes[cause])
+    message = (
+        f"the plan does not fit: {plan.devices_per_node} x {format_bytes(prediction.needed_bytes)} are needed, "
+        f"{predictor.limit_text} (most goes to {most}, {format_bytes(causes[most])} a process)"
+    )
+    fitting = f"this would fit: {change}" if change else "a smaller model or a shorter data.seq_len would fit"
+    return Problem("does_not_fit", message, hint=f"{fitting}; --force launches all the same")

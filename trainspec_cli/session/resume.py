@@ -1,0 +1,132 @@
+"""`resume`: a session for a run that goes on in its own folder, and what may be changed of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.launch.job.machine import detect
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_plan, read_run_record
+from trainspec_cli.session.console import RunConsole, make_console
+from trainspec_cli.session.data import check_data_of
+from trainspec_cli.session.find import find_own_run
+from trainspec_cli.session.load import Loaded, plan_on, require, this_machine
+from trainspec_cli.session.nodes import NodeOptions, join
+from trainspec_cli.session.session import Session, start
+from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.rules.check import check
+from trainspec_cli.spec.rules.engine import check_engine
+from trainspec_cli.spec.rules.kernels import check_kernels
+from trainspec_cli.spec.structure import build
+
+if TYPE_CHECKING:
+    from trainspec_cli.launch.backend.nodes.backend import Reach
+
+FIXED = ("model", "data", "optim.name", "batching.global_batch_size", "train.seed", "run.dir")
+"""What the checkpoint, and the position in the data, depend on."""
+
+
+def resume(name: str, changes: Sequence[str], nodes: NodeOptions, *, force: bool, as_json: bool) -> int:
+    """Go on with a run, as its first node or as another that joins it; return the run's exit code."""
+    run, console = find_own_run(name), make_console(as_json=as_json)
+    session = prepare_resume(run, changes, nodes, console, force=force, as_json=as_json)
+    if not nodes.is_first and session.reach:
+        return join(str(run.root), nodes.node_rank, console)
+    return start(session)
+
+
+def prepare_resume(
+    run: RunDir,
+    changes: Sequence[str],
+    nodes: NodeOptions,
+    console: RunConsole,
+    *,
+    force: bool = False,
+    as_json: bool = False,
+) -> Session:
+    """Return the session of the run's next start. Raises RecipeError for what cannot be changed, and where nothing is
+    left to do, MachineError for what this node lacks."""
+    old = read_plan(run)
+    loaded = _change(run, old, changes)
+    check_unfinished(run, loaded.spec.train.max_steps)
+    check_data_of(run, loaded.spec.data)
+    reach = _reach(run, loaded.spec, changes, nodes)
+    if reach:
+        return prepare_unchanged(run, reach, console, force=force, as_json=as_json)
+    machine = this_machine(loaded.spec)
+    plan = _keep_kernels(plan_on(loaded, machine), old, machine)
+    return Session(plan, machine, run, console, force=force, as_json=as_json)
+
+
+def prepare_unchanged(
+    run: RunDir, reach: Reach, console: RunConsole, *, force: bool = False, as_json: bool = False
+) -> Session:
+    """Return the session of a run whose nodes are started by agents: it begins, or goes on, just as it was planned.
+    Raises RecipeError where nothing is left to do."""
+    plan = read_plan(run)
+    check_unfinished(run, plan.spec.train.max_steps)
+    machine = detect(look_for_gpus=plan.device == "cuda")
+    return Session(plan, machine, run, console, reach, force=force, as_json=as_json)
+
+
+def _reach(run: RunDir, spec: RunSpec, changes: Sequence[str], nodes: NodeOptions) -> Reach | None:
+    """Return how the nodes of the run are reached, None where it has one. Raises RecipeError."""
+    if spec.cluster.num_nodes > 1 and run.job_sbatch.is_file() and nodes.endpoint is None:
+        message = f"the run in {run.root} was made for Slurm, on {spec.cluster.num_nodes} nodes"
+        raise RecipeError(Problem("several_hosts", message, hint=f"type sbatch {run.job_sbatch}"))
+    reach = nodes.reach(spec, str(run.root))
+    if reach and changes:
+        message = f"a run on several nodes goes on as it was: `{changes[0]}` cannot be changed"
+        raise RecipeError(Problem("unsupported", message, hint="leave it out, or start a new run"))
+    return reach
+
+
+def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
+    """Return the run's own spec with `changes`. Raises RecipeError with every problem of theirs."""
+    from trainspec_cli.compose.compose import amend  # loads hydra, which the help of a command does without
+
+    values = to_plain(old.spec)
+    composed = amend(read_run_record(run).recipe, values, changes)
+    draft, mistyped = build(RunSpec, composed.data)
+    # The data was read when the run began; where it came from need not be there any more.
+    broken = [problem for problem in [*check(draft), *check_engine(draft)] if not problem.path.startswith("data.")]
+    problems = [*mistyped, *broken, *_fixed(values, composed.data)]
+    require([*composed.problems, *composed.locate(problems)])
+    return Loaded(draft, composed)
+
+
+def _fixed(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield a problem for every changed value that the checkpoint depends on."""
+    from trainspec_cli.compose.render import flatten  # loads hydra, as above
+
+    before, after = flatten(dict(old)), flatten(dict(new))
+    for path in dict.fromkeys([*after, *before]):
+        is_fixed = any(path == key or path.startswith(f"{key}.") for key in FIXED)
+        if is_fixed and (path not in after or after[path] != before.get(path)):
+            message = f"`{path}` cannot change in a run that goes on: its checkpoint depends on it"
+            hint = f"leave it out, or start a new run: trainspec launch recipe=NAME {path}={after.get(path)}"
+            yield Problem("fixed_value", message, path, hint)
+
+
+def _keep_kernels(plan: Plan, old: Plan, machine: Machine) -> Plan:
+    """Keep the kernels that were chosen when the run began, unless another choice is asked for now. Raises MachineError
+    where this machine cannot run them."""
+    if plan.spec.kernels != old.spec.kernels:
+        return plan
+    require(list(check_kernels(replace(plan.spec, kernels=old.kernels), machine)))
+    return replace(plan, kernels=old.kernels)
+
+
+def check_unfinished(run: RunDir, max_steps: int) -> None:
+    """Raises RecipeError where the run has made all of its steps."""
+    step = run.newest_step
+    if step >= max_steps:
+        message = f"the run is at step {step}, and `train.max_steps` is {max_steps}: nothing is left to do"
+        hint = f"to train on: trainspec resume {run.root} train.max_steps={2 * step}"
+        raise RecipeError(Problem("nothing_left", message, "train.max_steps", hint))

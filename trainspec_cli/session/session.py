@@ -1,0 +1,125 @@
+"""One start of a run, from a plan to an exit code: predict, check the nodes, select kernels, run.
+
+`launch`, `resume` and a Slurm job each make a `Session`, on a run's only node or on the first of several, and start it
+in this one order. The other nodes of a run join what the first has started (`nodes.join`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from trainspec_cli.launch.backend import OpenBackend
+from trainspec_cli.launch.backend.local import LocalBackend
+from trainspec_cli.launch.backend.nodes.backend import NodesBackend, Reach, build_nodes_job
+from trainspec_cli.launch.job.claim import claim
+from trainspec_cli.launch.job.folder import RUNS, make_folder, storage, write_launch, write_resume
+from trainspec_cli.launch.job.job import Job, build_job
+from trainspec_cli.launch.signals import StopRequests
+from trainspec_cli.rundir import generations
+from trainspec_cli.rundir.memory import newest_copy
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_plan
+from trainspec_cli.session.check_nodes import check_nodes
+from trainspec_cli.session.console import RunConsole
+from trainspec_cli.session.data import prepare_data
+from trainspec_cli.session.load import Loaded
+from trainspec_cli.session.predict import predict
+from trainspec_cli.session.run import run
+from trainspec_cli.session.select_kernels import select_kernels
+from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.kernels import KernelTable
+from trainspec_cli.spec.results.plan import Plan
+
+MACHINE_BOUND = ("device", "world_size", "compute", "micro_batch_size", "grad_accum_steps")
+"""What a plan resolves from the machine, which may be another one now."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """One start of a run, prepared."""
+
+    plan: Plan
+    machine: Machine
+    """This node; of several, the first."""
+    begins: Loaded | RunDir
+    """A recipe whose run is to be made, or a run that is written down already."""
+    console: RunConsole
+    reach: Reach | None = None
+    """How the nodes are reached; None for a run that this process supervises on this node alone."""
+    force: bool = False
+    """Train although the plan is predicted not to fit."""
+    as_json: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder, or that below which it will be made."""
+        if isinstance(self.begins, RunDir):
+            return self.begins.root.absolute()
+        return RUNS if self.plan.spec.run.dir == AUTO else Path(self.plan.spec.run.dir).absolute()
+
+
+def start(session: Session, requests: StopRequests | None = None) -> int:
+    """Return the run's exit code. Raises TrainspecError where the run is refused, or fails."""
+    console, machine = session.console, session.machine
+    plan = predict(session.plan, machine, console, force=session.force)
+    examination = check_nodes(plan, session.folder, console, force=session.force)
+    plan, kernels = select_kernels(plan, machine, console)
+    data_folder = prepare_data(session.begins, console) if isinstance(session.begins, Loaded) else None
+    with storage(plan.spec.run.dir if isinstance(session.begins, Loaded) else str(session.folder)):
+        job = _build(session, plan, _root(session))
+        with claim(job.run, job.launch_id):
+            _write(session, job, plan, data_folder, kernels)
+            backend: OpenBackend = LocalBackend
+            if session.reach:
+                backend = partial(NodesBackend, reach=session.reach, examination=examination)
+            return run(job, plan, backend, console, as_json=session.as_json, requests=requests)
+
+
+def rehearse(session: Session) -> tuple[Job, Plan]:
+    """Return what `start` would start, refused as it would be; nothing is probed, measured or made for that."""
+    console, machine = session.console, session.machine
+    plan = predict(session.plan, machine, console, force=session.force, may_probe=False)
+    plan, _ = select_kernels(plan, machine, console, may_measure=False)
+    root = session.folder
+    if isinstance(session.begins, Loaded) and plan.spec.run.dir == AUTO:
+        root = root / session.begins.composed.recipe / "TIME"
+    return _build(session, plan, root), plan
+
+
+def _build(session: Session, plan: Plan, root: Path) -> Job:
+    return build_nodes_job(plan, root, session.reach) if session.reach else build_job(plan, root, session.machine)
+
+
+def _root(session: Session) -> Path:
+    """Return the run's folder, made now where the run is new. Raises RecipeError, MachineError and OSError."""
+    if isinstance(session.begins, RunDir):
+        return session.folder
+    return make_folder(session.plan.spec.run.dir, session.begins.composed.recipe)
+
+
+def _write(session: Session, job: Job, plan: Plan, data_folder: Path | None, kernels: KernelTable | None) -> None:
+    """Write down what is started, while the run is claimed; say from where a run goes on."""
+    if isinstance(session.begins, Loaded):
+        write_launch(job, plan, session.begins.origin, data_folder, kernels)
+        return
+    before = read_plan(job.run)
+    goes_on = generations.newest(job.run) > 0 or plan.spec != before.spec
+    write_resume(job, plan, sys.argv[1:], job.run.newest_step if goes_on else None, kernels)
+    if goes_on:
+        session.console.report(*_describe_start(job.run, before, plan))
+
+
+def _describe_start(run: RunDir, before: Plan, plan: Plan) -> Iterator[str]:
+    step = run.newest_step
+    if plan.spec.checkpoint.memory_interval_steps and newest_copy(run):
+        yield f"goes on from the newest copy in memory that is whole, else from step {step}"
+    else:
+        yield f"goes on from step {step}" if step else "there is no checkpoint: it starts from the first step again"
+    for name in MACHINE_BOUND:
+        if getattr(before, name) != getattr(plan, name):
+            yield f"{name} is {getattr(plan, name)} on this machine, and was {getattr(before, name)}"

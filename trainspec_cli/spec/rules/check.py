@@ -1,0 +1,314 @@
+"""Rules that join several values: what divides what, what excludes what, what must be there.
+
+A rule yields problems. A rule that meets an unknown value (see `unknown.py`), one that misses, is mistyped or is out of
+its range, says nothing: so one wrong number does not hide the others' faults, and no rule divides by zero.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import importlib.util
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from trainspec_cli.errors import Problem
+from trainspec_cli.reading.files import expand
+from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.layout import MESH_AXES
+from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.rules.elastic import ELASTIC_RULES, fixed_groups
+from trainspec_cli.spec.rules.families import family_sizes
+from trainspec_cli.spec.rules.kernels import KERNEL_RULES, check_kernels, find_compiler
+from trainspec_cli.spec.rules.model import MODEL_RULES, divisors
+from trainspec_cli.spec.rules.ranges import check_ranges, forget_out_of_range
+from trainspec_cli.spec.rules.text import TEXT_RULES
+from trainspec_cli.spec.unknown import UnknownTouched
+
+WITHOUT_PATH = {"python_stdlib": "data=text or data=jsonl", "phantom": "data=images or data=volumes"}
+"""Sources that read no file, and what to type for those that do."""
+OF_FOLDERS = ("tokens", "images", "volumes")
+OF_IDS = ("tokens", "nanogpt", "megatron")
+"""Sources that were tokenised before."""
+OF_TABLES = ("parquet", "arrow")
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+Rule = Callable[[RunSpec], Iterable[Problem]]
+
+
+def check(spec: RunSpec) -> list[Problem]:
+    """Everything that can be said without a machine."""
+    rules: list[Rule] = [
+        *MODEL_RULES,
+        family_sizes,
+        world_size,
+        batch,
+        schedule,
+        vocabulary,
+        data_path,
+        one_tokenizer,
+        tokenizer,
+        uncertainty,
+        ownership,
+    ]
+    rules += [memory_copies, *ELASTIC_RULES, *KERNEL_RULES, *TEXT_RULES]
+    return [*check_ranges(spec), *apply(rules, spec)]
+
+
+def check_machine(spec: RunSpec, machine: Machine) -> list[Problem]:
+    """What this host lacks, where the recipe is right."""
+    here: list[Rule] = [lambda spec: gpus(spec, machine), lambda spec: fp8_units(spec, machine)]
+    here.append(lambda spec: check_kernels(spec, machine))
+    return apply([*here, packages, compiler, shared_memory], spec)
+
+
+def apply(rules: Iterable[Rule], spec: RunSpec) -> list[Problem]:
+    """What `rules` have to say of the values that are in range; `check` reports the others one by one."""
+    problems: list[Problem] = []
+    known = forget_out_of_range(spec)
+    for rule in rules:
+        with contextlib.suppress(UnknownTouched):
+            problems.extend(rule(known))
+    return problems
+
+
+def world_size(spec: RunSpec) -> Iterator[Problem]:
+    """The axes' product is the number of processes (of a replica group); where an axis is auto, the others' product
+    divides it."""
+    processes, sizes, groups = count_processes(spec), _fixed_axes(spec), fixed_groups(spec)
+    if processes is not None and processes % groups == 0:
+        processes //= groups
+    product = math.prod(sizes.values())
+    free = len(sizes) < len(MESH_AXES)
+    if processes is None or product == processes or (free and processes % product == 0):
+        return
+    axes = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "every axis=1"
+    nodes = f"{spec.cluster.num_nodes} x {spec.cluster.devices_per_node} = {processes}"
+    if groups > 1:
+        nodes = f"{nodes} for each of {groups} replica groups".replace(f"= {processes}", f"/ {groups} = {processes}")
+    layout = f"{axes}, which does not divide them" if free else f"{axes}, which makes {product}"
+    message = f"the cluster has {nodes} processes (nodes x devices), the layout asks for {layout}"
+    path, hint = _largest_axis(sizes), _fitting(sizes, processes)
+    yield Problem(code="not_divisible", path=path, message=message, hint=hint)
+
+
+def count_processes(spec: RunSpec) -> int | None:
+    """num_nodes x devices_per_node, or None where that is left to the machine."""
+    devices = spec.cluster.devices_per_node
+    return None if devices == AUTO else spec.cluster.num_nodes * devices
+
+
+def _fixed_axes(spec: RunSpec) -> dict[str, int]:
+    sizes = {axis: getattr(spec.layout, axis) for axis in MESH_AXES}
+    return {axis: size for axis, size in sizes.items() if size != AUTO}
+
+
+def _largest_axis(sizes: dict[str, int]) -> str:
+    """The one to look at first; of axes that are all 1, the one that usually grows."""
+    return f"layout.{max(sizes, key=lambda axis: (sizes[axis], axis == 'dp_shard'))}" if sizes else "layout"
+
+
+def _fitting(sizes: dict[str, int], processes: int) -> str:
+    axis, others = _largest_axis(sizes), math.prod(sizes.values()) // max(sizes.values())
+    if processes % others:
+        return f"choose axes whose product divides {processes}, or change cluster.devices_per_node"
+    fitting = ", ".join(map(str, divisors(processes // others)))
+    return f"type {axis}=auto; where the other axes stay, it may be {fitting}"
+
+
+def batch(spec: RunSpec) -> Iterator[Problem]:
+    """The global batch is cut into whole micro-batches on every data-parallel rank."""
+    processes, sizes = count_processes(spec), _fixed_axes(spec)
+    model_parallel = math.prod(sizes.get(axis, 1) for axis in ("pp", "cp", "tp"))
+    searched = any(axis not in sizes for axis in ("pp", "cp", "tp"))
+    if processes is None or searched or processes % model_parallel:
+        return
+    ranks, size, micro = processes // model_parallel, spec.batching.global_batch_size, spec.batching.micro_batch_size
+    if size % ranks:
+        message = f"a global batch of {size} samples does not divide by {ranks} data-parallel ranks"
+        path, near = "batching.global_batch_size", [size - size % ranks, size + ranks - size % ranks]
+        hint = f"type {path}={' or '.join(str(n) for n in near if n)}"
+        yield Problem(code="not_divisible", path=path, message=message, hint=hint)
+    elif micro != AUTO and size // ranks % micro:
+        message = f"{size} samples on {ranks} ranks are {size // ranks} each, which do not divide by {micro}"
+        path, fitting = "batching.micro_batch_size", ", ".join(map(str, divisors(size // ranks)))
+        hint = f"type {path}=auto; it may be {fitting}"
+        yield Problem(code="not_divisible", path=path, message=message, hint=hint)
+
+
+def schedule(spec: RunSpec) -> Iterator[Problem]:
+    warmup, steps = spec.optim.schedule.warmup_steps, spec.train.max_steps
+    path = "optim.schedule.warmup_steps"
+    if warmup >= steps >= 1:
+        message = f"the learning rate would warm up for {warmup} steps in a run of {steps} (`train.max_steps`)"
+        yield Problem(code="out_of_range", path=path, message=message, hint=f"type {path}={steps // 10}")
+    decay = spec.optim.schedule.decay_fraction
+    if warmup < steps and spec.optim.schedule.kind == "wsd" and warmup + decay * steps > steps:
+        message = f"a warm-up of {warmup} steps and a decay over the last {decay:g} of {steps} steps overlap"
+        hint = f"type optim.schedule.decay_fraction={math.floor((1 - warmup / steps) * 100) / 100:g} or less"
+        yield Problem(code="out_of_range", path="optim.schedule.decay_fraction", message=message, hint=hint)
+
+
+def vocabulary(spec: RunSpec) -> Iterator[Problem]:
+    """Every token has a row in the embedding."""
+    if spec.model.unit == "samples":
+        return
+    wanted, rows = spec.data.tokenizer.vocab_size, spec.model.vocab_size
+    if spec.data.source not in OF_IDS and spec.data.tokenizer.path is None and wanted > rows:
+        path = "data.tokenizer.vocab_size"
+        message = f"a tokenizer of {wanted} tokens does not fit a model with `model.vocab_size` {rows}"
+        hint = f"type model.vocab_size={wanted}, or {path}={rows}"
+        yield Problem(code="out_of_range", path=path, message=message, hint=hint)
+
+
+def data_path(spec: RunSpec) -> Iterator[Problem]:
+    if spec.data.source == "mixture":
+        if not spec.data.mixture:
+            hint = "type data.mixture.NAME.source=jsonl data.mixture.NAME.path=<path> data.mixture.NAME.weight=1"
+            yield Problem("missing_value", "`data.mixture` names nothing to mix", "data.mixture", hint)
+        elif spec.data.path is not None:
+            message = "`data.path` is given, but each part of data=mixture has a path of its own"
+            yield Problem("unsupported", message, "data.path", "type data.path=null")
+    else:
+        yield from _source_path(spec.data.source, spec.data.path, "data")
+    for group in ("mixture", "validation"):
+        for name, part in getattr(spec.data, group).items():
+            yield from _source_path(part.source, part.path, f"data.{group}.{name}")
+            if part.weight <= 0:
+                message = f"`data.{group}.{name}.weight` is {part.weight:g}; a number of more than 0 is needed"
+                yield Problem("out_of_range", message, f"data.{group}.{name}.weight")
+
+
+def _source_path(source: str, path: str | None, where: str) -> Iterator[Problem]:
+    chosen = f"data={source}" if where == "data" else source
+    if source in WITHOUT_PATH:
+        if path is not None:
+            message = f"`{where}.path` is {path}, but {chosen} reads no file of yours"
+            yield Problem(
+                code="unsupported", path=f"{where}.path", message=message, hint=f"type {WITHOUT_PATH[source]}"
+            )
+    elif path is None:
+        message = f"`{where}.path` is null; {chosen} reads a file, folder or glob"
+        hint = f"type {where}.path=<path>"
+        yield Problem(code="missing_value", path=f"{where}.path", message=message, hint=hint)
+    elif not _exists(path, folder_only=source in OF_FOLDERS):
+        yield _missing_file(f"{where}.path", path, "folder" if source in OF_FOLDERS else "file, folder or glob")
+
+
+def one_tokenizer(spec: RunSpec) -> Iterator[Problem]:
+    """Parts of a mixture cannot each train a tokenizer of their own."""
+    sources = {part.source for part in spec.data.mixture.values()}
+    if spec.data.source == "mixture" and spec.data.tokenizer.path is None and not sources <= set(OF_IDS):
+        message = "the parts of a mixture are read with one tokenizer, and `data.tokenizer.path` is null"
+        hint = "type data.tokenizer.path=<a tokenizer.json>, or begin with a checkpoint, which brings its own"
+        yield Problem("missing_value", message, "data.tokenizer.path", hint)
+
+
+def tokenizer(spec: RunSpec) -> Iterator[Problem]:
+    path = spec.data.tokenizer.path
+    if path is not None and not expand(path).is_file():
+        yield _missing_file("data.tokenizer.path", path, "file")
+
+
+def _exists(path: str, *, folder_only: bool) -> bool:
+    expanded = expand(path)
+    if folder_only:
+        return expanded.is_dir()
+    return expanded.exists() or any(glob.iglob(str(expanded), recursive=True))  # noqa: PTH207
+
+
+def _missing_file(path: str, value: str, kind: str) -> Problem:
+    place = "" if expand(value).is_absolute() else f" in {Path.cwd()}"
+    message = f"`{path}` is {value}; there is no such {kind}{place}"
+    return Problem(code="missing_file", path=path, message=message, hint=f"type {path}=<the {kind}'s path>")
+
+
+def uncertainty(spec: RunSpec) -> Iterator[Problem]:
+    """What is known within a factor is a number of its section, and the factor is at least 1."""
+    for section in ("reliability", "site", "power", "cost"):
+        values = getattr(spec.cluster, section)
+        for key, factor in values.known_within.items():
+            path = f"cluster.{section}.known_within.{key}"
+            if not isinstance(getattr(values, key, ""), (int, float, type(None))):
+                message = f"`{path}` speaks of a number that `cluster.{section}` does not have"
+                yield Problem(code="unknown_key", path=path, message=message, hint=f"type ~{path}")
+            elif factor < 1:
+                message = f"`{path}` is {factor:g}; a factor of at least 1 is needed (2: between half and twice)"
+                yield Problem(
+                    code="out_of_range",
+                    path=path,
+                    message=message,
+                    hint=f"type {path}={1 / factor:g}" if factor > 0 else "",
+                )
+
+
+def ownership(spec: RunSpec) -> Iterator[Problem]:
+    if spec.cluster.cost.owned and spec.cluster.cost.device_price_usd is None:
+        path = "cluster.cost.device_price_usd"
+        message = f"`cluster.cost.owned` is true, and `{path}` has no value"
+        yield Problem(code="missing_value", path=path, message=message, hint=f"type {path}=<dollars>, or cost=owned")
+
+
+def gpus(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
+    found, wanted = len(machine.gpu_names), spec.cluster.devices_per_node
+    if spec.cluster.device != "cuda":
+        return
+    if not found:
+        message = f"`cluster.device` is cuda, and {machine.hostname} shows no GPU"
+        hint = "type cluster.device=cpu, or run where there is one (nvidia-smi lists them)"
+        yield _lacking("no_gpu", "cluster.device", message, hint)
+    elif wanted != AUTO and wanted > found:
+        message = f"`cluster.devices_per_node` is {wanted}, and {machine.hostname} has {found} GPUs"
+        hint = f"type cluster.devices_per_node={found}, or auto"
+        yield _lacking("too_few_gpus", "cluster.devices_per_node", message, hint)
+
+
+def fp8_units(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
+    """A GPU has them or not; a CPU emulates them."""
+    if spec.precision.matmul == "fp8" and spec.cluster.device != "cpu" and machine.gpu_names and not machine.fp8:
+        message = (
+            f"`precision.matmul` is fp8, which {machine.gpu_names[0]} does not multiply (Ada, Hopper and later do)"
+        )
+        yield _lacking("no_fp8", "precision.matmul", message, "type precision.matmul=compute")
+
+
+def packages(spec: RunSpec) -> Iterator[Problem]:
+    """Those that an extra brings."""
+    tracked = [(f"tracking.{name}", name, name) for name in TRACKERS if getattr(spec.tracking, name)]
+    sources = {"data.source": spec.data.source}
+    for group in ("mixture", "validation"):
+        sources |= {f"data.{group}.{name}.source": part.source for name, part in getattr(spec.data, group).items()}
+    tables = [(path, "pyarrow", "hf") for path, source in sources.items() if source in OF_TABLES]
+    for path, package, extra in (*tracked, *tables):
+        if importlib.util.find_spec(package) is None:
+            message = f"`{path}` is {sources.get(path, 'true')}, and the package {package} is not installed"
+            yield _lacking("missing_package", path, message, f"type pip install 'trainspec[{extra}]'")
+    if spec.precision.matmul == "fp8" and importlib.util.find_spec("torchao") is None:
+        message = "`precision.matmul` is fp8, and the package torchao is not installed"
+        yield _lacking("missing_package", "precision.matmul", message, "type pip install 'trainspec[float8]'")
+
+
+def compiler(spec: RunSpec) -> Iterator[Problem]:
+    """torch.compile writes C++ for a CPU, and a C launcher for each GPU kernel."""
+    if spec.compile and not find_compiler():
+        message = "`compile` is true, and no C++ compiler (g++, clang++) is on the PATH"
+        yield _lacking("missing_compiler", "compile", message, "type compile=false, or install one (apt install g++)")
+
+
+def shared_memory(spec: RunSpec) -> Iterator[Problem]:
+    """Copies of the state are kept in files that lie in memory."""
+    path = "checkpoint.memory_interval_steps"
+    if spec.checkpoint.memory_interval_steps is not None and not Path("/dev/shm").is_dir():
+        yield _lacking("no_shared_memory", path, f"`{path}` needs /dev/shm, which this host lacks", f"type {path}=null")
+
+
+def memory_copies(spec: RunSpec) -> Iterator[Problem]:
+    path = "checkpoint.memory_interval_steps"
+    if spec.checkpoint.memory_interval_steps is not None and spec.resilience.mode == "elastic":
+        message = f"`{path}` is set, and with resilience=elastic every replica group holds the newest state already"
+        yield Problem(code="unsupported", path=path, message=message, hint=f"type {path}=null, or resilience=restart")
+
+
+def _lacking(code: str, path: str, message: str, hint: str) -> Problem:
+    return Problem(code=code, path=path, message=message, hint=hint, environment=True)
