@@ -17,7 +17,7 @@ from lab.tracing import Trace, open_forks, tracer
 
 from trainspec_cli.corpus import bpe
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.rundir.events import PARTS
+from trainspec_cli.rundir.event_types import PARTS
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.data import DataSpec

@@ -86,7 +86,7 @@ class PrintableStream:
 def printing_safely() -> Iterator[None]:
     """Pass everything that is printed in the block through a `PrintableStream`."""
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = map(PrintableStream, streams)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = map(PrintableStream, streams)
     try:
         yield
     finally:

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from trainspec_cli.printable import is_printable
-from trainspec_cli.rundir.events import PARTS, EventWriter
+from trainspec_cli.rundir.event_types import EVENT_TYPES, PARTS, SetFigures
+from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 
@@ -113,11 +114,11 @@ def write_run(root: Path) -> None:
     ]
     writer = EventWriter(run.events(0), 0)
     for kind, fields in events:
-        writer.write(kind, **fields)
+        writer.write(EVENT_TYPES[kind](**fields))
     writer.close()
 
 
-SET = {"loss": 1.0, "bits_per_byte": 2.0}
+SET = SetFigures(loss=1.0, bits_per_byte=2.0)
 STEP = {
     "loss": 2.0,
     "grad_norm": 0.5,

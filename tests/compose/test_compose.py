@@ -208,6 +208,24 @@ def test_faults_inside_a_users_own_groups(tmp_path: Path, write) -> None:
     assert fault("round") == ("bad_defaults", "", "defaults lists name one another in a circle")
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("a: [" + "[" * 100 + "]" * 100 + "]\n", "it is nested more than 32 levels deep"),
+        ("a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
+         + "".join(f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in ("ab", "bc", "cd", "de")),
+         "it expands to more than 20,000 values"),
+        (f"a: {'x' * 600_000}\n", "is larger than the 512.00 KiB"),
+    ],
+    ids=["deep", "billion laughs", "large"],
+)  # fmt: skip
+def test_a_group_file_that_only_another_one_names_is_read_within_limits(tmp_path: Path, write, content, reason) -> None:
+    write("conf/model/outer.yaml", "defaults:\n  - /optim@x: inner\nname: x\n")
+    write("conf/optim/inner.yaml", content)
+    composed = compose("tiny", ["model=outer"], tmp_path)
+    assert any("inner.yaml" in problem.message and reason in problem.message for problem in composed.problems)
+
+
 def test_interpolations_that_lead_nowhere(tmp_path: Path) -> None:
     composed = compose("tiny", ["train.seed=${train.max_step}", "optim.lr=${optim.lr}"], tmp_path)
     assert told(composed) == [

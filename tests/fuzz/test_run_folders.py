@@ -13,7 +13,21 @@ import pytest
 from fuzz.conftest import STRANGE, damaged_bytes, strange_variants, tell
 
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.rundir.events import PARTS, EventWriter
+from trainspec_cli.rundir.event_types import (
+    PARTS,
+    CheckpointEvent,
+    EndedMark,
+    EndEvent,
+    EvalEvent,
+    LaunchMark,
+    RecoveryEvent,
+    SampleEvent,
+    SetFigures,
+    StartEvent,
+    StepEvent,
+    WarningEvent,
+)
+from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import to_plain
@@ -47,19 +61,19 @@ def make_run(root: Path, created_at: float = 1000.0) -> RunDir:
     result = {"status": "done", "exit_code": 0, "peak_memory_bytes": 10**6, "weights_sha256": "ab"}
     write_json(run.result_json, result)
     writer = EventWriter(run.events(0), 0)
-    writer.write("start", step=0, flops_per_token=1e6, unit="tokens", **BEGIN)
+    writer.write(StartEvent(step=0, flops_per_token=1e6, unit="tokens", **BEGIN))
     for step in range(1, 5):
-        writer.write("step", step=step, time_s=dict.fromkeys(PARTS, 0.125), **STEP)
-    writer.write("recovery", step=4, **RECOVERY)
-    writer.write("eval", step=4, sets={"other": {"loss": 1.0, "bits_per_byte": 2.0}}, **EVAL)
-    writer.write("checkpoint", step=4, path="p", bytes=9, seconds=0.5, written_s=0.6)
-    writer.write("sample", step=4, prompt="once", text="upon")
-    writer.write("warning", step=4, message="hot")
-    writer.write("end", step=4, status="done", weights_sha256="ab")
+        writer.write(StepEvent(step=step, time_s=dict.fromkeys(PARTS, 0.125), **STEP))
+    writer.write(RecoveryEvent(step=4, **RECOVERY))
+    writer.write(EvalEvent(step=4, sets={"other": SetFigures(loss=1.0, bits_per_byte=2.0)}, **EVAL))
+    writer.write(CheckpointEvent(step=4, path="p", bytes=9, seconds=0.5, written_s=0.6))
+    writer.write(SampleEvent(step=4, prompt="once", text="upon"))
+    writer.write(WarningEvent(step=4, message="hot"))
+    writer.write(EndEvent(step=4, status="done", weights_sha256="ab"))
     writer.close()
     marks = EventWriter(run.supervisor_events, 0)
-    marks.write("launch")
-    marks.write("ended", exit_code=0)
+    marks.write(LaunchMark())
+    marks.write(EndedMark(exit_code=0))
     marks.close()
     (run.checkpoints / "step_00000004").mkdir(parents=True)
     return run

@@ -4,7 +4,8 @@ import pytest
 
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.huggingface.config import differences, model_type, read_model, write_config
-from trainspec_cli.spec.recipe.model import DecoderModel, ExpertSpec, HybridModel, LatentAttention, RopeScaling
+from trainspec_cli.spec.recipe.model import DecoderModel, HybridModel
+from trainspec_cli.spec.recipe.model_parts import ExpertSpec, LatentAttentionSpec, RopeScaling
 from trainspec_cli.spec.structure import build
 
 LLAMA = DecoderModel(2, 64, 4, 2, 16, 160, 512, rope_theta=5e5)
@@ -56,7 +57,9 @@ def test_a_key_that_is_missing_is_named():
 
 
 def test_models_that_have_no_place_there_name_every_key():
-    strange = replace(LLAMA, mla=LatentAttention(8), experts=ExpertSpec(8, 2, 48, shared_experts=1, balance_rate=0.1))
+    strange = replace(
+        LLAMA, mla=LatentAttentionSpec(8), experts=ExpertSpec(8, 2, 48, shared_experts=1, balance_rate=0.1)
+    )
     with pytest.raises(RecipeError) as raised:
         model_type(strange)
     paths = [problem.path for problem in raised.value.problems]

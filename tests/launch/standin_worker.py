@@ -26,6 +26,7 @@ RANK = int(os.environ["RANK"])
 if MODE == "import_error":
     import no_such_module_anywhere  # noqa: F401
 
+from trainspec_cli.rundir.event_types import StartEvent, StepEvent  # noqa: E402
 from trainspec_cli.rundir.events import EventWriter, read_events  # noqa: E402
 from trainspec_cli.rundir.files import write_json  # noqa: E402
 from trainspec_cli.rundir.paths import RunDir  # noqa: E402
@@ -45,12 +46,12 @@ def main() -> None:
     if MODE == "deaf":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     events = EventWriter(RUN.events(RANK), RANK)
-    events.write("start", world_size=2, step=0, pid=os.getpid(), host="here", **ABOUT)
+    events.write(StartEvent(world_size=2, step=0, pid=os.getpid(), host="here", **ABOUT))
     step = 0
     while not stop_asked and (step < STEPS or MODE != "train"):
         step += 1
         time.sleep(0.02)
-        events.write("step", step=step, loss=4.0 / step, **STEP)
+        events.write(StepEvent(step=step, loss=4.0 / step, **STEP))
         if MODE == "raise" and step == 3:
             fail(events, step)
     finish(step)

@@ -11,6 +11,7 @@ import pytest
 
 from trainspec_cli.launch.failure import explain, find_failures, find_listed, tail
 from trainspec_cli.launch.job.job import Job
+from trainspec_cli.reading.files import UnreadableFileError
 from trainspec_cli.rundir.files import write_json
 
 SUMMARY = """
@@ -103,6 +104,21 @@ def test_without_words_or_exits_there_is_no_failure(job: Job) -> None:
     assert find_failures(job) == []
     note_exits(job, {}, before="all is well\n")
     assert find_failures(job) == []
+
+
+def test_a_damaged_report_is_named(job: Job) -> None:
+    say(job, 0, "out of luck", time=10.0, step="two")
+    with pytest.raises(UnreadableFileError, match="is no error of a run: `step` is 'two'"):
+        find_failures(job)
+
+
+def test_the_end_of_a_large_log_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        file.truncate(2**33)
+    with log.open("ab") as file:
+        file.write(b"\none\ntwo\n")
+    assert tail(log, 2) == "one\ntwo"
 
 
 def test_the_end_of_a_log_comes_without_its_colours(tmp_path: Path) -> None:

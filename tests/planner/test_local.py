@@ -10,7 +10,7 @@ from trainspec_cli.planner.local import is_predictable, predict_local
 from trainspec_cli.planner.memory.local import SPEED_TEST_BYTES, parameter_bytes, step_bytes
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.planner.time.local import curve_parts_s
-from trainspec_cli.rundir.events import PARTS
+from trainspec_cli.rundir.event_types import PARTS
 from trainspec_cli.spec.canonical import from_plain, to_plain
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
@@ -124,6 +124,13 @@ def test_gradients_are_reduced_once_a_step_and_shards_are_gathered_for_every_mic
     sharded = predicted(made(layout=LayoutSpec(dp_shard=2)), probe).time_s["exposed_comm"]
     gathered, reduced = 2 * 2e-6 * (2 * 4 * BLOCK + OUTSIDE), 2 * 4e-6 * (4 * BLOCK + OUTSIDE)
     assert sharded == pytest.approx(2 + gathered + reduced, rel=1e-3)
+
+
+def test_zero_1_reduces_once_a_step_and_frees_no_parameters_in_between() -> None:
+    probe = replace(RAW, all_gather=linear(1e-6), reduce_scatter=linear(1e-6))
+    seconds = predicted(made(layout=LayoutSpec(dp_shard=2, zero_stage=1)), probe).time_s["exposed_comm"]
+    gathered, reduced = 2 * 2e-6 * (4 * BLOCK + OUTSIDE), 4e-6 * (4 * BLOCK + OUTSIDE)
+    assert seconds == pytest.approx(2 + gathered + reduced, rel=1e-3)
 
 
 def test_memory_by_cause() -> None:

@@ -7,11 +7,7 @@ import pytest
 from trainspec_cli.policy.pipeline import (
     Action,
     actions,
-    chunks_per_rank,
     cut_layers,
-    num_stages,
-    rank_of_stage,
-    stages_of_rank,
 )
 from trainspec_cli.spec.recipe.layout import Layout
 
@@ -53,7 +49,7 @@ def ready_at(layout: Layout, action: Action, done: dict) -> int | None:
     elif action.kind == "backward_weight":
         needed = [("gradient", stage, index)]
     else:
-        behind = [("gradient", stage + 1, index)] if stage + 1 < num_stages(layout) else []
+        behind = [("gradient", stage + 1, index)] if stage + 1 < layout.num_stages else []
         needed = [("forward", stage, index), *behind]
     return max((done[need] for need in needed), default=0) if all(need in done for need in needed) else None
 
@@ -76,14 +72,14 @@ SIZES = ((2, 2), (2, 8), (4, 4), (4, 16), (8, 8), (8, 32), (3, 1), (4, 2))
 def test_every_action_is_done_once_and_in_time(schedule, pp, micro_batches):
     layout = layout_of(schedule, pp)
     orders = actions(layout, micro_batches)
-    assert all(action.stage in stages_of_rank(layout, rank) for rank, order in enumerate(orders) for action in order)
+    assert all(action.stage in layout.stages_of_rank(rank) for rank, order in enumerate(orders) for action in order)
     flat = [action for order in orders for action in order]
     kinds = (
         ("forward", "backward_input", "backward_weight")
         if schedule in ("zero_bubble", "zbv")
         else ("forward", "backward")
     )
-    wanted = {Action(k, s, m) for k in kinds for s in range(num_stages(layout)) for m in range(micro_batches)}
+    wanted = {Action(k, s, m) for k in kinds for s in range(layout.num_stages) for m in range(micro_batches)}
     assert len(flat) == len(wanted)
     assert set(flat) == wanted
     simulate(layout, micro_batches)
@@ -96,8 +92,8 @@ def test_waiting_is_what_the_papers_state(pp, micro_batches):
     for schedule in SCHEDULES:
         layout = layout_of(schedule, pp)
         waits[schedule] = (
-            simulate(layout, micro_batches)[0] - 3 * micro_batches * chunks_per_rank(layout)
-        ) / chunks_per_rank(layout)
+            simulate(layout, micro_batches)[0] - 3 * micro_batches * layout.chunks_per_rank
+        ) / layout.chunks_per_rank
     assert waits["gpipe"] == waits["1f1b"] == 3 * (pp - 1)
     assert waits["interleaved"] == waits["1f1b"] / 2
     assert waits["zero_bubble"] <= 0.6 * waits["1f1b"]
@@ -119,8 +115,8 @@ def test_one_stage_goes_forward_and_back():
 
 def test_a_v_brings_the_last_stage_to_the_first_rank():
     layout = layout_of("zbv", 4)
-    assert [rank_of_stage(layout, stage) for stage in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
-    assert stages_of_rank(layout, 0) == (0, 7)
+    assert [layout.rank_of_stage(stage) for stage in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert layout.stages_of_rank(0) == (0, 7)
 
 
 def test_layers_are_cut_evenly_or_as_asked():

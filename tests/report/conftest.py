@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from trainspec_cli.report.plan.json import plan_as_json, sweep_as_json
-from trainspec_cli.rundir.events import PARTS, EventWriter
+from trainspec_cli.rundir.event_types import EVENT_TYPES, PARTS
+from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.batching import BatchingSpec
@@ -162,7 +163,7 @@ class FakeRun:
 
     def write(self, kind: str, rank: int = 0, **fields: Any) -> None:
         writer = EventWriter(self.dir.events(rank), rank)
-        writer.write(kind, **fields)
+        writer.write(EVENT_TYPES[kind](**fields))
         writer.close()
 
     def about(self, **fields: Any) -> None:

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from trainspec_cli.report.collect import collect
-from trainspec_cli.rundir.events import PARTS
+from trainspec_cli.rundir.event_types import PARTS
+from trainspec_cli.spec.canonical import to_plain
 
 
 def trained(run: Any, ranks: int = 2, steps: int = 10) -> None:
@@ -59,14 +59,15 @@ def test_what_a_resume_makes_again_counts_once(fake_run: Any) -> None:
     fake_run.start()
     for step in range(1, 9):
         fake_run.step(step, loss=1.0)
-    fake_run.write("checkpoint", step=5, path="p", bytes=1, seconds=0.1)
+    for step in (5, 8):
+        fake_run.write("checkpoint", step=step, path="p", bytes=1, seconds=0.1)
     fake_run.start(step=5)
     for step in (6, 7):
         fake_run.step(step, loss=9.0)
     report = collect(fake_run.dir.root)
     assert report.loss == (*((step, 1.0) for step in range(1, 6)), (6, 9.0), (7, 9.0))
     assert (report.steps, report.final_loss, report.start_steps) == (7, 9.0, (0, 5))
-    assert [event["step"] for event in report.checkpoints] == [5]
+    assert [event.step for event in report.checkpoints] == [5]
 
 
 def test_a_start_that_made_no_step_leaves_the_speed_of_the_one_before(fake_run: Any) -> None:
@@ -82,7 +83,7 @@ def test_a_loss_that_is_not_finite_is_null_in_strict_json(fake_run: Any) -> None
     fake_run.step(1, loss=math.nan, skipped=True)
     report = collect(fake_run.dir.root)
     assert (report.loss, report.final_loss, report.skipped_steps) == (((1, None),), None, (1,))
-    json.dumps(asdict(report), allow_nan=False)
+    json.dumps(to_plain(report), allow_nan=False)
 
 
 def test_evaluations_samples_and_warnings(fake_run: Any) -> None:
@@ -92,10 +93,10 @@ def test_evaluations_samples_and_warnings(fake_run: Any) -> None:
         fake_run.write("sample", step=step, prompt="def ", text=f"main{step}")
     fake_run.write("warning", rank=1, step=3, message="odd")
     report = collect(fake_run.dir.root)
-    assert [event["step"] for event in report.evaluations] == [5, 10]
+    assert [event.step for event in report.evaluations] == [5, 10]
     assert report.sample is not None
-    assert report.sample["text"] == "main10"
-    assert [(event["rank"], event["message"]) for event in report.warnings] == [(1, "odd")]
+    assert report.sample.text == "main10"
+    assert [(event.rank, event.message) for event in report.warnings] == [(1, "odd")]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from trainspec_cli.report.progress import Progress
-from trainspec_cli.rundir.events import EventTail, read_events
+from trainspec_cli.rundir.event_types import RetryEvent
+from trainspec_cli.rundir.events import EventTail, read_log
 
 
 def test_only_what_is_new_is_read_and_half_a_line_waits(fake_run: Any) -> None:
@@ -14,13 +15,13 @@ def test_only_what_is_new_is_read_and_half_a_line_waits(fake_run: Any) -> None:
     tail = EventTail(path)
     assert tail.read() == []
     fake_run.step(1)
-    assert [event["step"] for event in tail.read()] == [1]
+    assert [getattr(event, "step", None) for event in tail.read()] == [1]
     with path.open("ab") as file:
-        file.write(b'{"type": "step", "st')
+        file.write(b'{"type": "retry", "time": 1, "st')
         file.flush()
         assert tail.read() == []
         file.write(b'ep": 2}\n')
-    assert tail.read() == [{"type": "step", "step": 2}]
+    assert tail.read() == [RetryEvent(step=2, time=1)]
     assert tail.read() == []
 
 
@@ -28,7 +29,7 @@ def test_a_file_that_is_not_there_yet_is_read_from_its_beginning(fake_run: Any) 
     tail = EventTail(fake_run.dir.events(0))
     assert tail.read() == []
     fake_run.start()
-    assert [event["type"] for event in tail.read()] == ["start"]
+    assert [event.type for event in tail.read()] == ["start"]
 
 
 def progress_after(run: Any, steps: int) -> Progress:
@@ -36,7 +37,7 @@ def progress_after(run: Any, steps: int) -> Progress:
     for step in range(1, steps + 1):
         run.step(step, seconds=60.0 if step <= 3 else 2.0)
     progress = Progress(max_steps=20)
-    for event in read_events(run.dir.events(0)):
+    for event in read_log(run.dir.events(0)):
         progress.take(event)
     return progress
 
@@ -57,6 +58,7 @@ def test_the_time_left_follows_from_the_recent_steps(fake_run: Any) -> None:
 def test_a_resumed_run_begins_at_its_step(fake_run: Any) -> None:
     fake_run.start(step=7)
     progress = Progress(max_steps=20)
-    for event in read_events(fake_run.dir.events(0)):
+    for event in read_log(fake_run.dir.events(0)):
         progress.take(event)
-    assert (progress.step, progress.has_stepped, progress.begin["step"]) == (7, False, 7)
+    assert progress.begin is not None
+    assert (progress.step, progress.has_stepped, progress.begin.step) == (7, False, 7)

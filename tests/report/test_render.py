@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 
 from trainspec_cli.report.collect import collect
 from trainspec_cli.report.render import render_report, render_summary
-from trainspec_cli.rundir.accounting import BUCKETS
+from trainspec_cli.rundir.accounting import WallTime
 
 
 def text_of(rendered: RenderableType) -> str:
@@ -102,7 +102,7 @@ def test_a_run_without_events_has_a_report(fake_run: Any) -> None:
 
 def test_where_the_wall_time_went_is_a_small_picture(fake_run: Any) -> None:
     trained(fake_run)
-    time_s = dict.fromkeys(BUCKETS, 0.0) | {"productive": 90.0, "checkpoint": 6.0, "idle": 24.0}
+    time_s = WallTime(productive=90.0, checkpoint=6.0, idle=24.0)
     shown = text_of(render_report(replace(collect(fake_run.dir.root), time_s=time_s, goodput=0.75)))
     assert "goodput 75.0%, of 2 min 0 s from the first launch on" in shown
     assert re.search(r"productive +1 min 30 s +75.0% +█{18}\n", shown)

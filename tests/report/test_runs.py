@@ -3,7 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainspec_cli.report.runs import TAIL_BYTES, last_step, list_runs
+import pytest
+
+from trainspec_cli.report.runs import last_step, list_runs, status_of
+from trainspec_cli.rundir import generations
+from trainspec_cli.rundir.events import TAIL_BYTES
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 
@@ -28,10 +32,42 @@ def test_without_a_folder_there_are_no_runs(tmp_path: Path) -> None:
 def test_the_last_step_is_found_at_the_end_of_a_long_file(fake_run: Any) -> None:
     fake_run.start()
     fake_run.write("warning", step=0, message="x" * TAIL_BYTES)
-    assert last_step(fake_run.dir) == {}
+    assert last_step(fake_run.dir) is None
     for step in (1, 2):
         fake_run.step(step, loss=float(step))
     fake_run.write("checkpoint", step=2, path="p", bytes=1, seconds=0.1)
     with fake_run.dir.events(0).open("ab") as file:
         file.write(b'{"type": "step"')
-    assert (last_step(fake_run.dir)["step"], last_step(fake_run.dir)["loss"]) == (2, 2.0)
+    newest = last_step(fake_run.dir)
+    assert newest is not None and (newest.step, newest.loss) == (2, 2.0)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """Written down for Slurm."""
+    (tmp_path / "job.sbatch").touch()
+    return RunDir(tmp_path)
+
+
+def test_a_job_that_was_never_started_is_made(run: RunDir) -> None:
+    assert status_of(run, running=False, queued=False) == "made"
+
+
+def test_a_job_that_began_and_left_no_result_was_killed(run: RunDir) -> None:
+    generations.begin(run)
+    assert status_of(run, running=False, queued=False) == "killed"
+
+
+def test_a_launch_that_left_no_result_was_killed(tmp_path: Path) -> None:
+    assert status_of(RunDir(tmp_path), running=False, queued=False) == "killed"
+
+
+def test_a_stopped_job_that_waits_to_go_on_is_queued(run: RunDir) -> None:
+    write_json(run.result_json, {"status": "stopped"})
+    assert status_of(run, running=False, queued=False) == "stopped"
+    assert status_of(run, running=False, queued=True) == "queued"
+
+
+def test_a_job_lost_with_its_host_is_queued_though_its_lock_is_left(run: RunDir) -> None:
+    assert status_of(run, running=True, queued=True) == "queued"
+    assert status_of(run, running=True, queued=False) == "running"

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from trainspec_cli.report.svg import Line, Segment, nice_ticks, render_bar, render_legend, render_lines
+from trainspec_cli.report.svg import LineSeries, Segment, nice_ticks, render_bar, render_legend, render_lines
 
 PARTS = [Segment("c-a", "first", 3.0, "3 s"), Segment("c-b", "second", 1.0, "1 s")]
 
@@ -29,7 +29,7 @@ def test_a_legend_names_all_parts() -> None:
 
 
 def test_even_scaling_is_a_straight_line() -> None:
-    chart = render_lines([Line("c-a", "even", [(8, 100), (64, 800), (512, 6400)])], "devices", "rate", [(8, "8")])
+    chart = render_lines([LineSeries("c-a", "even", [(8, 100), (64, 800), (512, 6400)])], "devices", "rate", [(8, "8")])
     points = re.search(r'points="([^"]+)"', chart)
     assert points
     (x0, y0), (x1, y1), (x2, y2) = (map(float, pair.split(",")) for pair in points[1].split())

@@ -2,29 +2,51 @@ import math
 
 import pytest
 
-from trainspec_cli.rundir.accounting import BUCKETS, account, goodput
+from trainspec_cli.rundir.accounting import Recovery, account, measure_throughput, read_recoveries
+from trainspec_cli.rundir.event_types import (
+    EVENT_TYPES,
+    CheckpointEvent,
+    EndEvent,
+    EvalEvent,
+    RecoveryEvent,
+    StartEvent,
+    StepEvent,
+)
+from trainspec_cli.spec.canonical import ABSENT, to_plain
 
 
 def start(time, step=0):
-    return {"type": "start", "time": time, "step": step}
+    chip = {"device_name": "a chip", "peak_flops": 1e9, "peak_source": "measured"}
+    return StartEvent(time=time, step=step, world_size=1, params=1, flops_per_token=1.0, **chip)
+
+
+def one_step(step, time, seconds=1.0, tokens=10, **parts):
+    figures = {"loss": 1.0, "grad_norm": 1.0, "skipped": False, "samples": 1}
+    return StepEvent(step=step, time=time, step_time_s=seconds, time_s=parts, tokens=tokens, **figures)
 
 
 def steps(first, last, begin, seconds=1.0, **parts):
-    return [
-        {"type": "step", "step": step, "time": begin + (i + 1) * seconds, "step_time_s": seconds, "time_s": parts}
-        for i, step in enumerate(range(first, last + 1))
-    ]
+    numbers = range(first, last + 1)
+    return [one_step(step, begin + (i + 1) * seconds, seconds, **parts) for i, step in enumerate(numbers)]
 
 
-def mark(kind, time, **fields):
-    return {"type": kind, "time": time, **fields}
+def restart(time, step, lost_steps=0):
+    return RecoveryEvent(time=time, step=step, change="restart", group=None, stall_s=None, lost_steps=lost_steps)
+
+
+def end(time):
+    return EndEvent(time=time, step=1, status="done")
+
+
+def mark(kind, time):
+    return EVENT_TYPES[kind](time=time)
 
 
 def check(events, marks, wall_s, now=None, **expected):
     found = account(events, marks, now)
-    assert {name: value for name, value in found.items() if value} == pytest.approx(expected)
-    assert list(found) == list(BUCKETS)
-    assert math.fsum(found.values()) == pytest.approx(wall_s)
+    by_bucket = to_plain(found)
+    assert {name: value for name, value in by_bucket.items() if value} == pytest.approx(expected)
+    assert found.total_s == math.fsum(by_bucket.values()) == pytest.approx(wall_s)
     return found
 
 
@@ -32,9 +54,9 @@ def test_an_undisturbed_run():
     events = [
         start(104),
         *steps(1, 10, begin=104, data_wait=0.1, checkpoint=0.05),
-        {"type": "eval", "time": 116, "seconds": 2.0},
-        {"type": "checkpoint", "time": 117, "seconds": 1.0, "waited_s": 1.0},
-        {"type": "end", "time": 117.5},
+        EvalEvent(time=116, step=10, heldout_loss=1.0, seconds=2.0),
+        CheckpointEvent(time=117, step=10, path="p", bytes=1, seconds=1.0, waited_s=1.0),
+        end(117.5),
     ]
     found = check(
         events,
@@ -47,12 +69,12 @@ def test_an_undisturbed_run():
         evaluation=2,
         other=1,
     )
-    assert goodput(found) == pytest.approx(8.5 / 18)
+    assert found.goodput == pytest.approx(8.5 / 18)
 
 
 def test_a_failure_and_a_restart_by_the_supervisor():
-    restart = {"type": "recovery", "change": "restart", "time": 22, "step": 8, "stall_s": None}
-    events = [start(10), *steps(1, 8, begin=10), restart, start(30, step=5), *steps(6, 20, begin=30), mark("end", 45)]
+    failed = [start(10), *steps(1, 8, begin=10), restart(22, step=8)]
+    events = [*failed, start(30, step=5), *steps(6, 20, begin=30), end(45)]
     marks = [
         mark("launch", 7),
         mark("failure", 20),
@@ -64,7 +86,7 @@ def test_a_failure_and_a_restart_by_the_supervisor():
 
 
 def test_a_run_that_was_stopped_lies_idle_until_it_is_resumed():
-    events = [start(2), *steps(1, 4, begin=2), mark("end", 6), start(102, step=4), *steps(5, 9, begin=102)]
+    events = [start(2), *steps(1, 4, begin=2), end(6), start(102, step=4), *steps(5, 9, begin=102)]
     marks = [mark("launch", 0), mark("ended", 7), mark("launch", 100)]
     check(events, marks, wall_s=107, start_up=4, productive=9, other=1, idle=93)
 
@@ -89,13 +111,14 @@ def test_a_supervisor_that_was_killed_too_leaves_no_marks():
     )
 
 
-def test_a_story_that_another_group_goes_on_with_is_one_attempt():
+def test_a_log_that_another_group_goes_on_with_is_one_attempt():
     events = [start(2), *steps(1, 4, begin=2), start(7, step=4), *steps(5, 8, begin=7)]
     check(events, [mark("launch", 0), mark("ended", 11)], wall_s=11, start_up=2, productive=8, other=1)
 
 
 def test_a_stall_inside_a_step_is_recovery():
-    events = [start(0), *steps(1, 4, begin=0, seconds=2), {"type": "recovery", "time": 8, "stall_s": 1.5}]
+    retried = RecoveryEvent(time=8, step=4, change="retried", group=None, stall_s=1.5, lost_steps=1)
+    events = [start(0), *steps(1, 4, begin=0, seconds=2), retried]
     check(events, [mark("launch", 0)], wall_s=8, productive=6.5, recovery=1.5)
 
 
@@ -104,4 +127,31 @@ def test_a_run_that_is_still_going_counts_until_now():
 
 
 def test_no_event_no_time():
-    assert goodput(account([], [])) is None
+    assert account([], []).goodput is None
+
+
+def test_throughput_leaves_out_the_first_steps_and_counts_model_flops():
+    slow_then_steady = [one_step(1, 0.0, s, tokens=100) for s in (9.0, 1.0, 1.0, 0.5, 0.5)]
+    got = measure_throughput(slow_then_steady, flops_per_token=10.0, peak_flops=500.0, world_size=2)
+    assert (got.tokens_per_s, got.steps, got.left_out) == (200.0, 2, 3)
+    assert got.mfu == 200.0 * 10.0 / (2 * 500.0)
+
+
+def test_throughput_of_a_short_run_leaves_out_nothing():
+    got = measure_throughput([one_step(1, 0.0, 2.0)], flops_per_token=1.0, peak_flops=1.0, world_size=1)
+    assert (got.tokens_per_s, got.left_out) == (5.0, 0)
+
+
+def test_images_are_counted_in_samples():
+    got = measure_throughput([one_step(1, 0.0, 2.0, tokens=ABSENT)], flops_per_token=1.0, peak_flops=1.0, world_size=1)
+    assert got.tokens_per_s == 0.5
+
+
+def test_the_log_has_the_cost_of_a_group_that_left():
+    left = RecoveryEvent(time=3.0, step=2, change="left", group=1, stall_s=1.2, lost_steps=1)
+    assert read_recoveries([one_step(1, 1.0), left, one_step(2, 3.0)]) == [Recovery("left", 1, 2, 1.2, 1)]
+
+
+def test_a_restart_stalls_from_the_last_step_to_the_first_new_one():
+    events = [one_step(7, 100.0), restart(101.0, step=7, lost_steps=3), one_step(5, 121.0), one_step(6, 122.0)]
+    assert read_recoveries(events) == [Recovery("restart", None, 7, 20.0, 3)]

@@ -5,28 +5,38 @@ import sys
 
 import pytest
 
-from trainspec_cli.rundir.events import EventWriter, read_events
-from trainspec_cli.rundir.throughput import measure_throughput
+from trainspec_cli.reading.files import UnreadableFileError
+from trainspec_cli.rundir.event_types import EvalEvent, RetryEvent, SetFigures, StepEvent, UnknownEvent, WarningEvent
+from trainspec_cli.rundir.events import EventTail, EventWriter, read_events, read_log, read_sound, tail_events
+
+STEP = {"grad_norm": 1.0, "tokens": 8, "step_time_s": 1.0, "time_s": {}, "skipped": False}
+
+
+def write(path, *events, rank=0):
+    writer = EventWriter(path, rank)
+    for event in events:
+        writer.write(event)
+    writer.close()
 
 
 def test_events_are_read_back_in_order(tmp_path):
-    writer = EventWriter(tmp_path / "events" / "rank00003.jsonl", rank=3)
-    writer.write("step", step=1, loss=2.5)
-    writer.write("warning", step=1, message="naïve — ünïcode")
-    writer.close()
-    events = list(read_events(tmp_path / "events" / "rank00003.jsonl"))
-    assert [(e["type"], e["rank"]) for e in events] == [("step", 3), ("warning", 3)]
-    assert events[1]["message"] == "naïve — ünïcode"
+    path = tmp_path / "events" / "rank00003.jsonl"
+    write(path, StepEvent(step=1, loss=2.5, **STEP), WarningEvent(step=1, message="naïve — ünïcode"), rank=3)
+    step, warning = read_log(path)
+    assert isinstance(step, StepEvent) and (step.rank, step.loss) == (3, 2.5)
+    assert isinstance(warning, WarningEvent) and (warning.rank, warning.message) == (3, "naïve — ünïcode")
+    assert warning.time >= step.time > 1.7e9
 
 
 def test_a_killed_writer_loses_no_whole_line(tmp_path):
     path = tmp_path / "rank00000.jsonl"
     script = f"""
 import os, pathlib
+from trainspec_cli.rundir.event_types import RetryEvent
 from trainspec_cli.rundir.events import EventWriter
 writer = EventWriter(pathlib.Path({str(path)!r}), 0)
 for step in range(100):
-    writer.write("step", step=step)
+    writer.write(RetryEvent(step=step))
 os.kill(os.getpid(), 9)
 """
     assert subprocess.run([sys.executable, "-c", script]).returncode == -9
@@ -35,34 +45,22 @@ os.kill(os.getpid(), 9)
 
 def test_half_a_line_is_passed_over_and_closed_by_the_next_writer(tmp_path):
     path = tmp_path / "rank00000.jsonl"
-    path.write_bytes(json.dumps({"type": "step", "step": 1}).encode() + b'\n{"type": "st')
-    assert [event["step"] for event in read_events(path)] == [1]
-    writer = EventWriter(path, 0)
-    writer.write("step", step=2)
-    writer.close()
-    assert [event["step"] for event in read_events(path)] == [1, 2]
+    path.write_bytes(json.dumps({"type": "retry", "time": 1, "step": 1}).encode() + b'\n{"type": "st')
+    assert [event.step for event in read_log(path)] == [1]
+    write(path, RetryEvent(step=2))
+    assert [event.step for event in read_log(path)] == [1, 2]
 
 
-def test_throughput_leaves_out_the_first_steps_and_counts_model_flops():
-    slow_then_steady = [{"tokens": 100, "step_time_s": s} for s in (9.0, 1.0, 1.0, 0.5, 0.5)]
-    got = measure_throughput(slow_then_steady, flops_per_token=10.0, peak_flops=500.0, world_size=2)
-    assert (got.tokens_per_s, got.steps, got.left_out) == (200.0, 2, 3)
-    assert got.mfu == 200.0 * 10.0 / (2 * 500.0)
-
-
-def test_throughput_of_a_short_run_leaves_out_nothing():
-    got = measure_throughput([{"tokens": 10, "step_time_s": 2.0}], flops_per_token=1.0, peak_flops=1.0, world_size=1)
-    assert (got.tokens_per_s, got.left_out) == (5.0, 0)
-
-
-def test_what_is_not_finite_is_null_in_an_event(tmp_path):
-    writer = EventWriter(tmp_path / "e.jsonl", 0)
-    writer.write("step", loss=math.nan, sets={"a": {"loss": math.inf}})
-    writer.close()
-    (event,) = (
-        json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "e.jsonl").read_text().splitlines()
-    )
-    assert (event["loss"], event["sets"]) == (None, {"a": {"loss": None}})
+def test_a_number_that_is_not_finite_is_null_in_an_event_and_read_back(tmp_path):
+    path = tmp_path / "e.jsonl"
+    sets = {"a": SetFigures(loss=math.inf, bits_per_byte=None)}
+    write(path, StepEvent(step=1, loss=math.nan, **STEP))
+    write(path, EvalEvent(step=1, heldout_loss=math.nan, heldout_bits_per_byte=math.nan, sets=sets))
+    first, second = (json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines())
+    assert (first["loss"], second["heldout_loss"]) == (None, None)
+    assert second["sets"] == {"a": {"loss": None, "bits_per_byte": None}}
+    step, evaluation = read_log(path)
+    assert (step.loss, evaluation.heldout_loss, evaluation.heldout_bits_per_byte) == (None, None, None)
 
 
 def test_a_link_in_the_place_of_the_file_is_not_followed(tmp_path):
@@ -72,3 +70,37 @@ def test_a_link_in_the_place_of_the_file_is_not_followed(tmp_path):
     with pytest.raises(OSError, match="symbolic links"):
         EventWriter(tmp_path / "rank00000.jsonl", 0)
     assert victim.read_text() == "words"
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    """The second of three events is damaged, and a fourth is of a type that is not known."""
+    path = tmp_path / "rank00000.jsonl"
+    write(path, RetryEvent(step=1))
+    with path.open("a") as file:
+        file.write('{"type": "retry", "time": 1.0, "rank": 0, "step": "two"}\nno JSON\n')
+    write(path, RetryEvent(step=3))
+    with path.open("a") as file:
+        file.write('{"type": "eclipse", "time": 1.0, "rank": 0, "shade": [1]}\n')
+    return path
+
+
+def test_a_report_names_the_line_of_a_damaged_event(damaged):
+    with pytest.raises(UnreadableFileError, match="`step` is 'two'; a whole number from 0 to") as caught:
+        list(read_log(damaged))
+    assert caught.value.problems[0].line == 2
+
+
+def test_other_readers_go_on_without_a_damaged_event(damaged):
+    first, third, unknown = read_sound(damaged)
+    assert (first.step, third.step) == (1, 3)
+    assert isinstance(unknown, UnknownEvent) and unknown.type == "eclipse"
+    assert list(tail_events(damaged)) == [first, third, unknown]
+
+
+def test_a_tail_begins_at_the_end_and_passes_over_damage(damaged):
+    tail = EventTail(damaged)
+    with damaged.open("a") as file:
+        file.write('{"type": "retry", "time": 1.0, "rank": 0, "step": null}\n')
+    write(damaged, RetryEvent(step=9))
+    assert [event.step for event in tail.read()] == [9]

@@ -12,7 +12,6 @@ from trainspec_cli.errors import Problem
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
-from trainspec_cli.spec.recipe.model import ConvModel
 from trainspec_cli.spec.recipe.optim import OptimSpec, ScheduleSpec
 from trainspec_cli.spec.recipe.precision import PrecisionSpec
 from trainspec_cli.spec.recipe.run import Offload, Recompute, RunSpec, TrainSection
@@ -155,7 +154,7 @@ def refused(max_processes: int) -> dict[str, list[Problem]]:
 
 
 def _sized(family: str, max_processes: int) -> list[Layout]:
-    num_layers = getattr(FAMILIES[family], "num_layers", 2)
+    num_layers = FAMILIES[family].num_layers
     return [layout for layout in layouts(num_layers) if layout.world_size <= max_processes]
 
 
@@ -174,7 +173,7 @@ _OPTIMIZERS = {
 
 def build_spec(case: Case) -> RunSpec:
     model = FAMILIES[case.family]
-    images = isinstance(model, ConvModel)
+    images = model.unit == "samples"
     wanted = {name: getattr(case.layout, name) for name in LayoutSpec.__dataclass_fields__}
     return RunSpec(
         model=model,
@@ -194,7 +193,7 @@ def build_plan(case: Case, device: Literal["cpu", "cuda"]) -> Plan:
     layout = case.layout
     own_samples = SAMPLES // layout.data_parallel_size
     # Batch norm speaks of all samples of a micro-batch, over all ranks: there has to be one of them.
-    images = isinstance(FAMILIES[case.family], ConvModel)
+    images = FAMILIES[case.family].unit == "samples"
     micro = own_samples if images else min(case.micro_batch_size, own_samples)
     return Plan(
         spec=build_spec(case),

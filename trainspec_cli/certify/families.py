@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel, ExpertSpec, HybridModel, LatentAttention, ModelSpec
+from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel, HybridModel, ModelSpec
+from trainspec_cli.spec.recipe.model_parts import ExpertSpec, LatentAttentionSpec
 
 SEQ_LEN = 64
 SAMPLES = 8
@@ -32,7 +33,9 @@ FAMILIES: dict[str, ModelSpec] = {
     # DeepSeek-V3: latent attention, groups of experts, a shared one
     "latent": DecoderModel(
         **_SIZES | {"num_kv_heads": 4},
-        mla=LatentAttention(kv_lora_rank=32, q_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16),
+        mla=LatentAttentionSpec(
+            kv_lora_rank=32, q_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
+        ),
         experts=ExpertSpec(
             num_experts=8,
             top_k=2,

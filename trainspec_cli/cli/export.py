@@ -48,7 +48,7 @@ def export(
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         hint = f"choose another folder, or remove it first: rm -r {shlex.quote(str(output))}"
         raise RecipeError(Problem("output_exists", f"{output} exists and is not empty", "--output", hint))
-    wanted = Export(run_dir, chosen, dtype.value, round(max_file_gb * 1e9))  # type: ignore[arg-type]
+    wanted = Export(run_dir, chosen, dtype.value, round(max_file_gb * 1e9))
     what = (write_folder if format_ == Format.HF else write_adapters)(wanted, output)
     _report(output, wanted.step, what, as_json)
 

@@ -8,7 +8,7 @@ from trainspec_cli.cli.options import AsJson, RecipeArguments
 from trainspec_cli.report.problems import render_json
 from trainspec_cli.session.load import Loaded, examine, machine_of_draft, plan_on, require
 from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.rules.rules import check_machine
+from trainspec_cli.spec.rules.check import check_machine
 from trainspec_cli.units import format_count
 
 app = typer.Typer(add_completion=False)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
@@ -22,8 +23,9 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from trainspec_cli.compose.arguments import RECIPE
 from trainspec_cli.compose.folders import ROOT, SUFFIX, Folders
+from trainspec_cli.compose.origins import RECIPE
+from trainspec_cli.reading.yaml_file import read_yaml
 
 HYDRA_VERSION_BASE = "1.3"
 
@@ -56,6 +58,7 @@ def load(
     Raises hydra.errors.HydraException and what YAML and OmegaConf raise.
     """
     Plugins.instance().register(RecipeSource)
+    Plugins.instance().register(UserGroupSource)
     Plugins.instance().register(OurSearchPath)
     token = _session.set(_Session(folders, skipped))
     try:
@@ -72,7 +75,7 @@ def load(
         _session.reset(token)
 
 
-class OurSearchPath(SearchPathPlugin):  # type: ignore[misc]
+class OurSearchPath(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         session = _session.get(None)
         if session is None:
@@ -80,10 +83,23 @@ class OurSearchPath(SearchPathPlugin):  # type: ignore[misc]
         for folder in session.folders.recipes:
             search_path.append(provider="trainspec", path=f"{RecipeSource.scheme()}://{folder}")
         for folder in session.folders.conf[:-1]:
-            search_path.prepend(provider="trainspec", path=f"file://{folder}", anchor="main")
+            path = f"{UserGroupSource.scheme()}://{folder}"
+            search_path.prepend(provider="trainspec", path=path, anchor="main")
 
 
-class RecipeSource(ConfigSource):  # type: ignore[misc]
+class UserGroupSource(FileConfigSource):
+    """A source that reads the user's own groups, nested ones too, within the limits of any YAML that others wrote."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "groups"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        read_yaml(Path(self.path) / f"{config_path.removesuffix(SUFFIX)}{SUFFIX}")
+        return super().load_config(config_path)
+
+
+class RecipeSource(ConfigSource):
     """A source that reads `recipe/tiny` from FOLDER/tiny.yaml and merges it at the root."""
 
     @staticmethod

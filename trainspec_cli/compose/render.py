@@ -27,7 +27,7 @@ def render_yaml(composed: Composed, paint_origin: Callable[[str], str] = str) ->
 
 def render_value(value: Any) -> str:
     """Return a value on one line of YAML; in ASCII if it holds invisible characters."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
     if not is_printable(text):
         text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"))
     return text.removesuffix("\n").removesuffix("\n...")

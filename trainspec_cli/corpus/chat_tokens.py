@@ -104,4 +104,5 @@ def _learnt(spans: Sequence[Span], encoding: Encoding) -> np.ndarray:
 def _with_ends(learnt: np.ndarray, ids: Sequence[int], special: frozenset[int]) -> np.ndarray:
     """Also mark a special token right after a reply: it ends the turn, which the model must learn."""
     is_special = np.array([token in special for token in ids], dtype=bool)
-    return learnt | (np.concatenate(([False], learnt[:-1])) & is_special)
+    marked: np.ndarray = learnt | (np.concatenate(([False], learnt[:-1])) & is_special)
+    return marked

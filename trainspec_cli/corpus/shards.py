@@ -57,7 +57,9 @@ class ShardWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._close_shard()
 
     def append(self, ids: Sequence[int], text_bytes: int, documents: int) -> None:
@@ -193,11 +195,13 @@ class Documents:
 
     def learnt(self, start: int, count: int) -> np.ndarray:
         """Return (count,) of bool: which tokens from `start` on are learnt."""
-        return np.asarray(self.mask[start : start + count]) != 0
+        learnt: np.ndarray = np.asarray(self.mask[start : start + count]) != 0
+        return learnt
 
     def learnt_before(self, tokens: np.ndarray) -> np.ndarray:
         """Return the number of learnt tokens before each of `tokens`."""
-        return self._sums[tokens]
+        before: np.ndarray = self._sums[tokens]
+        return before
 
     @cached_property
     def _sums(self) -> np.ndarray:

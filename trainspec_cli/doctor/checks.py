@@ -75,7 +75,9 @@ def check_gpus(needed_bytes: float = 0.0) -> Iterator[Check]:
 
 def driver() -> str:
     try:
-        return re.findall(r"Kernel Module\s+(?:for \S+\s+)?(\S+)", Path("/proc/driver/nvidia/version").read_text())[0]
+        return str(
+            re.findall(r"Kernel Module\s+(?:for \S+\s+)?(\S+)", Path("/proc/driver/nvidia/version").read_text())[0]
+        )
     except (OSError, IndexError):
         return "unknown"
 

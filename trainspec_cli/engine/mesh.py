@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainspec_cli.policy.pipeline import num_stages, rank_of_stage
 from trainspec_cli.spec.recipe.layout import MESH_AXES, Layout
 
 
@@ -72,7 +71,7 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
 def _expert_mesh(layout: Layout, device_type: str) -> DeviceMesh | None:
     if layout.ep == 1:
         return None
-    ranks = layout.dp_shard * layout.cp * layout.tp
+    ranks = layout.expert_ranks
     sizes = (layout.pp, layout.dp_replicate, ranks // layout.ep, layout.ep)
     return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep"))
 
@@ -81,7 +80,7 @@ def _pipeline_groups(layout: Layout, own: dist.ProcessGroup) -> tuple[dist.Proce
     """-> (upstream, ends)"""
     if layout.pp == 1:
         return own, own
-    last = rank_of_stage(layout, num_stages(layout) - 1)
+    last = layout.rank_of_stage(layout.num_stages - 1)
     pipelines = ranks_of_pipelines(layout)
     upstream, _ = dist.new_subgroups_by_enumeration(pipelines)
     ends, _ = dist.new_subgroups_by_enumeration([sorted({ranks[0], ranks[last]}) for ranks in pipelines])

@@ -9,7 +9,8 @@ from typing import Any
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.reading.json_file import Kind, describe_kind, is_kind, show_kind
-from trainspec_cli.spec.recipe.model import DecoderModel, ModelSpec, RopeScaling
+from trainspec_cli.spec.recipe.model import DecoderModel, ModelSpec
+from trainspec_cli.spec.recipe.model_parts import RopeScaling
 
 Config = Mapping[str, Any]
 

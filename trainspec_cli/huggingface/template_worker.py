@@ -56,7 +56,7 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 
 
 def render(template: Any, messages: Sequence[Message], values: Mapping[str, Any]) -> str:
-    text = template.render(messages=messages, **values)
+    text: str = template.render(messages=messages, **values)
     if len(text) > OUTPUT_LIMIT_CHARS:
         raise ValueError(f"it writes {len(text):,} characters; at most {OUTPUT_LIMIT_CHARS:,} are allowed")
     return text

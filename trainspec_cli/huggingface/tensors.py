@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trainspec_cli.spec.recipe.model import DecoderModel, ExpertSpec
+from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.model_parts import ExpertSpec
 
 Shape = tuple[int, ...]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import signal
 import socket
@@ -14,9 +15,12 @@ from trainspec_cli.errors import WorkerError
 from trainspec_cli.launch.job.command import LOOPBACK
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.printable import without_colours
-from trainspec_cli.rundir.files import read_json
+from trainspec_cli.reading.files import open_regular
+from trainspec_cli.rundir.record import NodeErrorRecord, WorkerErrorRecord, read_error
 
 LOG_TAIL_LINES = 30
+MAX_LOG_BYTES = 2**20
+"""The end of a log that is read."""
 
 _EXIT = re.compile(r"host\s*: (\S+)\s*rank\s*: (\d+) \(local_rank: (\d+)\)\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)")
 _FORCED = re.compile(r"Unable to shutdown process (\d+)")
@@ -79,37 +83,37 @@ def first_causes(failures: Iterable[WorkerFailure]) -> list[WorkerFailure]:
 def _reported(job: Job) -> Iterator[WorkerFailure]:
     """Yield the workers that wrote down what happened to them."""
     for path in sorted(job.run.errors_folder.glob("rank*.json")):
-        error = read_json(path)
-        if job.ranks is not None and error["rank"] not in job.ranks:
+        error = read_error(path, WorkerErrorRecord)
+        if job.ranks is not None and error.rank not in job.ranks:
             continue
-        hung, foreseen = error.get("code") == "hang", bool(error.get("code"))
-        summary = error["message"] if foreseen else f"{error['type']}: {error['message']}".strip().rstrip(":")
+        hung, foreseen = error.code == "hang", bool(error.code)
+        summary = error.message if foreseen else f"{error.type}: {error.message}".strip().rstrip(":")
         yield WorkerFailure(
-            rank=error["rank"],
-            host=error["host"],
+            rank=error.rank,
+            host=error.host,
             summary=summary,
-            detail="" if foreseen and not hung else error["traceback"].rstrip(),
-            hint=error.get("hint") or "",
-            step=error.get("step"),
+            detail="" if foreseen and not hung else error.traceback.rstrip(),
+            hint=error.hint or "",
+            step=error.step,
             # Whatever ended after a hang was found, and however, ended because of it.
-            time=-math.inf if hung else error.get("time", path.stat().st_mtime),
+            time=-math.inf if hung else path.stat().st_mtime if error.time is None else error.time,
             own_words=True,
             foreseen=foreseen and not hung,
             consequence=not foreseen and bool(_PEER_LOST.search(summary)),
-            exit_code=error.get("exit_code") or WorkerError.exit_code,
+            exit_code=error.exit_code or WorkerError.exit_code,
         )
 
 
 def _nodes(job: Job) -> Iterator[WorkerFailure]:
     """Yield the nodes that were lost or could not start: a failure of their workers began with them."""
     for path in sorted(job.run.errors_folder.glob("node*.json")):
-        error = read_json(path)
+        error = read_error(path, NodeErrorRecord)
         yield WorkerFailure(
-            rank=error["node"],
-            host=error["host"],
-            summary=error["message"],
+            rank=error.node,
+            host=error.host,
+            summary=error.message,
             time=0.0,
-            own_words=not error["lost"],
+            own_words=not error.lost,
             foreseen=True,
             whole_node=True,
         )
@@ -122,7 +126,7 @@ def torchrun_logs(job: Job) -> list[Path]:
 
 def _silent(job: Job, torchrun_log: Path) -> Iterator[WorkerFailure]:
     """Yield the workers that left no report (a signal, an error before their own code), from torchrun's summary."""
-    text = torchrun_log.read_text(errors="replace")
+    text = _end_of(torchrun_log)
     forced = set(_FORCED.findall(text))
     for host, rank, local_rank, code, pid in _EXIT.findall(text):
         log = worker_log(torchrun_log.parent, int(local_rank))
@@ -164,7 +168,13 @@ def worker_log(logs_of_host: Path, local_rank: int) -> Path | None:
 
 def tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
     """Return the end of a log, without its colours."""
-    return "\n".join(without_colours(log.read_text(errors="replace")).splitlines()[-lines:])
+    return "\n".join(without_colours(_end_of(log)).splitlines()[-lines:])
+
+
+def _end_of(log: Path) -> str:
+    with open_regular(log) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_LOG_BYTES))
+        return file.read(MAX_LOG_BYTES).decode(errors="replace")
 
 
 @dataclass(frozen=True)

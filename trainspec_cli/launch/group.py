@@ -45,7 +45,7 @@ class ReplicaGroup:
 
     def look(self, now_s: float) -> None:
         """Note whether it has made a step since the last look, or tried to."""
-        kinds = {event["type"] for event in self._events.read()}
+        kinds = {event.type for event in self._events.read()}
         if "step" in kinds:
             self.stepped_at, self.failures_in_a_row = now_s, 0
         if "retry" in kinds:

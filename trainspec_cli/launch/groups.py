@@ -14,6 +14,7 @@ from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.signals import StopRequests, on_stop_signal
 from trainspec_cli.launch.supervise import SUPERVISOR, Ending, was_stopped
 from trainspec_cli.policy.recovery import enough_groups, may_restart, pause_s
+from trainspec_cli.rundir.event_types import EndedMark, LaunchMark, StepEvent
 from trainspec_cli.rundir.events import EventTail, EventWriter
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.spec.recipe.fault import parse_faults
@@ -37,7 +38,7 @@ def supervise_groups(
     """As `supervise`, for a plan of several replica groups. `say` hears of every failure and what follows."""
     requests, marks = requests or StopRequests(), EventWriter(job.run.supervisor_events, SUPERVISOR)
     with on_stop_signal(requests.add):
-        marks.write("launch")
+        marks.write(LaunchMark())
         groups = executor.submit_groups(job, plan)
         try:
             run = _Run(job, plan, groups, requests, say)
@@ -47,7 +48,7 @@ def supervise_groups(
                 time.sleep(POLL_S)
         finally:
             left_behind = groups.end()
-            marks.write("ended", exit_code=0)
+            marks.write(EndedMark(exit_code=0))
             marks.close()
         watch(run.stop_requested)
     stopped = was_stopped(job.run, groups.generation, requests)
@@ -64,7 +65,7 @@ class _Run:
         self._groups = [ReplicaGroup(number, job.run) for number in range(plan.replica_groups)]
         self._faults = [fault for fault in parse_faults(plan.spec.fault) if fault.kind == "lighthouse"]
         self._faults.sort(key=lambda fault: fault.step)
-        self._story = EventTail(job.run.events(0))
+        self._log = EventTail(job.run.events(0))
         self._deadline = math.inf
         self._expected = 0
         self._last_failure = "their hosts did not come"
@@ -188,7 +189,7 @@ class _Run:
 
     def _keep_rendezvous(self) -> None:
         """Start the rendezvous server again where it has ended, and end it where the recipe asks for that."""
-        step = max((event["step"] for event in self._story.read() if event["type"] == "step"), default=0)
+        step = max((event.step for event in self._log.read() if isinstance(event, StepEvent)), default=0)
         while self._faults and step >= self._faults[0].step:
             self._faults.pop(0)
             self._executor.rendezvous.kill()

@@ -3,42 +3,42 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from trainspec_cli.errors import Interrupted, Stopped, WorkerError
 from trainspec_cli.launch.failure import Explanation, WorkerFailure, explain, find_failures, tail, torchrun_logs
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.supervise import Ending
-from trainspec_cli.rundir.accounting import account_run, goodput
+from trainspec_cli.rundir.accounting import account_run, read_recoveries
+from trainspec_cli.rundir.event_types import EndEvent, EvalEvent, StepEvent
 from trainspec_cli.rundir.events import read_sound, tail_events
-from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.memory import newest_copy, remove_copies
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.recoveries import read_recoveries
+from trainspec_cli.rundir.record import RunResult, read_result, write_result
+from trainspec_cli.spec.canonical import Absent
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    result: dict[str, Any]
-    """What `result.json` holds."""
+    result: RunResult
     explanation: Explanation | None = None
     """What went wrong, where something did."""
 
     @property
     def exit_code(self) -> int:
-        return int(self.result["exit_code"])
+        assert self.result.exit_code is not None, "whoever ends a run gives it an exit code"
+        return self.result.exit_code
 
 
 def conclude(job: Job, ending: Ending) -> RunOutcome:
     """Return how the run ended, with what its failures cost. Copies in this node's memory are dropped where the run has
     ended and the disk has as much."""
     outcome = _conclude(job, ending)
-    if outcome.result["status"] != "failed" and job.run.newest_step >= newest_copy(job.run):
+    if outcome.result.status != "failed" and job.run.newest_step >= newest_copy(job.run):
         remove_copies(job.run)
-    recoveries = read_recoveries(read_sound(job.run.events(0)))
-    outcome.result["recoveries"] = recoveries
-    write_json(job.run.result_json, outcome.result)
+    recoveries = tuple(read_recoveries(read_sound(job.run.events(0))))
+    outcome = replace(outcome, result=replace(outcome.result, recoveries=recoveries))
+    write_result(job.run, outcome.result)
     return outcome
 
 
@@ -55,11 +55,11 @@ def _conclude(job: Job, ending: Ending) -> RunOutcome:
     failures = find_failures(job)
     causes = [failure for failure in failures if not failure.consequence]
     explanation = explain_ending(job, ending, failures) if failures or ending.exit_code else None
-    if job.run.result_json.is_file():
-        result = read_json(job.run.result_json)
+    left = read_result(job.run)
+    if left is not None:
         own_words = any(failure.own_words for failure in causes)
-        if not own_words if result["status"] == "done" else ending.stop_requested and not causes:
-            return RunOutcome(result, explanation)
+        if not own_words if left.status == "done" else ending.stop_requested and not causes:
+            return RunOutcome(left, explanation)
     elif ending.stop_requested and not causes:
         exit_code = Stopped.exit_code if job.run.newest_step else Interrupted.exit_code
         return RunOutcome(_write_result(job.run, "stopped", exit_code))
@@ -77,33 +77,35 @@ def explain_ending(job: Job, ending: Ending, failures: list[WorkerFailure]) -> E
     if code:
         logs = "\n\n".join(tail(log) for log in torchrun_logs(job))
         return Explanation(f"torchrun ended with exit code {code}", logs)
-    if any(event["type"] == "end" for event in list(tail_events(job.run.events(0)))[-1:]):
-        return Explanation("the workers were told to end, and nobody had asked the run to stop")
+    if any(isinstance(event, EndEvent) for event in list(tail_events(job.run.events(0)))[-1:]):
+        return Explanation("the workers were asked to end, and nobody had asked the run to stop")
     return Explanation("the workers ended without leaving a result")
 
 
-def _write_result(run: RunDir, status: str, exit_code: int) -> dict[str, Any]:
-    """Write a result from the events of rank 0; what only the workers could know is null."""
-    step: dict[str, Any] = {}
-    evaluation: dict[str, Any] = {}
+def _write_result(run: RunDir, status: str, exit_code: int) -> RunResult:
+    """Write the result as far as the events of rank 0 reach; what only the workers could know is null."""
+    step: StepEvent | None = None
+    evaluation: EvalEvent | None = None
     for event in read_sound(run.events(0)):
-        if event["type"] == "step":
+        if isinstance(event, StepEvent):
             step = event
-        elif event["type"] == "eval":
+        elif isinstance(event, EvalEvent):
             evaluation = event
-    result: dict[str, Any] = {
-        "status": status,
-        "exit_code": exit_code,
-        "steps": step.get("step", 0),
-        "final_loss": step.get("loss"),
-        "heldout_bits_per_byte": evaluation.get("heldout_bits_per_byte"),
-        "xz_bits_per_byte": evaluation.get("xz_bits_per_byte"),
-        "tokens_per_s": None,
-        "mfu": None,
-        "peak_memory_bytes": None,
-        "weights_sha256": None,
-    }
     time_s = account_run(run)
-    result |= {"goodput": goodput(time_s), "time_s": time_s}
-    write_json(run.result_json, result)
+    result = RunResult(
+        status=status,
+        exit_code=exit_code,
+        steps=step.step if step else 0,
+        final_loss=step.loss if step else None,
+        heldout_bits_per_byte=_present(evaluation.heldout_bits_per_byte) if evaluation else None,
+        xz_bits_per_byte=_present(evaluation.xz_bits_per_byte) if evaluation else None,
+        tokens_per_s=None,
+        goodput=time_s.goodput,
+        time_s=time_s,
+    )
+    write_result(run, result)
     return result
+
+
+def _present(value: float | Absent | None) -> float | None:
+    return None if isinstance(value, Absent) else value

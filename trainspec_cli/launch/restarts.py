@@ -14,6 +14,7 @@ from trainspec_cli.launch.outcome import explain_ending
 from trainspec_cli.launch.signals import StopRequests
 from trainspec_cli.launch.supervise import Ending, supervise
 from trainspec_cli.policy.recovery import may_restart
+from trainspec_cli.rundir.event_types import RecoveryEvent, StepEvent
 from trainspec_cli.rundir.events import EventWriter, read_sound
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.memory import newest_copy
@@ -76,11 +77,11 @@ def _note_restart(job: Job) -> None:
     job.run.result_json.unlink(missing_ok=True)
     for words in job.run.errors_folder.glob("*.json"):
         words.rename(job.logs / words.name)
-    step = max((event["step"] for event in read_sound(job.run.events(0)) if event["type"] == "step"), default=0)
-    story = EventWriter(job.run.events(0), rank=0)
+    step = max((event.step for event in read_sound(job.run.events(0)) if isinstance(event, StepEvent)), default=0)
+    log = EventWriter(job.run.events(0), rank=0)
     lost_steps = step - _newest_checkpoint(job)
-    story.write("recovery", step=step, change="restart", group=None, stall_s=None, lost_steps=lost_steps)
-    story.close()
+    log.write(RecoveryEvent(step=step, change="restart", group=None, stall_s=None, lost_steps=lost_steps))
+    log.close()
 
 
 def _next_start(job: Job, number: int) -> Job:

@@ -12,6 +12,7 @@ from trainspec_cli.launch.backend.processes import POLL_S
 from trainspec_cli.launch.job.environment import FAILURE_GRACE_S
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.signals import StopRequests, on_stop_signal
+from trainspec_cli.rundir.event_types import EndedMark, FailureMark, LaunchMark
 from trainspec_cli.rundir.events import EventWriter, spoken_bytes
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.stops import was_stop_noted
@@ -52,7 +53,7 @@ def supervise(
     """
     requests, marks = requests or StopRequests(), EventWriter(job.run.supervisor_events, SUPERVISOR)
     with on_stop_signal(requests.add):
-        marks.write("launch")
+        marks.write(LaunchMark())
         spoken_bytes_before = spoken_bytes(job.run)
         running = executor.submit(job)
         watched = _Watched(running, job, requests, marks, spoken_bytes_before)
@@ -64,7 +65,7 @@ def supervise(
         finally:
             exit_code = running.exit_code()
             left_behind = running.end()
-            marks.write("ended", exit_code=exit_code)
+            marks.write(EndedMark(exit_code=exit_code))
             marks.close()
         watch(watched.stop_requested)
     generation = running.generation
@@ -114,7 +115,7 @@ class _Watched:
         orphaned = self._running.exit_code() is not None
         if orphaned or any(self._job.run.errors_folder.glob("*.json")):
             self._failing = True
-            self._marks.write("failure")
+            self._marks.write(FailureMark())
             self._end_within(FAILURE_GRACE_S + LISTING_S)
 
     def _end_within(self, seconds: float) -> None:

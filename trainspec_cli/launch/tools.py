@@ -21,7 +21,8 @@ from typing import Any, Generic, TypeVar
 from trainspec_cli.errors import Interrupted, MachineError, Problem
 from trainspec_cli.launch.backend.executor import Executor
 from trainspec_cli.launch.backend.local import LocalExecutor
-from trainspec_cli.launch.backend.nodes.executor import Examination, NodesExecutor, Reach, build_nodes_job
+from trainspec_cli.launch.backend.nodes.agents import Examination
+from trainspec_cli.launch.backend.nodes.executor import NodesExecutor, Reach, build_nodes_job
 from trainspec_cli.launch.failure import find_failures, tail
 from trainspec_cli.launch.job.environment import LAUNCH_ID, own_modules
 from trainspec_cli.launch.job.job import Job, build_job

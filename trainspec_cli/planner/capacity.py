@@ -9,9 +9,9 @@ from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner import workload
 from trainspec_cli.planner.hardware.rates import Efficiency, peak_flops_per_s
 from trainspec_cli.planner.hardware.topology import Fabric
-from trainspec_cli.planner.memory.engine.stages import layer_memory, stages_memory
 from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
-from trainspec_cli.planner.search.search import SLOWER, TOO_LARGE, Found, Search, recompute_names, share_recomputed
+from trainspec_cli.planner.memory.predict import layer_memory, predict_memory
+from trainspec_cli.planner.search.search import SLOWER, TOO_LARGE, Estimated, Search, recompute_names, share_recomputed
 from trainspec_cli.planner.search.space import Space
 from trainspec_cli.planner.setup import Setup, Software
 from trainspec_cli.planner.time.step import estimate_step
@@ -19,7 +19,6 @@ from trainspec_cli.planner.validation.prose import usual_gbit
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, Machine
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
-from trainspec_cli.spec.recipe.model import ConvModel
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
 from trainspec_cli.units import GIB, format_bytes
@@ -60,7 +59,7 @@ def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SH
 
 
 def choose_candidates(
-    search: Search, found: list[Found], spec: RunSpec, eff: Efficiency, shown: int
+    search: Search, found: list[Estimated], spec: RunSpec, eff: Efficiency, shown: int
 ) -> list[Candidate]:
     """The fastest that fit when every tensor is counted: the search's own estimate is a rough one. Where none does, the
     fastest."""
@@ -76,7 +75,7 @@ def choose_candidates(
     return chosen
 
 
-def run_search(spec: RunSpec, fabric: Fabric, eff: Efficiency, keep: int) -> tuple[Search, list[Found]]:
+def run_search(spec: RunSpec, fabric: Fabric, eff: Efficiency, keep: int) -> tuple[Search, list[Estimated]]:
     search = Search(
         template=template_of(spec, fabric),
         softwares={sharded: software_of(spec, sharded) for sharded in (True, False)},
@@ -215,15 +214,15 @@ def software_of(spec: RunSpec, sharded: bool) -> Software:
     )
 
 
-def candidate_of(found: Found, spec: RunSpec, eff: Efficiency) -> Candidate:
+def candidate_of(found: Estimated, spec: RunSpec, eff: Efficiency) -> Candidate:
     setup = found.setup
     time = estimate_step(setup, eff)
-    stages = stages_memory(setup, found.recompute)
+    stages = predict_memory(setup, found.recompute)
     devices = setup.fabric.num_devices
     tokens_per_s = spec.batching.global_batch_size * _length(spec) / time.total_s
     model_flops = workload.flops_per_token(spec.model, spec.data.seq_len, spec.lora)
     mfu = tokens_per_s * model_flops / devices / peak_flops_per_s(setup.fabric.chip, setup.matmul)
-    attention = workload.attention_flops_per_token(spec.model, spec.data.seq_len)
+    attention = workload.mixing_flops_per_token(spec.model, spec.data.seq_len)
     again = share_recomputed(setup, model_flops - attention, attention)
     return Candidate(
         layout=setup.layout,
@@ -300,4 +299,4 @@ def assumptions(spec: RunSpec, fabric: Fabric) -> Iterator[str]:
 
 def _length(spec: RunSpec) -> int:
     """Tokens a sample; 1 for images, whose samples are counted whole."""
-    return 1 if isinstance(spec.model, ConvModel) else spec.data.seq_len
+    return 1 if spec.model.unit == "samples" else spec.data.seq_len

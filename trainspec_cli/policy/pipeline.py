@@ -12,11 +12,9 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from trainspec_cli.spec.recipe.layout import Layout, PipelineSchedule
+from trainspec_cli.spec.recipe.layout import Layout
 
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
-SPLIT_SCHEDULES: tuple[PipelineSchedule, ...] = ("zero_bubble", "zbv")
-"""Schedules that split the backward: the input's gradient at once, the weights' later, when a stage would wait."""
 
 
 @dataclass(frozen=True)
@@ -26,31 +24,9 @@ class Action:
     micro_batch: int
 
 
-def num_stages(layout: Layout) -> int:
-    return layout.pp * chunks_per_rank(layout)
-
-
-def chunks_per_rank(layout: Layout) -> int:
-    return 2 if layout.pipeline_schedule == "zbv" and layout.pp > 1 else layout.virtual_stages
-
-
-def rank_of_stage(layout: Layout, stage: int) -> int:
-    """Return the rank of a stage: round-robin; for zbv down and up again (a V), so the first rank has the last
-    stage."""
-    if layout.pipeline_schedule == "zbv" and stage >= layout.pp:
-        return 2 * layout.pp - 1 - stage
-    return stage % layout.pp
-
-
-def stages_of_rank(layout: Layout, rank: int) -> tuple[int, ...]:
-    if layout.pipeline_schedule == "zbv" and layout.pp > 1:
-        return rank, 2 * layout.pp - 1 - rank
-    return tuple(range(rank, num_stages(layout), layout.pp))
-
-
 def cut_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
     """Return the layers of each stage: by `stage_layers`, else evenly with spare layers in the first stages."""
-    stages = num_stages(layout)
+    stages = layout.num_stages
     even, spare = divmod(num_layers, stages)
     counts = layout.stage_layers or tuple(even + (stage < spare) for stage in range(stages))
     return tuple(range(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
@@ -61,7 +37,7 @@ def actions(layout: Layout, micro_batches: int) -> tuple[tuple[Action, ...], ...
     """Return each rank's actions in order."""
     if layout.pp == 1:
         return (tuple(_one_after_another(micro_batches)),)
-    if layout.pipeline_schedule in SPLIT_SCHEDULES:
+    if layout.splits_backward:
         return _fill_bubbles(layout, micro_batches)
     order = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward, "interleaved": _interleaved}[layout.pipeline_schedule]
     return tuple(tuple(order(layout, rank, micro_batches)) for rank in range(layout.pp))
@@ -118,10 +94,10 @@ def _fill_bubbles(layout: Layout, micro_batches: int) -> tuple[tuple[Action, ...
     At each tick a rank takes the gradient that others wait for, else a forward, else a weight pass. At most `pp`
     micro-batches are in flight on its first chunk, so it holds no more than 1F1B's fullest stage.
     """
-    stages = [stages_of_rank(layout, rank) for rank in range(layout.pp)]
-    done: _Done = {kind: [0] * num_stages(layout) for kind in _SPLIT_KINDS}
+    stages = [layout.stages_of_rank(rank) for rank in range(layout.pp)]
+    done: _Done = {kind: [0] * layout.num_stages for kind in _SPLIT_KINDS}
     orders: list[list[Action]] = [[] for _ in stages]
-    while any(done["backward_weight"][stage] < micro_batches for stage in range(num_stages(layout))):
+    while any(done["backward_weight"][stage] < micro_batches for stage in range(layout.num_stages)):
         taken = [_choose(own, layout.pp, micro_batches, done) for own in stages]
         for order, action in zip(orders, taken, strict=True):
             if action is not None:

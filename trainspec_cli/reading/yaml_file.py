@@ -22,7 +22,7 @@ _NO_VALUES = frozenset(_TAG + kind for kind in ("binary", "omap", "pairs", "set"
 """YAML types that a recipe does not have."""
 
 
-class YamlLimitError(yaml.MarkedYAMLError):
+class YamlLimitError(yaml.MarkedYAMLError):  # type: ignore[misc] # PyYAML has no types
     """The file exceeds a limit that YAML itself does not have; `problem_mark` says where."""
 
 

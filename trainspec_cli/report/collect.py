@@ -8,17 +8,24 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from trainspec_cli.report.history import Event, History, Start, read_history
-from trainspec_cli.report.status import status_of
-from trainspec_cli.rundir.accounting import account_run, goodput
-from trainspec_cli.rundir.events import PARTS, read_story
+from trainspec_cli.report.history import History, read_history
+from trainspec_cli.report.runs import status_of
+from trainspec_cli.rundir.accounting import WallTime, account, measure_throughput
+from trainspec_cli.rundir.event_types import (
+    PARTS,
+    CheckpointEvent,
+    EvalEvent,
+    SampleEvent,
+    StepEvent,
+    WarningEvent,
+)
+from trainspec_cli.rundir.events import read_log, read_sound
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_about, read_plain_plan, read_result
-from trainspec_cli.rundir.throughput import measure_throughput
+from trainspec_cli.rundir.record import read_plain_plan, read_result, read_run_record
 from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.json_text import finite_or_none
 from trainspec_cli.spec.recipe.kernels import KernelSpec, KernelTable
 from trainspec_cli.spec.results.local import LocalPrediction
 
@@ -91,15 +98,15 @@ class Report:
     grad_norm: Curve
     skipped_steps: tuple[int, ...]
     """Updates left out because they were not finite."""
-    evaluations: tuple[Event, ...]
-    checkpoints: tuple[Event, ...]
+    evaluations: tuple[EvalEvent, ...]
+    checkpoints: tuple[CheckpointEvent, ...]
     """All that were written; older ones may have been removed since."""
-    sample: Event | None
-    warnings: tuple[Event, ...]
+    sample: SampleEvent | None
+    warnings: tuple[WarningEvent, ...]
     missing_ranks: tuple[int, ...]
     """Ranks that left no events."""
-    time_s: dict[str, float] = field(default_factory=dict)
-    """Where the wall time of all attempts went (rundir/accounting.py); the buckets sum to it."""
+    time_s: WallTime = field(default_factory=WallTime)
+    """Where the wall time of all attempts went."""
     goodput: float | None = None
     """The productive part of it."""
     kernels: KernelSpec = field(default_factory=KernelSpec)
@@ -111,39 +118,41 @@ class Report:
 def collect(root: Path | str, *, running: bool = False, queued: bool = False) -> Report:
     """Read what is there; a run that is still going, or was cut short, gives what it has so far."""
     run = RunDir(root)
-    histories = {rank: read_history(read_story(run.events(rank))) for rank in _ranks(run)}
+    events = list(read_log(run.events(0)))
+    histories = {rank: read_history(read_log(run.events(rank)) if rank else events) for rank in _ranks(run)}
     first = histories.get(0, History())
     result = read_result(run)
     plan = read_plain_plan(run)
     steps, begin = first.steps, first.begin
-    time_s = account_run(run, time.time() if running else None)
+    world_size = begin.world_size if begin else None
+    time_s = account(events, list(read_sound(run.supervisor_events)), time.time() if running else None)
     return Report(
         path=str(run.root),
-        recipe=read_about(run)["recipe"] if run.run_json.exists() else "",
+        recipe=read_run_record(run).recipe if run.run_json.exists() else "",
         status=status_of(run, running=running, queued=queued),
-        exit_code=result.get("exit_code"),
-        steps=steps[-1]["step"] if steps else begin.get("step", 0),
+        exit_code=result.exit_code if result else None,
+        steps=steps[-1].step if steps else begin.step if begin else 0,
         max_steps=plan.get("spec", {}).get("train", {}).get("max_steps"),
         elapsed_s=first.last_time - first.first_time,
-        start_steps=tuple(start.begin["step"] for start in first.starts if start.begin),
-        world_size=begin.get("world_size"),
-        device_name=begin.get("device_name", ""),
-        params=begin.get("params"),
-        final_loss=finite(steps[-1]["loss"]) if steps else None,
-        peak_memory_bytes=result.get("peak_memory_bytes"),
-        weights_sha256=result.get("weights_sha256"),
+        start_steps=tuple(start.begin.step for start in first.starts if start.begin),
+        world_size=world_size,
+        device_name=begin.device_name if begin else "",
+        params=begin.params if begin else None,
+        final_loss=finite_or_none(steps[-1].loss) if steps else None,
+        peak_memory_bytes=result.peak_memory_bytes if result else None,
+        weights_sha256=result.weights_sha256 if result else None,
         speed=_measure_speed(histories),
-        predicted=_read_prediction(plan),
-        loss=_curve(steps, "loss"),
-        grad_norm=_curve(steps, "grad_norm"),
-        skipped_steps=tuple(event["step"] for event in steps if event["skipped"]),
-        evaluations=tuple(first.of_kind("eval")),
-        checkpoints=tuple(first.of_kind("checkpoint")),
-        sample=next(reversed(first.of_kind("sample")), None),
+        predicted=from_plain(LocalPrediction, plan["prediction"]) if plan.get("prediction") else None,
+        loss=tuple((event.step, finite_or_none(event.loss)) for event in steps),
+        grad_norm=tuple((event.step, finite_or_none(event.grad_norm)) for event in steps),
+        skipped_steps=tuple(event.step for event in steps if event.skipped),
+        evaluations=tuple(first.of_kind(EvalEvent)),
+        checkpoints=tuple(first.of_kind(CheckpointEvent)),
+        sample=next(reversed(first.of_kind(SampleEvent)), None),
         warnings=tuple(event for rank in sorted(histories) for event in histories[rank].warnings),
-        missing_ranks=tuple(rank for rank in range(begin.get("world_size", 0)) if rank not in histories),
+        missing_ranks=tuple(rank for rank in range(world_size or 0) if rank not in histories),
         time_s=time_s,
-        goodput=goodput(time_s),
+        goodput=time_s.goodput,
         kernels=from_plain(KernelSpec, plan.get("kernels", {})),
         kernel_table=from_plain(KernelTable, read_json(run.kernels_json)) if run.kernels_json.is_file() else None,
     )
@@ -154,53 +163,41 @@ def _ranks(run: RunDir) -> list[int]:
     return sorted(int(match[1]) for match in names if match)
 
 
-def _read_prediction(plan: dict[str, Any]) -> LocalPrediction | None:
-    held = plan.get("prediction")
-    return from_plain(LocalPrediction, held) if held else None
-
-
-def _curve(steps: Sequence[Event], key: str) -> Curve:
-    return tuple((event["step"], finite(event[key])) for event in steps)
-
-
-def finite(value: float | None) -> float | None:
-    """None for what JSON cannot hold."""
-    return value if value is not None and math.isfinite(value) else None
-
-
 def _measure_speed(histories: dict[int, History]) -> Speed | None:
     start = histories[0].last_working_start if 0 in histories else None
-    if start is None or not start.begin:
+    if start is None or start.begin is None:
         return None
     begin = start.begin
-    flops_per_token, peak_flops = begin["flops_per_token"], begin["peak_flops"]
     throughput = measure_throughput(
-        start.steps, flops_per_token=flops_per_token, peak_flops=peak_flops, world_size=begin["world_size"]
+        start.steps,
+        flops_per_token=begin.flops_per_token,
+        peak_flops=begin.peak_flops,
+        world_size=begin.world_size,
     )
     steady = start.steps[throughput.left_out :]
-    means = _mean_parts_s(histories, {event["step"] for event in steady})
+    means = _mean_parts_s(histories, {event.step for event in steady})
     parts = _summarise_parts(means)
     return Speed(
         tokens_per_s=throughput.tokens_per_s,
         mfu=throughput.mfu,
-        peak_flops=peak_flops,
-        peak_source=begin["peak_source"],
-        flops_per_token=flops_per_token,
-        first_step=steady[0]["step"],
-        last_step=steady[-1]["step"],
-        left_out_steps=tuple(event["step"] for event in start.steps[: throughput.left_out]),
+        peak_flops=begin.peak_flops,
+        peak_source=begin.peak_source,
+        flops_per_token=begin.flops_per_token,
+        first_step=steady[0].step,
+        last_step=steady[-1].step,
+        left_out_steps=tuple(event.step for event in start.steps[: throughput.left_out]),
         step_time_s=math.fsum(part.mean_s for part in parts),
         usual_s=_usual_s(steady),
         parts=parts,
         ranks=tuple(means),
-        unit=begin.get("unit", "tokens"),
+        unit=begin.unit,
     )
 
 
-def _usual_s(steps: Sequence[Event]) -> tuple[float, float]:
-    """The tenth and the ninetieth percentile."""
-    plain = [event for event in steps if not event["time_s"].get("checkpoint")] or steps
-    times = sorted(event["step_time_s"] for event in plain)
+def _usual_s(steps: Sequence[StepEvent]) -> tuple[float, float]:
+    """Return the tenth and the ninetieth percentile."""
+    plain = [event for event in steps if not event.time_s.get("checkpoint")] or steps
+    times = sorted(event.step_time_s for event in plain)
     return times[len(times) // 10], times[len(times) * 9 // 10]
 
 
@@ -209,16 +206,12 @@ def _mean_parts_s(histories: dict[int, History], wanted_steps: set[int]) -> dict
     means = {}
     for rank, history in sorted(histories.items()):
         start = history.last_working_start
-        steps = [event for event in _steps_of(start) if event["step"] in wanted_steps]
+        steps = [event for event in start.steps if event.step in wanted_steps] if start else []
         if steps:
             means[rank] = {
-                name: math.fsum(event["time_s"].get(name, 0.0) for event in steps) / len(steps) for name in PARTS
+                name: math.fsum(event.time_s.get(name, 0.0) for event in steps) / len(steps) for name in PARTS
             }
     return means
-
-
-def _steps_of(start: Start | None) -> list[Event]:
-    return start.steps if start else []
 
 
 def _summarise_parts(means: dict[int, dict[str, float]]) -> tuple[PartTime, ...]:

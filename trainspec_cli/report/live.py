@@ -24,16 +24,16 @@ REFRESH_PER_S = 4
 
 @contextmanager
 def showing_progress(console: Console) -> Iterator[Callable[[str, float], None]]:
-    """For work that tells its phase and the part of it that is done, 0 to 1. Each phase is a line off a terminal."""
+    """Show work that reports its phase and the part of it that is done, 0 to 1. Off a terminal each phase is a line."""
     if not console.is_terminal:
-        told: set[str] = set()
+        reported: set[str] = set()
 
-        def tell(phase: str, done: float) -> None:
-            if phase not in told:
-                told.add(phase)
+        def report(phase: str, done: float) -> None:
+            if phase not in reported:
+                reported.add(phase)
                 console.print(phase, markup=False, highlight=False)
 
-        yield tell
+        yield report
         return
     with Bar(TextColumn("{task.description}", markup=False), BarColumn(), console=console, transient=True) as bar:
         task = bar.add_task("reading", total=1.0)
@@ -41,13 +41,13 @@ def showing_progress(console: Console) -> Iterator[Callable[[str, float], None]]
 
 
 class Screen(Protocol):
-    """Where a view is drawn."""
+    """The place that a view is drawn on."""
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Add a line that stays."""
 
     def show(self, phase: str, progress: Progress) -> None:
-        """What is going on now."""
+        """Show what is going on now."""
 
     def close(self) -> None: ...
 
@@ -81,14 +81,14 @@ class LiveView:
         self._show(stop_requested)
 
     def say(self, text: str) -> None:
-        """What the supervisor has done."""
+        """Show a message of the supervisor."""
         self._screen.say(text)
 
     def _show(self, stop_requested: bool) -> None:
         self._screen.show(self._phase(stop_requested), self._progress)
 
     def _phase(self, stop_requested: bool) -> str:
-        """Empty while steps go by."""
+        """Name the phase; empty while steps go by."""
         if stop_requested:
             return "stopping, with a checkpoint (Ctrl-C again: at once)" if self._progress.begin else "stopping"
         if self._progress.has_stepped:
@@ -130,7 +130,7 @@ class TerminalScreen:
 
 
 class PlainScreen:
-    """A line every `interval_steps`, and one when something else begins."""
+    """Prints a line every `interval_steps`, and one when another phase begins."""
 
     def __init__(self, console: Console, interval_steps: int):
         self._console, self._interval_steps = console, interval_steps

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -14,6 +14,7 @@ from trainspec_cli.report.collect import Curve, Report, Speed
 from trainspec_cli.report.kernels_text import describe_choice
 from trainspec_cli.report.rich_text import Text
 from trainspec_cli.report.text import describe_evaluation, describe_event, describe_speed
+from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.spec.results.local import LocalPrediction
 from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
 
@@ -32,7 +33,7 @@ Section = RenderableType | None
 
 
 def render_summary(report: Report) -> RenderableType:
-    """What a run has come to: curve, held-out text, sample, speed."""
+    """Show the end of a run: curve, held-out text, sample, speed."""
     newest = report.evaluations[-1:]
     return _stack(
         _chart(report.loss, "loss"),
@@ -43,7 +44,7 @@ def render_summary(report: Report) -> RenderableType:
 
 
 def render_report(report: Report) -> RenderableType:
-    """Everything: how it ended, curves, where the time went, evaluations, checkpoints, warnings."""
+    """Show everything: how the run ended, curves, where the time went, evaluations, checkpoints, warnings."""
     return _stack(
         _head(report),
         _chart(report.loss, "loss"),
@@ -51,7 +52,7 @@ def render_report(report: Report) -> RenderableType:
         _speed(report.speed, report.world_size or 1, report.predicted) if report.speed else None,
         _lines(
             _heldout_title(report),
-            [f"step {event['step']}: {describe_evaluation(event)}" for event in report.evaluations],
+            [f"step {event.step}: {describe_evaluation(event)}" for event in report.evaluations],
         ),
         _wall_time(report),
         _lines("checkpoints", map(describe_event, report.checkpoints)),
@@ -61,7 +62,7 @@ def render_report(report: Report) -> RenderableType:
 
 
 def _stack(*sections: Section) -> RenderableType:
-    """Sections with a blank line between them."""
+    """Join sections with a blank line between them."""
     return Group(*(part for section in sections if section is not None for part in (section, "")))
 
 
@@ -108,24 +109,24 @@ def _lines(title: str, lines: Iterable[str]) -> Section:
 
 
 def _heldout_title(report: Report) -> str:
-    text = all("heldout_bits_per_byte" in event for event in report.evaluations)
+    text = all(event.heldout_bits_per_byte is not ABSENT for event in report.evaluations)
     return "held-out text" if text else "held-out samples"
 
 
 def _sample(report: Report) -> Section:
     if report.sample is None:
         return None
-    written = Text.assemble((report.sample["prompt"], "bold"), report.sample["text"])
-    title = Text(f"what the model writes (step {report.sample['step']})", style="bold")
+    written = Text.assemble((report.sample.prompt, "bold"), report.sample.text)
+    title = Text(f"what the model writes (step {report.sample.step})", style="bold")
     return Group(title, Padding(written, (0, 0, 0, 2), expand=False))
 
 
 def _warnings(report: Report) -> list[str]:
-    """One line for what several ranks say alike."""
-    told: dict[str, list[int]] = {}
+    """Return the warnings; one that several ranks report takes one line."""
+    by_text: dict[str, list[int]] = {}
     for event in report.warnings:
-        told.setdefault(f"step {event['step']}: {event['message']}", []).append(event["rank"])
-    lines = [f"{text} (rank {_join(ranks)})" for text, ranks in told.items()]
+        by_text.setdefault(f"step {event.step}: {event.message}", []).append(event.rank)
+    lines = [f"{text} (rank {_join(ranks)})" for text, ranks in by_text.items()]
     missing = [f"no events of rank {_join(report.missing_ranks)}"] if report.missing_ranks else []
     return lines + missing
 
@@ -151,12 +152,13 @@ def _speed(speed: Speed, world_size: int, predicted: LocalPrediction | None) -> 
 
 
 def _wall_time(report: Report) -> Section:
-    """Where the run's time went, all attempts together, as bars; buckets without any are left out."""
-    wall_s = math.fsum(report.time_s.values())
+    """Show where the time of all attempts went, as bars; buckets without any are left out."""
+    wall_s = report.time_s.total_s
     if not wall_s or report.goodput is None:
         return None
     table = Table.grid(padding=(0, 2))
-    for name, seconds in report.time_s.items():
+    for bucket in fields(report.time_s):
+        name, seconds = bucket.name, getattr(report.time_s, bucket.name)
         if seconds > 0:
             share = seconds / wall_s
             bar = "█" * round(share * BAR_CELLS)
@@ -195,7 +197,8 @@ def _left_out(speed: Speed) -> str:
 
 
 def _parts(speed: Speed, predicted: LocalPrediction | None) -> Table:
-    """Parts of the mean step with bars; over several ranks also the least and the greatest; what was predicted."""
+    """Show the parts of the mean step with bars, over several ranks also the least and the greatest, and the predicted
+    times."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("part of a step")
     table.add_column("time", justify="right")

@@ -1,4 +1,4 @@
-"""The runs below a folder, in a line each, without reading more than the end of their events."""
+"""The status of a run, and the runs below a folder in a line each, read from the end of their events alone."""
 
 from __future__ import annotations
 
@@ -9,16 +9,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainspec_cli.errors import TrainspecError
-from trainspec_cli.report.collect import finite
-from trainspec_cli.report.history import Event
-from trainspec_cli.report.status import DAMAGED, status_of
-from trainspec_cli.rundir.events import read_story
+from trainspec_cli.rundir import generations
+from trainspec_cli.rundir.event_types import StepEvent
+from trainspec_cli.rundir.events import TAIL_BYTES, read_log
+from trainspec_cli.rundir.files import read_object
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_about, read_max_steps
+from trainspec_cli.rundir.record import read_max_steps, read_run_record
+from trainspec_cli.spec.json_text import finite_or_none
 
-TAIL_BYTES = 65_536
+QUEUED, RUNNING, MADE, KILLED, DAMAGED = "queued", "running", "made", "killed", "damaged"
+"""Slurm will start it, once more or for the first time; it is alive; it is written down for Slurm and was never
+started; it ended without a result; its files cannot be read."""
 
 Ask = Callable[[RunDir], bool]
+
+
+def status_of(run: RunDir, *, running: bool, queued: bool) -> str:
+    """Return the status that the result has (done, stopped or failed), or the one that follows from having none."""
+    if queued:
+        return QUEUED
+    if running:
+        return RUNNING
+    if run.result_json.is_file():
+        return str(read_object(run.result_json, {"status": str})["status"])
+    never_started = run.job_sbatch.is_file() and not generations.newest(run)
+    return MADE if never_started else KILLED
 
 
 @dataclass(frozen=True)
@@ -70,20 +85,20 @@ def _changed_at(run: RunDir) -> float:
 
 
 def _describe(run: RunDir, is_running: Ask, is_queued: Ask) -> RunLine:
-    about = read_about(run)
+    record = read_run_record(run)
     step = last_step(run)
     return RunLine(
         path=str(run.root),
-        recipe=about["recipe"],
+        recipe=record.recipe,
         status=status_of(run, running=is_running(run), queued=is_queued(run)),
-        step=step.get("step", 0),
+        step=step.step if step else 0,
         max_steps=read_max_steps(run),
-        loss=finite(step.get("loss")),
-        created_at=about["created_at"],
+        loss=finite_or_none(step.loss) if step else None,
+        created_at=record.created_at,
     )
 
 
-def last_step(run: RunDir) -> Event:
-    """The newest step event of rank 0; empty before there is one."""
-    steps = [event for event in read_story(run.events(0), TAIL_BYTES) if event["type"] == "step"]
-    return steps[-1] if steps else {}
+def last_step(run: RunDir) -> StepEvent | None:
+    """Return the newest step event of rank 0; None before there is one."""
+    steps = [event for event in read_log(run.events(0), TAIL_BYTES) if isinstance(event, StepEvent)]
+    return steps[-1] if steps else None

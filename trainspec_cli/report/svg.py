@@ -19,25 +19,25 @@ class Segment:
     kind: str
     label: str
     value: float
-    said: str
+    shown: str
 
 
 @dataclass(frozen=True)
-class Line:
-    """A series of a chart: (x, y) with x rising, both positive."""
+class LineSeries:
+    """A line of a chart: (x, y) with x rising, both positive."""
 
     kind: str
     label: str
     points: Sequence[tuple[float, float]]
     marked: bool = True
-    """With a dot on every point."""
+    """It has a dot on every point."""
 
 
 def render_bar(segments: Sequence[Segment], scale: float, limit: float | None = None) -> str:
-    """A stack of segments whose lengths are parts of `scale`; `limit` is drawn as a line across."""
+    """Draw a stack of segments whose lengths are parts of `scale`, and `limit` as a line across."""
     drawn, at = [], 0.0
     for segment in segments:
-        tip = escape(f"{segment.label}: {segment.said}")
+        tip = escape(f"{segment.label}: {segment.shown}")
         width = segment.value / scale
         drawn.append(
             f'<rect class="segment {segment.kind}" x="{at:.3%}" width="{width:.3%}" height="{BAR_HEIGHT}">'
@@ -47,22 +47,22 @@ def render_bar(segments: Sequence[Segment], scale: float, limit: float | None = 
     if limit is not None:
         place = f"{limit / scale:.3%}"
         drawn.append(f'<line class="limit" x1="{place}" x2="{place}" y1="0" y2="{BAR_HEIGHT}"/>')
-    said = escape("; ".join(f"{segment.label} {segment.said}" for segment in segments))
-    return f'<svg class="bar" height="{BAR_HEIGHT}" role="img" aria-label="{said}">{"".join(drawn)}</svg>'
+    shown = escape("; ".join(f"{segment.label} {segment.shown}" for segment in segments))
+    return f'<svg class="bar" height="{BAR_HEIGHT}" role="img" aria-label="{shown}">{"".join(drawn)}</svg>'
 
 
 def render_legend(segments: Sequence[Segment], with_values: bool = True) -> str:
     entries = [
         f'<li><i class="swatch {segment.kind}"></i>{escape(segment.label)}'
-        + (f" <b>{escape(segment.said)}</b>" if with_values and segment.said else "")
+        + (f" <b>{escape(segment.shown)}</b>" if with_values and segment.shown else "")
         + "</li>"
         for segment in segments
     ]
     return f'<ul class="legend">{"".join(entries)}</ul>'
 
 
-def render_lines(lines: Sequence[Line], x_title: str, y_title: str, ticks: Sequence[tuple[float, str]]) -> str:
-    """A chart on two logarithmic axes, on which even scaling is straight. `ticks` name places of the x axis."""
+def render_lines(lines: Sequence[LineSeries], x_title: str, y_title: str, ticks: Sequence[tuple[float, str]]) -> str:
+    """Draw a chart on two logarithmic axes, on which even scaling is straight. `ticks` name places of the x axis."""
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
     frame = _Frame(min(xs), max(xs), *_padded(min(ys), max(ys)))
@@ -111,13 +111,13 @@ def _grid(frame: _Frame, ticks: Sequence[tuple[float, str]]) -> str:
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times the powers of ten between the two, or the powers alone where there are many."""
+    """Return 1, 2 and 5 times the powers of ten between the two, or the powers alone where there are many."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1, 2, 5) if len(powers) <= 4 else (1,)
     return [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
 
 
-def _draw(line: Line, frame: _Frame) -> str:
+def _draw(line: LineSeries, frame: _Frame) -> str:
     places = [(frame.x(x), frame.y(y)) for x, y in line.points]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     drawn = [f'<polyline class="line {line.kind}" points="{path}"/>']

@@ -1,24 +1,30 @@
-"""Events and figures as short texts; the live view and the report say things alike."""
+"""Events and figures as short texts, the same in the live view and in the report."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
-from trainspec_cli.report.history import Event
 from trainspec_cli.report.kernels_text import describe_choice
 from trainspec_cli.report.progress import Progress
+from trainspec_cli.rundir.accounting import Recovery, recovery_of
+from trainspec_cli.rundir.event_types import (
+    CadenceEvent,
+    CheckpointEvent,
+    EvalEvent,
+    Event,
+    RecoveryEvent,
+    StartEvent,
+    WarningEvent,
+)
+from trainspec_cli.spec.canonical import Absent
 from trainspec_cli.spec.results.local import LocalPrediction
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
 
-SAMPLE_METRICS = {"heldout_accuracy": "accuracy", "heldout_dice": "Dice"}
-"""What images and volumes are judged by."""
-
 
 def describe_progress(progress: Progress) -> str:
     """`loss 4.213 · 2,810 tokens/s · 41.0% MFU · 1 min 33 s left`, as far as known."""
-    parts = [f"loss {_figure(progress.loss, 4)}"] if progress.has_stepped else []
+    parts = [_loss(progress.loss)] if progress.has_stepped else []
     if progress.tokens_per_s is not None and progress.mfu is not None:
         parts.append(describe_speed(progress.tokens_per_s, progress.mfu, progress.unit))
     if progress.time_left_s:
@@ -33,50 +39,51 @@ def describe_speed(units_per_s: float, mfu: float, unit: str = "tokens") -> str:
 
 
 def describe_event(event: Event) -> str:
-    """What happens beside the steps, in a line or two; empty for events that need none."""
-    if event["type"] == "start":
-        return describe_start(event)
-    if event["type"] == "eval":
-        return f"step {event['step']}: held out {describe_evaluation(event)}"
-    if event["type"] == "checkpoint":
-        return f"step {event['step']}: checkpoint, {format_bytes(event['bytes'])} {describe_saving(event)}"
-    if event["type"] == "cadence":
-        return f"step {event['step']}: {describe_cadence(event)}"
-    if event["type"] == "recovery":
-        return describe_recovery({**event, "kind": event["change"]})
-    if event["type"] == "warning":
-        return f"step {event['step']}: warning: {event['message']}"
+    """Describe in a line or two what happens beside the steps; empty for events that need none."""
+    match event:
+        case StartEvent():
+            return describe_start(event)
+        case EvalEvent():
+            return f"step {event.step}: held out {describe_evaluation(event)}"
+        case CheckpointEvent():
+            return f"step {event.step}: checkpoint, {format_bytes(event.bytes)} {describe_saving(event)}"
+        case CadenceEvent():
+            return f"step {event.step}: {describe_cadence(event)}"
+        case RecoveryEvent():
+            return describe_recovery(recovery_of(event))
+        case WarningEvent():
+            return f"step {event.step}: warning: {event.message}"
     return ""
 
 
-def describe_recovery(recovery: Event) -> str:
+def describe_recovery(recovery: Recovery) -> str:
     """`step 41: group 1 left: 1.26 s, 1 step lost`: one entry of result.json's `recoveries`."""
-    who = f"group {recovery['group']} " if recovery["group"] is not None else ""
+    who = f"group {recovery.group} " if recovery.group is not None else ""
     kinds = {
         "left": "left",
         "joined": "came back",
         "retried": "the step was made again",
         "restart": "the run restarted",
     }
-    lost, stall_s = recovery["lost_steps"], recovery["stall_s"]
+    lost, stall_s = recovery.lost_steps, recovery.stall_s
     cost = [f"{stall_s:.2f} s"] if stall_s is not None else []
     cost += [f"{lost} step{'s' if lost > 1 else ''} lost"] if lost else []
-    return f"step {recovery['step']}: {who}{kinds[recovery['kind']]}: {', '.join(cost)}".removesuffix(": ")
+    return f"step {recovery.step}: {who}{kinds[recovery.kind]}: {', '.join(cost)}".removesuffix(": ")
 
 
-def describe_saving(event: Event) -> str:
+def describe_saving(event: CheckpointEvent) -> str:
     """`in 320 ms`; of one written beside training `in 320 ms, training held up for 7 ms`."""
-    written_s = event["written_s"] if "written_s" in event else event["seconds"]
-    beside = f", training held up for {format_duration(event['seconds'])}" if event["seconds"] < written_s else ""
+    written_s = event.seconds if event.written_s is None or isinstance(event.written_s, Absent) else event.written_s
+    beside = f", training held up for {format_duration(event.seconds)}" if event.seconds < written_s else ""
     return f"in {format_duration(written_s)}{beside}"
 
 
-def describe_cadence(event: Event) -> str:
-    """What `checkpoint.interval_steps: auto` has chosen, and why."""
-    cost_s = event["blocked_s"] + event["drag_s"]
+def describe_cadence(event: CadenceEvent) -> str:
+    """Describe what `checkpoint.interval_steps: auto` has chosen, and why."""
+    cost_s = event.blocked_s + event.drag_s
     return (
-        f"from here a checkpoint every {event['interval_steps']:,} steps: one costs {format_duration(cost_s)} and is "
-        f"whole in {format_duration(event['written_s'])}; {_describe_failures(event['mtbf_s'])}"
+        f"from here a checkpoint every {event.interval_steps:,} steps: one costs {format_duration(cost_s)} and is "
+        f"whole in {format_duration(event.written_s)}; {_describe_failures(event.mtbf_s)}"
     )
 
 
@@ -85,7 +92,7 @@ def _describe_failures(mtbf_s: float | None) -> str:
 
 
 def describe_plan(plan: Plan) -> str:
-    """What a plan has resolved, a fact a line."""
+    """Describe what a plan has resolved, a fact a line."""
     spec, unit = plan.spec, plan.spec.data.unit
     micro = f"{plan.micro_batch_size} a process at a time, {plan.grad_accum_steps} times a step"
     facts = {
@@ -116,31 +123,36 @@ def describe_prediction(prediction: LocalPrediction, tokens_per_step: int) -> st
     )
 
 
-def describe_start(begin: Event) -> str:
-    processes = f"{begin['world_size']} process{'es' if begin['world_size'] > 1 else ''}"
-    resumed = f", from step {begin['step']}" if begin["step"] else ""
+def describe_start(begin: StartEvent) -> str:
+    processes = f"{begin.world_size} process{'es' if begin.world_size > 1 else ''}"
+    resumed = f", from step {begin.step}" if begin.step else ""
     return (
-        f"{format_count(begin['params'])} parameters on {processes}, {begin['device_name']}{resumed}\n"
-        f"MFU is against {format_si(begin['peak_flops'], 'FLOP/s')} a process ({begin['peak_source']})"
+        f"{format_count(begin.params)} parameters on {processes}, {begin.device_name}{resumed}\n"
+        f"MFU is against {format_si(begin.peak_flops, 'FLOP/s')} a process ({begin.peak_source})"
     )
 
 
-def describe_evaluation(event: Event) -> str:
+def describe_evaluation(event: EvalEvent) -> str:
     """`2.310 bits per byte (xz 2.651), loss 3.123`; of images `accuracy 0.910, loss 0.3121`, of volumes `Dice ...`."""
-    for key, name in SAMPLE_METRICS.items():
-        if key in event:
-            return f"{name} {_figure(event[key], 3)}, loss {_figure(event['heldout_loss'], 4)}"
-    xz = event.get("xz_bits_per_byte")
-    beside = f" (xz {xz:.3f})" if xz is not None else ""
-    sets = "".join(f"; {name} {_describe_text(figures)}" for name, figures in event.get("sets", {}).items())
-    whole = {"loss": event["heldout_loss"], "bits_per_byte": event["heldout_bits_per_byte"]}
-    return _describe_text(whole, beside) + sets
+    for name, value in (("accuracy", event.heldout_accuracy), ("Dice", event.heldout_dice)):
+        if not isinstance(value, Absent):
+            return f"{name} {_figure(value, 3)}, {_loss(event.heldout_loss)}"
+    assert not isinstance(event.heldout_bits_per_byte, Absent), "an evaluation has one of the three"
+    xz = event.xz_bits_per_byte
+    beside = "" if xz is None or isinstance(xz, Absent) else f" (xz {xz:.3f})"
+    sets = {} if isinstance(event.sets, Absent) else event.sets
+    of_sets = "".join(f"; {name} {_text_loss(one.loss, one.bits_per_byte)}" for name, one in sets.items())
+    return _text_loss(event.heldout_loss, event.heldout_bits_per_byte, beside) + of_sets
 
 
-def _describe_text(figures: dict[str, Any], beside: str = "") -> str:
-    """Bits per byte where the bytes are known."""
-    bits, loss = figures["bits_per_byte"], f"loss {_figure(figures['loss'], 4)}"
-    return f"{_figure(bits, 3)} bits per byte{beside}, {loss}" if bits is not None else loss
+def _text_loss(loss: float | None, bits_per_byte: float | None, beside: str = "") -> str:
+    """Begin with bits per byte where the number of bytes is known."""
+    bits = f"{_figure(bits_per_byte, 3)} bits per byte{beside}, " if bits_per_byte is not None else ""
+    return f"{bits}{_loss(loss)}"
+
+
+def _loss(loss: float | None) -> str:
+    return f"loss {_figure(loss, 4)}"
 
 
 def _figure(value: float | None, digits: int) -> str:

@@ -1,157 +1,249 @@
-"""Where a run's time went, over all its attempts: buckets that sum to its wall time.
+"""Figures reckoned from a run's events: its speed, what its failures cost, and where its wall time went.
 
-Told from the events of rank 0 and the supervisor's marks; what neither speaks of is `other`. An attempt begins with a
-launch and ends with its last event. What a later attempt made again was lost, so its first making is `recomputed`.
+The wall time over all attempts is told from the events of rank 0 and the supervisor's marks; time that neither accounts
+for is `other`. An attempt begins with a launch and ends with its last event. Steps that a later attempt made again were
+lost, so their first making is `recomputed`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
 
+from trainspec_cli.rundir.event_types import (
+    CheckpointEvent,
+    EndedMark,
+    EndEvent,
+    EvalEvent,
+    Event,
+    FailureMark,
+    LaunchMark,
+    RecoveryEvent,
+    StartEvent,
+    StepEvent,
+)
 from trainspec_cli.rundir.events import read_sound
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.canonical import Absent
 
-Event = dict[str, Any]
+WARMUP_STEPS = 3
+"""The first steps after a start compile and allocate; they are left out where more than these were made."""
 
-BUCKETS = (
-    "productive",
-    "data_wait",
-    "checkpoint",
-    "evaluation",
-    "start_up",
-    "detection",
-    "recovery",
-    "recomputed",
-    "idle",
-    "other",
-)
-"""productive    steps that count, without what follows      data_wait   steps waiting for their data
-checkpoint    training held up by saving                  evaluation  looks at what was held out
-start_up      from a launch to the first step             detection   from a failure until it was known
-recovery      from then until training went on            recomputed  steps made, lost and made again
-idle          nobody ran it                               other       the rest
-"""
+
+@dataclass(frozen=True)
+class Throughput:
+    tokens_per_s: float
+    """Samples a second, where the steps count no tokens."""
+    mfu: float
+    """Model FLOPs a second, as a part of all devices' peak; recomputed work does not count."""
+    steps: int
+    """Steps it is taken over."""
+    left_out: int
+    """Steps before them that were left out."""
+
+
+def measure_throughput(
+    steps: Sequence[StepEvent], *, flops_per_token: float, peak_flops: float, world_size: int
+) -> Throughput:
+    """Return the speed over the steps since one start, in order: one definition, for result.json, report and live view.
+    `peak_flops` is one device's."""
+    left_out = WARMUP_STEPS if len(steps) > WARMUP_STEPS else 0
+    steady = steps[left_out:]
+    seconds = sum(step.step_time_s for step in steady)
+    tokens_per_s = sum(step.units for step in steady) / seconds if seconds else 0.0
+    mfu = tokens_per_s * flops_per_token / (world_size * peak_flops) if peak_flops else 0.0
+    return Throughput(tokens_per_s, mfu, len(steady), left_out)
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What one failure cost."""
+
+    kind: str
+    """left, joined, retried or restart."""
+    group: int | None
+    step: int
+    stall_s: float | None
+    lost_steps: int | None
+
+
+def read_recoveries(events: Iterable[Event]) -> list[Recovery]:
+    """Return what each failure of a run cost. A restart's stall lasts from the failure to the first new work."""
+    recoveries: list[Recovery] = []
+    open_restart: tuple[int, float] | None = None
+    last_time = 0.0
+    for event in events:
+        if isinstance(event, RecoveryEvent):
+            if event.change == "restart":
+                open_restart = len(recoveries), last_time
+            recoveries.append(recovery_of(event))
+        elif isinstance(event, StepEvent):
+            if open_restart is not None:
+                place, failed_at = open_restart
+                stall_s = event.time - event.step_time_s - failed_at
+                recoveries[place] = replace(recoveries[place], stall_s=stall_s)
+                open_restart = None
+            last_time = event.time
+    return recoveries
+
+
+def recovery_of(event: RecoveryEvent) -> Recovery:
+    return Recovery(event.change, event.group, event.step, event.stall_s, event.lost_steps)
+
+
+@dataclass
+class WallTime:
+    """Seconds by what they were spent on; they sum to the time from the first launch to the last sign of life."""
+
+    productive: float = 0.0
+    """Steps that count, without the parts below."""
+    data_wait: float = 0.0
+    """Steps waited for their data."""
+    checkpoint: float = 0.0
+    """Training was held up by saving."""
+    evaluation: float = 0.0
+    start_up: float = 0.0
+    """From a launch to the first step."""
+    detection: float = 0.0
+    """From a failure until it was known."""
+    recovery: float = 0.0
+    """From then until training went on."""
+    recomputed: float = 0.0
+    """Steps that were made, lost and made again."""
+    idle: float = 0.0
+    """Between a stop and the next launch."""
+    other: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return math.fsum(getattr(self, bucket) for bucket in BUCKETS)
+
+    @property
+    def goodput(self) -> float | None:
+        """The productive part; None where no time has passed."""
+        return self.productive / self.total_s if self.total_s else None
+
+    def add(self, spent: WallTime) -> None:
+        for bucket in BUCKETS:
+            setattr(self, bucket, getattr(self, bucket) + getattr(spent, bucket))
+
+
+BUCKETS = tuple(bucket.name for bucket in fields(WallTime))
 
 
 @dataclass
 class Attempt:
-    """What happened between two launches."""
+    """The events between two launches."""
 
     launched: float
     """Unix seconds, as the others."""
-    begin: Event
+    begin: StartEvent
     restarted: bool = False
     """By the supervisor, after a failure."""
     events: list[Event] = field(default_factory=list)
 
     @property
     def last_time(self) -> float:
-        return (self.events[-1] if self.events else self.begin)["time"]
+        return (self.events[-1] if self.events else self.begin).time
 
     @property
     def ended_in_order(self) -> bool:
-        return any(event["type"] == "end" for event in self.events)
+        return any(isinstance(event, EndEvent) for event in self.events)
 
 
-def account_run(run: RunDir, now: float | None = None) -> dict[str, float]:
-    """Of a run folder; `now` is the time of a run that is still going."""
-    return account(list(read_sound(run.events(0))), list(read_sound(run.supervisor_events)), now)
+def account_run(run: RunDir, now: float | None = None) -> WallTime:
+    """Account for a run folder's time; `now` is the time of a run that is still going."""
+    return account(read_sound(run.events(0)), list(read_sound(run.supervisor_events)), now)
 
 
-def goodput(time_s: dict[str, float]) -> float | None:
-    """The productive part; None where no time has passed."""
-    wall_s = math.fsum(time_s.values())
-    return time_s["productive"] / wall_s if wall_s else None
-
-
-def account(events: Iterable[Event], marks: Sequence[Event], now: float | None = None) -> dict[str, float]:
-    """-> seconds by bucket, from the first launch to the last sign of life (or `now`)."""
-    time_s = dict.fromkeys(BUCKETS, 0.0)
+def account(events: Iterable[Event], marks: Sequence[Event], now: float | None = None) -> WallTime:
+    """Account for the time from the first launch to the last sign of life (or `now`)."""
+    whole = WallTime()
     attempts = _split(events, marks)
     for index, attempt in enumerate(attempts):
-        failed_before = index > 0 and not attempts[index - 1].ended_in_order
-        time_s["recovery" if failed_before else "start_up"] += attempt.begin["time"] - attempt.launched
-        kept_until = min((later.begin["step"] for later in attempts[index + 1 :]), default=math.inf)
-        _add_attempt(time_s, attempt, kept_until)
+        until_begin_s = attempt.begin.time - attempt.launched
+        if index > 0 and not attempts[index - 1].ended_in_order:
+            whole.recovery += until_begin_s
+        else:
+            whole.start_up += until_begin_s
+        kept_until = min((later.begin.step for later in attempts[index + 1 :]), default=math.inf)
+        whole.add(_spent_in(attempt, kept_until))
         following = attempts[index + 1] if index + 1 < len(attempts) else None
-        _add_gap(time_s, attempt, following, marks, now)
-    return time_s
+        whole.add(_spent_after(attempt, following, marks, now))
+    return whole
 
 
 def _split(events: Iterable[Event], marks: Sequence[Event]) -> list[Attempt]:
     attempts: list[Attempt] = []
     restarted = False
+    launches = [mark.time for mark in marks if isinstance(mark, LaunchMark)]
     for event in events:
-        if event["type"] == "start":
+        if isinstance(event, StartEvent):
             since = attempts[-1].last_time if attempts else 0.0
-            launches = [mark for mark in marks if mark["type"] == "launch" and since <= mark["time"] <= event["time"]]
-            if attempts and marks and not launches:
-                continue  # another replica group tells the story from here on
-            launched = launches[-1]["time"] if launches else event["time"]
-            attempts.append(Attempt(launched, event, restarted))
+            launched = [time for time in launches if since <= time <= event.time]
+            if attempts and marks and not launched:
+                continue  # another replica group leads from here on
+            attempts.append(Attempt(launched[-1] if launched else event.time, event, restarted))
             restarted = False
-        elif event["type"] == "recovery" and event.get("change") == "restart":
+        elif isinstance(event, RecoveryEvent) and event.change == "restart":
             restarted = True
         elif attempts:
             attempts[-1].events.append(event)
     return attempts
 
 
-def _add_attempt(time_s: dict[str, float], attempt: Attempt, kept_until: float) -> None:
-    """From the `start` event to the last; what the events leave open is `other`."""
-    spent = dict.fromkeys(BUCKETS, 0.0)
+def _spent_in(attempt: Attempt, kept_until: float) -> WallTime:
+    """Account from the `start` event to the last; time between the events' own is `other`."""
+    spent = WallTime()
     for event in attempt.events:
-        if event["type"] == "step":
-            _add_step(spent, event, kept=event["step"] <= kept_until)
-        elif event["type"] == "eval":
-            spent["evaluation"] += event.get("seconds", 0.0)
-        elif event["type"] == "checkpoint":
-            spent["checkpoint"] += event.get("waited_s", 0.0)
-        elif event["type"] == "recovery":
-            spent["recovery"] += event["stall_s"] or 0.0  # it lies within a step; a restart's lies between attempts
-            spent["productive"] -= event["stall_s"] or 0.0
-    spent["other"] = attempt.last_time - attempt.begin["time"] - math.fsum(spent.values())
-    if spent["other"] < 0:  # two clocks differ by their jitter
-        spent["productive"] += spent["other"]
-        spent["other"] = 0.0
-    for bucket, seconds in spent.items():
-        time_s[bucket] += seconds
+        if isinstance(event, StepEvent):
+            _add_step(spent, event, kept=event.step <= kept_until)
+        elif isinstance(event, EvalEvent):
+            spent.evaluation += event.seconds
+        elif isinstance(event, CheckpointEvent) and not isinstance(event.waited_s, Absent):
+            spent.checkpoint += event.waited_s or 0.0
+        elif isinstance(event, RecoveryEvent):
+            spent.recovery += event.stall_s or 0.0  # it lies within a step; a restart's lies between attempts
+            spent.productive -= event.stall_s or 0.0
+    spent.other = attempt.last_time - attempt.begin.time - spent.total_s
+    if spent.other < 0:  # two clocks differ by their jitter
+        spent.productive += spent.other
+        spent.other = 0.0
+    return spent
 
 
-def _add_step(spent: dict[str, float], event: Event, *, kept: bool) -> None:
+def _add_step(spent: WallTime, event: StepEvent, *, kept: bool) -> None:
     if not kept:
-        spent["recomputed"] += event["step_time_s"]
+        spent.recomputed += event.step_time_s
         return
-    parts = event["time_s"]
-    data_wait_s, checkpoint_s = parts.get("data_wait", 0.0), parts.get("checkpoint", 0.0)
-    spent["data_wait"] += data_wait_s
-    spent["checkpoint"] += checkpoint_s
-    spent["productive"] += event["step_time_s"] - data_wait_s - checkpoint_s
+    data_wait_s, checkpoint_s = event.time_s.get("data_wait", 0.0), event.time_s.get("checkpoint", 0.0)
+    spent.data_wait += data_wait_s
+    spent.checkpoint += checkpoint_s
+    spent.productive += event.step_time_s - data_wait_s - checkpoint_s
 
 
-def _add_gap(
-    time_s: dict[str, float],
-    attempt: Attempt,
-    following: Attempt | None,
-    marks: Sequence[Event],
-    now: float | None,
-) -> None:
-    """From an attempt's last event to the next launch, or to the last sign of life."""
+def _spent_after(attempt: Attempt, following: Attempt | None, marks: Sequence[Event], now: float | None) -> WallTime:
+    """Account from an attempt's last event to the next launch, or to the last sign of life."""
+    spent = WallTime()
     until = following.launched if following else math.inf
-    between = [mark for mark in marks if attempt.last_time < mark["time"] < until]
-    failed = next((mark["time"] for mark in between if mark["type"] == "failure"), None)
-    ended = next((mark["time"] for mark in between if mark["type"] == "ended"), None)
+    between = [mark for mark in marks if attempt.last_time < mark.time < until]
+    failed = next((mark.time for mark in between if isinstance(mark, FailureMark)), None)
+    ended = next((mark.time for mark in between if isinstance(mark, EndedMark)), None)
     place = attempt.last_time
     if failed is not None:
-        time_s["detection"] += failed - place
+        spent.detection += failed - place
         place = failed
     if ended is not None:
-        time_s["recovery" if failed is not None else "other"] += ended - place
+        if failed is not None:
+            spent.recovery += ended - place
+        else:
+            spent.other += ended - place
         place = ended
-    if following:
-        time_s["recovery" if following.restarted else "idle"] += following.launched - place
-    elif now is not None and ended is None:
-        time_s["other"] += max(0.0, now - place)
+    if following is None:
+        spent.other += max(0.0, now - place) if now is not None and ended is None else 0.0
+    elif following.restarted:
+        spent.recovery += following.launched - place
+    else:
+        spent.idle += following.launched - place
+    return spent

@@ -1,44 +1,85 @@
-"""What a run folder says of itself: run.json, plan.json and result.json, whoever wrote them."""
+"""The records of a run folder: run.json, plan.json and result.json."""
 
 from __future__ import annotations
 
-from types import NoneType
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.reading.files import unreadable
-from trainspec_cli.reading.json_file import Kind, check_field, read_object, show_kind
+from trainspec_cli.reading.json_file import check_field, read_object, show_kind
+from trainspec_cli.rundir.accounting import Recovery, WallTime
+from trainspec_cli.rundir.event_types import SetFigures
+from trainspec_cli.rundir.fields import Count, FieldError, Number, read_record
+from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.canonical import ABSENT, Absent, from_plain, to_plain
 from trainspec_cli.spec.results.plan import Plan
 
-ABOUT: dict[str, Kind] = {"recipe": str, "created_at": float}
-LATEST_S = 1e11
-"""Unix seconds that a clock may show."""
+ErrorRecord = TypeVar("ErrorRecord", "WorkerErrorRecord", "NodeErrorRecord")
+UnixSeconds = Annotated[float, Number(0, 1e11)]
 
 
-def read_about(run: RunDir) -> dict[str, Any]:
-    """run.json. Raises UnreadableFileError."""
-    path = run.run_json
-    about = read_object(path, ABOUT)
-    if not 0 <= about["created_at"] < LATEST_S:
-        raise unreadable(path, f"has {about['created_at']} as `created_at`; Unix seconds are needed")
-    for name, kind in {"data_dir": str | NoneType, "resumes": list}.items():
-        if name in about:
-            check_field(path, about, name, kind)
-    return about
+@dataclass(frozen=True)
+class Resume:
+    """One `trainspec resume` of a run."""
+
+    argv: tuple[str, ...]
+    trainspec: str
+    at: float
+    from_step: int
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """run.json: where the run comes from."""
+
+    recipe: str
+    created_at: UnixSeconds
+    digest: str | Absent = ABSENT
+    """Of the plan's spec."""
+    argv: tuple[str, ...] | Absent = ABSENT
+    trainspec: str | Absent = ABSENT
+    """The version that made the run."""
+    data_dir: str | Absent | None = ABSENT
+    """The folder that the run reads its data from; None where it makes it up."""
+    git: Any = ABSENT
+    resumes: tuple[Any, ...] = ()
+    """Each a `Resume`, or what another version wrote."""
+    memory_secret: str | Absent = ABSENT
+    """The random word that the folder of copies in memory is named by."""
+    others: dict[str, Any] = field(default_factory=dict)
+    """Keys of other versions, which are kept."""
+
+
+def read_run_record(run: RunDir) -> RunRecord:
+    """Read run.json. Raises UnreadableFileError."""
+    plain = read_object(run.run_json)
+    try:
+        record = read_record(RunRecord, {key: value for key, value in plain.items() if key != "others"})
+    except FieldError as fault:
+        raise unreadable(run.run_json, f"is no record of a run: {fault}") from fault
+    known = to_plain(record).keys() - {"others"}
+    return replace(record, others={key: value for key, value in plain.items() if key not in known})
+
+
+def write_run_record(run: RunDir, record: RunRecord) -> None:
+    plain = to_plain(record)
+    others = plain.pop("others")
+    write_json(run.run_json, {**plain, **others})
 
 
 def read_data_dir(run: RunDir) -> str | None:
-    """The folder that the run reads its data from; None where it makes it up."""
-    about = read_about(run)
-    check_field(run.run_json, about, "data_dir", str | NoneType)
-    data_dir: str | None = about["data_dir"]
+    """Return the folder that the run reads its data from; None where it makes it up."""
+    data_dir = read_run_record(run).data_dir
+    if isinstance(data_dir, Absent):
+        raise unreadable(run.run_json, "has no `data_dir`; text or null is needed")
     return data_dir
 
 
 def read_plan(run: RunDir) -> Plan:
-    """What the workers ran. Raises UnreadableFileError with everything that is wrong with plan.json."""
+    """Return the plan that the workers ran. Raises UnreadableFileError with everything that is wrong with plan.json."""
     plain = read_object(run.plan_json, {"spec": dict})
     try:
         return from_plain(Plan, plain)
@@ -48,7 +89,7 @@ def read_plan(run: RunDir) -> Plan:
 
 
 def read_plain_plan(run: RunDir) -> dict[str, Any]:
-    """plan.json as it stands, of any version; empty where there is none. Raises UnreadableFileError."""
+    """Return plan.json as it stands, of any version; empty where there is none. Raises UnreadableFileError."""
     if not run.plan_json.exists():
         return {}
     plan = read_object(run.plan_json, {"spec": dict})
@@ -61,7 +102,7 @@ def read_plain_plan(run: RunDir) -> dict[str, Any]:
 
 
 def read_section(run: RunDir, name: str) -> dict[str, Any]:
-    """A section of the run's recipe, of any version; empty where it has none. Raises UnreadableFileError."""
+    """Return a section of the run's recipe, of any version; empty where it has none. Raises UnreadableFileError."""
     section = read_plain_plan(run).get("spec", {}).get(name) or {}
     if not isinstance(section, dict):
         raise unreadable(run.plan_json, f"has {show_kind(section)} as `spec.{name}`; an object is needed")
@@ -69,18 +110,84 @@ def read_section(run: RunDir, name: str) -> dict[str, Any]:
 
 
 def read_max_steps(run: RunDir) -> int | None:
-    """Steps that the run was to make; None where no plan says."""
+    """Return the steps that the run was to make; None where no plan says."""
     max_steps: int | None = read_plain_plan(run).get("spec", {}).get("train", {}).get("max_steps")
     return max_steps
 
 
-def read_result(run: RunDir) -> dict[str, Any]:
-    """result.json; empty where the run has not ended. Raises UnreadableFileError."""
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """result.json: how the run ended. The workers write it; where they left none, the supervisor does, with null for
+    figures that only they could know."""
+
+    status: str
+    """done, stopped or failed."""
+    exit_code: int | None = None
+    steps: Count = 0
+    final_loss: float | None = None
+    heldout_bits_per_byte: float | Absent | None = ABSENT
+    xz_bits_per_byte: float | Absent | None = ABSENT
+    sets: dict[str, SetFigures] | Absent = ABSENT
+    heldout_loss: float | Absent | None = ABSENT
+    heldout_accuracy: float | Absent | None = ABSENT
+    heldout_dice: float | Absent | None = ABSENT
+    """As in the last `eval` event."""
+    tokens_per_s: float | Absent | None = ABSENT
+    samples_per_s: float | Absent | None = ABSENT
+    mfu: float | None = None
+    peak_memory_bytes: Count | None = None
+    weights_sha256: str | None = None
+    goodput: float | None = None
+    time_s: WallTime | Absent = ABSENT
+    recoveries: tuple[Recovery, ...] = ()
+    """The supervisor adds them."""
+
+
+def read_result(run: RunDir) -> RunResult | None:
+    """Read result.json; None where the run has not ended. Raises UnreadableFileError."""
     if not run.result_json.exists():
-        return {}
-    result = read_object(run.result_json, {"status": str})
-    kinds: dict[str, Kind] = {"exit_code": int | NoneType, "peak_memory_bytes": float | NoneType}
-    for name, kind in {**kinds, "weights_sha256": str | NoneType}.items():
-        if name in result:
-            check_field(run.result_json, result, name, kind)
-    return result
+        return None
+    try:
+        return read_record(RunResult, read_object(run.result_json))
+    except FieldError as fault:
+        raise unreadable(run.result_json, f"is no result of a run: {fault}") from fault
+
+
+def write_result(run: RunDir, result: RunResult) -> None:
+    write_json(run.result_json, to_plain(result))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerErrorRecord:
+    """errors/rank00000.json: a failing worker's own report."""
+
+    rank: Count
+    host: str
+    type: str
+    """The exception's name."""
+    message: str
+    traceback: str
+    time: UnixSeconds | None = None
+    code: str | None = None
+    """Of an error that was foreseen; `hang` has a traceback for all that."""
+    hint: str | None = None
+    step: Count | None = None
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeErrorRecord:
+    """errors/node00001.json: a node that was lost, or could not start."""
+
+    node: Count
+    host: str
+    message: str
+    lost: bool
+
+
+def read_error(path: Path, cls: type[ErrorRecord]) -> ErrorRecord:
+    """Read a file of the run's errors folder. Raises UnreadableFileError."""
+    try:
+        return read_record(cls, read_object(path))
+    except FieldError as fault:
+        raise unreadable(path, f"is no error of a run: {fault}") from fault

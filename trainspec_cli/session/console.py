@@ -28,7 +28,7 @@ class PrintableConsole(Console):
     def file(self, file: IO[str]) -> None:
         self._file = file
 
-    def render_str(self, text: str, **options: Any) -> Text:  # type: ignore[override]
+    def render_str(self, text: str, **options: Any) -> Text:
         """Escape before the width is measured."""
         return super().render_str(printable(text), **options)
 

@@ -14,7 +14,6 @@ from trainspec_cli.rundir.record import read_data_dir
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.load import Loaded
 from trainspec_cli.spec.recipe.data import DataSpec
-from trainspec_cli.spec.recipe.model import ConvModel
 
 
 def prepare_data(loaded: Loaded, console: PrintableConsole) -> Path | None:
@@ -22,7 +21,7 @@ def prepare_data(loaded: Loaded, console: PrintableConsole) -> Path | None:
     recipe's own are."""
     spec = loaded.spec
     try:
-        if isinstance(spec.model, ConvModel):
+        if spec.model.unit == "samples":
             return find_samples(spec.data, spec.model)
         with showing_progress(console) as on_progress:
             folder = prepare(spec.data, on_progress)

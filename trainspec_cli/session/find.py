@@ -12,8 +12,7 @@ from trainspec_cli.launch.job.claim import is_running
 from trainspec_cli.launch.job.folder import RUNS
 from trainspec_cli.launch.slurm.queue import Queue
 from trainspec_cli.report.collect import Report, collect
-from trainspec_cli.report.runs import RunLine, list_runs
-from trainspec_cli.report.status import status_of
+from trainspec_cli.report.runs import RunLine, list_runs, status_of
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.trust import check_tree
 

@@ -16,8 +16,8 @@ from trainspec_cli.planner.plan import plan
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.rules.check import apply, check, check_machine
 from trainspec_cli.spec.rules.engine import check_engine, close_axes
-from trainspec_cli.spec.rules.rules import apply, check, check_machine
 from trainspec_cli.spec.structure import build
 from trainspec_cli.spec.unknown import UNKNOWN, UnknownTouched
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.launch.job.machine import detect
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_about, read_plan
+from trainspec_cli.rundir.record import read_plan, read_run_record
 from trainspec_cli.session.console import RunConsole, make_console
 from trainspec_cli.session.data import check_data_of
 from trainspec_cli.session.find import find_own_run
@@ -20,9 +20,9 @@ from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.rules.check import check
 from trainspec_cli.spec.rules.engine import check_engine
 from trainspec_cli.spec.rules.kernels import check_kernels
-from trainspec_cli.spec.rules.rules import check
 from trainspec_cli.spec.structure import build
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
     from trainspec_cli.compose.compose import amend  # loads hydra, which the help of a command does without
 
     values = to_plain(old.spec)
-    composed = amend(read_about(run)["recipe"], values, changes)
+    composed = amend(read_run_record(run).recipe, values, changes)
     draft, mistyped = build(RunSpec, composed.data)
     # The data was read when the run began; where it came from need not be there any more.
     broken = [problem for problem in [*check(draft), *check_engine(draft)] if not problem.path.startswith("data.")]

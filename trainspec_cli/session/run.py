@@ -22,6 +22,7 @@ from trainspec_cli.report.text import describe_recovery
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.console import RunConsole
+from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.results.plan import Plan
 
@@ -45,13 +46,13 @@ def run(
         console.print(f"processes {', '.join(map(str, ending.left_behind))} hang in the kernel and could not be ended")
     Fence(job.run, ending.generation).check()
     outcome = conclude(job, ending)
-    if outcome.result["status"] == "failed":
+    if outcome.result.status == "failed":
         kind = MachineError if outcome.exit_code == MachineError.exit_code else WorkerError
         raise kind(_failure(job, outcome.explanation, console, as_json=as_json))
     if console.reader_left:
         raise BrokenPipeError
     if as_json:
-        print(json_text({"run": str(job.root), **outcome.result}))
+        print(json_text({"run": str(job.root), **to_plain(outcome.result)}))
     else:
         _report_end(job, outcome, console)
     return outcome.exit_code
@@ -87,10 +88,10 @@ def _resume_hint(run: RunDir) -> str:
 def _report_end(job: Job, outcome: RunOutcome, console: RunConsole) -> None:
     if outcome.explanation:
         console.report(f"{outcome.explanation.headline}\n")
-    if outcome.exit_code == EXIT_DONE or outcome.result["steps"]:
+    if outcome.exit_code == EXIT_DONE or outcome.result.steps:
         console.print(render_summary(collect(job.root)))
-    if outcome.result["recoveries"]:
-        costs = [f"  {describe_recovery(recovery)}" for recovery in outcome.result["recoveries"]]
+    if outcome.result.recoveries:
+        costs = [f"  {describe_recovery(recovery)}" for recovery in outcome.result.recoveries]
         console.report("failures", *costs, "")
     console.report(_last_lines(job.run, outcome))
 
@@ -98,7 +99,7 @@ def _report_end(job: Job, outcome: RunOutcome, console: RunConsole) -> None:
 def _last_lines(run: RunDir, outcome: RunOutcome) -> str:
     folder, report = f"run folder  {_shown(run.root)}", f"report      trainspec report {_quoted(run)}"
     if outcome.exit_code == EXIT_DONE:
-        return f"done after {outcome.result['steps']} steps\n{folder}\n{report}"
+        return f"done after {outcome.result.steps} steps\n{folder}\n{report}"
     if outcome.exit_code == Stopped.exit_code:
         stopped = f"stopped with a checkpoint at step {run.newest_step}"
         return f"{stopped}\n{folder}\n{report}\nresume      {_resume_command(run)}"

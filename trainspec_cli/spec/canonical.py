@@ -1,4 +1,4 @@
-"""Convert specs and plans to JSON and back, and compute a run's digest. Workers read this JSON without Hydra."""
+"""Dataclasses as JSON and back, and a run's digest. Workers read what `to_plain` wrote, without Hydra."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any, TypeVar
 
 from trainspec_cli.errors import RecipeError
@@ -15,9 +16,19 @@ from trainspec_cli.spec.structure import build, key_of
 T = TypeVar("T")
 
 
+class Absent(Enum):
+    """The type of `ABSENT`, the value of a field that has no key in the JSON object; null is None."""
+
+    ABSENT = "absent"
+
+
+ABSENT = Absent.ABSENT
+
+
 def to_plain(value: Any) -> dict[str, Any]:
-    """Convert a dataclass to JSON types: dicts, lists, numbers, text."""
-    return {key_of(field): _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    """Return a dataclass as what JSON holds: dicts, lists, numbers, text. Fields that are `ABSENT` are left out."""
+    items = ((key_of(field), getattr(value, field.name)) for field in dataclasses.fields(value))
+    return {key: _plain(item) for key, item in items if item is not ABSENT}
 
 
 def _plain(value: Any) -> Any:

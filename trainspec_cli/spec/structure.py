@@ -221,7 +221,7 @@ def _guess(key: str, path: str, siblings: list[str]) -> list[str]:
 
 def known_paths(cls: type, prefix: str = "") -> Iterator[str]:
     """Yield every dotted path below `cls`."""
-    hints = _hints(cls)  # type: ignore[arg-type]
+    hints = _hints(cls)
     for field in dataclasses.fields(cls):
         yield f"{prefix}{key_of(field)}"
         for section in sections_of(hints[field.name]):

@@ -16,7 +16,7 @@ class Unknown:
     def _touch(self, *_: Any) -> NoReturn:
         raise UnknownTouched
 
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __hash__ = _touch  # type: ignore[assignment]
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __hash__ = _touch
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = _touch
     __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = __fspath__ = __str__ = _touch
     __getattr__ = __iter__ = __len__ = __int__ = __float__ = __index__ = _touch

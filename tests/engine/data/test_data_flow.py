@@ -144,7 +144,7 @@ def test_waiting_for_data_is_accounted_and_told(state: TrainState, tmp_path: Pat
     late = run(state, tmp_path, LateSource())
     waits_s = [event["time_s"]["data_wait"] for event in read_events(late.events(0)) if event["type"] == "step"]
     assert min(waits_s) >= READ_S
-    assert account_run(late)["data_wait"] == pytest.approx(sum(waits_s))
+    assert account_run(late).data_wait == pytest.approx(sum(waits_s))
     assert "of their time for data" in told(late)
 
 

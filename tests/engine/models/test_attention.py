@@ -9,7 +9,7 @@ import torch
 
 from trainspec_cli.engine.models.attention import CausalCore, carry_sinks
 from trainspec_cli.engine.models.rope import rope_angles, score_factor
-from trainspec_cli.spec.recipe.model import RopeScaling
+from trainspec_cli.spec.recipe.model_parts import RopeScaling
 
 
 def written_out(q, k, v, window, sinks):

@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainspec_cli.engine.batch import IGNORED_TARGET
 from trainspec_cli.engine.models import cross_entropy
 from trainspec_cli.engine.models.cross_entropy import LinearCrossEntropy
+from trainspec_cli.spec.recipe.model_parts import loss_chunk_tokens
 
 TOKENS, HIDDEN, VOCAB = 300, 24, 97
 
@@ -21,8 +22,8 @@ def problem(dtype: torch.dtype):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 4 * VOCAB * 64)
-    assert cross_entropy.chunk_tokens(VOCAB) == 64
+    assert loss_chunk_tokens(VOCAB, 4 * VOCAB * 64) == loss_chunk_tokens(VOCAB, 1) == 64
+    monkeypatch.setattr(cross_entropy, "loss_chunk_tokens", lambda _rows, _bytes: 64)
 
 
 def reference(x, weight, targets):

@@ -5,7 +5,8 @@ import torch
 
 from trainspec_cli.engine.batch import IGNORED_TARGET
 from trainspec_cli.engine.models.build import build_model
-from trainspec_cli.spec.recipe.model import DecoderModel, LatentAttention
+from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.model_parts import LatentAttentionSpec
 
 SIZES = {
     "num_layers": 2,
@@ -20,7 +21,7 @@ MODELS = {
     "plain": DecoderModel(**SIZES, qk_norm=True),
     "windowed": DecoderModel(**SIZES, sliding_window=4, global_attention_every=2),
     "sinks": DecoderModel(**SIZES, attention_sinks=True, sliding_window=4, global_attention_every=0),
-    "latent": DecoderModel(**SIZES, mla=LatentAttention(16, 0, 8, 8, 8)),
+    "latent": DecoderModel(**SIZES, mla=LatentAttentionSpec(16, 0, 8, 8, 8)),
 }
 
 

@@ -15,7 +15,8 @@ from trainspec_cli.planner.hardware.catalogue import models
 from trainspec_cli.planner.workload import count_params
 from trainspec_cli.planner.workload.adapters import adapter_params
 from trainspec_cli.spec.recipe.lora import LoraSpec
-from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel, LatentAttention
+from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel
+from trainspec_cli.spec.recipe.model_parts import LatentAttentionSpec
 
 TEXT = {name: model for name, model in models().items() if not isinstance(model, ConvModel)}
 TINY = {name: model for name, model in TEXT.items() if name.endswith("_tiny")}
@@ -27,7 +28,7 @@ TINY["latent"] = DecoderModel(
     head_dim=16,
     ffn_size=96,
     vocab_size=512,
-    mla=LatentAttention(kv_lora_rank=16, q_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8),
+    mla=LatentAttentionSpec(kv_lora_rank=16, q_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8),
     experts=replace(models()["moe_tiny"].experts, balance_loss=0.01),
 )
 TINY["gpt"] = replace(

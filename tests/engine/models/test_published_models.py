@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from trainspec_cli.engine.models.build import build_model
-from trainspec_cli.spec.recipe.model import DecoderModel, ExpertSpec, HybridModel, LatentAttention, RopeScaling
+from trainspec_cli.spec.recipe.model import DecoderModel, HybridModel
+from trainspec_cli.spec.recipe.model_parts import ExpertSpec, LatentAttentionSpec, RopeScaling
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers to compare with its models")
 
@@ -266,7 +267,7 @@ def test_deepseek_v3() -> None:
         num_layers=2,
         rope_theta=100.0,
         rope_scaling=RopeScaling("yarn", 4.0, 16, beta_fast=4.0),
-        mla=LatentAttention(16, 20, 8, 4, 6),
+        mla=LatentAttentionSpec(16, 20, 8, 4, 6),
         experts=ExpertSpec(
             num_experts=8,
             top_k=3,

@@ -4,11 +4,13 @@ import pytest
 
 from trainspec_cli.engine.observe.journal import Journal
 from trainspec_cli.engine.observe.scalars import scalars_of
+from trainspec_cli.rundir.event_types import EvalEvent, SampleEvent, SetFigures, StepEvent
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 
-STEP = {"step": 1, "loss": 2.5, "grad_norm": 1.0, "lr": 0.1, "tokens": 100, "step_time_s": 0.5}
-EVAL = {"step": 1, "heldout_loss": 2.0, "heldout_bits_per_byte": None, "sets": {"web": {"loss": 1.5}}}
+STEP = StepEvent(step=1, loss=2.5, grad_norm=1.0, lr=0.1, tokens=100, step_time_s=0.5, time_s={}, skipped=False)
+SETS = {"web": SetFigures(loss=1.5, bits_per_byte=None)}
+EVAL = EvalEvent(step=1, heldout_loss=2.0, heldout_bits_per_byte=None, sets=SETS)
 
 
 @pytest.fixture
@@ -25,20 +27,20 @@ def journal(tmp_path):
 
 
 def test_numbers_have_the_same_names_everywhere():
-    assert scalars_of("step", STEP) == {
+    assert scalars_of(STEP) == {
         "step/loss": 2.5,
         "step/grad_norm": 1.0,
         "step/lr": 0.1,
         "step/step_time_s": 0.5,
         "step/tokens_per_s": 200.0,
     }
-    assert scalars_of("eval", EVAL) == {"eval/heldout_loss": 2.0, "eval/web/loss": 1.5}
+    assert scalars_of(EVAL) == {"eval/heldout_loss": 2.0, "eval/web/loss": 1.5}
 
 
 def fill(journal) -> None:
-    journal.write("step", **STEP)
-    journal.write("eval", **EVAL)
-    journal.write("sample", step=1, prompt="a", text="b")
+    journal.write(STEP)
+    journal.write(EVAL)
+    journal.write(SampleEvent(step=1, prompt="a", text="b"))
     journal.close()
 
 
@@ -46,7 +48,7 @@ def test_events_alone_need_no_tracker(journal, tmp_path):
     fill(journal())
     events = list(read_events(RunDir(tmp_path / "run").events(0)))
     assert [event["type"] for event in events] == ["step", "eval", "sample"]
-    assert events[1]["sets"] == {"web": {"loss": 1.5}}
+    assert events[1]["sets"] == {"web": {"loss": 1.5, "bits_per_byte": None}}
 
 
 def test_mlflow_keeps_the_numbers_in_the_run_folder(journal, tmp_path):

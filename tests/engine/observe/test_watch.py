@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.engine.observe.watch import StepWatch, describe
+from trainspec_cli.rundir.event_types import HangEvent
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 
@@ -43,8 +44,8 @@ class Listening:
     def __init__(self):
         self.events = []
 
-    def write(self, kind, **fields):
-        self.events.append(kind)
+    def write(self, event):
+        self.events.append(event)
 
 
 @pytest.mark.usefixtures("one_process")
@@ -65,11 +66,12 @@ def test_steps_in_time_and_what_lies_between_them_are_no_hang(tmp_path):
 
 
 def report(waiting, collectives):
-    return {"waiting": waiting, "collectives": collectives, "waits_in": "gloo:x", "stack": "here", "host": "h"}
+    about = {"step": 4, "waited_s": 10.0, "deadline_s": 5.0, "host": "h", "stack": "here"}
+    return HangEvent(waiting=waiting, collectives=collectives, waits_in="gloo:x", **about)
 
 
 def test_the_rank_behind_in_its_collectives_is_late():
-    told = {0: report(True, {"world": 7}), 1: report(True, {"world": 6}), 2: report(True, {"world": 7})}
-    message, stacks = describe(told, 3, step=4, waited_s=10.0, deadline_s=5.0)
+    reports = {0: report(True, {"world": 7}), 1: report(True, {"world": 6}), 2: report(True, {"world": 7})}
+    message, stacks = describe(reports, 3, step=4, waited_s=10.0, deadline_s=5.0)
     assert message.startswith("step 4 hung: 10.0 s, and 5.0 s are allowed; rank 1 is late: it has entered fewer")
     assert stacks.count("was at") == 3

@@ -26,6 +26,7 @@ from trainspec_cli.engine.run.replica_groups import START, PortionReader, Replic
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.policy.spread import Portion
+from trainspec_cli.rundir.event_types import StepEvent
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
@@ -136,7 +137,9 @@ class Group:
         self.progress = TrainProgress(step + 1, self.progress.samples + samples.step_samples)
         if self.coordinator.leads:
             self.led.append(step + 1)
-        self.coordinator.journal.write("step", step=step + 1, samples=samples.step_samples, **samples.event_fields)
+        figures: dict[str, Any] = {"loss": 1.0, "grad_norm": 1.0, "step_time_s": 0.001, "time_s": {}, "skipped": False}
+        figures |= {"samples": samples.step_samples, **samples.event_fields}
+        self.coordinator.journal.write(StepEvent(step=step + 1, **figures))
         self.coordinator.note_step(step + 1, 0.001)
 
 

@@ -9,6 +9,7 @@ import torch
 from trainspec_cli.engine.checkpoint.parts import TensorPart
 from trainspec_cli.engine.run.result import Divergence, RunTally
 from trainspec_cli.errors import WorkerError
+from trainspec_cli.rundir.event_types import StepEvent
 from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.paths import RunDir
 
@@ -23,7 +24,12 @@ def run_with(tmp_path, *checkpoints):
 
 
 def steps(*skipped, loss=1.0):
-    return [{"step": number, "skipped": bool(one), "loss": loss} for number, one in enumerate(skipped, 1)]
+    return [step_event(number, bool(one), loss) for number, one in enumerate(skipped, 1)]
+
+
+def step_event(step, skipped, loss=1.0):
+    figures = {"grad_norm": 1.0, "samples": 1, "step_time_s": 1.0, "time_s": {}}
+    return StepEvent(step=step, skipped=skipped, loss=loss, **figures)
 
 
 def held(**tensors):
@@ -86,7 +92,7 @@ def test_a_run_whose_second_half_was_skipped_is_not_done(tmp_path, skipped):
 
 @pytest.mark.parametrize("loss", [None, math.nan, math.inf])
 def test_the_last_loss_is_finite_when_a_run_is_done(tmp_path, loss):
-    own = [*steps(0, 0, 0), {"step": 4, "skipped": True, "loss": loss}]
+    own = [*steps(0, 0, 0), step_event(4, skipped=True, loss=loss)]
     assert "the loss of the last step, 4, is not finite;" in refusal(lambda: check_end(tmp_path, own)).message
 
 
@@ -105,11 +111,11 @@ def test_so_are_the_weights(tmp_path, value):
 
 @pytest.mark.parametrize(("before", "done"), [((0, 0, 0), True), ((0, 1, 1), False), ((1, 1, 1), False)])
 def test_steps_of_earlier_starts_count_where_this_one_updated_nothing(tmp_path, before, done):
-    story = EventWriter(run_with(tmp_path).events(0), 0)
+    log = EventWriter(run_with(tmp_path).events(0), 0)
     for event in steps(*before):
-        story.write("step", **event)
-    story.close()
-    own = [{"step": 4, "skipped": True, "loss": 1.0}]
+        log.write(event)
+    log.close()
+    own = [step_event(4, skipped=True)]
     if done:
         check_end(tmp_path, own, step=4)
     else:

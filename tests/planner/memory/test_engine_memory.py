@@ -160,7 +160,8 @@ DEFAULT_RUNS = (
     Run("llama_6m", {"pp": 2, "pipeline_schedule": "gpipe"}, samples=2, seq_len=2048, micro_batches=6),
     Run("moe_tiny", fsdp(4, ep=2), samples=8, seq_len=512, recompute="selective"),
     Run("hybrid_tiny", {}, samples=8, seq_len=256),
-    Run("resnet_tiny", {"dp_replicate": 2}, samples=64),
+    # One stage: the schedule splits nothing, and gradients are exchanged after each micro-batch.
+    Run("resnet_tiny", fsdp(4, zero_stage=2, pipeline_schedule="zero_bubble"), samples=2, micro_batches=4),
     Run("llama_6m", {}, samples=4, seq_len=512, lora=LORA),
     Run("moe_tiny", fsdp(4, ep=2), samples=8, seq_len=512, lora=FEW),
 )

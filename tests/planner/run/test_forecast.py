@@ -1,9 +1,16 @@
 """The forecast of a whole run, from a capacity plan made by hand."""
 
+import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from trainspec_cli.errors import RecipeError
+from trainspec_cli.planner.run import forecast as forecast_module
+from trainspec_cli.planner.run import goodput
+from trainspec_cli.planner.run.cost import occupation
 from trainspec_cli.planner.run.forecast import CHECKPOINT_BYTES, forecast_run
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.checkpoint import CheckpointSpec
@@ -164,3 +171,37 @@ def test_a_checkpoint_written_beside_training_holds_it_up_for_the_copy_alone() -
     assert beside.checkpoint_s < at_once.checkpoint_s / 10
     assert beside.optimal_interval_s >= at_once.checkpoint_s, "never two at once"
     assert beside.goodput.value > at_once.goodput.value
+
+
+EXTREMES = st.sampled_from([0.0, 1e-30, 1e-9, 1.0, 1e9, 1e30])
+POSITIVE = st.sampled_from([1e-30, 1e-9, 1.0, 1e9, 1e30])
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.tuples(POSITIVE, POSITIVE, POSITIVE), st.tuples(EXTREMES, EXTREMES, EXTREMES), st.booleans())
+def test_a_forecast_has_an_answer_for_every_number_in_range(
+    rates: tuple[float, float, float], times: tuple[float, float, float], elastic: bool
+) -> None:
+    """It is finite and positive; a run that failures never let end is refused with what to change."""
+    mtbf, storage, link = rates
+    reliability = ReliabilitySpec(mtbf_device_hours=mtbf, detect_s=times[0], start_s=times[1], shrink_stall_s=times[2])
+    cluster = replace(CLUSTER, reliability=reliability, storage_gb_per_s=storage, host_link_gb_per_s=link)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(forecast_module, "SEEDS", 2)
+        patched.setattr(goodput, "MAX_FAILURES", 20)
+        try:
+            run = forecast(cluster, resilience=ResilienceSpec(mode="elastic" if elastic else "restart"))
+        except RecipeError as error:
+            (problem,) = error.problems
+            assert problem.path == "cluster.reliability.mtbf_device_hours"
+            assert "no work is ever kept" in problem.message
+        else:
+            assert 0 < run.goodput.goodput.low <= run.goodput.goodput.value <= 1
+            assert 0 < run.wall_time_s.value < math.inf
+
+
+def test_time_in_checkpoints_and_stalls_is_waiting_and_not_work() -> None:
+    """Devices at a checkpoint draw what waiting ones do; those of a job that is down are idle."""
+    useful = replace(forecast().goodput, lost={"checkpoint": 0.2, "stall": 0.1, "restart": 0.15, "shrunk": 0.05})
+    spent = occupation(useful, StepTime(matmul_s=3.0, dp_comm_s=1.0))
+    assert (spent.busy, spent.waiting, spent.idle) == pytest.approx((0.5 * 0.75, 0.5 * 0.25 + 0.3, 0.2))

@@ -12,7 +12,7 @@ from trainspec_cli.planner.hardware.topology import Fabric
 from trainspec_cli.planner.setup import Setup, Software
 from trainspec_cli.planner.time.compute import gemm_s, layer_time, rates_of
 from trainspec_cli.planner.time.step import estimate_step
-from trainspec_cli.planner.workload.layers import layer_kinds
+from trainspec_cli.planner.workload import layer_kinds
 from trainspec_cli.planner.workload.work import Gemm, Work
 from trainspec_cli.spec.recipe.layout import Layout
 
@@ -101,3 +101,12 @@ def test_experts_of_eight_bits_are_launched_apart() -> None:
         (_, works), *_ = layer_kinds(setup.model, setup.tokens, setup.seq_len, setup.layout)
         kernels.append(sum(layer_time(work, setup, RATES, EFF).kernels for work in works))
     assert kernels[0] < kernels[1] < kernels[2]
+
+
+def test_zero_3_gathers_and_scatters_for_every_micro_batch_and_zero_1_once_a_step() -> None:
+    software = Software(overlap_dp=False)
+    for stage, growth in ((3, 8), (1, 1)):
+        layout = Layout(dp_shard=8, zero_stage=stage)  # type: ignore[arg-type]
+        one, eight = (estimate_step(setup_of(software, layout, accum), EFF).dp_comm_s for accum in (1, 8))
+        assert eight == pytest.approx(growth * one)
+        assert one > 0

@@ -14,7 +14,7 @@ from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.recipe.reliability import ReliabilitySpec
 from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
-from trainspec_cli.spec.rules.rules import check
+from trainspec_cli.spec.rules.check import check
 
 CONF = Path(__file__).parents[3] / "conf"
 SPEC = RunSpec(

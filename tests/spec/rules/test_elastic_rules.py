@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainspec_cli.spec.rules.rules import check
+from trainspec_cli.spec.rules.check import check
 
 ELASTIC = {"resilience.mode": "elastic", "resilience.replica_groups": 2}
 

@@ -14,8 +14,8 @@ from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.rules import kernels as kernel_rules
+from trainspec_cli.spec.rules.check import check, check_machine
 from trainspec_cli.spec.rules.kernels import why_untried
-from trainspec_cli.spec.rules.rules import check, check_machine
 from trainspec_cli.spec.structure import structure
 
 Make = Callable[..., RunSpec]

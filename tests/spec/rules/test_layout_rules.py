@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.rules.engine import check_engine
+from trainspec_cli.spec.structure import structure
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,52 @@ def test_an_illegal_layout_is_refused_with_its_reason(make_spec, changes, path, 
     assert problems, check_engine(make_spec(changes))
     assert words in problems[0].message
     assert hint in problems[0].hint
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "words"),
+    [
+        ({"lora.rank": 4, "layout.pp": 2, "layout.pipeline_schedule": "zbv"}, "layout.pipeline_schedule", "adapters"),
+        ({"lora.rank": 4, "precision.matmul": "fp8"}, "precision.matmul", "layers with adapters do not multiply"),
+        ({"lora.rank": 4, "lora.targets": ["q", "gates"]}, "lora.targets", "there are q, k, v"),
+        ({"lora.rank": 4, "lora.targets": []}, "lora.targets", "`lora.targets` is []"),
+        ({"data.document_masks": True, "model.learned_positions": 64}, "data.document_masks", "rotary positions"),
+        ({"data.document_masks": True, "layout.cp": 2}, "layout.cp", "documents' masks"),
+        ({"layout.cp": 2, "model.sliding_window": 16}, "layout.context_method", "`model.sliding_window`"),
+        ({"layout.cp": 2, "model.attention_sinks": True}, "layout.context_method", "`model.attention_sinks`"),
+        ({"layout.cp": 2, "model.mla": {"kv_lora_rank": 8}}, "layout.context_method", "`model.mla`"),
+    ],
+)
+def test_adapters_documents_and_whole_attention(make_spec, changes, path, words):
+    """Each of these rules alone refuses a run that would train something else than was asked for."""
+    found = [(problem.path, problem.message) for problem in check_engine(make_spec(changes))]
+    assert any(where == path and words in message for where, message in found), found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lora.rank": 4, "layout.pipeline_schedule": "zbv"},  # one stage splits no backward
+        {"lora.rank": 4, "layout.pp": 2},
+        {"data.document_masks": True},
+        {"layout.cp": 2, "layout.context_method": "ulysses", "model.sliding_window": 16},
+    ],
+)
+def test_what_these_rules_leave_alone(make_spec, changes):
+    assert check_engine(make_spec(changes)) == []
+
+
+@pytest.mark.parametrize("family", ["hybrid", "conv"])
+def test_adapters_and_documents_are_for_decoders_alone(make_spec, family):
+    models = {
+        "hybrid": {"family": "hybrid", "hidden_size": 64, "vocab_size": 512, "mamba_layers": 2},
+        "conv": {"family": "conv", "architecture": "resnet", "input_size": [32, 32], "widths": [8], "blocks": [1]},
+    }
+    plain = to_plain(make_spec({"lora.rank": 4, "data.document_masks": True})) | {"model": models[family]}
+    spec, _ = structure(plain)
+    found = {problem.path: problem.message for problem in check_engine(spec)}
+    assert found["lora.rank"] == f"adapters are for decoders, and `model.family` is {family}"
+    assert "rotary positions" in found["data.document_masks"]
 
 
 def test_stage_layers_fill_the_model(make_spec):

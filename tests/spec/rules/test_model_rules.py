@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.spec.recipe.model import DecoderModel, ExpertSpec, HybridModel
-from trainspec_cli.spec.rules.rules import check
+from trainspec_cli.spec.recipe.model import DecoderModel, HybridModel
+from trainspec_cli.spec.recipe.model_parts import ExpertSpec
+from trainspec_cli.spec.rules.check import check
 
 DECODER = DecoderModel(
     num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=96, vocab_size=512

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.rules.check import check_machine
 from trainspec_cli.spec.rules.engine import check_engine
-from trainspec_cli.spec.rules.rules import check_machine
 
 FP8 = {"precision.matmul": "fp8"}
 

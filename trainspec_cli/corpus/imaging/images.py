@@ -154,7 +154,8 @@ def middle_part(picture: np.ndarray) -> np.ndarray:
 def resize(picture: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
     """Resize (C, H, W) to (C, *size): linear between pixels, averaging where it shrinks (no aliasing)."""
     rows, columns = (weights(extent, wanted) for extent, wanted in zip(picture.shape[1:], size, strict=True))
-    return rows @ picture @ columns.T
+    resized: np.ndarray = rows @ picture @ columns.T
+    return resized
 
 
 def weights(extent: int, wanted: int) -> np.ndarray:
@@ -163,4 +164,5 @@ def weights(extent: int, wanted: int) -> np.ndarray:
     centres = (np.arange(wanted) + 0.5) * scale - 0.5
     distance = np.abs(np.arange(extent)[None, :] - centres[:, None]) / max(1.0, scale)
     triangle = np.maximum(0.0, 1 - distance)
-    return (triangle / triangle.sum(axis=1, keepdims=True)).astype(np.float32)
+    normal: np.ndarray = (triangle / triangle.sum(axis=1, keepdims=True)).astype(np.float32)
+    return normal

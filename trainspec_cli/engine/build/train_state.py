@@ -28,9 +28,8 @@ from trainspec_cli.engine.parallel.pipeline import Hidden, Lines, WeightQueue
 from trainspec_cli.engine.parallel.recompute import apply_recompute
 from trainspec_cli.engine.parallel.tensor import apply_tensor_parallel, partial_parameters
 from trainspec_cli.engine.shares import Cut, Share
-from trainspec_cli.policy.pipeline import SPLIT_SCHEDULES, cut_layers, num_stages, stages_of_rank
+from trainspec_cli.policy.pipeline import cut_layers
 from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.recipe.model import ConvModel
 from trainspec_cli.spec.results.plan import Plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -89,9 +88,9 @@ def build_train_state(plan: Plan, device: torch.device, mesh: Mesh | None = None
     positions_S = _positions(plan, mesh)
     parts, shares, partials = {}, [], []
     queue = WeightQueue()
-    for stage in stages_of_rank(plan.layout, mesh.rank("pp")):
+    for stage in plan.layout.stages_of_rank(mesh.rank("pp")):
         part, cuts, partial = _spread_stage(plan, mesh, clock, stage)
-        if plan.layout.pp > 1 and plan.layout.pipeline_schedule in SPLIT_SCHEDULES:
+        if plan.layout.splits_backward:
             queue.apply(part)
         parts[stage] = part
         held = [_share(plan, name, parameter, cuts) for name, parameter in part.named_parameters()]
@@ -128,9 +127,8 @@ def _spread_stage(plan: Plan, mesh: Mesh, clock: StepClock, stage: int) -> tuple
     if plan.spec.precision.matmul == "fp8":
         apply_float8(part.block_modules(), emulate=plan.device == "cpu")
     cuts, partial = _cut(part, plan.layout, mesh, clock)
-    if isinstance(plan.spec.model, ConvModel):
-        for norm in part.norm_modules():
-            norm.ranks = Peers(mesh.stage.get_group(), clock.collective)
+    for norm in part.norm_modules():
+        norm.ranks = Peers(mesh.stage.get_group(), clock.collective)
     apply_recompute(part.block_modules(), plan.recompute, compiled=plan.spec.compile)
     if plan.spec.compile:
         for module in part.compile_modules():
@@ -143,9 +141,8 @@ def _spread_stage(plan: Plan, mesh: Mesh, clock: StepClock, stage: int) -> tuple
 
 def _layers_of(plan: Plan, stage: int) -> range | None:
     """None: all of them."""
-    if num_stages(plan.layout) == 1:
+    if plan.layout.num_stages == 1:
         return None
-    assert not isinstance(plan.spec.model, ConvModel), "convolutions are not cut into stages"
     return cut_layers(plan.spec.model.num_layers, plan.layout)[stage]
 
 
@@ -188,8 +185,7 @@ def _share(plan: Plan, name: str, parameter: nn.Parameter, cuts: dict[str, Cut])
 
 
 def _is_twin(plan: Plan, name: str) -> bool:
-    tied = getattr(plan.spec.model, "tied_embeddings", False)
-    return bool(tied) and name == "embed.weight" and num_stages(plan.layout) > 1
+    return plan.spec.model.tied_embeddings and name == "embed.weight" and plan.layout.num_stages > 1
 
 
 def _positions(plan: Plan, mesh: Mesh) -> Tensor | None:
@@ -202,7 +198,7 @@ def _positions(plan: Plan, mesh: Mesh) -> Tensor | None:
 def _hidden(plan: Plan) -> Hidden:
     layout = plan.layout
     parts = layout.tp if layout.sequence_parallel else 1
-    return Hidden(getattr(plan.spec.model, "hidden_size", 0), parts, DTYPES[plan.compute])
+    return Hidden(plan.spec.model.hidden_size, parts, DTYPES[plan.compute])
 
 
 def _late_sums(

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from trainspec_cli.engine.models.norm import RMSNorm
 from trainspec_cli.engine.models.rope import apply_rope, score_factor
 from trainspec_cli.spec.recipe.model import DecoderModel
-
-SINK_DIMS = 8
-"""The dims added to heads that carry a sink's logit in the queries: kernels need multiples of 8."""
+from trainspec_cli.spec.recipe.model_parts import SINK_DIMS
 
 
 def attention(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

@@ -1,17 +1,28 @@
-"""The base of convolutional networks: their published modules and initial values."""
+"""Convolutional networks: residual classifiers of images, and U-Nets that class every pixel or voxel.
+
+Shapes: B samples, C channels, K classes, H rows, W columns; a volume has a depth before them.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainspec_cli.engine.models.batch_norm import BatchNorm
+from trainspec_cli.engine.models.batch_norm import BatchNorm, precise
+from trainspec_cli.spec.recipe.model import ConvModel
+from trainspec_cli.spec.recipe.model_parts import STEM_CHANNELS
 
 HEAD_STD = 0.01
+
+
+def build(model: ConvModel, _seq_len: int, _layers: range | None) -> ConvNet:
+    return UNet(model) if model.segments else ResNet(model)
 
 
 class ConvNet(nn.Module):
@@ -59,3 +70,175 @@ class ConvNet(nn.Module):
         for norm in self.norm_modules():
             norm.running_mean.zero_()
             norm.running_variance.fill_(1.0)
+
+
+# ResNet
+
+
+class ConvNorm(nn.Module):
+    """A convolution that keeps the extent (except for its stride), and batch normalisation."""
+
+    def __init__(self, channels_in: int, channels: int, kernel: int, stride: int = 1, groups: int = 1):
+        super().__init__()
+        self.conv = nn.Conv2d(channels_in, channels, kernel, stride, kernel // 2, groups=groups, bias=False)
+        self.norm = BatchNorm(channels)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        return self.norm(self.conv(x_BCHW))
+
+
+class BottleneckBlock(nn.Module):
+    """A bottleneck: narrow, mix, widen, beside a shortcut."""
+
+    def __init__(self, channels_in: int, width: int, stride: int, model: ConvModel):
+        super().__init__()
+        out = width * model.expansion
+        self.narrow = ConvNorm(channels_in, width, 1)
+        self.mix = ConvNorm(width, width, 3, stride, model.groups)
+        self.widen = ConvNorm(width, out, 1)
+        self.shortcut = ConvNorm(channels_in, out, 1, stride) if stride > 1 or channels_in != out else None
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        mixed = F.relu(self.mix(F.relu(self.narrow(x_BCHW))))
+        return F.relu(self.widen(mixed) + (self.shortcut(x_BCHW) if self.shortcut else x_BCHW))
+
+
+class ResNet(ConvNet):
+    """An image classifier of bottlenecks (arXiv:1512.03385); the loss is the cross-entropy of each image.
+
+    Version 1.5: the 3x3 convolution strides, not the 1x1 before it.
+    """
+
+    def __init__(self, model: ConvModel):
+        super().__init__()
+        self.stem = ConvNorm(model.in_channels, STEM_CHANNELS, 7, stride=2)
+        self.blocks = nn.ModuleList()
+        channels = STEM_CHANNELS
+        for stage, (width, count) in enumerate(zip(model.widths, model.blocks, strict=True)):
+            for block in range(count):
+                stride = 2 if stage > 0 and block == 0 else 1
+                self.blocks.append(BottleneckBlock(channels, width, stride, model))
+                channels = width * model.expansion
+        self.head = nn.Linear(channels, model.num_classes)
+
+    def forward(self, images_BCHW: Tensor, classes_B: Tensor | None = None) -> Tensor:
+        """Return the summed loss, or logits (B, classes) in fp32 without labels."""
+        x_BCHW = F.max_pool2d(F.relu(self.stem(images_BCHW)), 3, stride=2, padding=1)
+        for block in self.blocks:
+            x_BCHW = block(x_BCHW)
+        logits = precise(self.head(x_BCHW.mean(dim=(2, 3))))
+        return logits if classes_B is None else F.cross_entropy(logits, classes_B, reduction="sum")
+
+    def judge(self, logits: Tensor, classes_B: Tensor) -> dict[str, Tensor]:
+        """Return the loss and top-1 accuracy of each sample, (B,)."""
+        loss = F.cross_entropy(logits, classes_B, reduction="none")
+        return {"loss": loss, "accuracy": (logits.argmax(dim=1) == classes_B).float()}
+
+    def block_modules(self) -> Sequence[nn.Module]:
+        return list(self.blocks)
+
+    def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+        """Initialise a block to its shortcut: the last norm's scale is 0 (arXiv:1706.02677, section 5.1)."""
+        if name.endswith("widen.norm.weight"):
+            full.zero_()
+        else:
+            super().init_parameter(name, full, generator)
+
+
+# U-Net
+
+
+CONV: dict[int, type[nn.Conv2d | nn.Conv3d]] = {2: nn.Conv2d, 3: nn.Conv3d}
+CONV_UP: dict[int, type[nn.ConvTranspose2d | nn.ConvTranspose3d]] = {2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+
+
+class ConvNormRelu(nn.Module):
+    """A convolution of width 3, normalised by each sample's and channel's own statistics (in fp32, in the kernel)."""
+
+    def __init__(self, channels_in: int, channels: int, dims: int, stride: int = 1):
+        super().__init__()
+        self.conv = CONV[dims](channels_in, channels, 3, stride, padding=1, bias=False)
+        self.norm = nn.GroupNorm(channels, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(x)))
+
+
+class Pair(nn.Module):
+    """Two convolutions; the first may stride."""
+
+    def __init__(self, channels_in: int, channels: int, dims: int, stride: int):
+        super().__init__()
+        self.first = ConvNormRelu(channels_in, channels, dims, stride)
+        self.second = ConvNormRelu(channels, channels, dims)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+class Up(nn.Module):
+    """Doubles the extent, concatenates the skip connection, and applies two convolutions."""
+
+    def __init__(self, channels_in: int, channels: int, dims: int):
+        super().__init__()
+        self.widen = CONV_UP[dims](channels_in, channels, kernel_size=2, stride=2)
+        self.join = Pair(2 * channels, channels, dims, stride=1)
+
+    def forward(self, x: Tensor, beside: Tensor) -> Tensor:
+        return self.join(torch.cat((self.widen(x), beside), dim=1))
+
+
+class UNet(ConvNet):
+    """Segments voxels; the loss of a sample is its mean cross-entropy plus 1 - soft Dice (arXiv:1606.04797).
+
+    U-Net (arXiv:1505.04597) in two or three dimensions, as in MLPerf Training: strided convolutions go down, transposed
+    ones up; instance normalisation (arXiv:1607.08022), no cropping.
+    """
+
+    def __init__(self, model: ConvModel):
+        super().__init__()
+        dims, widths = len(model.input_size), model.widths
+        self.down = nn.ModuleList([Pair(model.in_channels, widths[0], dims, stride=1)])
+        self.down.extend(Pair(above, width, dims, stride=2) for above, width in pairwise(widths))
+        self.bottom = Pair(widths[-1], widths[-1], dims, stride=2)
+        self.up = nn.ModuleList(Up(below, width, dims) for below, width in pairwise([widths[-1], *reversed(widths)]))
+        self.head = CONV[dims](widths[0], model.num_classes, 1)
+
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Return the summed loss of labels (B, ...), or logits (B, K, ...) without labels, of images (B, C, ...)."""
+        beside, x = [], images
+        for pair in self.down:
+            x = pair(x)
+            beside.append(x)
+        x = self.bottom(x)
+        for up in self.up:
+            x = up(x, beside.pop())
+        logits = self.head(x)
+        return logits if labels is None else segmentation_loss(logits, labels).sum()
+
+    def judge(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Return the loss and Dice of each sample, (B,)."""
+        chosen = F.one_hot(logits.argmax(dim=1), logits.shape[1]).movedim(-1, 1).float()
+        return {"loss": segmentation_loss(logits, labels), "dice": dice(chosen, labels, smooth=0.0)}
+
+    def block_modules(self) -> Sequence[nn.Module]:
+        return [*self.down, self.bottom, *self.up]
+
+
+def segmentation_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of each sample, (B,) in fp32."""
+    logits = precise(logits)
+    entropy = F.cross_entropy(logits, labels, reduction="none").flatten(1).mean(dim=1)
+    return entropy + 1 - dice(logits.softmax(dim=1), labels, smooth=1.0)
+
+
+def dice(weights: Tensor, labels: Tensor, smooth: float) -> Tensor:
+    """Return 2 |A and B| / (|A| + |B|), the mean over all classes but the background: weights (B, K, ...) -> (B,).
+
+    A class that is neither present nor predicted gives 1. `smooth` voxels in both terms keep the gradient finite.
+    """
+    wanted = F.one_hot(labels, weights.shape[1]).movedim(-1, 1)
+    weights, wanted = weights[:, 1:].flatten(2), wanted[:, 1:].flatten(2).to(weights.dtype)
+    common, both = (weights * wanted).sum(dim=2), weights.sum(dim=2) + wanted.sum(dim=2)
+    shares = (2 * common + smooth) / (both + smooth).clamp_min(1.0)
+    return torch.where(both + smooth > 0, shares, torch.ones_like(shares)).mean(dim=1)

@@ -16,14 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainspec_cli.engine.batch import IGNORED_TARGET
-
-CHUNK_BYTES = 128 * 2**20
-"""Logits held at once, as fp32."""
-
-
-def chunk_tokens(vocab_size: int, chunk_bytes: int | None = None) -> int:
-    """Return the tokens per chunk: as many as `chunk_bytes` (None: `CHUNK_BYTES`) of fp32 logits allow, at least 64."""
-    return max(64, (chunk_bytes or CHUNK_BYTES) // (4 * vocab_size))
+from trainspec_cli.spec.recipe.model_parts import LOSS_CHUNK_BYTES, loss_chunk_tokens
 
 
 class ChunkCrossEntropy(nn.Module):
@@ -45,13 +38,13 @@ class ChunkCrossEntropy(nn.Module):
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, chunk: nn.Module, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk_bytes: int | None
+        ctx: Any, chunk: nn.Module, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk_bytes: int
     ) -> Tensor:
         needs_gradient, trains_weight = any(ctx.needs_input_grad), ctx.needs_input_grad[2]
         total = x_TD.new_zeros((), dtype=torch.float32)
         dx_TD = torch.empty_like(x_TD)
         dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if trains_weight else None
-        step = chunk_tokens(weight_VD.shape[0], chunk_bytes)
+        step = loss_chunk_tokens(weight_VD.shape[0], chunk_bytes)
         for start in range(0, len(targets_T), step):
             x_CD, targets_C = x_TD[start : start + step], targets_T[start : start + step]
             loss, dlogits_CV = chunk(x_CD @ weight_VD.T, targets_C)
@@ -72,7 +65,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(
-    x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk: nn.Module, chunk_bytes: int | None = None
+    x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk: nn.Module, chunk_bytes: int = LOSS_CHUNK_BYTES
 ) -> Tensor:
     """Return the sum over tokens of -log softmax(x weight^T)[target]: a scalar in fp32. `IGNORED_TARGET`s are skipped.
 

@@ -43,6 +43,10 @@ def dense_feed_forward(model: DecoderModel) -> FeedForward:
     return FeedForward(model.hidden_size, model.ffn_size, gated=model.gated_mlp, activation=model.activation)
 
 
+def build(model: DecoderModel, seq_len: int, layers: range | None) -> Decoder:
+    return Decoder(model, seq_len, layers)
+
+
 class Decoder(LanguageModel):
     """A decoder. Positions are rotated into queries and keys, or, with learned positions, added to the embedding."""
 
@@ -54,7 +58,7 @@ class Decoder(LanguageModel):
     def __init__(self, model: DecoderModel, seq_len: int, layers: range | None = None):
         super().__init__(model, layers, lambda layer: Block(model, layer))
         self.model, self.seq_len = model, seq_len
-        self.rotated_size = model.mla.qk_rope_head_dim if model.mla else model.head_dim
+        self.rotated_size = model.rotated_size
         self.position_embed = None
         if model.learned_positions and (layers is None or 0 in layers):
             self.position_embed = nn.Embedding(model.learned_positions, model.hidden_size)
@@ -70,7 +74,7 @@ class Decoder(LanguageModel):
 
     def block_inputs(self, x_BSD: Tensor, documents_BS: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return cosines and sines of this rank's positions, and with documents the attention mask."""
-        if self.model.learned_positions:
+        if not self.model.rotates:
             return ()
         rotation = self.cos_SE[self.positions_S].to(x_BSD.dtype), self.sin_SE[self.positions_S].to(x_BSD.dtype)
         return rotation if documents_BS is None else (*rotation, within_documents(documents_BS))

@@ -37,6 +37,10 @@ class HybridBlock(nn.Module):
         return x_BSD + self.get_submodule(self.kind)(self.norm(x_BSD))
 
 
+def build(model: HybridModel, _seq_len: int, layers: range | None) -> Hybrid:
+    return Hybrid(model, layers)
+
+
 class Hybrid(LanguageModel):
     """A hybrid model. State-space layers need no positions, and nor do the layers between them."""
 

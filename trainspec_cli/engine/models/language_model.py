@@ -21,7 +21,7 @@ from trainspec_cli.engine.models.mamba2 import MAMBA_INIT, Mamba2
 from trainspec_cli.engine.models.moe import MixtureOfExperts
 from trainspec_cli.engine.models.norm import RMSNorm
 from trainspec_cli.engine.models.router import Router
-from trainspec_cli.spec.recipe.model import DecoderModel, HybridModel
+from trainspec_cli.spec.recipe.model import TextModel
 
 INIT_STD = 0.02
 
@@ -68,7 +68,7 @@ class LanguageModel(nn.Module):
     writes_per_layer: ClassVar[int]
     """The number of additions of a layer to the residual stream."""
 
-    def __init__(self, model: DecoderModel | HybridModel, layers: range | None, make_block: Callable[[int], nn.Module]):
+    def __init__(self, model: TextModel, layers: range | None, make_block: Callable[[int], nn.Module]):
         super().__init__()
         layers = range(model.num_layers) if layers is None else layers
         first, last = 0 in layers, model.num_layers - 1 in layers
@@ -118,6 +118,10 @@ class LanguageModel(nn.Module):
     def compile_modules(self) -> Sequence[nn.Module]:
         """Return the units that a compiler may fuse; code between them stays eager."""
         return [*self.blocks.values(), *([self.loss.chunk] if self.loss else [])]
+
+    def norm_modules(self) -> Sequence[nn.Module]:
+        """Those whose statistics are taken over the samples of all ranks."""
+        return []
 
     def region_modules(self) -> Sequence[nn.Module]:
         """Return the modules whose matrices tensor parallelism cuts: whole input, summed output.

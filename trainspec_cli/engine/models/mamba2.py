@@ -17,10 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainspec_cli.spec.recipe.model import HybridModel
+from trainspec_cli.spec.recipe.model_parts import CONV_TAPS, SCAN_BLOCK
 
-CONV_TAPS = 4
-SCAN_BLOCK = 128
-"""Tokens per block: larger blocks mean larger products within, and fewer states between."""
 STEP_RANGE = (1e-3, 0.1)
 """Initial values of the step dt, log-uniform."""
 DECAY_RANGE = (1.0, 16.0)

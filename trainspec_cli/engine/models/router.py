@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainspec_cli.engine.models.experts import count_experts
-from trainspec_cli.spec.recipe.model import ExpertSpec
+from trainspec_cli.spec.recipe.model_parts import ExpertSpec
 
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {"softmax": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid}
 

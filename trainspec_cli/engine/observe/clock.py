@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from trainspec_cli.engine.marks import Mark, elapsed_s, mark, wait_for
-from trainspec_cli.rundir.events import PARTS
+from trainspec_cli.rundir.event_types import PARTS
 
 
 class StepClock:

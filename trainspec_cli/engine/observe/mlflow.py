@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from trainspec_cli.engine.observe.scalars import scalars_of
+from trainspec_cli.rundir.event_types import EvalEvent, Event, StepEvent
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import digest
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -24,9 +24,10 @@ class MlflowLog:
         self._id = self._client.create_run(experiment, run_name=name).info.run_id
         self._client.set_tag(self._id, "recipe_digest", digest(spec))
 
-    def record(self, kind: str, fields: dict[str, Any]) -> None:
-        for name, value in scalars_of(kind, fields).items():
-            self._client.log_metric(self._id, name, value, step=fields["step"])
+    def record(self, event: Event) -> None:
+        if isinstance(event, StepEvent | EvalEvent):
+            for name, value in scalars_of(event).items():
+                self._client.log_metric(self._id, name, value, step=event.step)
 
     def close(self) -> None:
         self._client.set_terminated(self._id)

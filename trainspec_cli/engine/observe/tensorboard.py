@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from trainspec_cli.engine.observe.scalars import scalars_of
+from trainspec_cli.rundir.event_types import EvalEvent, Event, SampleEvent, StepEvent
 
 
 class TensorBoardLog:
@@ -14,11 +14,12 @@ class TensorBoardLog:
 
         self._writer = SummaryWriter(str(folder))
 
-    def record(self, kind: str, fields: dict[str, Any]) -> None:
-        for name, value in scalars_of(kind, fields).items():
-            self._writer.add_scalar(name, value, fields["step"])
-        if kind == "sample":
-            self._writer.add_text("sample", f"**{fields['prompt']}**{fields['text']}", fields["step"])
+    def record(self, event: Event) -> None:
+        if isinstance(event, SampleEvent):
+            self._writer.add_text("sample", f"**{event.prompt}**{event.text}", event.step)
+        elif isinstance(event, StepEvent | EvalEvent):
+            for name, value in scalars_of(event).items():
+                self._writer.add_scalar(name, value, event.step)
 
     def close(self) -> None:
         self._writer.close()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from trainspec_cli.engine.observe.scalars import scalars_of
+from trainspec_cli.rundir.event_types import EvalEvent, Event, SampleEvent, StepEvent
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -26,12 +26,11 @@ class WandbLog:
             config=to_plain(spec),
         )
 
-    def record(self, kind: str, fields: dict[str, Any]) -> None:
-        values: dict[str, Any] = dict(scalars_of(kind, fields))
-        if kind == "sample":
-            values["sample"] = fields["prompt"] + fields["text"]
-        if values:
-            self._run.log(values, step=fields["step"])
+    def record(self, event: Event) -> None:
+        if isinstance(event, SampleEvent):
+            self._run.log({"sample": event.prompt + event.text}, step=event.step)
+        elif isinstance(event, StepEvent | EvalEvent):
+            self._run.log(scalars_of(event), step=event.step)
 
     def close(self) -> None:
         self._run.finish()

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.policy.hang import FIRST_S, Whereabouts, find_late, step_deadline_s
+from trainspec_cli.rundir.event_types import HangEvent
 from trainspec_cli.rundir.events import tail_events
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
@@ -103,12 +104,13 @@ class StepWatch(threading.Thread):
         began = time.time()
         position = whereabouts(self._main)
         self._journal.write(
-            "hang",
-            step=self._step + 1,
-            waited_s=waited_s,
-            deadline_s=self._deadline_s,
-            host=socket.gethostname(),
-            **position,
+            HangEvent(
+                step=self._step + 1,
+                waited_s=waited_s,
+                deadline_s=self._deadline_s,
+                host=socket.gethostname(),
+                **position,
+            )
         )
         time.sleep(OTHERS_S)
         reports = self._read_reports(began - 2 * OTHERS_S)
@@ -116,16 +118,16 @@ class StepWatch(threading.Thread):
             self._write_error(reports, waited_s)
             self._end(WorkerError.exit_code)
 
-    def _read_reports(self, since: float) -> dict[int, dict[str, Any]]:
-        """Return the newest report of each rank that has written one."""
+    def _read_reports(self, since: float) -> dict[int, HangEvent]:
+        """Return the newest report of each rank that has left one."""
         reports = {}
         for rank in range(self._world_size):
             for event in tail_events(self._journal.events_of(rank)):
-                if event["type"] == "hang" and event["time"] >= since:
+                if isinstance(event, HangEvent) and event.time >= since:
                     reports[rank] = event
         return reports
 
-    def _write_error(self, reports: dict[int, dict[str, Any]], waited_s: float) -> None:
+    def _write_error(self, reports: dict[int, HangEvent], waited_s: float) -> None:
         """Write the hang as this worker's error, for the supervisor to show and act on."""
         message, detail = describe(reports, self._world_size, self._step + 1, waited_s, self._deadline_s)
         write_json(
@@ -191,17 +193,15 @@ def _sizes(sizes: list[list[int]]) -> str:
 
 
 def describe(
-    reports: dict[int, dict[str, Any]], world_size: int, step: int, waited_s: float, deadline_s: float
+    reports: dict[int, HangEvent], world_size: int, step: int, waited_s: float, deadline_s: float
 ) -> tuple[str, str]:
-    """Return (a message, every rank's stack)."""
-    places = {rank: Whereabouts(event["waiting"], event["collectives"]) for rank, event in reports.items()}
+    """-> (what happened, every rank's stack)."""
+    places = {rank: Whereabouts(event.waiting, event.collectives) for rank, event in reports.items()}
     late, why = find_late(places, world_size)
-    waits_in = next(
-        (event["waits_in"] for rank, event in reports.items() if rank not in late and event["waits_in"]), None
-    )
+    waits_in = next((event.waits_in for rank, event in reports.items() if rank not in late and event.waits_in), None)
     who = f"rank {', '.join(map(str, late))} is late: {why}" if late else why
     others = f"; the others wait in {waits_in}" if late and waits_in else ""
     message = f"step {step} hung: {waited_s:.1f} s, and {deadline_s:.1f} s are allowed; {who}{others}"
-    stacks = [f"rank {rank} ({event['host']}) was at\n{event['stack']}" for rank, event in sorted(reports.items())]
-    silent = [f"rank {rank} did not report" for rank in range(world_size) if rank not in reports]
+    stacks = [f"rank {rank} ({event.host}) was at\n{event.stack}" for rank, event in sorted(reports.items())]
+    silent = [f"rank {rank} reported nothing" for rank in range(world_size) if rank not in reports]
     return message, "\n".join([*silent, *stacks])

@@ -83,7 +83,7 @@ class RingCore(nn.Module):
 
 
 @dataclass(frozen=True)
-class _Block:
+class ChunkPair:
     """Which queries meet the keys and values that came from a peer: slices over the rank's two chunks."""
 
     queries: slice
@@ -91,13 +91,13 @@ class _Block:
     causal: bool
 
 
-def _block(rank: int, source: int, seq: int) -> _Block:
+def _block(rank: int, source: int, seq: int) -> ChunkPair:
     half, all_of_it = seq // 2, slice(0, seq)
     if source == rank:
-        return _Block(all_of_it, all_of_it, causal=True)
+        return ChunkPair(all_of_it, all_of_it, causal=True)
     if source < rank:  # both of the own chunks come after the source's first, and before its second
-        return _Block(all_of_it, slice(0, half), causal=False)
-    return _Block(slice(half, seq), all_of_it, causal=False)
+        return ChunkPair(all_of_it, slice(0, half), causal=False)
+    return ChunkPair(slice(half, seq), all_of_it, causal=False)
 
 
 class _Ring(torch.autograd.Function):
@@ -105,8 +105,8 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, peers: Peers, scale: float | None) -> Tensor:
-        out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=torch.float32, device=q.device)
-        log_total = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
+        out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=_precise(q), device=q.device)
+        log_total = torch.full(q.shape[:3], -torch.inf, dtype=_precise(q), device=q.device)
         travelling = torch.stack((k, v))
         for turn in range(peers.size):
             coming = _Passage(travelling, peers) if turn < peers.size - 1 else None
@@ -123,9 +123,9 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # type: ignore[override]
         q, k, v, out, log_total = ctx.saved_tensors
         peers, dout = ctx.peers, dout.contiguous()
-        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        dq = torch.zeros(q.shape, dtype=_precise(q), device=q.device)
         travelling = torch.stack((k, v))
-        gradients = torch.zeros(travelling.shape, dtype=torch.float32, device=q.device)
+        gradients = torch.zeros(travelling.shape, dtype=_precise(q), device=q.device)
         for turn in range(peers.size):
             coming = _Passage(travelling, peers) if turn < peers.size - 1 else None
             block = _block(peers.rank, (peers.rank - turn) % peers.size, q.shape[2])
@@ -158,10 +158,15 @@ class _Passage:
         return self._received
 
 
+def _precise(x: Tensor) -> torch.dtype:
+    """What sums over blocks are kept in: fp32 at least."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def _merge(out: Tensor, log_total: Tensor, part: Tensor, part_log: Tensor) -> None:
-    """Fold another block's attention into `out` (fp32), both weighted by their shares of the softmax's sum."""
+    """Fold another block's attention into `out` (precise), both weighted by their shares of the softmax's sum."""
     merged = torch.logaddexp(log_total, part_log)
-    out.mul_((log_total - merged).exp()[..., None]).add_(part.float() * (part_log - merged).exp()[..., None])
+    out.mul_((log_total - merged).exp()[..., None]).add_(part.to(out.dtype) * (part_log - merged).exp()[..., None])
     log_total.copy_(merged)
 
 
@@ -176,10 +181,10 @@ def _grouped(x: Tensor, heads: int) -> Tensor:
 def _ungrouped(gradient: Tensor, heads: int) -> Tensor:
     """The sum over the repetitions, (B, K, S, E)."""
     batch, repeated, seq, size = gradient.shape
-    return gradient.float().view(batch, heads, repeated // heads, seq, size).sum(2)
+    return gradient.to(_precise(gradient)).view(batch, heads, repeated // heads, seq, size).sum(2)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float | None) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, block: ChunkPair, scale: float | None) -> tuple[Tensor, Tensor]:
     """-> (attention, its log-sum-exp)."""
     q = q[:, :, block.queries]
     k, v = (_grouped(x[:, :, block.keys], q.shape[1]) for x in (k, v))
@@ -202,7 +207,7 @@ def _attend_backward(
     v: Tensor,
     out: Tensor,
     log_total: Tensor,
-    block: _Block,
+    block: ChunkPair,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> (dq of the block's queries, dk and dv of its keys), given the whole softmax's log-sum-exp."""

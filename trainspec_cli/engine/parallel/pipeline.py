@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainspec_cli.engine.comm.exchange import TimeCollective
-from trainspec_cli.policy.pipeline import Action, num_stages, rank_of_stage
+from trainspec_cli.policy.pipeline import Action
 from trainspec_cli.spec.recipe.layout import Layout
 
 
@@ -50,7 +50,7 @@ class Message(NamedTuple):
 
 def message_after(layout: Layout, action: Action) -> Message | None:
     """What `action` sends."""
-    if action.kind == "forward" and action.stage + 1 < num_stages(layout):
+    if action.kind == "forward" and action.stage + 1 < layout.num_stages:
         return Message(action.stage + 1, action.micro_batch, is_gradient=False)
     if action.kind in ("backward", "backward_input") and action.stage > 0:
         return Message(action.stage - 1, action.micro_batch, is_gradient=True)
@@ -85,10 +85,10 @@ class Mailbox:
 
     def _messages_from(self, order: Sequence[Action]) -> list[Message]:
         messages = (message_after(self.layout, action) for action in order)
-        return [m for m in messages if m is not None and rank_of_stage(self.layout, m.stage) == self.rank]
+        return [m for m in messages if m is not None and self.layout.rank_of_stage(m.stage) == self.rank]
 
     def send(self, message: Message, tensor: Tensor) -> None:
-        receiver = rank_of_stage(self.layout, message.stage)
+        receiver = self.layout.rank_of_stage(message.stage)
         if receiver == self.rank:
             self._here[message] = tensor
             return
@@ -100,7 +100,7 @@ class Mailbox:
 
     def receive(self, message: Message) -> Tensor:
         sender_stage = message.stage + (1 if message.is_gradient else -1)
-        sender = rank_of_stage(self.layout, sender_stage)
+        sender = self.layout.rank_of_stage(sender_stage)
         if sender == self.rank:
             return self._here.pop(message)
         while message not in self._posted:

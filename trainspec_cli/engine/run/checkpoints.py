@@ -9,7 +9,6 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch.distributed as dist
 
@@ -23,10 +22,11 @@ from trainspec_cli.engine.comm.json_collectives import broadcast_json
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.policy.cadence import checkpoint_interval_s, checkpoint_interval_steps
 from trainspec_cli.policy.recovery import job_mtbf_s, rollback_mtbf_s
+from trainspec_cli.rundir.event_types import CadenceEvent, CheckpointEvent, WarningEvent
 from trainspec_cli.rundir.memory import make_memory_folder
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.auto import AUTO
-from trainspec_cli.spec.canonical import from_plain, to_plain
+from trainspec_cli.spec.canonical import ABSENT, from_plain, to_plain
 from trainspec_cli.spec.results.plan import Plan
 
 MEASURING_STEPS = 10
@@ -136,7 +136,7 @@ class Checkpoints:
         self._report(saved)
         chosen = self._cadence.learn(None if saved.error else (saved.blocked_s, saved.written_s))
         if chosen:
-            self._journal.write("cadence", step=saved.about.step, **chosen)
+            self._journal.write(CadenceEvent(step=saved.about.step, **asdict(chosen)))
 
     def _report(self, saved: Saved, waited_s: float = 0.0) -> None:
         """Record a checkpoint; one that failed is a warning, and training goes on. `waited_s`: outside any step."""
@@ -146,13 +146,14 @@ class Checkpoints:
             self._warn(step, f"{saved.error}; the checkpoints before it are whole")
             return
         self._journal.write(
-            "checkpoint",
-            step=step,
-            path=str(self._run_dir.checkpoint(step)),
-            bytes=saved.bytes,
-            seconds=saved.blocked_s,
-            written_s=saved.written_s,
-            **({"waited_s": waited_s} if waited_s else {}),
+            CheckpointEvent(
+                step=step,
+                path=str(self._run_dir.checkpoint(step)),
+                bytes=saved.bytes,
+                seconds=saved.blocked_s,
+                written_s=saved.written_s,
+                waited_s=waited_s or ABSENT,
+            )
         )
 
     def _warn_put_off(self, due: int, step: int) -> None:
@@ -166,7 +167,7 @@ class Checkpoints:
         self._put_off = True
 
     def _warn(self, step: int, message: str) -> None:
-        self._journal.write("warning", step=step, message=message)
+        self._journal.write(WarningEvent(step=step, message=message))
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,7 @@ class Cadence:
             self._last_due = step
         return due
 
-    def learn(self, cost_s: tuple[float, float] | None) -> dict[str, Any] | None:
+    def learn(self, cost_s: tuple[float, float] | None) -> CheckpointInterval | None:
         """Choose the interval for `auto` by how long the newest checkpoint blocked and was written (None: it failed).
 
         Called by every rank together; rank 0's figures count. -> the interval and its grounds, where it is a new one.
@@ -233,7 +234,7 @@ class Cadence:
         if chosen is None or chosen.interval_steps == self._interval_steps:
             return None
         self._interval_steps = chosen.interval_steps
-        return asdict(chosen)
+        return chosen
 
     def _best(self, blocked_s: float, written_s: float) -> CheckpointInterval:
         """Return Daly's interval for the time that training waited and that steps beside the writing took longer."""

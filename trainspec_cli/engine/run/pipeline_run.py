@@ -15,8 +15,7 @@ from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.train_state import Stages
 from trainspec_cli.engine.parallel.data_parallel import exchange_in_backward, exchange_now
 from trainspec_cli.engine.parallel.pipeline import Mailbox, Message, Schedule, message_after
-from trainspec_cli.policy.pipeline import SPLIT_SCHEDULES, Action, Kind, num_stages, rank_of_stage
-from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.policy.pipeline import Action, Kind
 
 
 class PipelineRun:
@@ -31,7 +30,7 @@ class PipelineRun:
         self._inputs: dict[tuple[int, int], Tensor] = {}
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self._left = Counter(action.stage for action in self._own if action.kind in _GRADIENTS_DONE)
-        self._last = num_stages(stages.layout) - 1
+        self._last = stages.layout.num_stages - 1
 
     def run(self) -> Tensor:
         """Run this rank's actions and return the loss, with the gradients in place."""
@@ -56,7 +55,7 @@ class PipelineRun:
 
     def _backward(self, action: Action) -> None:
         self._left[action.stage] -= 1
-        every_time = exchanges_every_backward(self.stages.layout)
+        every_time = self.stages.layout.exchanges_every_backward
         exchange_in_backward(self.stages.parts[action.stage], every_time or self._left[action.stage] == 0)
         self._backpropagate(action)
 
@@ -98,16 +97,6 @@ _HANDLERS = {
 _GRADIENTS_DONE: tuple[Kind, ...] = ("backward", "backward_weight")
 
 
-def exchanges_every_backward(layout: Layout) -> bool:
-    """Return whether each backward exchanges gradients: ZeRO-2 and 3 keep them sharded between micro-batches.
-
-    They are exchanged once a step with replicas, whose sum costs more, and where weights' gradients come after their
-    backward.
-    """
-    sharded = layout.zero_stage >= 2 and layout.dp_shard > 1 and layout.dp_replicate == 1
-    return sharded and layout.pipeline_schedule not in SPLIT_SCHEDULES
-
-
 def _place(action: Action) -> tuple[int, int]:
     return action.stage, action.micro_batch
 
@@ -119,9 +108,9 @@ def forward_only(stages: Stages, tokens: Tensor, *others: Tensor) -> Tensor | No
     That is the summed loss, or without targets the logits.
     """
     layout = stages.layout
-    last = num_stages(layout) - 1
+    last = layout.num_stages - 1
     schedule = [
-        [Action("forward", stage, 0) for stage in range(last + 1) if rank_of_stage(layout, stage) == rank]
+        [Action("forward", stage, 0) for stage in range(last + 1) if layout.rank_of_stage(stage) == rank]
         for rank in range(layout.pp)
     ]
     mail = Mailbox(layout, schedule, stages.lines, stages.hidden.like(tokens), stages.clock.collective)

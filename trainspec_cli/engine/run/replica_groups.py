@@ -33,6 +33,7 @@ from trainspec_cli.environment_names import GROUP, START
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.policy.recovery import enough_groups
 from trainspec_cli.policy.spread import Portion, lr_factor, take_portion
+from trainspec_cli.rundir.event_types import RecoveryEvent, RetryEvent
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.spec.results.plan import Plan
 
@@ -166,8 +167,8 @@ class ReplicaGroups:
             lr_factor=lr_factor(batching.shrink_lr, taken, batching.global_batch_size),
             event_fields={
                 "group": self._own.group,
-                "groups": list(present.groups),
-                "took": [portion.start, portion.samples],
+                "groups": tuple(present.groups),
+                "took": (portion.start, portion.samples),
             },
         )
 
@@ -184,7 +185,7 @@ class ReplicaGroups:
             self._tenure_steps += 1
         else:
             self._failed_tries += 1
-            self.journal.write("retry", step=self._progress.step + 1)
+            self.journal.write(RetryEvent(step=self._progress.step + 1))
         return committed
 
     def note_step(self, step: int, step_time_s: float) -> None:
@@ -197,10 +198,11 @@ class ReplicaGroups:
         self._recent_s.append(step_time_s)
         if before is None or (before.names == self._taking_part.names and not tries):
             return
-        cost = {"stall_s": max(0.0, elapsed_s - usual_s), "lost_steps": tries}
+        stall_s, lost = max(0.0, elapsed_s - usual_s), tries
         for change, group in self._taking_part.changes_since(before) or [("retried", None)]:
-            self.journal.write("recovery", step=step, change=change, group=group, **cost)
-            cost = {"stall_s": 0.0, "lost_steps": 0}  # several at once cost as much as one
+            event = RecoveryEvent(step=step, change=change, group=group, stall_s=stall_s, lost_steps=lost)
+            self.journal.write(event)
+            stall_s, lost = 0.0, 0  # several at once cost as much as one
 
     def leave(self) -> None:
         self._membership.leave()

@@ -23,18 +23,19 @@ from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.finite import REMEDY, is_finite
 from trainspec_cli.engine.observe.device import Peak, peak_memory_bytes
 from trainspec_cli.errors import EXIT_DONE, Stopped, WorkerError
-from trainspec_cli.rundir.accounting import account_run, goodput
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.files import write_json
+from trainspec_cli.rundir import record
+from trainspec_cli.rundir.accounting import account_run, measure_throughput
+from trainspec_cli.rundir.event_types import StepEvent
+from trainspec_cli.rundir.events import read_sound
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.result import RunResult
+from trainspec_cli.rundir.record import RunResult
 from trainspec_cli.rundir.stops import may_stop
-from trainspec_cli.rundir.throughput import measure_throughput
+from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.spec.results.plan import Plan
 
 EXIT_CODES = {"done": EXIT_DONE, "stopped": Stopped.exit_code}
-Steps = Sequence[dict[str, Any]]
+Steps = Sequence[StepEvent]
 """`step` events, in order."""
 
 
@@ -43,9 +44,9 @@ class RunTally:
     """Figures that the result needs, gathered while the run goes on."""
 
     peak: Peak = field(default_factory=lambda: Peak(0.0, "unknown"))
-    steps: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[StepEvent] = field(default_factory=list)
     """This start's step events."""
-    heldout: dict[str, float | None] | None = None
+    heldout: dict[str, Any] | None = None
     """Figures of the last evaluation."""
 
 
@@ -70,13 +71,13 @@ class Divergence:
 
     def _faults_of_steps(self, step: int, own: Steps) -> Iterator[str]:
         """`own` are those of this start; where they updated nothing, those before them count too."""
-        if any(not event["skipped"] for event in own):
+        if any(not event.skipped for event in own):
             events = own
         else:
-            events = [*(event for event in read_events(self._run_dir.events(0)) if event["type"] == "step"), *own]
-        if events and not _is_finite(events[-1]["loss"]):
+            events = [*(event for event in read_sound(self._run_dir.events(0)) if isinstance(event, StepEvent)), *own]
+        if events and not _is_finite(events[-1].loss):
             yield f"the loss of the last step, {step}, is not finite"
-        skipped = sum(1 for _ in takewhile(lambda event: event["skipped"], reversed(events)))
+        skipped = sum(1 for _ in takewhile(lambda event: event.skipped, reversed(events)))
         if skipped and 2 * skipped >= step:
             yield f"the loss or the gradients were not finite in the last {skipped} of {step} steps, at least half"
 
@@ -118,7 +119,7 @@ def write_result(
     *,
     status: Literal["done", "stopped"],
     step: int,
-    heldout: Mapping[str, float | None],
+    heldout: Mapping[str, Any],
 ) -> str:
     """Write result.json and return the weights' SHA-256. Called by every rank together.
 
@@ -136,19 +137,20 @@ def write_result(
     time_s = account_run(run_dir, now=time.time())
     if dist.get_rank() == 0 and (status == "done" or may_stop(run_dir)):
         Fence.of_worker(run_dir).check()
+        is_text = plan.spec.data.unit == "tokens"
         result = RunResult(
             status=status,
             exit_code=EXIT_CODES[status],
             steps=step,
-            final_loss=tally.steps[-1]["loss"] if tally.steps else None,
-            heldout=heldout,
-            unit=plan.spec.data.unit,
-            units_per_s=throughput.tokens_per_s,
+            final_loss=tally.steps[-1].loss if tally.steps else None,
+            tokens_per_s=throughput.tokens_per_s if is_text else ABSENT,
+            samples_per_s=ABSENT if is_text else throughput.tokens_per_s,
             mfu=throughput.mfu,
             peak_memory_bytes=int(memory),
             weights_sha256=sha256,
-            goodput=goodput(time_s),
+            goodput=time_s.goodput,
             time_s=time_s,
+            **heldout,
         )
-        write_json(run_dir.result_json, result.to_json())
+        record.write_result(run_dir, result)
     return sha256

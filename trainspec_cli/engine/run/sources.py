@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,10 +21,16 @@ from trainspec_cli.engine.data.loader import BatchPlan, batches, read_ahead, rea
 from trainspec_cli.engine.data.sample_loader import SampleLoader
 from trainspec_cli.engine.data.staging import Staging
 from trainspec_cli.engine.run.evaluate import heldout_loss, heldout_metrics, write_text
-from trainspec_cli.spec.recipe.model import ConvModel
+from trainspec_cli.rundir.event_types import SetFigures
 from trainspec_cli.spec.results.plan import Plan
 
 Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class WrittenSample:
+    prompt: str
+    text: str
 
 
 class DataSource(Protocol):
@@ -47,13 +54,13 @@ class DataSource(Protocol):
     def summarise(self, evaluated: Figures | None) -> Figures:
         """Return what result.json holds of the last `evaluate`."""
 
-    def write_sample(self) -> dict[str, str] | None:
-        """Continue the recipe's prompt: return the fields of a `sample` event; None where none is wanted."""
+    def write_sample(self) -> WrittenSample | None:
+        """Continue the recipe's prompt; None where none is wanted."""
 
 
 def open_source(plan: Plan, folder: str | None, state: TrainState) -> DataSource:
     """Open the plan's data in `folder` (phantoms have none)."""
-    if isinstance(plan.spec.model, ConvModel):
+    if plan.spec.model.unit == "samples":
         return SampleSource(
             plan, open_samples(plan.spec.data, plan.spec.model, Path(folder) if folder else None), state
         )
@@ -98,7 +105,9 @@ class TokenSource:
             return None
         held_out = [loss for name, loss in losses.items() if name not in self.collection.validation]
         whole = total(held_out or list(losses.values()))
-        sets = {name: {"loss": one.nats_per_token, "bits_per_byte": one.bits_per_byte} for name, one in losses.items()}
+        sets = {
+            name: SetFigures(loss=one.nats_per_token, bits_per_byte=one.bits_per_byte) for name, one in losses.items()
+        }
         return {
             "heldout_loss": whole.nats_per_token,
             "heldout_bits_per_byte": whole.bits_per_byte,
@@ -121,13 +130,13 @@ class TokenSource:
             **({"sets": evaluated["sets"]} if evaluated and "sets" in evaluated else {}),
         }
 
-    def write_sample(self) -> dict[str, str] | None:
+    def write_sample(self) -> WrittenSample | None:
         sample = self.spec.sample
         if not sample.max_new_tokens:
             return None
         folder = self.collection.tokenizer_folder
         if folder is None:
-            return {"prompt": sample.prompt, "text": "(no tokenizer: data.tokenizer.path names one)"}
+            return WrittenSample(sample.prompt, "(no tokenizer: data.tokenizer.path names one)")
         asked = question(self.spec.data, sample.prompt)
         prompt_ids = encode(folder, sample.prompt) if asked is None else encode_template(folder, asked)
         ids = write_text(
@@ -139,8 +148,8 @@ class TokenSource:
             seed=self.spec.train.seed,
         )
         if asked is None:
-            return {"prompt": sample.prompt, "text": decode(folder, ids)}
-        return {"prompt": f"{sample.prompt}\n", "text": decode(folder, until_special(folder, ids))}
+            return WrittenSample(sample.prompt, decode(folder, ids))
+        return WrittenSample(f"{sample.prompt}\n", decode(folder, until_special(folder, ids)))
 
 
 class SampleSource:
@@ -166,5 +175,5 @@ class SampleSource:
     def summarise(self, evaluated: Figures | None) -> Figures:
         return evaluated or {}
 
-    def write_sample(self) -> dict[str, str] | None:
+    def write_sample(self) -> WrittenSample | None:
         return None

@@ -24,6 +24,8 @@ from trainspec_cli.engine.run.faults import Faults
 from trainspec_cli.engine.run.result import Divergence, RunTally, write_result
 from trainspec_cli.engine.run.step import StepOutcome, train_step
 from trainspec_cli.policy.schedule import learning_rate
+from trainspec_cli.rundir.event_types import EndEvent, EvalEvent, SampleEvent, StartEvent, StepEvent, WarningEvent
+from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.spec.results.plan import Plan
 
 
@@ -87,18 +89,19 @@ class Trainer:
 
     def _announce(self) -> None:
         self.journal.write(
-            "start",
-            step=self.progress.step,
-            world_size=self.plan.world_size,
-            device_name=device_name(self.state.device),
-            peak_flops=self.tally.peak.flops,
-            peak_source=self.tally.peak.source,
-            params=self.plan.params,
-            flops_per_token=self.plan.flops_per_token,
-            unit=self.spec.data.unit,
-            restored_from=self.restored_from,
-            pid=os.getpid(),
-            host=socket.gethostname(),
+            StartEvent(
+                step=self.progress.step,
+                world_size=self.plan.world_size,
+                device_name=device_name(self.state.device),
+                peak_flops=self.tally.peak.flops,
+                peak_source=self.tally.peak.source,
+                params=self.plan.params,
+                flops_per_token=self.plan.flops_per_token,
+                unit=self.spec.data.unit,
+                restored_from=self.restored_from,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+            )
         )
 
     # One step after another
@@ -182,27 +185,27 @@ class Trainer:
         parts_s = done.segments.parts_s()
         step_time_s = sum(parts_s.values())
         skipped = bool(done.outcome.skipped.item())
-        event = {
-            "step": done.step,
-            "loss": done.outcome.loss.item(),
-            "grad_norm": done.outcome.grad_norm.item(),
-            "lr": done.lr,
-            self.spec.data.unit: done.samples * self.spec.data.seq_len,
-            "samples": done.samples,
-            "step_time_s": step_time_s,
-            "time_s": parts_s,
-            "skipped": skipped,
+        event = StepEvent(
+            step=done.step,
+            loss=done.outcome.loss.item(),
+            grad_norm=done.outcome.grad_norm.item(),
+            lr=done.lr,
+            tokens=done.samples * self.spec.data.seq_len if self.spec.data.unit == "tokens" else ABSENT,
+            samples=done.samples,
+            step_time_s=step_time_s,
+            time_s=parts_s,
+            skipped=skipped,
             **done.event_fields,
-        }
-        self.journal.write("step", **event)
+        )
+        self.journal.write(event)
         self.tally.steps.append(event)
         self.checkpoints.note_step(done.step, step_time_s, writing=done.outcome.writing.item() > 0)
         self.stopping = self.stopping or done.outcome.stop.item() > 0
         if skipped:
-            self.journal.write("warning", step=done.step, message="loss or gradient not finite: update skipped")
+            self.journal.write(WarningEvent(step=done.step, message="loss or gradient not finite: update skipped"))
         self.divergence.note_step(done.step, skipped=skipped)
         if leak := self.memory.check(done.step):
-            self.journal.write("warning", step=done.step, message=leak)
+            self.journal.write(WarningEvent(step=done.step, message=leak))
         self.coordinator.note_step(done.step, step_time_s)
 
     # What is due between steps, and at the end
@@ -236,12 +239,13 @@ class Trainer:
         if heldout is None:
             return
         self.tally.heldout = heldout
-        self.journal.write("eval", step=self.progress.step, **heldout, seconds=time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self.journal.write(EvalEvent(step=self.progress.step, **heldout, seconds=seconds))
 
     def _write_sample(self) -> None:
         sample = self.source.write_sample()
         if sample is not None:
-            self.journal.write("sample", step=self.progress.step, **sample)
+            self.journal.write(SampleEvent(step=self.progress.step, prompt=sample.prompt, text=sample.text))
 
     def _end(self) -> None:
         """Raise WorkerError where all steps are made and the model came to nothing, and leave no checkpoint of it."""
@@ -265,7 +269,7 @@ class Trainer:
         sha256 = write_result(
             self.run_dir, self.state, self.plan, self.tally, status=status, step=step, heldout=summary
         )
-        self.journal.write("end", step=step, status=status, weights_sha256=sha256)
+        self.journal.write(EndEvent(step=step, status=status, weights_sha256=sha256))
         self.journal.close()
 
 

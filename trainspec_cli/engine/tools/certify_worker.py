@@ -28,7 +28,6 @@ from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.recipe.model import ConvModel
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.tools import (
@@ -120,7 +119,7 @@ def drawn_batch(plan: Plan, state: TrainState, step: int) -> list[MicroBatch]:
 def drawn_samples(spec: RunSpec, generator: torch.Generator) -> MicroBatch:
     """A global batch of tokens and those that follow, or of images and labels."""
     model, samples = spec.model, spec.batching.global_batch_size
-    if isinstance(model, ConvModel):
+    if model.unit == "samples":
         images = torch.randn((samples, model.in_channels, *model.input_size), generator=generator)
         labelled = model.input_size if model.segments else ()
         return images, torch.randint(model.num_classes, (samples, *labelled), generator=generator)

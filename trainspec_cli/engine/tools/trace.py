@@ -31,7 +31,6 @@ from trainspec_cli.engine.shares import local_part
 from trainspec_cli.engine.tools.ledger import Ledger
 from trainspec_cli.spec.recipe.kernels import KernelSpec
 from trainspec_cli.spec.recipe.layout import MESH_AXES
-from trainspec_cli.spec.recipe.model import ConvModel
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.tools import TraceRequest, TraceResult
 
@@ -217,7 +216,7 @@ def one_step(plan: Plan, state: TrainState, micro_batches: int) -> None:
 
 def fake_batch(plan: Plan, state: TrainState) -> MicroBatch:
     model, samples = plan.spec.model, plan.micro_batch_size
-    if isinstance(model, ConvModel):
+    if model.unit == "samples":
         images = torch.zeros(samples, model.in_channels, *model.input_size)
         labels = (samples, *model.input_size) if model.segments else (samples,)
         return images, torch.zeros(labels, dtype=torch.int64)

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainspec_cli import __version__
@@ -21,9 +21,9 @@ from trainspec_cli.launch.job.provenance import git_state, versions
 from trainspec_cli.rundir import memory
 from trainspec_cli.rundir.files import write_json, write_text
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_about
+from trainspec_cli.rundir.record import Resume, RunRecord, read_run_record, write_run_record
 from trainspec_cli.spec.auto import AUTO
-from trainspec_cli.spec.canonical import digest, to_plain
+from trainspec_cli.spec.canonical import Absent, digest, to_plain
 from trainspec_cli.spec.recipe.init import InitSpec
 from trainspec_cli.spec.recipe.kernels import KernelTable
 from trainspec_cli.spec.results.plan import Plan
@@ -100,20 +100,17 @@ def write_launch(
     write_json(run.versions_json, versions())
     _keep_small_files(plan.spec.init, run)
     _write_start(job, plan, kernels)
-    write_json(
-        run.run_json,
-        {
-            "recipe": origin.recipe,
-            "digest": digest(plan.spec),
-            "argv": list(origin.argv),
-            "trainspec": __version__,
-            "created_at": time.time(),
-            "data_dir": str(data_folder.absolute()) if data_folder else None,
-            "git": git_state(Path.cwd()),
-            "resumes": [],
-            memory.SECRET: memory.new_secret(),
-        },
+    record = RunRecord(
+        recipe=origin.recipe,
+        digest=digest(plan.spec),
+        argv=tuple(origin.argv),
+        trainspec=__version__,
+        created_at=time.time(),
+        data_dir=str(data_folder.absolute()) if data_folder else None,
+        git=git_state(Path.cwd()),
+        memory_secret=memory.new_secret(),
     )
+    write_run_record(run, record)
 
 
 def _keep_small_files(init: InitSpec, run: RunDir) -> None:
@@ -136,17 +133,17 @@ def write_resume(
     """Write down that the run goes on under `plan`; what the last start left of its end is cleared away. `from_step`:
     None for a run that was written down and never started, which begins."""
     run = job.run
-    about = read_about(run)
+    record = read_run_record(run)
     if from_step is not None:
-        resume = {"argv": list(argv), "trainspec": __version__, "at": time.time(), "from_step": from_step}
-        about.setdefault("resumes", []).append(resume)
-    about["digest"] = digest(plan.spec)
-    about.setdefault(memory.SECRET, memory.new_secret())
+        resume = Resume(tuple(argv), __version__, time.time(), from_step)
+        record = replace(record, resumes=(*record.resumes, resume))
+    secret = memory.new_secret() if isinstance(record.memory_secret, Absent) else record.memory_secret
+    record = replace(record, digest=digest(plan.spec), memory_secret=secret)
     for report in run.errors_folder.glob("*.json"):
         report.unlink()
     run.result_json.unlink(missing_ok=True)
     _write_start(job, plan, kernels)
-    write_json(run.run_json, about)
+    write_run_record(run, record)
 
 
 def _write_start(job: Job, plan: Plan, kernels: KernelTable | None) -> None:

@@ -5,24 +5,12 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec
-from trainspec_cli.spec.recipe.model import (
-    ConvModel,
-    DecoderModel,
-    ExpertSpec,
-    HybridModel,
-    LatentAttention,
-    ModelSpec,
-    RopeScaling,
-)
-
-FAMILIES: dict[str, type[DecoderModel] | type[HybridModel] | type[ConvModel]] = {
-    "decoder": DecoderModel,
-    "hybrid": HybridModel,
-    "conv": ConvModel,
-}
+from trainspec_cli.spec.recipe.model import ModelSpec
+from trainspec_cli.spec.structure import choose_section
 
 
 def conf_folders() -> list[Path]:
@@ -32,15 +20,14 @@ def conf_folders() -> list[Path]:
 
 
 def _load_group(group: str) -> dict[str, dict[str, Any]]:
-    """Every option of a group, by file name; the first folder that has one wins."""
-    import yaml  # deferred: `plan` never needs it
+    """Return every option of a group, by file name; the first folder that has one wins. Raises UnreadableFileError."""
+    from trainspec_cli.reading.yaml_file import read_yaml  # deferred: `plan` never needs it
 
     options: dict[str, dict[str, Any]] = {}
     for folder in conf_folders():
         for path in sorted((folder / group).glob("*.yaml")):
             if path.stem not in options:
-                text = path.read_text(encoding="utf-8")
-                options[path.stem] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+                options[path.stem] = read_yaml(path) or {}
     return options
 
 
@@ -86,19 +73,13 @@ def find_accelerator(label: str) -> AcceleratorSpec | None:
 @lru_cache(maxsize=1)
 def models() -> dict[str, ModelSpec]:
     described = _load_group("model")
-    return {name: build_model(values) for name, values in described.items() if values["family"] != "auto"}
+    return {name: _model_of(values) for name, values in described.items() if values["family"] != "auto"}
 
 
-def build_model(values: dict[str, Any]) -> ModelSpec:
-    """From a conf/model file that is already known to be right."""
-    fields = dict(values)
-    for key, kind in (("mla", LatentAttention), ("experts", ExpertSpec), ("rope_scaling", RopeScaling)):
-        if isinstance(fields.get(key), dict):
-            fields[key] = kind(**fields[key])
-    for key in ("input_size", "widths", "blocks"):
-        if key in fields:
-            fields[key] = tuple(fields[key])
-    return FAMILIES[fields.get("family", "decoder")](**fields)
+def _model_of(values: dict[str, Any]) -> ModelSpec:
+    family = choose_section(ModelSpec, values)
+    assert family is not None, "a union of dataclasses has one"
+    return cast("ModelSpec", from_plain(family, values))
 
 
 def find_model(label: str) -> ModelSpec | None:

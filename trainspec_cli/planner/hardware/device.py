@@ -8,8 +8,8 @@ from trainspec_cli.planner.capacity import describe_fabric, efficiency_of, softw
 from trainspec_cli.planner.hardware.catalogue import find_accelerator
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import axis_groups
-from trainspec_cli.planner.memory.engine.stages import stages_memory
 from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
+from trainspec_cli.planner.memory.predict import predict_memory
 from trainspec_cli.planner.setup import RECOMPUTE, Setup
 from trainspec_cli.planner.time.step import estimate_step, micro_batch
 from trainspec_cli.spec.recipe.cluster import Machine
@@ -25,7 +25,7 @@ def is_known(plan: Plan, machine: Machine) -> bool:
 def predict_device(plan: Plan, machine: Machine) -> LocalPrediction:
     """Of a plan whose GPUs are known (`is_known`)."""
     setup, eff = setup_of(plan, machine), efficiency_of(plan.spec.cluster)
-    memory = max(stages_memory(setup, plan.recompute), key=lambda stage: stage.total_bytes)
+    memory = max(predict_memory(setup, plan.recompute), key=lambda stage: stage.total_bytes)
     return LocalPrediction(
         time_s=step_parts_s(setup, eff),
         memory={
@@ -59,7 +59,7 @@ def setup_of(plan: Plan, machine: Machine) -> Setup:
         recompute=RECOMPUTE[plan.recompute],
         offload_optimizer=plan.offload == "optimizer",
         matmul=plan.compute if plan.spec.precision.matmul == "compute" else template.matmul,
-        software=software_of(plan.spec, sharded=layout.zero_stage == 3 and layout.dp_shard > 1),
+        software=software_of(plan.spec, sharded=layout.shards_parameters),
     )
 
 

@@ -100,7 +100,7 @@ def sustained_fraction(chip: AcceleratorSpec) -> float:
     if not chip.tdp_w or not chip.bf16_tflops:
         return 0.75
     power = chip.tdp_w / chip.bf16_tflops / REFERENCE_W_PER_TFLOP
-    return 0.80 * min(1.0, power) ** 0.3
+    return 0.80 * float(min(1.0, power) ** 0.3)
 
 
 EXPONENTIALS_PER_FLOP = 1 / 250

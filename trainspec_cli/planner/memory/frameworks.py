@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.compute import EIGHT_BIT
 from trainspec_cli.planner.time.pipeline import stage_layers
-from trainspec_cli.planner.workload.layers import embedding_work, head_work, layer_kinds, num_layers
+from trainspec_cli.planner.workload import embedding_work, head_work, layer_kinds
 from trainspec_cli.planner.workload.work import Work
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec
-from trainspec_cli.spec.recipe.model import ConvModel
 from trainspec_cli.spec.results.prediction import MemoryBreakdown
 from trainspec_cli.units import GIB
 
@@ -101,7 +100,7 @@ def kept_of(works: tuple[Work, ...], setup: Setup) -> float:
 
 
 def mean_layer_memory(setup: Setup) -> LayerMemory:
-    count = num_layers(setup.model)
+    count = setup.model.num_layers
     params = experts = kept = working = output = 0.0
     for number, works in layer_kinds(setup.model, setup.tokens, setup.seq_len, setup.layout):
         params += number * sum(work.params for work in works)
@@ -152,7 +151,7 @@ def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) ->
 
 def gathered_bytes(layer: LayerMemory, outside: float, setup: Setup) -> float:
     """ZeRO-3: two layers' parameters and a layer's gradients unsharded, and the embedding and head."""
-    if setup.layout.zero_stage != 3 or setup.layout.dp_shard == 1:
+    if not setup.layout.shards_parameters:
         return 0.0
     params = layer.params + layer.expert_params
     gradient = (setup.software.reduce_bytes + 2.0) * params * min(1.0, setup.trainable * 1e3)
@@ -168,18 +167,17 @@ def step_bytes(params: float, freed_bytes: float, setup: Setup) -> float:
 def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory, constants: MemoryModel) -> MemoryBreakdown:
     """Of one pipeline stage."""
     layout, last = setup.layout, stage == setup.layout.pp - 1
-    shards = layout.dp_shard * layout.cp
-    expert_shards = max(1, shards * layout.tp // (layout.ep * layout.etp))
+    shards = layout.shards
     ends = [embedding_work(setup.model, setup.tokens, layout) if stage == 0 else None]
     ends.append(head_work(setup.model, setup.tokens, layout) if last else None)
     outside = sum(work.params for work in ends if work)
     dense = add(state_bytes(layers * layer.params, shards, setup), state_bytes(outside, shards, setup, True))
-    experts = state_bytes(layers * layer.expert_params, expert_shards, setup)
+    experts = state_bytes(layers * layer.expert_params, layout.expert_shards, setup)
     logits = logit_bytes(setup, constants) if last else 0.0
     activations = stage_activations(setup, stage, layers, layer, logits)
     buffers = setup.software.bucket_bytes if layout.data_parallel_size > 1 else 0.0
     gathered = gathered_bytes(layer, outside, setup)
-    stepping = (layers * layer.params + outside) / shards + layers * layer.expert_params / expert_shards
+    stepping = (layers * layer.params + outside) / shards + layers * layer.expert_params / layout.expert_shards
     stepped = step_bytes(stepping * setup.trainable, constants.reuse * (activations + logits + gathered), setup)
     parameters = dense[0] + experts[0] + gathered
     gradients, optimizer = dense[1] + experts[1], dense[2] + experts[2] + stepped
@@ -209,7 +207,7 @@ def stage_activations(setup: Setup, stage: int, layers: int, layer: LayerMemory,
 
 
 def logit_bytes(setup: Setup, constants: MemoryModel) -> float:
-    if isinstance(setup.model, ConvModel):
+    if setup.model.unit == "samples":
         return 0.0
     each = constants.logit_bytes if setup.software.fused_kernels else constants.logit_bytes_eager
     each += 2.0 * setup.software.shifted_logits
@@ -227,13 +225,13 @@ def communicators(setup: Setup) -> int:
 def kept_activation_bytes(setup: Setup) -> float:
     """What the first stage keeps from forward to backward, without the running layer's own temporaries."""
     layer = mean_layer_memory(setup)
-    return layer.kept_bytes * in_flight(setup, 0) * num_layers(setup.model) / setup.layout.pp
+    return layer.kept_bytes * in_flight(setup, 0) * setup.model.num_layers / setup.layout.pp
 
 
 def peak_of(setup: Setup, layer: LayerMemory, constants: MemoryModel = DEFAULT_MEMORY) -> float:
     """Of the fullest stage, which is the first or the last."""
-    relief = 1.0 if num_layers(setup.model) % setup.layout.pp else 0.0
-    counts = stage_layers(num_layers(setup.model), setup.layout, relief)
+    relief = 1.0 if setup.model.num_layers % setup.layout.pp else 0.0
+    counts = stage_layers(setup.model.num_layers, setup.layout, relief)
     ends = {0, len(counts) - 1}
     return max(stage_memory(setup, stage, counts[stage], layer, constants).total_bytes for stage in ends)
 
@@ -241,8 +239,8 @@ def peak_of(setup: Setup, layer: LayerMemory, constants: MemoryModel = DEFAULT_M
 def estimate_memory(setup: Setup, constants: MemoryModel = DEFAULT_MEMORY) -> tuple[MemoryBreakdown, ...]:
     """Of every pipeline stage, in bytes."""
     layer = mean_layer_memory(setup)
-    relief = 1.0 if num_layers(setup.model) % setup.layout.pp else 0.0
-    counts = stage_layers(num_layers(setup.model), setup.layout, relief)
+    relief = 1.0 if setup.model.num_layers % setup.layout.pp else 0.0
+    counts = stage_layers(setup.model.num_layers, setup.layout, relief)
     return tuple(stage_memory(setup, stage, count, layer, constants) for stage, count in enumerate(counts))
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from trainspec_cli.planner.workload.plan_sizes import COMPUTE_BYTES, chunk_tokens, micro_tokens, unit_params
+from trainspec_cli.planner.workload.plan_sizes import COMPUTE_BYTES, micro_tokens, unit_params
 from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.model_parts import loss_chunk_tokens
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.probe import MachineProbe
 
@@ -52,7 +53,7 @@ def fragmentation(probe: MachineProbe) -> float:
 def parameter_bytes(plan: Plan, model: DecoderModel) -> float:
     """Own ones in fp32, and in the compute format those that are gathered."""
     block, outside = unit_params(plan, model)
-    freed = plan.layout.dp_shard > 1 and plan.layout.zero_stage == 3
+    freed = plan.layout.shards_parameters
     gathered = (2 * block if freed else model.num_layers * block) + outside
     return 4 * plan.params / plan.layout.dp_shard + COMPUTE_BYTES[plan.compute] * gathered
 
@@ -82,5 +83,5 @@ def activation_bytes_per_token(model: DecoderModel, compute: str) -> int:
 
 def loss_bytes(plan: Plan, model: DecoderModel) -> float:
     """A chunk of logits with all that is made of them, and the head's gradient in fp32."""
-    chunk = min(micro_tokens(plan), chunk_tokens(model.vocab_size))
+    chunk = min(micro_tokens(plan), loss_chunk_tokens(model.vocab_size))
     return chunk * model.vocab_size * LOSS_BYTES_A_LOGIT + 4.0 * model.vocab_size * model.hidden_size

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner.assumptions import gather_assumptions
 from trainspec_cli.planner.run import goodput
-from trainspec_cli.planner.run.expense import expect_carbon, expect_energy, expect_money, occupation
+from trainspec_cli.planner.run.cost import expect_carbon, expect_energy, expect_money, occupation
 from trainspec_cli.planner.run.uncertainty import propagate, within
 from trainspec_cli.policy import cadence, recovery
 from trainspec_cli.spec.auto import AUTO
@@ -30,13 +31,17 @@ def forecast_run(
 ) -> RunForecast:
     """Expect what `candidate` makes of the recipe, from its first step to `train.max_steps`.
 
-    `elastic`: the same work in replica groups, to set beside it.
+    `elastic`: the same work in replica groups, to set beside it. Raises RecipeError for a run that failures never let
+    end.
     """
-    modes = recovery_modes(spec.resilience, candidate.layout.dp_replicate)
-    chosen, *others = (expect_goodput(spec, plan, candidate, mode) for mode in modes)
+    wanted, *alternatives = recovery_modes(spec.resilience, candidate.layout.dp_replicate)
+    chosen = expect_goodput(spec, plan, candidate, wanted)
+    if chosen is None:
+        raise RecipeError(_endless(spec, plan))
+    others = [useful for mode in alternatives if (useful := expect_goodput(spec, plan, candidate, mode))]
     if elastic is not None:
         useful = expect_goodput(spec, plan, elastic, replace(spec.resilience, mode="elastic"))
-        others.append(replace(useful, layout=elastic.layout.describe()))
+        others += [replace(useful, layout=elastic.layout.describe())] if useful else []
     steps = spec.train.max_steps
     wall_time_s = expect_wall_time(steps, candidate.step_time_s, chosen.goodput)
     spent = occupation(chosen, candidate.time)
@@ -66,13 +71,27 @@ def recovery_modes(wanted: ResilienceSpec, replica_groups: int) -> tuple[Resilie
     return wanted, replace(wanted, mode=other)
 
 
-def expect_goodput(spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resilience: ResilienceSpec) -> Goodput:
-    """Simulate the run SEEDS times under one way of recovering; the median, and the middle nine in ten."""
+def _endless(spec: RunSpec, plan: CapacityPlan) -> Problem:
+    path = "cluster.reliability.mtbf_device_hours"
+    mtbf_s = recovery.job_mtbf_s(spec.cluster.reliability, plan.world_size)
+    message = f"with a failure every {mtbf_s:.3g} s (`{path}` over {plan.world_size:,} devices) no work is ever kept"
+    return Problem("out_of_range", message, path, f"type a larger {path}, or fewer devices")
+
+
+def expect_goodput(
+    spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resilience: ResilienceSpec
+) -> Goodput | None:
+    """Simulate the run SEEDS times under one way of recovering; the median, and the middle nine in ten.
+
+    None where failures leave nothing of the work in more than one in twenty of them.
+    """
     cluster = spec.cluster.reliability
     job = describe_job(spec, plan, candidate, resilience)
     outcomes = goodput.simulate_many(job, cluster, resilience, SEEDS)
     parts = [{cause: lost / outcome.wall_s for cause, lost in outcome.lost_s.items()} for outcome in outcomes]
     kept = [outcome.goodput for outcome in outcomes]
+    if _quantile(kept, 0.05) <= 0:
+        return None
     mtbf_s = recovery.job_mtbf_s(cluster, plan.world_size)
     saving = checkpoint_times(spec, plan)
     rollback_s = recovery.rollback_mtbf_s(resilience, cluster, mtbf_s, job.replica_groups)

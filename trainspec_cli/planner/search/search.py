@@ -26,7 +26,6 @@ from trainspec_cli.planner.time.step import (
     recompute_part_s,
     waiting_share,
 )
-from trainspec_cli.planner.workload.layers import num_layers
 from trainspec_cli.spec.recipe.layout import Layout
 
 TOO_LARGE = "memory"
@@ -34,7 +33,7 @@ SLOWER = "slower than those shown"
 
 
 @dataclass(frozen=True)
-class Found:
+class Estimated:
     """One layout, predicted."""
 
     setup: Setup
@@ -60,14 +59,14 @@ class Search:
     """Of the limit: what is over by less may fit when it is counted more closely."""
     considered: int = 0
     refused: Counter[str] = field(default_factory=Counter)
-    smallest: Found | None = None
+    smallest: Estimated | None = None
     """Of all, fitting or not: what to say when none fits."""
 
-    def run(self, space: Space) -> list[Found]:
+    def run(self, space: Space) -> list[Estimated]:
         self._limit = self.slack * memory_limit_bytes(self.template.fabric.chip)
         self._parts: dict[tuple[object, ...], MicroBatch] = {}
         self._memory: dict[tuple[object, ...], LayerMemory] = {}
-        best: list[tuple[float, int, Found]] = []
+        best: list[tuple[float, int, Estimated]] = []
         for layout, micro, accum in space.layouts():
             base = self._setup(layout, micro, accum)
             for offload in self.offloads:
@@ -79,7 +78,7 @@ class Search:
         return [found for _, _, found in sorted(best, key=lambda item: (-item[0], item[1]))]
 
     def _setup(self, layout: Layout, micro: int, accum: int) -> Setup:
-        sharded = layout.zero_stage == 3 and layout.dp_shard > 1
+        sharded = layout.shards_parameters
         return replace(
             self.template,
             layout=layout,
@@ -88,7 +87,7 @@ class Search:
             software=self.softwares[sharded],
         )
 
-    def _try(self, setup: Setup, recompute: str, best: list[tuple[float, int, Found]]) -> bool:
+    def _try(self, setup: Setup, recompute: str, best: list[tuple[float, int, Estimated]]) -> bool:
         """-> whether heavier recomputation is no use: this fits, or is already too slow."""
         self.considered += 1
         known = self._parts.get(self._part_key(setup))
@@ -98,14 +97,14 @@ class Search:
         if peak > self._limit:
             self.refused[TOO_LARGE] += 1
             if self.smallest is None or peak < self.smallest.peak_bytes:
-                self.smallest = Found(setup, recompute, 0.0, peak)
+                self.smallest = Estimated(setup, recompute, 0.0, peak)
             return False
         once = self._micro_batch(setup)
         if known is None and self._too_slow(setup, once, best):
             return True
         groups = axis_groups(setup.layout, setup.fabric, self.eff)
         step = assemble_step(setup, once, groups, self.eff).total_s
-        entry = (-step, -self.considered, Found(setup, recompute, step, peak))
+        entry = (-step, -self.considered, Estimated(setup, recompute, step, peak))
         if len(best) < self.keep:
             heapq.heappush(best, entry)
             return True
@@ -113,7 +112,7 @@ class Search:
         heapq.heappushpop(best, entry)
         return True
 
-    def _too_slow(self, setup: Setup, once: MicroBatch, best: list[tuple[float, int, Found]]) -> bool:
+    def _too_slow(self, setup: Setup, once: MicroBatch, best: list[tuple[float, int, Estimated]]) -> bool:
         slow = len(best) == self.keep and self._bound(setup, once) >= -best[0][0]
         self.refused[SLOWER] += slow
         return slow
@@ -121,13 +120,13 @@ class Search:
     def _bound(self, setup: Setup, once: MicroBatch) -> float:
         """No schedule is faster than the mean stage's own work, waiting for the slowest device included."""
         layer, layout = once.layer, setup.layout
-        work = num_layers(setup.model) * (own_work_s(layer) + recompute_part_s(layer, setup))
+        work = setup.model.num_layers * (own_work_s(layer) + recompute_part_s(layer, setup))
         work += own_work_s(once.embedding) + own_work_s(once.head)
         return setup.grad_accum * work / layout.pp * (1 + waiting_share(setup, self.eff))
 
     def _part_key(self, setup: Setup) -> tuple[object, ...]:
         layout = setup.layout
-        gathered = layout.zero_stage == 3 and layout.dp_shard > 1
+        gathered = layout.shards_parameters
         accum = setup.grad_accum if setup.matmul in EIGHT_BIT else setup.grad_accum > 1
         return *_cut(layout), layout.pp == 1, gathered, setup.micro_batch_size, accum, id(setup.software)
 

@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from trainspec_cli.planner.workload.layers import num_layers
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec, PipelineSchedule, ZeroStage
-from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel, ModelSpec
+from trainspec_cli.spec.recipe.model import ModelSpec
 from trainspec_cli.spec.recipe.run import RunSpec
 
 MIN_TOKENS_PER_RANK = 512
@@ -39,7 +38,7 @@ class Space:
             for cp in self._axis(wanted.cp, max(1, self.spec.data.seq_len // MIN_TOKENS_PER_RANK)):
                 if not self._keep(self.spec.data.seq_len % cp == 0, "the sequence does not divide by cp"):
                     continue
-                for pp in self._axis(wanted.pp, num_layers(model)):
+                for pp in self._axis(wanted.pp, model.num_layers):
                     if self.world_size % (tp * cp * pp):
                         self.refused["the axes' product is not the number of devices"] += 1
                         continue
@@ -98,7 +97,7 @@ class Space:
                 yield replace(base, dp_replicate=width // int(pinned), dp_shard=int(pinned), zero_stage=stage)
 
     def _expert_axes(self, base: Layout) -> Iterator[Layout]:
-        experts = getattr(self.spec.model, "experts", None)
+        experts = self.spec.model.experts
         wanted = self.spec.layout
         if experts is None:
             yield base
@@ -123,7 +122,7 @@ class Space:
         if base.pp == 1:
             yield base
             return
-        layers = num_layers(self.spec.model)
+        layers = self.spec.model.num_layers
         if not self._keep(base.pp <= layers, "more pipeline stages than layers"):
             return
         for schedule in schedules_of(wanted):
@@ -157,14 +156,10 @@ def schedules_of(wanted: LayoutSpec) -> Sequence[PipelineSchedule]:
 
 
 def splits_heads(model: ModelSpec, tp: int) -> bool:
-    if tp == 1:
-        return True
-    if isinstance(model, ConvModel):
-        return False
-    if isinstance(model, DecoderModel):
-        widths = model.ffn_size % tp == 0
-        return model.num_heads % tp == 0 and widths and (model.num_kv_heads % tp == 0 or tp % model.num_kv_heads == 0)
-    return model.num_heads % tp == 0 if model.num_heads else True
+    if tp == 1 or model.unit == "samples" or "tp" in model.record.refuses:
+        return tp == 1
+    heads = model.num_kv_heads or tp
+    return model.num_heads % tp == model.ffn_size % tp == 0 and (heads % tp == 0 or tp % heads == 0)
 
 
 def divisors(number: int) -> list[int]:

@@ -20,7 +20,6 @@ from trainspec_cli.planner.hardware.rates import (
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.workload.work import Gemm, Work
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec
-from trainspec_cli.spec.recipe.model import ConvModel
 
 FUSED_LOSS = 1 / 3
 """Traffic of a softmax and loss that read the logits once each way and keep nothing, over one kernel an operation."""
@@ -161,8 +160,7 @@ def attention_s(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> tupl
 
 def layer_time(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> LayerTime:
     """Of one part of a layer."""
-    conv = isinstance(setup.model, ConvModel)
-    one = conv_s if conv else gemm_s
+    one = conv_s if work.convolves else gemm_s
     times = [one(gemm, rates, eff) for gemm in work.gemms]
     uneven = 1.0 + eff.expert_imbalance if work.expert_params else 1.0
     products = uneven * sum(time[0] for time in times)
@@ -172,7 +170,7 @@ def layer_time(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> Layer
     backward *= not work.frozen
     attention_f, attention_b = attention_s(work, setup, rates, eff)
     scale = eff.elementwise if setup.software.fused_kernels else eff.elementwise_eager
-    if conv:
+    if work.convolves:
         scale *= eff.conv_memory / eff.elementwise
     pass_bytes = work.pass_bytes + work.loss_bytes * (FUSED_LOSS if setup.software.fused_loss else 1.0)
     if not setup.software.fused_kernels:
@@ -200,7 +198,7 @@ def launches(work: Work, setup: Setup) -> float:
 def accumulate_s(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> float:
     """Adding a micro-batch's weight gradients to those before: at the end of the product itself, or a kernel apart."""
     layout, software = setup.layout, setup.software
-    if setup.grad_accum == 1 or (layout.zero_stage == 3 and layout.dp_shard > 1):
+    if setup.grad_accum == 1 or layout.shards_parameters:
         return 0.0
     weights = sum(gemm.k * gemm.n * gemm.count for gemm in work.gemms)
     if software.fused_accumulation:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from trainspec_cli.planner.workload.plan_sizes import (
     COMPUTE_BYTES,
     block_matrices,
-    chunk_tokens,
     micro_tokens,
     unit_params,
 )
 from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.model_parts import loss_chunk_tokens
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.probe import PROBED_HEAD_SIZES, PROBED_HEADS, PROBED_TOKENS, Curve, MachineProbe
 
@@ -115,7 +115,7 @@ def outside_pass(plan: Plan, model: DecoderModel, probe: MachineProbe) -> _Pass:
     head, params = model.vocab_size * hidden, unit_params(plan, model)[1]
     products = (probe.matmul.forward, probe.matmul.input_gradient, probe.matmul.weight_gradient)
     forward = sum(_products_s(curve, head, tokens) for curve in products)
-    chunk = min(tokens, chunk_tokens(model.vocab_size))
+    chunk = min(tokens, loss_chunk_tokens(model.vocab_size))
     forward += tokens / chunk * probe.loss.beyond_call(chunk * model.vocab_size)
     forward += tokens / chunk * 2 * probe.cast.beyond_call(head) + probe.cast.beyond_call(params)
     forward += probe.norm.forward.beyond_call(tokens * hidden) + probe.add.beyond_call(tokens * hidden)
@@ -151,7 +151,8 @@ def _unit_collectives_s(plan: Plan, params: int, probe: MachineProbe, *, is_bloc
     if layout.dp_shard > 1:
         gathers = _gathers(plan, is_block=is_block)
         seconds += gathers * probe.all_gather.at(params * COMPUTE_BYTES[plan.compute])
-        seconds += plan.grad_accum_steps * probe.reduce_scatter.at(reduced_bytes)
+        exchanges = plan.grad_accum_steps if layout.exchanges_every_backward else 1
+        seconds += exchanges * probe.reduce_scatter.at(reduced_bytes)
     if layout.dp_replicate > 1:
         seconds += probe.all_reduce.beyond_call(reduced_bytes / layout.dp_shard)
     return seconds

@@ -11,9 +11,8 @@ from trainspec_cli.planner.hardware.topology import Group, axis_groups
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.compute import LayerTime, Rates, layer_time, rates_of, ungrouped
 from trainspec_cli.planner.time.pipeline import bubble_s, stage_layers
-from trainspec_cli.planner.workload.layers import embedding_work, head_work, layer_kinds, num_layers
+from trainspec_cli.planner.workload import embedding_work, head_work, layer_kinds
 from trainspec_cli.planner.workload.work import Work
-from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel
 from trainspec_cli.spec.results.prediction import StepTime
 
 
@@ -44,7 +43,7 @@ def layer_comm(work: Work, setup: Setup, groups: dict[str, Group], eff: Efficien
 
 
 @dataclass(frozen=True)
-class Part:
+class LayersPart:
     """Some layers, one micro-batch: compute, communication, parameters of a rank."""
 
     time: LayerTime = field(default_factory=LayerTime)
@@ -52,8 +51,8 @@ class Part:
     params: float = 0.0
     expert_params: float = 0.0
 
-    def plus(self, other: Part, times: float = 1.0) -> Part:
-        return Part(
+    def plus(self, other: LayersPart, times: float = 1.0) -> LayersPart:
+        return LayersPart(
             self.time.plus(other.time, times),
             self.comm.plus(other.comm, times),
             self.params + times * other.params,
@@ -61,23 +60,23 @@ class Part:
         )
 
 
-def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> Part:
+def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> LayersPart:
     if work is None:
-        return Part()
+        return LayersPart()
     comm = layer_comm(work, setup, groups, eff)
-    return Part(layer_time(work, setup, rates, eff), comm, work.params, work.expert_params)
+    return LayersPart(layer_time(work, setup, rates, eff), comm, work.params, work.expert_params)
 
 
-def mean_layer(setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> Part:
+def mean_layer(setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> LayersPart:
     """The average over the model's layers."""
-    total, count = Part(), num_layers(setup.model)
+    total, count = LayersPart(), setup.model.num_layers
     for number, works in layer_kinds(setup.model, setup.tokens, setup.seq_len, setup.layout):
         for work in works:
             total = total.plus(part_of(work, setup, rates, groups, eff), number)
-    return Part().plus(total, 1.0 / count)
+    return LayersPart().plus(total, 1.0 / count)
 
 
-def recompute_part_s(part: Part, setup: Setup) -> float:
+def recompute_part_s(part: LayersPart, setup: Setup) -> float:
     """Forward work, and where matmuls are among it its communication, done again in the backward."""
     again, time = setup.recompute, part.time
     work = again.matmul * time.matmul_f + again.attention * time.attention_f + again.elementwise * time.memory_f
@@ -94,9 +93,9 @@ class MicroBatch:
     search computes it once for many layouts.
     """
 
-    layer: Part
-    embedding: Part
-    head: Part
+    layer: LayersPart
+    embedding: LayersPart
+    head: LayersPart
     rates: Rates
 
 
@@ -149,35 +148,35 @@ def waiting_share(setup: Setup, eff: Efficiency) -> float:
     return eff.jitter * math.log2(max(1.0, setup.fabric.num_devices / 8))
 
 
-def with_prediction_layers(head: Part, layer: Part, setup: Setup) -> Part:
+def with_prediction_layers(head: LayersPart, layer: LayersPart, setup: Setup) -> LayersPart:
     """Multi-token prediction repeats a layer and the head on the last stage."""
     model = setup.model
-    if isinstance(model, DecoderModel) and model.prediction_layers:
+    if model.prediction_layers:
         once = head.plus(layer)
         return head.plus(once, model.prediction_layers)
     return head
 
 
-def stage_layers_of(setup: Setup, layer: Part, head: Part) -> tuple[int, ...]:
+def stage_layers_of(setup: Setup, layer: LayersPart, head: LayersPart) -> tuple[int, ...]:
     one = layer.time.forward + layer.time.backward
     relief = round((head.time.forward + head.time.backward) / one, 1) if one else 0.0
-    return stage_layers(num_layers(setup.model), setup.layout, relief)
+    return stage_layers(setup.model.num_layers, setup.layout, relief)
 
 
-def stage_parts(once: MicroBatch, counts: tuple[int, ...]) -> list[Part]:
-    whole = {count: Part().plus(once.layer, count) for count in set(counts)}
+def stage_parts(once: MicroBatch, counts: tuple[int, ...]) -> list[LayersPart]:
+    whole = {count: LayersPart().plus(once.layer, count) for count in set(counts)}
     stages = [whole[count] for count in counts]
     stages[0] = stages[0].plus(once.embedding)
     stages[-1] = stages[-1].plus(once.head)
     return stages
 
 
-def stage_s(part: Part, setup: Setup) -> float:
+def stage_s(part: LayersPart, setup: Setup) -> float:
     """One micro-batch through one stage and back."""
     return own_work_s(part) + recompute_part_s(part, setup)
 
 
-def own_work_s(part: Part) -> float:
+def own_work_s(part: LayersPart) -> float:
     """One micro-batch through it and back, nothing done again."""
     comm = part.comm
     return part.time.forward + part.time.backward + 2 * comm.tp + 3 * comm.cp + 2 * comm.ep
@@ -186,7 +185,7 @@ def own_work_s(part: Part) -> float:
 def pipeline_sends_s(setup: Setup, group: Group, eff: Efficiency) -> float:
     """Exposed sends of activations and their gradients between stages."""
     layout = setup.layout
-    if layout.pp == 1 or isinstance(setup.model, ConvModel):
+    if layout.pp == 1:
         return 0.0
     parts = layout.tp if layout.sequence_parallel or setup.software.split_sends else 1
     message = 2.0 * setup.tokens * setup.model.hidden_size / parts
@@ -194,7 +193,7 @@ def pipeline_sends_s(setup: Setup, group: Group, eff: Efficiency) -> float:
     return 2 * layout.virtual_stages * setup.grad_accum * one + 2 * (layout.pp - 1) * send_s(group, message, eff)
 
 
-def host_wait_s(part: Part, device_s: float, setup: Setup, eff: Efficiency) -> float:
+def host_wait_s(part: LayersPart, device_s: float, setup: Setup, eff: Efficiency) -> float:
     """By which launching a micro-batch's kernels takes longer than running them."""
     if setup.software.graphs:
         return 0.0
@@ -205,28 +204,21 @@ def host_wait_s(part: Part, device_s: float, setup: Setup, eff: Efficiency) -> f
     return max(0.0, launches * eff.launch_s - device_s)
 
 
-def optimizer_s(part: Part, setup: Setup, rates: Rates, eff: Efficiency) -> float:
+def optimizer_s(part: LayersPart, setup: Setup, rates: Rates, eff: Efficiency) -> float:
     """Gradients, master weights and moments through memory once each way; over the host link when offloaded."""
     layout, software = setup.layout, setup.software
-    shards = layout.dp_shard * layout.cp
-    params = setup.trainable * (part.params / shards + part.expert_params / expert_shards(setup))
+    params = setup.trainable * (part.params / layout.shards + part.expert_params / layout.expert_shards)
     traffic = params * (software.grad_bytes + 2 * software.master_bytes + 2 * software.moment_bytes + 2)
     if setup.offload_optimizer:
         return params * (software.grad_bytes + 2) / (setup.fabric.host_link_gb_per_s * 1e9) + traffic / 100e9
     return eff.optimizer_passes * traffic / rates.memory
 
 
-def expert_shards(setup: Setup) -> int:
-    """Ranks that share the optimizer state of one expert."""
-    layout = setup.layout
-    return max(1, layout.dp_shard * layout.cp * layout.tp // (layout.ep * layout.etp))
-
-
-def data_parallel_s(part: Part, setup: Setup, groups: dict[str, Group], eff: Efficiency) -> float:
+def data_parallel_s(part: LayersPart, setup: Setup, groups: dict[str, Group], eff: Efficiency) -> float:
     """Exposed time of gradients' reduction and parameters' gathering."""
     forward = part.time.forward + part.comm.tp + part.comm.ep
     backward = part.time.backward + part.comm.tp + part.comm.ep + recompute_part_s(part, setup)
-    if setup.layout.zero_stage == 3 and setup.layout.dp_shard > 1:
+    if setup.layout.shards_parameters:
         return fully_sharded_s(part, forward, backward, setup, groups, eff)
     software = setup.software
     dense, experts = part.params, part.expert_params
@@ -241,7 +233,7 @@ def data_parallel_s(part: Part, setup: Setup, groups: dict[str, Group], eff: Eff
 
 
 def fully_sharded_s(
-    part: Part, forward: float, backward: float, setup: Setup, groups: dict[str, Group], eff: Efficiency
+    part: LayersPart, forward: float, backward: float, setup: Setup, groups: dict[str, Group], eff: Efficiency
 ) -> float:
     """ZeRO-3: each micro-batch gathers parameters forward and backward and scatters gradients."""
     shard, software = groups["dp_shard"], setup.software

@@ -10,10 +10,10 @@ from typing import Any
 
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.memory.frameworks import memory_limit_bytes, peak_bytes
-from trainspec_cli.planner.memory.measured import memory_figure
 from trainspec_cli.planner.setup import RECOMPUTE, Setup
 from trainspec_cli.planner.time.step import estimate_step
-from trainspec_cli.planner.validation.fit import Case, fit
+from trainspec_cli.planner.validation.fit import FittedRow, fit
+from trainspec_cli.planner.validation.memory import memory_figure
 from trainspec_cli.planner.validation.table import Row, RowRefused, Stated, number, state
 
 
@@ -214,14 +214,14 @@ CASE_WEIGHT = 0.2
 """Five runs say as much as one parameter's prior."""
 
 
-def cases_of(runs: Sequence[Prediction]) -> list[Case]:
+def cases_of(runs: Sequence[Prediction]) -> list[FittedRow]:
     """Identical setups of one source become one case, of their median."""
     groups: dict[tuple[Setup, str], list[float]] = defaultdict(list)
     for run in runs:
         assert run.setup is not None and run.measured_step_time_s is not None
         groups[run.setup, run.row.get("source") or ""].append(run.measured_step_time_s)
     return [
-        Case(setup, sorted(times)[len(times) // 2], CASE_WEIGHT * math.sqrt(len(times)))
+        FittedRow(setup, sorted(times)[len(times) // 2], CASE_WEIGHT * math.sqrt(len(times)))
         for (setup, _), times in groups.items()
     ]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.setup import Setup
@@ -29,7 +30,7 @@ STEP = 0.05
 
 
 @dataclass(frozen=True)
-class Case:
+class FittedRow:
     """One measured run."""
 
     setup: Setup
@@ -38,7 +39,7 @@ class Case:
 
 
 def fit(
-    cases: Sequence[Case], start: Efficiency, prior: float = 0.3, iterations: int = 8, derive_every: int = 1
+    cases: Sequence[FittedRow], start: Efficiency, prior: float = 0.3, iterations: int = 8, derive_every: int = 1
 ) -> Efficiency:
     """The efficiencies nearest to the measurements. `prior`: the relative change of a parameter that costs as much
     as one run's error of one Huber width. `derive_every`: iterations that share their derivatives, nearly all the time.
@@ -79,17 +80,17 @@ def _with(start: Efficiency, names: Sequence[str], theta: Sequence[float]) -> Ef
     return replace(start, **{name: min(v, 0.98) if name in FRACTIONS else v for name, v in values.items()})
 
 
-def _errors(cases: Sequence[Case], eff: Efficiency, np):  # type: ignore[no-untyped-def]
+def _errors(cases: Sequence[FittedRow], eff: Efficiency, np):  # type: ignore[no-untyped-def]
     return np.array([math.log(estimate_step(case.setup, eff).total_s / case.step_time_s) for case in cases])
 
 
-def _cost(errors, cases: Sequence[Case], shift, ridge: float, np) -> float:  # type: ignore[no-untyped-def]
+def _cost(errors, cases: Sequence[FittedRow], shift, ridge: float, np) -> float:  # type: ignore[no-untyped-def]
     size = abs(errors)
     huber = np.where(size < HUBER, 0.5 * size**2, HUBER * (size - 0.5 * HUBER))
     return float((np.array([case.weight for case in cases]) * huber).sum() + 0.5 * ridge * (shift**2).sum())
 
 
-def _jacobian(cases, current, names, theta, errors, np):  # type: ignore[no-untyped-def]
+def _jacobian(cases: Any, current: Any, names: Any, theta: Any, errors: Any, np: Any) -> Any:
     columns = []
     for index in range(len(names)):
         moved = theta.copy()

@@ -15,13 +15,13 @@ GENERATIONS = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
 
 
 @dataclass(frozen=True)
-class Network:
+class NamedNetwork:
     gbit_per_device: float
     kind: str
     assumed: bool
 
 
-def network_of(text: str, per_node: int, chip: AcceleratorSpec) -> Network:
+def network_of(text: str, per_node: int, chip: AcceleratorSpec) -> NamedNetwork:
     """`8x400 Gbps/node IB`, `4x ConnectX-7 IB NDR 400Gb/s`, `400 Gbps/GPU class`: the compute network alone."""
     lower = text.lower()
     kind = kind_of(lower)
@@ -35,19 +35,19 @@ def network_of(text: str, per_node: int, chip: AcceleratorSpec) -> Network:
     per_host = re.search(r"(\d+)\s*gbps\s*/\s*node", part)
     bytes_each = re.search(r"pcie-nic:\s*(\d+)\s*gb/s", part)
     if per_gpu:
-        return Network(float(per_gpu.group(1)), kind, False)
+        return NamedNetwork(float(per_gpu.group(1)), kind, False)
     if plain:
-        return Network(int(plain.group(1)) * int(plain.group(2)) / per_node, kind, False)
+        return NamedNetwork(int(plain.group(1)) * int(plain.group(2)) / per_node, kind, False)
     if per_host:
-        return Network(int(per_host.group(1)) / per_node, kind, False)
+        return NamedNetwork(int(per_host.group(1)) / per_node, kind, False)
     if bytes_each:
-        return Network(min(400.0, int(bytes_each.group(1)) * 8 / per_node), kind, False)
+        return NamedNetwork(min(400.0, int(bytes_each.group(1)) * 8 / per_node), kind, False)
     if each:
-        return Network(int(each.group(1)) * int(each.group(2)) / per_node, kind, False)
+        return NamedNetwork(int(each.group(1)) * int(each.group(2)) / per_node, kind, False)
     for name, rate in GENERATIONS.items():
         if name in part:
-            return Network(float(rate), kind, True)
-    return Network(usual_gbit(chip), kind, True)
+            return NamedNetwork(float(rate), kind, True)
+    return NamedNetwork(usual_gbit(chip), kind, True)
 
 
 def usual_gbit(chip: AcceleratorSpec) -> float:
@@ -77,7 +77,7 @@ def recompute_of(row: Mapping[str, str], model: ModelSpec, layout: Layout) -> tu
         return RECOMPUTE["none"], False
     blocks = re.match(r"full_block\((\d+)", text)
     if blocks:
-        stage = max(1.0, getattr(model, "num_layers", 1) / layout.pp)
+        stage = max(1.0, model.num_layers / layout.pp)
         return Recompute(1.0, 1.0, 1.0, layers=min(1.0, int(blocks.group(1)) / stage)), False
     if text.startswith("full"):
         return RECOMPUTE["full"], False

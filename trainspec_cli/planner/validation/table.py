@@ -12,7 +12,8 @@ from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.validation.prose import network_of, recompute_of, software_of
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec
 from trainspec_cli.spec.recipe.layout import Layout, PipelineSchedule, ZeroStage
-from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel, ExpertSpec, HybridModel, LatentAttention, ModelSpec
+from trainspec_cli.spec.recipe.model import DecoderModel, HybridModel, ModelSpec
+from trainspec_cli.spec.recipe.model_parts import ExpertSpec, LatentAttentionSpec
 from trainspec_cli.spec.sizes import LARGEST_OF
 
 Row = Mapping[str, str]
@@ -73,7 +74,7 @@ def model_of(row: Row) -> tuple[ModelSpec, tuple[str, ...]]:
         known = find_model(row.get("model", ""))
         if known is None:
             raise RowRefused(f"the sizes of model {row.get('model') or '?'} are neither stated nor in conf/model")
-        return known, () if isinstance(known, ConvModel) else ("model",)
+        return known, () if known.unit == "samples" else ("model",)
     if "hybrid" in (row.get("family") or "") or "mamba" in (row.get("model") or "").lower():
         return hybrid_of(row)
     return decoder_of(row)
@@ -100,11 +101,11 @@ def experts_of(row: Row, layers: int, plain: DecoderModel) -> ExpertSpec | None:
     return min(options, key=lambda option: abs(count_params(replace(plain, experts=option)) / 1e9 - total))
 
 
-def latent_of(row: Row) -> LatentAttention | None:
+def latent_of(row: Row) -> LatentAttentionSpec | None:
     """DeepSeek's ranks, where the row names latent attention or leaves out the head's width as tables of it do."""
     name = (row.get("model") or "").lower() + (row.get("act_ckpt") or "")
     if "mla" in name or (number(row, "head_dim") is None and re.search(r"deepseek-?v[23]|kimi", name)):
-        return LatentAttention(kv_lora_rank=512, q_lora_rank=1536)
+        return LatentAttentionSpec(kv_lora_rank=512, q_lora_rank=1536)
     return None
 
 
@@ -197,7 +198,7 @@ def layout_of(row: Row, num_devices: int, model: ModelSpec) -> Layout:
     vpp = whole(row, "vpp", 1) if pp > 1 else 1
     schedule: PipelineSchedule = "interleaved" if vpp > 1 or "interleaved" in (row.get("pp_schedule") or "") else "1f1b"
     etp = re.search(r"ETP=(\d+)", row.get("notes") or "")
-    ep = whole(row, "ep", 1) if getattr(model, "experts", None) else 1
+    ep = whole(row, "ep", 1) if model.experts else 1
     return Layout(
         dp_replicate=max(1, dp // shard),
         dp_shard=shard,
@@ -251,7 +252,7 @@ def state(row: Row) -> Stated:
     compute, matmul = formats_of(row, chip)
     micro, accum, samples, assumed_batch = batch_of(row, layout)
     recompute, is_open = recompute_of(row, model, layout)
-    images = isinstance(model, ConvModel)
+    images = model.unit == "samples"
     setup = Setup(
         model=model,
         layout=layout,

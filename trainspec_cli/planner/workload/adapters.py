@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainspec_cli.planner.workload.transformer import count_params
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import DecoderModel, ModelSpec
 
@@ -41,15 +40,14 @@ def _feed_forward(model: DecoderModel, is_expert_layer: bool, tp: int) -> dict[s
     return {"up": up, "down": down} | ({"gate": up} if model.gated_mlp else {})
 
 
+def adapted_decoder(model: ModelSpec, lora: LoraSpec) -> DecoderModel | None:
+    """The model where it has adapters: no other family has any."""
+    return model if lora.rank and isinstance(model, DecoderModel) else None
+
+
 def adapter_params(model: ModelSpec, lora: LoraSpec) -> int:
-    if not lora.rank or not isinstance(model, DecoderModel):
+    decoder = adapted_decoder(model, lora)
+    if decoder is None:
         return 0
-    layers = (model.is_expert_layer(layer) for layer in range(model.num_layers))
-    return lora.rank * sum(sum(sum(sizes) for sizes in adapted_matrices(model, experts, lora)) for experts in layers)
-
-
-def trained_share(model: ModelSpec, lora: LoraSpec) -> float:
-    """Part of the parameters that have gradients."""
-    if not lora.rank or not isinstance(model, DecoderModel):
-        return 1.0
-    return adapter_params(model, lora) / count_params(model)
+    layers = (decoder.is_expert_layer(layer) for layer in range(decoder.num_layers))
+    return lora.rank * sum(sum(sum(sizes) for sizes in adapted_matrices(decoder, experts, lora)) for experts in layers)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from trainspec_cli.planner.workload.work import Gemm, Kinds, Work
+from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.model import ConvModel
+from trainspec_cli.spec.recipe.model_parts import STEM_CHANNELS
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ def detector_backbone(model: ConvModel) -> list[Conv]:
 def resnet(model: ConvModel) -> list[Conv]:
     """Stem and stages; widths are those inside the bottlenecks. ResNeXt's are twice ResNet's for the same output."""
     area = math.prod(model.input_size)
-    convs = [Conv(area / 4, model.in_channels, 64, 49, in_positions=area)]
-    channels, positions = 64, area / 16
+    convs = [Conv(area / 4, model.in_channels, STEM_CHANNELS, 49, in_positions=area)]
+    channels, positions = STEM_CHANNELS, area / 16
     for stage, (width, count) in enumerate(zip(model.widths, model.blocks, strict=True)):
         for block in range(count):
             stride = 2 if stage > 0 and block == 0 else 1
@@ -137,19 +139,24 @@ def convolutions(model: ConvModel) -> tuple[Conv, ...]:
     return tuple(BUILDERS[model.architecture](model))
 
 
-def count_params(model: ConvModel) -> int:
+def count_params(model: ConvModel, *, active: bool = False) -> int:
+    """Every sample meets all of them: `active` changes nothing."""
     features = model.widths[-1] * model.expansion
     head = (features + 1) * model.num_classes if model.architecture == "resnet" else 0
     return sum(conv.all_params for conv in convolutions(model)) + head
 
 
-def flops_per_sample(model: ConvModel) -> float:
-    """Forward and twice that backward; multiply and add count as two."""
+def flops_per_token(model: ConvModel, _seq_len: int) -> float:
+    """A sample's forward and twice that backward; multiply and add count as two."""
     return 3.0 * sum(conv.flops for conv in convolutions(model))
 
 
+def mixing_flops_per_token(_model: ConvModel, _seq_len: int) -> float:
+    return 0.0
+
+
 @lru_cache(maxsize=1024)
-def layer_works(model: ConvModel, samples: float) -> Kinds:
+def layer_works(model: ConvModel, samples: float, _seq_len: int, _layout: Layout) -> Kinds:
     """One kind: the whole network. A norm and its activation, one kernel that holds its input, read and write once."""
     works: list[Work] = []
     for conv in convolutions(model):
@@ -173,6 +180,7 @@ def layer_works(model: ConvModel, samples: float) -> Kinds:
                 input_bytes=2.0 * into,
                 leaf=not works,
                 frozen=conv.frozen,
+                convolves=True,
             )
         )
     if model.architecture == "maskrcnn":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainspec_cli.planner.workload.work import Gemm, Work
 from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.recipe.model import ExpertSpec
+from trainspec_cli.spec.recipe.model_parts import ExpertSpec
 
 
 def shared_width(experts: ExpertSpec) -> int:

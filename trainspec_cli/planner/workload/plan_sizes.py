@@ -6,8 +6,6 @@ from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.results.plan import Plan
 
 COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
-CHUNK_BYTES = 128 * 2**20
-"""Logits that the engine's cross-entropy holds at once, as fp32."""
 
 
 def block_matrices(model: DecoderModel) -> tuple[int, ...]:
@@ -25,7 +23,3 @@ def unit_params(plan: Plan, model: DecoderModel) -> tuple[int, int]:
 
 def micro_tokens(plan: Plan) -> int:
     return plan.micro_batch_size * plan.spec.data.seq_len
-
-
-def chunk_tokens(vocab_size: int) -> int:
-    return max(64, CHUNK_BYTES // (4 * vocab_size))

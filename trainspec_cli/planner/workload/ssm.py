@@ -9,10 +9,10 @@ from trainspec_cli.planner.workload.moe import active_expert_params, expert_laye
 from trainspec_cli.planner.workload.work import Gemm, Kinds, Work
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.model import HybridModel
+from trainspec_cli.spec.recipe.model_parts import CONV_TAPS
 
 CHUNK = 256
 """Tokens of one block of the state-space dual form."""
-CONV_WIDTH = 4
 SCAN_SLOWNESS = 2.0
 """The chunked scan's kernels reach about half of fused attention's rate."""
 
@@ -30,7 +30,7 @@ def mamba_in_width(model: HybridModel) -> int:
 def mamba_params(model: HybridModel) -> int:
     """The two projections; the convolutions with their biases; of each head step, decay and skip; the gated norm."""
     inner = inner_size(model)
-    conv = (CONV_WIDTH + 1) * (inner + 2 * model.mamba_groups * model.mamba_state_size)
+    conv = (CONV_TAPS + 1) * (inner + 2 * model.mamba_groups * model.mamba_state_size)
     return model.hidden_size * (mamba_in_width(model) + inner) + conv + 3 * model.mamba_heads + inner
 
 
@@ -52,7 +52,7 @@ def layer_params(model: HybridModel, active: bool) -> int:
     return total
 
 
-def count_params(model: HybridModel, active: bool = False) -> int:
+def count_params(model: HybridModel, *, active: bool = False) -> int:
     tables = 1 if model.tied_embeddings else 2
     ends = (tables * model.vocab_size + model.num_layers + 1) * model.hidden_size
     return layer_params(model, active) + ends

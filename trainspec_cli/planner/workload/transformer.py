@@ -39,7 +39,7 @@ def layer_matmul_params(model: DecoderModel, layer: int, active: bool) -> int:
 
 
 @lru_cache(maxsize=256)
-def matmul_params(model: DecoderModel, active: bool = True) -> int:
+def matmul_params(model: DecoderModel, *, active: bool) -> int:
     """Of all layers, the extra prediction layers included, without the head."""
     layers = sum(layer_matmul_params(model, layer, active) for layer in range(model.num_layers))
     extra = layer_matmul_params(model, model.num_layers - 1, active) + 2 * model.hidden_size**2
@@ -51,14 +51,9 @@ def embedding_params(model: DecoderModel) -> int:
     return (tables * model.vocab_size + model.learned_positions) * model.hidden_size
 
 
-def count_params(model: DecoderModel) -> int:
+def count_params(model: DecoderModel, *, active: bool = False) -> int:
     """Every parameter once; tied embeddings count once."""
-    return embedding_params(model) + matmul_params(model, active=False) + vector_params(model)
-
-
-def count_active_params(model: DecoderModel) -> int:
-    """Those that one token meets."""
-    return embedding_params(model) + matmul_params(model) + vector_params(model)
+    return embedding_params(model) + matmul_params(model, active=active) + vector_params(model)
 
 
 def vector_params(model: DecoderModel) -> int:
@@ -103,10 +98,10 @@ def flops_per_token(model: DecoderModel, seq_len: int) -> float:
     PaLM (arXiv:2204.02311, appendix B) counts the full square instead; recomputed work never counts.
     """
     heads = (1 + model.prediction_layers) * model.vocab_size * model.hidden_size
-    return 6.0 * (matmul_params(model) + heads) + core_flops_per_token(model, seq_len)
+    return 6.0 * (matmul_params(model, active=True) + heads) + mixing_flops_per_token(model, seq_len)
 
 
-def core_flops_per_token(model: DecoderModel, seq_len: int) -> float:
+def mixing_flops_per_token(model: DecoderModel, seq_len: int) -> float:
     """Attention's two products, forward and backward, a token."""
     layers = model.num_layers + model.prediction_layers
     return 12.0 * layers * attention_width(model) * mean_context(model, seq_len)

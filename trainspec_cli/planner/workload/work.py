@@ -70,6 +70,9 @@ class Work:
     frozen: bool = False
     """Has no backward: neither it nor anything before it is trained."""
 
+    convolves: bool = False
+    """Its products are convolutions, whose kernels have rates of their own."""
+
     @property
     def gemm_flops(self) -> float:
         return sum(gemm.flops for gemm in self.gemms)

@@ -10,7 +10,7 @@ from trainspec_cli.printable import printable
 from trainspec_cli.report.plan import words
 from trainspec_cli.report.plan.text import assumption_row, run_rows, scaling
 from trainspec_cli.report.plan.words import Json, percent
-from trainspec_cli.report.svg import Line, Segment, render_bar, render_legend, render_lines
+from trainspec_cli.report.svg import LineSeries, Segment, render_bar, render_legend, render_lines
 from trainspec_cli.units import format_bytes, format_count, format_duration
 
 STYLE = Path(__file__).with_name("page.css")
@@ -270,8 +270,8 @@ def _scaling_chart(fitting: Sequence[Json]) -> str:
     points = [(plan["cluster"]["world_size"], plan["best"]["tokens_per_s"]) for plan in plans]
     (first_x, first_y), (last_x, _) = points[0], points[-1]
     lines = [
-        Line("c-ideal", "even scaling", [(first_x, first_y), (last_x, first_y * last_x / first_x)], marked=False),
-        Line("c-measure", f"{words.unit_of(plans[0]['model'])} a second", points),
+        LineSeries("c-ideal", "even scaling", [(first_x, first_y), (last_x, first_y * last_x / first_x)], marked=False),
+        LineSeries("c-measure", f"{words.unit_of(plans[0]['model'])} a second", points),
     ]
     ticks = [(x, f"{x:,}") for x, _ in points]
     legend = render_legend([Segment(line.kind, line.label, 0, "") for line in reversed(lines)])

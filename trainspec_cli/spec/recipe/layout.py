@@ -14,6 +14,8 @@ MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 ZeroStage = Literal[1, 2, 3]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
 ContextMethod = Literal["ring", "ulysses"]
+SPLIT_SCHEDULES: tuple[PipelineSchedule, ...] = ("zero_bubble", "zbv")
+"""The backward is done in two: the input's gradient at once, the weights' later, where a stage would wait."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,67 @@ class Layout:
     def data_parallel_size(self) -> int:
         """Ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
+
+    # Sharding
+
+    @property
+    def shards(self) -> int:
+        """Ranks that a parameter is sharded over: those of cp see the same weights, so they share them too."""
+        return self.dp_shard * self.cp
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks of one replica and one stage, which `ep` divides."""
+        return self.dp_shard * self.cp * self.tp
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that share the state of one expert."""
+        return max(1, self.expert_ranks // (self.ep * self.etp))
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Each micro-batch gathers the parameters and lets go of them (ZeRO-3)."""
+        return self.zero_stage == 3 and self.dp_shard > 1
+
+    @property
+    def exchanges_every_backward(self) -> bool:
+        """Gradients are reduced after every micro-batch, and not once a step.
+
+        ZeRO-2 and 3 keep them sharded from one micro-batch to the next. With replicas they are exchanged once, since
+        the sum over replicas is the dearer exchange, and so they are where weights' gradients come after their
+        backward.
+        """
+        sharded = self.zero_stage >= 2 and self.dp_shard > 1 and self.dp_replicate == 1
+        return sharded and not self.splits_backward
+
+    # Pipeline stages: chunks of consecutive layers, numbered along the model
+
+    @property
+    def splits_backward(self) -> bool:
+        """One stage has nobody to wait for: its backward is never split, whatever the schedule."""
+        return self.pp > 1 and self.pipeline_schedule in SPLIT_SCHEDULES
+
+    @property
+    def chunks_per_rank(self) -> int:
+        return 2 if self._is_a_v else self.virtual_stages
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * self.chunks_per_rank
+
+    def rank_of_stage(self, stage: int) -> int:
+        """Round and round, but for zbv down and up again: a V, so that the first rank also holds the last stage."""
+        if self._is_a_v and stage >= self.pp:
+            return 2 * self.pp - 1 - stage
+        return stage % self.pp
+
+    def stages_of_rank(self, rank: int) -> tuple[int, ...]:
+        return tuple(stage for stage in range(self.num_stages) if self.rank_of_stage(stage) == rank)
+
+    @property
+    def _is_a_v(self) -> bool:
+        return self.pipeline_schedule == "zbv" and self.pp > 1
 
     def describe(self) -> str:
         """`dp_replicate=2 tp=4`: the axes that are not 1."""

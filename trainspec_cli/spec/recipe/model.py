@@ -1,85 +1,15 @@
-"""The model. One frozen dataclass per family; `family` selects it in YAML."""
+"""The models that a recipe can train: one frozen dataclass per family, each with the family's record.
+
+`family` tells them apart in YAML, `unit` what a batch is counted in. docs/adding-a-model.md adds another.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-Activation = Literal["silu", "gelu", "relu2"]
-"""relu2 is the square of relu (Nemotron)."""
-
-
-@dataclass(frozen=True)
-class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values pass through a low-rank latent."""
-
-    kv_lora_rank: int
-    q_lora_rank: int = 0
-    """0: the queries are projected directly."""
-    qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = 64
-    v_head_dim: int = 128
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Rotary frequencies stretched from `original_seq_len` tokens to `factor` times as many."""
-
-    kind: Literal["llama3", "yarn"]
-    """llama3 (arXiv:2407.21783): long waves slowed down, short ones kept. yarn (arXiv:2309.00071): by turns within
-    the original length, and softer scores."""
-    factor: float
-    original_seq_len: int
-    low_freq_factor: float = 1.0
-    """llama3: waves longer than original_seq_len / this are slowed by the whole factor."""
-    high_freq_factor: float = 4.0
-    """llama3: waves shorter than original_seq_len / this are kept."""
-    beta_fast: float = 32.0
-    """yarn: what turns more often than this is kept."""
-    beta_slow: float = 1.0
-    """yarn: what turns less often than this is slowed by the whole factor."""
-    whole_bounds: bool = True
-    """yarn: the bounds between the two are rounded to whole frequencies (gpt_oss does not)."""
-
-
-@dataclass(frozen=True)
-class ExpertSpec:
-    """A mixture of experts instead of the feed-forward."""
-
-    num_experts: int
-    top_k: int
-    expert_ffn_size: int
-    shared_experts: int = 0
-    """Experts that every token visits, each of `shared_expert_ffn_size`."""
-    shared_expert_ffn_size: int | None = None
-    """null: as wide as a routed expert."""
-    first_dense_layers: int = 0
-    """This many leading layers keep the plain feed-forward of `ffn_size`."""
-    every: int = 1
-    """2 makes every second layer an expert layer, the others plain."""
-    shared_gate: bool = False
-    """The shared experts' output is scaled by a learned sigmoid of each token (Qwen2-MoE)."""
-    bias: bool = False
-    """Biases of the router and of the routed experts' matrices (gpt_oss)."""
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    """The function from the router's logits to scores; sigmoid scores every expert by itself (DeepSeek-V3)."""
-    normalise_weights: bool = True
-    """The chosen experts' weights sum to one."""
-    weight_scale: float = 1.0
-    """A factor on the weights after that (the routed scaling factor)."""
-    num_groups: int = 1
-    """Experts are divided into groups; a token's experts come from the `top_groups` groups whose two best score
-    highest."""
-    top_groups: int = 1
-    balance_rate: float = 0.0
-    """Balancing without a loss (arXiv:2408.15664): after each step the choice of an expert that was visited less than
-    the mean is made likelier by so much, of the others less likely; 0: none."""
-    balance_loss: float = 0.0
-    """Coefficient of the loss that balances each sequence (DeepSeek-V3, eq. 17-20), weighed by the sequence's tokens;
-    it steers the gradients and is no part of the loss that is shown."""
-    capacity_factor: float | None = None
-    """An expert takes at most this many times its even share of each sequence, the highest weights first; what is over
-    is dropped. null: it takes all (dropless)."""
+from trainspec_cli.spec.recipe.family import FamilyRecord
+from trainspec_cli.spec.recipe.model_parts import Activation, ExpertSpec, LatentAttentionSpec, Layer, Mixer, RopeScaling
 
 
 @dataclass(frozen=True)
@@ -111,7 +41,7 @@ class DecoderModel:
     """Tokens that a windowed layer attends to; null: all before it."""
     global_attention_every: int = 1
     """With a window: every n-th layer attends to everything; 0: none does."""
-    mla: LatentAttention | None = None
+    mla: LatentAttentionSpec | None = None
     experts: ExpertSpec | None = None
     prediction_layers: int = 0
     """Extra layers that predict further tokens (multi-token prediction, DeepSeek-V3). The planner counts them; the
@@ -129,6 +59,43 @@ class DecoderModel:
     """A learned logit a head that takes part in the softmax and carries no value (gpt_oss)."""
     rope_scaling: RopeScaling | None = None
 
+    unit: ClassVar[Literal["tokens"]] = "tokens"
+    record: ClassVar[FamilyRecord] = FamilyRecord(
+        work="trainspec_cli.planner.workload.transformer",
+        builder="trainspec_cli.engine.models.decoder",
+        memory="trainspec_cli.planner.memory.engine.step",
+    )
+
+    @property
+    def is_built(self) -> bool:
+        """The engine can train it; what it cannot train can still be planned."""
+        return self.prediction_layers == 0
+
+    scans: ClassVar[bool] = False
+
+    @property
+    def as_decoder(self) -> DecoderModel:
+        return self
+
+    @property
+    def rotates(self) -> bool:
+        """Positions are turned into queries and keys."""
+        return self.learned_positions == 0
+
+    @property
+    def rotated_size(self) -> int:
+        return self.mla.qk_rope_head_dim if self.mla else self.head_dim
+
+    @property
+    def layer_list(self) -> list[Layer]:
+        return [self._layer(layer) for layer in range(self.num_layers)]
+
+    def _layer(self, layer: int) -> Layer:
+        mixers: tuple[Mixer, Mixer] = "latent" if self.mla else "attention", "feed_forward"
+        if self.is_expert_layer(layer):
+            mixers = mixers[0], "experts"
+        return Layer(mixers, self.window_of(layer))
+
     def is_expert_layer(self, layer: int) -> bool:
         experts = self.experts
         if experts is None or layer < experts.first_dense_layers:
@@ -139,6 +106,9 @@ class DecoderModel:
         """Tokens that this layer attends to; None: all before it."""
         every = self.global_attention_every
         return None if every and (layer + 1) % every == 0 else self.sliding_window
+
+
+LETTERS: dict[str, Mixer] = {"M": "mamba", "*": "attention", "-": "feed_forward", "E": "experts"}
 
 
 @dataclass(frozen=True)
@@ -176,6 +146,28 @@ class HybridModel:
     layer_pattern: str = ""
     """One letter a layer: M Mamba, * attention, - feed-forward, E experts. Empty: each kind spread evenly."""
 
+    unit: ClassVar[Literal["tokens"]] = "tokens"
+    record: ClassVar[FamilyRecord] = FamilyRecord(
+        work="trainspec_cli.planner.workload.ssm",
+        builder="trainspec_cli.engine.models.hybrid",
+        memory="trainspec_cli.planner.memory.engine.step",
+        refuses={
+            "cp": "a state-space scan runs along the whole sequence",
+            "lora": "adapters are for decoders",
+            "fp8": "it is built for decoders' linear layers alone",
+        },
+        may_be_zero=frozenset({"num_heads", "num_kv_heads", "ffn_size"}),
+    )
+    is_built: ClassVar[bool] = True
+    prediction_layers: ClassVar[int] = 0
+    learned_positions: ClassVar[int] = 0
+    rotates: ClassVar[bool] = False
+    rotated_size: ClassVar[int] = 0
+
+    @property
+    def scans(self) -> bool:
+        return self.mamba_layers > 0
+
     @property
     def num_layers(self) -> int:
         return self.mamba_layers + self.attention_layers + self.mlp_layers + self.expert_layers
@@ -197,6 +189,10 @@ class HybridModel:
         letters = [letter for letter, count in self.layer_counts.items() for _ in range(count)]
         even = "".join(letter for _, letter in sorted(zip(places, letters, strict=True), key=lambda pair: pair[0]))
         return self.layer_pattern or even
+
+    @property
+    def layer_list(self) -> list[Layer]:
+        return [Layer((LETTERS[letter],)) for letter in self.layers]
 
     @property
     def mamba_heads(self) -> int:
@@ -241,9 +237,39 @@ class ConvModel:
     family: Literal["conv"] = "conv"
     name: str = ""
 
+    unit: ClassVar[Literal["samples"]] = "samples"
+    record: ClassVar[FamilyRecord] = FamilyRecord(
+        work="trainspec_cli.planner.workload.cnn",
+        builder="trainspec_cli.engine.models.conv",
+        memory="trainspec_cli.planner.memory.engine.conv_step",
+        refuses={
+            "tp": "convolutions are not cut",
+            "cp": "images have no sequence",
+            "pp": "its stages differ in shape",
+            "lora": "adapters are for decoders",
+            "fp8": "it is built for decoders' linear layers alone",
+            # Inductor of torch 2.13 fails to lower the gradient of a strided convolution on a CPU.
+            "compile": "convolutional networks are not compiled by this version",
+            "elastic": "batch norm takes its statistics over all samples, and replica groups do not share them",
+        },
+    )
+    num_layers: ClassVar[int] = 1
+    """One unit to a pipeline, which cannot cut it."""
+    hidden_size: ClassVar[int] = 0
+    prediction_layers: ClassVar[int] = 0
+    learned_positions: ClassVar[int] = 0
+    tied_embeddings: ClassVar[bool] = False
+    rotates: ClassVar[bool] = False
+    experts: ClassVar[None] = None
+
+    @property
+    def is_built(self) -> bool:
+        """The engine can train it; what it cannot train can still be planned."""
+        return self.architecture in ("resnet", "unet")
+
     @property
     def segments(self) -> bool:
-        """True if every voxel has a class, False if the sample as a whole has one."""
+        """Every voxel has a class, and not the sample as a whole."""
         return self.architecture == "unet"
 
     @property
@@ -252,4 +278,5 @@ class ConvModel:
         return 4 if self.groups == 1 else 2
 
 
-ModelSpec = DecoderModel | HybridModel | ConvModel
+TextModel = DecoderModel | HybridModel
+ModelSpec = TextModel | ConvModel

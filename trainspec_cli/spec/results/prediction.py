@@ -58,7 +58,8 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
-        return sum(getattr(self, part.name) for part in fields(self))
+        total: float = sum(getattr(self, part.name) for part in fields(self))
+        return total
 
 
 @dataclass(frozen=True)

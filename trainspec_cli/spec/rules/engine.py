@@ -10,13 +10,12 @@ from typing import Any
 
 from trainspec_cli.errors import Problem
 from trainspec_cli.spec.auto import AUTO
-from trainspec_cli.spec.recipe.model import ConvModel
 from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.rules.conv import CONV_RULES
+from trainspec_cli.spec.rules.check import Rule, apply
 from trainspec_cli.spec.rules.elastic import wanted_groups, whole_hosts
+from trainspec_cli.spec.rules.families import family_training
 from trainspec_cli.spec.rules.layout import LAYOUT_RULES
 from trainspec_cli.spec.rules.precision import float8
-from trainspec_cli.spec.rules.rules import Rule, apply
 from trainspec_cli.spec.unknown import UNKNOWN
 
 TRAINED: dict[str, tuple[Any, ...]] = {
@@ -53,10 +52,24 @@ def check_built(spec: RunSpec) -> list[Problem]:
     return apply(BUILT, spec)
 
 
-def trained_model(spec: RunSpec) -> Iterator[Problem]:
-    if getattr(spec.model, "prediction_layers", 0):
-        message = "the engine does not build layers that predict further tokens; without them the model is the same"
-        yield Problem("unsupported", message, "model.prediction_layers", "type model.prediction_layers=0")
+def data_of_its_kind(spec: RunSpec) -> Iterator[Problem]:
+    """Images or volumes for models of samples, tokens for those of text."""
+    model, data = spec.model, spec.data
+    if model.unit == "samples" and data.unit == "tokens":
+        message = f"data={data.source} is text, and a {model.family} model reads images or volumes"
+        yield Problem("unsupported", message, "data.source", "type data=phantom, data=images or data=volumes")
+    elif model.unit == "tokens" and data.unit == "samples":
+        message = f"data={data.source} has no tokens, which a {model.family} model reads"
+        yield Problem("unsupported", message, "data.source", "type data=text, or another model")
+    elif model.unit == "samples" and data.seq_len != 1:
+        message = f"`data.seq_len` is {data.seq_len}; a sample is one image or volume"
+        yield Problem("unsupported", message, "data.seq_len", "type data.seq_len=1")
+
+
+def compiled_model(spec: RunSpec) -> Iterator[Problem]:
+    reason = spec.model.record.refuses.get("compile")
+    if spec.compile and reason:
+        yield Problem("unsupported", reason, "compile", "type compile=false")
 
 
 def group_hosts(spec: RunSpec) -> Iterator[Problem]:
@@ -64,12 +77,12 @@ def group_hosts(spec: RunSpec) -> Iterator[Problem]:
 
 
 def elastic_model(spec: RunSpec) -> Iterator[Problem]:
-    if spec.resilience.mode == "elastic" and isinstance(spec.model, ConvModel):
-        message = "batch norm takes its statistics over all samples, and replica groups do not share them"
-        yield Problem("unsupported", message, "resilience.mode", "type resilience=restart")
+    reason = spec.model.record.refuses.get("elastic")
+    if spec.resilience.mode == "elastic" and reason:
+        yield Problem("unsupported", reason, "resilience.mode", "type resilience=restart")
 
 
-BUILT: tuple[Rule, ...] = (trained_model, *CONV_RULES, *LAYOUT_RULES, float8)
+BUILT: tuple[Rule, ...] = (data_of_its_kind, compiled_model, family_training, *LAYOUT_RULES, float8)
 
 
 def trained_value(path: str, spec: RunSpec) -> Iterator[Problem]:

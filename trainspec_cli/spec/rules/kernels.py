@@ -11,7 +11,6 @@ from trainspec_cli.errors import Problem, closest
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.kernels import IN_BLOCKS, KERNELS, TORCH, Backend
-from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel, HybridModel
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.rules.layout import size_of
@@ -38,14 +37,14 @@ def backend_is_used(spec: RunSpec, op: str) -> bool:
     model = spec.model
     if op == "adamw":
         return spec.optim.name == "adamw"
-    if isinstance(model, ConvModel):
+    if model.unit == "samples":
         return False
     if op == "ssd_scan":
-        return isinstance(model, HybridModel)
+        return model.scans
     if op == "grouped_matmul":
-        return getattr(model, "experts", None) is not None
+        return model.experts is not None
     if op == "rope":
-        return isinstance(model, DecoderModel) and not model.learned_positions
+        return model.rotates
     ring = size_of(spec.layout, "cp") > 1 and spec.layout.context_method == "ring"
     return op != "attention" or not ring
 

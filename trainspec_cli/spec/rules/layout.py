@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from trainspec_cli.errors import Problem
 from trainspec_cli.spec.auto import AUTO
-from trainspec_cli.spec.recipe.layout import LayoutSpec
+from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
 from trainspec_cli.spec.recipe.lora import TARGETS
-from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel, HybridModel
 from trainspec_cli.spec.recipe.run import RunSpec
-
-SPLIT_SCHEDULES = ("zero_bubble", "zbv")
 
 
 def size_of(layout: LayoutSpec, axis: str) -> int:
@@ -21,13 +17,23 @@ def size_of(layout: LayoutSpec, axis: str) -> int:
     return 1 if size == AUTO else int(size)
 
 
+def pipeline_of(layout: LayoutSpec, virtual_stages: int = 1) -> Layout:
+    """The pipeline alone, with what is left to the planner as it is without one."""
+    schedule = layout.pipeline_schedule
+    return Layout(
+        pp=size_of(layout, "pp"),
+        pipeline_schedule="1f1b" if schedule == AUTO else schedule,
+        virtual_stages=virtual_stages,
+    )
+
+
 def tensor_parallel(spec: RunSpec) -> Iterator[Problem]:
     """Each rank of tp takes whole heads, and equal parts of the feed-forward and the vocabulary."""
     tp = size_of(spec.layout, "tp")
     if tp == 1:
         return
-    if isinstance(spec.model, ConvModel):
-        yield _spread_alone("tp", "convolutions are not cut")
+    if reason := spec.model.record.refuses.get("tp"):
+        yield _spread_alone("tp", reason)
         return
     for field in ("num_heads", "num_kv_heads", "ffn_size", "vocab_size", "mamba_heads", "mamba_groups"):
         size = getattr(spec.model, field, 0)
@@ -35,10 +41,10 @@ def tensor_parallel(spec: RunSpec) -> Iterator[Problem]:
             yield _indivisible("tp", tp, f"model.{field}", size)
     if spec.layout.sequence_parallel:
         yield from _sequence(spec, size_of(spec.layout, "cp") * tp, "cp x tp")
-        if getattr(spec.model, "learned_positions", 0):
+        if spec.model.learned_positions:
             message = "a table of positions is added to whole sequences, which sequence parallelism cuts"
             yield Problem("illegal_layout", message, "layout.sequence_parallel", "type layout.sequence_parallel=false")
-    elif getattr(spec.model, "experts", None) is not None:
+    elif spec.model.experts is not None:
         message = "experts with tp need sequence parallelism: else every rank of tp would route the same tokens"
         yield Problem("illegal_layout", message, "layout.sequence_parallel", "type layout.sequence_parallel=true")
 
@@ -47,10 +53,10 @@ def adapters(spec: RunSpec) -> Iterator[Problem]:
     """Adapters are plain layers beside frozen ones."""
     if not spec.lora.rank:
         return
-    if not isinstance(spec.model, DecoderModel):
-        message = f"adapters are for decoders, and `model.family` is {spec.model.family}"
+    if reason := spec.model.record.refuses.get("lora"):
+        message = f"{reason}, and `model.family` is {spec.model.family}"
         yield Problem("unsupported", message, "lora.rank", "type lora.rank=0")
-    if spec.layout.pipeline_schedule in SPLIT_SCHEDULES and size_of(spec.layout, "pp") > 1:
+    if pipeline_of(spec.layout).splits_backward:
         message = (
             f"`layout.pipeline_schedule` {spec.layout.pipeline_schedule} splits backwards, which adapters have not"
         )
@@ -69,7 +75,7 @@ def documents(spec: RunSpec) -> Iterator[Problem]:
     if not spec.data.masks_documents:
         return
     path = "data.document_masks" if spec.data.document_masks else "data.source"
-    if not isinstance(spec.model, DecoderModel) or spec.model.learned_positions:
+    if not spec.model.rotates:
         message = "documents are kept apart by attention with rotary positions; this model has other ways across them"
         yield Problem("unsupported", message, path, "choose a decoder with rotary positions")
     if size_of(spec.layout, "cp") > 1:
@@ -81,10 +87,8 @@ def context_parallel(spec: RunSpec) -> Iterator[Problem]:
     cp, model = size_of(spec.layout, "cp"), spec.model
     if cp == 1:
         return
-    if isinstance(model, ConvModel):
-        yield _spread_alone("cp", "images have no sequence")
-    elif isinstance(model, HybridModel):
-        yield _spread_alone("cp", "a state-space scan runs along the whole sequence")
+    if reason := model.record.refuses.get("cp"):
+        yield _spread_alone("cp", reason)
     elif spec.layout.context_method == "ulysses":
         yield from _sequence(spec, cp, "cp")
         for field in ("num_heads", "num_kv_heads"):
@@ -104,7 +108,7 @@ def _whole_attention(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _sequence(spec: RunSpec, parts: int, what: str) -> Iterator[Problem]:
-    if parts and spec.data.seq_len % parts:  # a size of 0 is refused elsewhere
+    if spec.data.seq_len % parts:
         near = max(parts, spec.data.seq_len // parts * parts)
         message = f"a sequence of {spec.data.seq_len} tokens does not divide by {parts} ({what})"
         yield Problem("not_divisible", message, "data.seq_len", f"type data.seq_len={near}")
@@ -114,12 +118,12 @@ def pipeline(spec: RunSpec) -> Iterator[Problem]:
     layout, pp = spec.layout, size_of(spec.layout, "pp")
     if pp == 1:
         return
-    if isinstance(spec.model, ConvModel):
-        yield _spread_alone("pp", "its stages differ in shape")
+    if reason := spec.model.record.refuses.get("pp"):
+        yield _spread_alone("pp", reason)
         return
     yield from _virtual_stages(spec)
     yield from _stage_layers(spec)
-    if layout.pipeline_schedule in SPLIT_SCHEDULES and spec.compile:
+    if pipeline_of(layout).splits_backward and spec.compile:
         message = f"{layout.pipeline_schedule} splits each backward in two, which a compiled block does in one"
         yield Problem("illegal_layout", message, "compile", "type compile=false, or layout.pipeline_schedule=1f1b")
 
@@ -141,11 +145,13 @@ def _virtual_stages(spec: RunSpec) -> Iterator[Problem]:
 
 def _stage_layers(spec: RunSpec) -> Iterator[Problem]:
     """Every stage holds a layer at least."""
-    stages, layers, wanted = count_stages(spec.layout), spec.model.num_layers, spec.layout.stage_layers  # type: ignore[union-attr]
+    layers, wanted = spec.model.num_layers, spec.layout.stage_layers
+    layout = pipeline_of(spec.layout, size_of(spec.layout, "virtual_stages"))
+    stages = layout.num_stages
     if layers < stages:
         message = f"{layers} layers (`model.num_layers`) do not fill {stages} pipeline stages"
-        yield Problem("illegal_layout", message, "layout.pp", _fewer_stages(layers, spec.layout))
-    if wanted is not None and (len(wanted) != stages or sum(wanted) != layers or min(wanted) < 1):
+        yield Problem("illegal_layout", message, "layout.pp", _fewer_stages(layers, layout))
+    if wanted is not None and (len(wanted) != stages or sum(wanted) != layers):
         message = (
             f"`layout.stage_layers` is {list(wanted)}: {len(wanted)} stages with {sum(wanted)} layers; "
             f"the layout has {stages} stages, the model {layers} layers"
@@ -155,22 +161,16 @@ def _stage_layers(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("illegal_layout", message, "layout.stage_layers", f"type layout.stage_layers=[{fitting}]")
 
 
-def count_stages(layout: LayoutSpec) -> int:
-    chunks = 2 if layout.pipeline_schedule == "zbv" else size_of(layout, "virtual_stages")
-    return size_of(layout, "pp") * chunks
-
-
-def _fewer_stages(layers: int, layout: LayoutSpec) -> str:
-    pp = size_of(layout, "pp")
-    chunks = count_stages(layout) // pp
-    if chunks > 1 and layers >= pp:
+def _fewer_stages(layers: int, layout: Layout) -> str:
+    chunks = layout.chunks_per_rank
+    if chunks > 1 and layers >= layout.pp:
         return f"type layout.pipeline_schedule=1f1b, which has one stage a rank and not {chunks}"
     return f"type layout.pp={max(1, layers // chunks)}"
 
 
 def expert_parallel(spec: RunSpec) -> Iterator[Problem]:
     ep, etp = size_of(spec.layout, "ep"), size_of(spec.layout, "etp")
-    experts: Any = getattr(spec.model, "experts", None)
+    experts = spec.model.experts
     if etp > 1:
         yield Problem("illegal_layout", "the engine spreads whole experts", "layout.etp", "type layout.etp=1")
     if ep == 1:
@@ -190,7 +190,7 @@ def expert_parallel(spec: RunSpec) -> Iterator[Problem]:
 
 def capacity(spec: RunSpec) -> Iterator[Problem]:
     """What an expert takes is its share of each sequence, which a rank must then see whole."""
-    experts: Any = getattr(spec.model, "experts", None)
+    experts = spec.model.experts
     cut = [axis for axis in ("cp", "tp") if size_of(spec.layout, axis) > 1]
     if experts is not None and experts.capacity_factor is not None and cut:
         message = f"a capacity of each sequence's experts cannot be kept where {cut[0]} cuts the sequence"

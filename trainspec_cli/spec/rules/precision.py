@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 from trainspec_cli.errors import Problem
-from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.model import TextModel
 from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.rules.layout import SPLIT_SCHEDULES, size_of
+from trainspec_cli.spec.rules.layout import pipeline_of, size_of
 
 FP8_MULTIPLE = 16
 """Kernels take matrices whose sides are multiples of it."""
@@ -16,11 +17,11 @@ FP8_MULTIPLE = 16
 def float8(spec: RunSpec) -> Iterator[Problem]:
     if spec.precision.matmul != "fp8":
         return
-    if not isinstance(spec.model, DecoderModel):
-        yield _unsupported("precision.matmul", "it is built for decoders' linear layers alone", _PLAINLY)
+    if reason := spec.model.record.refuses.get("fp8"):
+        yield _unsupported("precision.matmul", reason, _PLAINLY)
         return
-    yield from _sizes(spec.model, size_of(spec.layout, "tp"))
-    if spec.layout.pipeline_schedule in SPLIT_SCHEDULES and size_of(spec.layout, "pp") > 1:
+    yield from _sizes(cast("TextModel", spec.model), size_of(spec.layout, "tp"))
+    if pipeline_of(spec.layout).splits_backward:
         message = (
             f"{spec.layout.pipeline_schedule} splits each linear layer's backward in two, which fp8 ones do in one"
         )
@@ -29,7 +30,7 @@ def float8(spec: RunSpec) -> Iterator[Problem]:
         )
 
 
-def _sizes(model: DecoderModel, tp: int) -> Iterator[Problem]:
+def _sizes(model: TextModel, tp: int) -> Iterator[Problem]:
     """Of a rank's parts."""
     sides = {
         "model.hidden_size": model.hidden_size,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import reduce
 from typing import Any
 
 from trainspec_cli.errors import Problem
 from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.unknown import UNKNOWN, UnknownTouched
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ RANGES = {
     "cluster.scaleup_devices": AT_LEAST_ONE,
     "layout.etp": AT_LEAST_ONE,
     "layout.virtual_stages": AT_LEAST_ONE,
+    "layout.stage_layers": AT_LEAST_ONE,
     "model.experts.every": AT_LEAST_ONE,
     "model.experts.expert_ffn_size": AT_LEAST_ONE,
     "model.experts.num_experts": AT_LEAST_ONE,
@@ -113,6 +115,9 @@ RANGES = {
     "model.mamba_num_heads": AT_LEAST_ONE,
     "model.mamba_state_size": AT_LEAST_ONE,
     "model.groups": AT_LEAST_ONE,
+    "model.input_size": AT_LEAST_ONE,
+    "model.widths": AT_LEAST_ONE,
+    "model.blocks": AT_LEAST_ONE,
     "model.in_channels": AT_LEAST_ONE,
     "model.num_classes": AT_LEAST_ONE,
     "data.seq_len": AT_LEAST_ONE,
@@ -190,26 +195,64 @@ RANGES = {
     "run.stop_grace_s": POSITIVE,
     "run.node_timeout_s": POSITIVE,
 }
-"""Dotted path -> what is allowed; null and auto are always."""
+"""Dotted path -> what is allowed, of each value of a list; null and auto are always. A family may allow some of its
+sizes to be 0 (`FamilyRecord.may_be_zero`)."""
+
+
+def check_ranges(spec: Any) -> list[Problem]:
+    """Every value that is out of its range."""
+    return [_out_of_range(spec, path) for path in RANGES if not holds(spec, path)]
+
+
+def forget_out_of_range(spec: Any) -> Any:
+    """`spec` with UNKNOWN in the place of each value that is out of its range."""
+    for path in RANGES:
+        if not holds(spec, path):
+            spec = replace_at(spec, path.split("."), UNKNOWN)
+    return spec
+
+
+def range_at(spec: Any, path: str) -> Range:
+    section, _, name = path.rpartition(".")
+    return AT_LEAST_ZERO if section == "model" and name in spec.model.record.may_be_zero else RANGES[path]
 
 
 def value_at(spec: Any, path: str) -> Any:
     """`optim.lr` -> spec.optim.lr; None where a section on the way is left out, or of a kind without it."""
-    return reduce(lambda section, name: getattr(section, name, None), path.split("."), spec)
+    return reduce(_field, path.split("."), spec)
 
 
-def check_range(spec: Any, path: str) -> Problem | None:
-    value = value_at(spec, path)
-    if value is None or value == AUTO or RANGES[path].holds(value):
-        return None
-    message = f"`{path}` is {value:g}; a number of {RANGES[path].describe()} is needed"
+def _field(section: Any, name: str) -> Any:
+    if section is UNKNOWN:
+        raise UnknownTouched
+    known = is_dataclass(section) and name in {field.name for field in fields(section)}
+    return getattr(section, name) if known else None
+
+
+def holds(spec: Any, path: str) -> bool:
+    """What is not known is in no range, and out of none."""
+    try:
+        value = value_at(spec, path)
+        if value is None or value == AUTO:
+            return True
+        allowed = range_at(spec, path)
+        return all(allowed.holds(number) for number in (value if isinstance(value, tuple) else (value,)))
+    except UnknownTouched:
+        return True
+
+
+def replace_at(section: Any, names: list[str], value: Any) -> Any:
+    first, *others = names
+    return replace(section, **{first: replace_at(getattr(section, first), others, value) if others else value})
+
+
+def _out_of_range(spec: Any, path: str) -> Problem:
+    value, allowed = value_at(spec, path), range_at(spec, path)
+    if isinstance(value, tuple):
+        message = f"`{path}` is {list(value)}; numbers of {allowed.describe()} are needed"
+        return Problem(code="out_of_range", path=path, message=message)
+    message = f"`{path}` is {value:g}; a number of {allowed.describe()} is needed"
     if isinstance(value, int):
-        message = f"`{path}` is {value}; a whole number of {RANGES[path].describe()} is needed"
-    return Problem(code="out_of_range", path=path, message=message, hint=_hint(path, value))
-
-
-def _hint(path: str, value: float) -> str:
-    allowed = RANGES[path]
-    if value <= allowed.low and allowed.includes_low:
-        return f"type {path}={allowed.low:g} or more"
-    return ""
+        message = f"`{path}` is {value}; a whole number of {allowed.describe()} is needed"
+    fits = value <= allowed.low and allowed.includes_low
+    return Problem("out_of_range", message, path, f"type {path}={allowed.low:g} or more" if fits else "")

@@ -37,7 +37,7 @@ from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.secret import read_secret
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.rules.rules import check_machine
+from trainspec_cli.spec.rules.check import check_machine
 from trainspec_cli.trust import private_files
 
 APPEAR_TIMEOUT_S = 60.0

@@ -5,7 +5,13 @@ FSDP2 and the pipeline do around them. Known error against traces: at most 2.5% 
 (tests/planner/test_engine_memory.py). Not counted: the room that cuDNN works in, an offloaded optimizer.
 """
 
-from trainspec_cli.planner.memory.engine.run import EnginePeak, EngineRun, is_counted, run_of
-from trainspec_cli.planner.memory.engine.step import engine_peak, tensors_by_cause
+from trainspec_cli.planner.memory.engine.run import (
+    EnginePeak,
+    EngineRun,
+    engine_peak,
+    is_counted,
+    run_of,
+    tensors_by_cause,
+)
 
 __all__ = ["EnginePeak", "EngineRun", "engine_peak", "is_counted", "run_of", "tensors_by_cause"]

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainspec_cli.planner.memory.engine.parts import linear
-from trainspec_cli.planner.memory.engine.shape import Shape
+from trainspec_cli.planner.memory.engine.parts import Shape, linear
 from trainspec_cli.planner.memory.engine.tape import Tape, Value
-
-SINK_DIMS = 8
-"""By so much heads grow where a sink's logit travels with the queries."""
+from trainspec_cli.spec.recipe.model_parts import SINK_DIMS
 
 
 def attention(tape: Tape, x: Value, shape: Shape) -> Value:
@@ -23,7 +20,7 @@ def attention(tape: Tape, x: Value, shape: Shape) -> Value:
     q, k, v = (linear(tape, x, shape, name, size, model.hidden_size) for name, size in sizes.items())
     if model.qk_norm:
         q, k = (tape.norm(y, tape.leaf(model.head_dim), y.elements / model.head_dim) for y in (q, k))
-    if shape.rotates:
+    if shape.model.rotates:
         q, k = (rotate(tape, y) for y in (q, k))
     if model.attention_sinks:
         q, k = carry_sinks(tape, q, k, model.head_dim)

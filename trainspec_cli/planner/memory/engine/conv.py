@@ -14,8 +14,8 @@ from math import prod
 from trainspec_cli.planner.memory.engine.tape import Tape, Value
 from trainspec_cli.planner.memory.engine.units import Matrix, Unit
 from trainspec_cli.spec.recipe.model import ConvModel
+from trainspec_cli.spec.recipe.model_parts import STEM_CHANNELS
 
-STEM_CHANNELS = 64
 PRECISE = 4.0
 """Bytes of an element in which statistics are taken."""
 INDEX = 8.0
@@ -52,7 +52,7 @@ class ConvTape(Tape):
 
 
 @dataclass(frozen=True)
-class Part:
+class ConvPart:
     """Of a network: what is sharded and recomputed as one, or stands before and behind those."""
 
     forward: Callable[[ConvTape, Sequence[Value]], Value]
@@ -83,32 +83,32 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Network:
-    stem: Part | None
-    blocks: tuple[Part, ...]
-    head: Part
+class ConvParts:
+    stem: ConvPart | None
+    blocks: tuple[ConvPart, ...]
+    head: ConvPart
     """Ends in the loss."""
 
 
 @lru_cache(maxsize=64)
-def network(model: ConvModel, samples: int) -> Network:
+def network(model: ConvModel, samples: int) -> ConvParts:
     return _unet(model, samples) if model.segments else _resnet(model, samples)
 
 
 # ResNet
 
 
-def _resnet(model: ConvModel, samples: int) -> Network:
+def _resnet(model: ConvModel, samples: int) -> ConvParts:
     halved = float(samples * prod(-(-extent // 2) for extent in model.input_size))
-    stem = Part(lambda tape, x: _stem(tape, x[0], model, halved), (4 * halved * model.in_channels,), is_first=True)
+    stem = ConvPart(lambda tape, x: _stem(tape, x[0], model, halved), (4 * halved * model.in_channels,), is_first=True)
     blocks, channels, pixels = [], STEM_CHANNELS, halved / 4
     for stage, (width, count) in enumerate(zip(model.widths, model.blocks, strict=True)):
         for block in range(count):
-            shape = Bottleneck(channels, width, 2 if stage > 0 and block == 0 else 1, pixels, model)
-            blocks.append(Part(shape.forward, (pixels * channels,)))
+            shape = BottleneckSizes(channels, width, 2 if stage > 0 and block == 0 else 1, pixels, model)
+            blocks.append(ConvPart(shape.forward, (pixels * channels,)))
             pixels, channels = shape.pixels_out, width * model.expansion
-    head = Part(lambda tape, x: _classify(tape, x[0], channels, samples, model.num_classes), (pixels * channels,))
-    return Network(stem, tuple(blocks), head)
+    head = ConvPart(lambda tape, x: _classify(tape, x[0], channels, samples, model.num_classes), (pixels * channels,))
+    return ConvParts(stem, tuple(blocks), head)
 
 
 def _stem(tape: ConvTape, images: Value, model: ConvModel, pixels: float) -> Value:
@@ -122,7 +122,7 @@ def conv_norm(tape: ConvTape, x: Value, channels: int, pixels: float, fan_in: in
 
 
 @dataclass(frozen=True)
-class Bottleneck:
+class BottleneckSizes:
     channels_in: int
     width: int
     stride: int
@@ -157,7 +157,7 @@ def _classify(tape: ConvTape, x: Value, channels: int, samples: int, classes: in
 # U-Net
 
 
-def _unet(model: ConvModel, samples: int) -> Network:
+def _unet(model: ConvModel, samples: int) -> ConvParts:
     dims, voxels, widths = len(model.input_size), float(samples * prod(model.input_size)), model.widths
     blocks = [_pair(model.in_channels, widths[0], dims, voxels, 1, is_first=True)]
     for above, width in pairwise(widths):
@@ -168,15 +168,17 @@ def _unet(model: ConvModel, samples: int) -> Network:
     for level, (below, width) in enumerate(pairwise([widths[-1], *reversed(widths)])):
         blocks.append(_up(below, width, dims, voxels, beside=len(widths) - 1 - level))
         voxels *= 2**dims
-    head = Part(lambda tape, x: _segment(tape, x[0], widths[0], voxels, model.num_classes), (voxels * widths[0],))
-    return Network(None, tuple(blocks), head)
+    head = ConvPart(lambda tape, x: _segment(tape, x[0], widths[0], voxels, model.num_classes), (voxels * widths[0],))
+    return ConvParts(None, tuple(blocks), head)
 
 
-def _pair(channels_in: int, channels: int, dims: int, voxels: float, stride: int, *, is_first: bool = False) -> Part:
+def _pair(
+    channels_in: int, channels: int, dims: int, voxels: float, stride: int, *, is_first: bool = False
+) -> ConvPart:
     def forward(tape: ConvTape, entering: Sequence[Value]) -> Value:
         return pair(tape, entering[0], channels_in, channels, dims, voxels / stride**dims)
 
-    return Part(forward, (voxels * channels_in,), is_first=is_first)
+    return ConvPart(forward, (voxels * channels_in,), is_first=is_first)
 
 
 def pair(tape: ConvTape, x: Value, channels_in: int, channels: int, dims: int, voxels: float) -> Value:
@@ -190,7 +192,7 @@ def conv_norm_relu(tape: ConvTape, x: Value, channels_in: int, channels: int, di
     return tape.relu(tape.group_norm(tape.conv(x, weight, voxels * channels), channels))
 
 
-def _up(below: int, width: int, dims: int, voxels: float, beside: int) -> Part:
+def _up(below: int, width: int, dims: int, voxels: float, beside: int) -> ConvPart:
     above = voxels * 2**dims
 
     def forward(tape: ConvTape, entering: Sequence[Value]) -> Value:
@@ -199,7 +201,7 @@ def _up(below: int, width: int, dims: int, voxels: float, beside: int) -> Part:
         joined = tape.cat(tape.conv(x, weight, above * width, bias=width), held)
         return pair(tape, joined, 2 * width, width, dims, above)
 
-    return Part(forward, (voxels * below, above * width), beside)
+    return ConvPart(forward, (voxels * below, above * width), beside)
 
 
 def _segment(tape: ConvTape, x: Value, channels: int, voxels: float, classes: int) -> Value:

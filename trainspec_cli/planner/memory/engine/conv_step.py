@@ -7,13 +7,11 @@ from functools import lru_cache
 from math import prod
 from typing import cast
 
-from trainspec_cli.planner.memory.engine.account import Account
-from trainspec_cli.planner.memory.engine.conv import ConvTape, Part, network
-from trainspec_cli.planner.memory.engine.profile import BlockProfile, profile
-from trainspec_cli.planner.memory.engine.run import WIDTHS, EngineRun
+from trainspec_cli.planner.memory.engine.blocks import BlockProfile, profile
+from trainspec_cli.planner.memory.engine.conv import ConvPart, ConvTape, network
+from trainspec_cli.planner.memory.engine.run import WIDTHS, Account, EngineRun
 from trainspec_cli.planner.memory.engine.sharding import MASTER_WIDTH, Sharded, Sharding
 from trainspec_cli.planner.memory.engine.units import Unit
-from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.model import ConvModel
 from trainspec_cli.spec.recipe.run import Recompute
 
@@ -21,13 +19,18 @@ INDEX = 8.0
 
 
 @dataclass
-class _Block:
-    part: Part
+class _ConvBlock:
+    part: ConvPart
     profile: BlockProfile
     own: Sharded
 
 
-class ConvReplay:
+def replay(run: EngineRun, _pipeline_rank: int) -> dict[str, float]:
+    """Bytes by cause at the fullest moment of a step of a convolutional network."""
+    return _ConvReplay(run).run()
+
+
+class _ConvReplay:
     """Samples are divided over ranks, and nothing else is."""
 
     def __init__(self, run: EngineRun):
@@ -43,15 +46,15 @@ class ConvReplay:
         outside = [part.unit.matrices for part in (net.stem, net.head) if part]
         self.outside = Sharded(Unit(sum(outside, ()), run.layout.dp_shard))
 
-    def _block(self, part: Part) -> _Block:
+    def _block(self, part: ConvPart) -> _ConvBlock:
         unit = Unit(part.unit.matrices, self.given.layout.dp_shard)
-        return _Block(part, _profiled(part, self.width, self.given.recompute), Sharded(unit))
+        return _ConvBlock(part, _profiled(part, self.width, self.given.recompute), Sharded(unit))
 
     def run(self) -> dict[str, float]:
         self._hold_state()
         for left in reversed(range(self.given.micro_batches)):
             self._forward()
-            self._backward(exchanges=left == 0 or exchanges_every_backward(self.given.layout))
+            self._backward(exchanges=left == 0 or self.given.layout.exchanges_every_backward)
         return self.account.at_peak
 
     def _hold_state(self) -> None:
@@ -104,7 +107,7 @@ class ConvReplay:
         if exchanges:
             sharding.end_backward()
 
-    def _add_gradients(self, block: _Block, beside_bytes: float) -> None:
+    def _add_gradients(self, block: _ConvBlock, beside_bytes: float) -> None:
         """Of what left the block twice. The one from beside lies in one piece with what it was joined with."""
         if beside_bytes:
             self.account.touch(beside_bytes)
@@ -120,12 +123,7 @@ class ConvReplay:
 
 
 @lru_cache(maxsize=256)
-def _profiled(part: Part, width: float, recompute: Recompute) -> BlockProfile:
+def _profiled(part: ConvPart, width: float, recompute: Recompute) -> BlockProfile:
     tape = ConvTape(width)
     sources = part.sources(tape)
     return profile(tape, lambda: part.forward(tape, sources), recompute)
-
-
-def exchanges_every_backward(layout: Layout) -> bool:
-    """ZeRO-2 and 3 without replicas keep gradients sharded from one micro-batch to the next."""
-    return layout.zero_stage >= 2 and layout.dp_shard > 1 and layout.dp_replicate == 1

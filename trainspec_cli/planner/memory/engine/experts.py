@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainspec_cli.planner.memory.engine.parts import activate, feed_forward_of, region
-from trainspec_cli.planner.memory.engine.shape import Shape
+from trainspec_cli.planner.memory.engine.parts import Shape, activate, feed_forward_of, region
 from trainspec_cli.planner.memory.engine.tape import Tape, Value
 
 INDEX = 8.0
@@ -89,7 +88,7 @@ def within_capacity(tape: Tape, weights: Value) -> tuple[Value, Value]:
 
 
 @dataclass
-class Sorted:
+class SortedCopies:
     x: Value
     """Copies of tokens, in their experts' order."""
     source: Value
@@ -117,10 +116,10 @@ def permute(tape: Tape, x: Value, order: Value) -> Value:
     return tape.apply((x,), x.elements, saved=(order,))
 
 
-def sort_by_expert(tape: Tape, x: Value, indices: Value, shape: Shape) -> Sorted:
+def sort_by_expert(tape: Tape, x: Value, indices: Value, shape: Shape) -> SortedCopies:
     source, place = tape.new(indices.elements, INDEX), tape.new(indices.elements, INDEX)
     copies = take(tape, x, indices.elements * shape.hidden, place)
-    return Sorted(copies, source, place, shape.outside_tokens)
+    return SortedCopies(copies, source, place, shape.outside_tokens)
 
 
 def take(tape: Tape, x: Value, elements: float, copies: Value) -> Value:
@@ -129,7 +128,7 @@ def take(tape: Tape, x: Value, elements: float, copies: Value) -> Value:
     return tape.apply((x,), elements, saved=(copies,), scratch=(rows, elements * x.width))
 
 
-def combine(tape: Tape, copies: Sorted, y: Value, weights: Value) -> Value:
+def combine(tape: Tape, copies: SortedCopies, y: Value, weights: Value) -> Value:
     """A token's copies, weighed and summed in one product, of which each token is a matrix of one row."""
     back = take(tape, y, y.elements, copies.source)
     narrow = tape.cast(weights, tape.width)

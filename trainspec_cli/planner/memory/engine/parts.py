@@ -1,11 +1,66 @@
-"""What layers of all kinds are made of: norms, regions of tensor parallelism, feed-forwards."""
+"""The sizes of a layer (`Shape`), and what layers of all kinds are made of: norms, regions, feed-forwards."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from trainspec_cli.planner.memory.engine.shape import Shape
 from trainspec_cli.planner.memory.engine.tape import Tape, Value
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.lora import LoraSpec
+from trainspec_cli.spec.recipe.model import DecoderModel, HybridModel, TextModel
+from trainspec_cli.spec.recipe.model_parts import ExpertSpec, LatentAttentionSpec, Layer
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Elements are of one rank: tokens of its part of the sequence (context parallelism), heads and widths of its part
+    of the matrices (tensor parallelism)."""
+
+    model: TextModel
+    layer: Layer
+    layout: Layout
+    samples: int
+    seq_len: int
+    """Of this rank's part of the sequence."""
+    width: float
+    """Bytes of an element in the compute format."""
+    fp8: bool = False
+    """Linear layers multiply in it."""
+    lora: LoraSpec = field(default_factory=LoraSpec)
+
+    @property
+    def tokens(self) -> float:
+        return float(self.samples * self.seq_len)
+
+    @property
+    def outside_tokens(self) -> float:
+        """Between the regions of tensor parallelism."""
+        return self.tokens / (self.layout.tp if self.layout.sequence_parallel else 1)
+
+    @property
+    def hidden(self) -> int:
+        return self.model.hidden_size
+
+    @property
+    def decoder(self) -> DecoderModel:
+        return self.model.as_decoder
+
+    @property
+    def hybrid(self) -> HybridModel:
+        assert isinstance(self.model, HybridModel)
+        return self.model
+
+    @property
+    def experts(self) -> ExpertSpec:
+        assert self.model.experts is not None
+        return self.model.experts
+
+    @property
+    def latent(self) -> LatentAttentionSpec:
+        assert self.decoder.mla is not None
+        return self.decoder.mla
+
 
 Part = Callable[[Tape, Value, Shape], Value]
 

@@ -1,12 +1,14 @@
-"""What a step's memory follows from, and whether it can be counted."""
+"""A step of the engine as its memory follows from it: whether it can be counted, and the count of a rank's peak."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Protocol, cast
 
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
-from trainspec_cli.spec.recipe.model import ConvModel, ModelSpec
+from trainspec_cli.spec.recipe.model import ModelSpec
 from trainspec_cli.spec.recipe.run import Recompute
 from trainspec_cli.spec.results.plan import Plan
 
@@ -58,7 +60,53 @@ def run_of(plan: Plan) -> EngineRun:
 
 
 def is_counted(model: ModelSpec, offload: str) -> bool:
-    """What the engine builds, where nothing is offloaded."""
-    if isinstance(model, ConvModel) and model.architecture not in ("resnet", "unet"):
-        return False
-    return offload == "none" and not getattr(model, "prediction_layers", 0)
+    """The engine builds the model, its family says how to count it, and nothing is offloaded."""
+    return bool(model.record.memory) and model.is_built and offload == "none"
+
+
+def engine_peak(run: EngineRun, pipeline_rank: int) -> EnginePeak:
+    """Of one rank of the pipeline, where `is_counted`. Blocks are counted eager: compiled ones keep no more."""
+    family = cast("FamilyMemory", import_module(run.model.record.memory))
+    return EnginePeak(family.replay(run, pipeline_rank))
+
+
+class FamilyMemory(Protocol):
+    """The functions of the module that a family's record names (`FamilyRecord.memory`)."""
+
+    def replay(self, run: EngineRun, pipeline_rank: int) -> dict[str, float]:
+        """Bytes by cause (`CAUSES`) at the fullest moment of a step on one rank of the pipeline."""
+
+
+def outer_peaks(run: EngineRun) -> list[EnginePeak]:
+    """Of the pipeline's first rank and its last, which are one without a pipeline; those between hold no more than
+    the first."""
+    return [engine_peak(run, rank) for rank in sorted({0, run.layout.pp - 1})]
+
+
+def tensors_by_cause(plan: Plan) -> dict[str, float] | None:
+    """Bytes of the fullest stage's tensors, blocks eager; None where the engine's memory is not counted."""
+    if not is_counted(plan.spec.model, plan.offload):
+        return None
+    return max(outer_peaks(run_of(plan)), key=lambda peak: peak.total_bytes).by_cause
+
+
+CAUSES = ("parameters", "optimizer", "gradients", "gathered", "activations", "temporaries")
+"""Gradients: the sharded ones, that the optimizer sees. Unsharded ones and collectives' buffers are temporaries."""
+
+
+class Account:
+    def __init__(self) -> None:
+        self.live = dict.fromkeys(CAUSES, 0.0)
+        self.at_peak = dict(self.live)
+        self._total = self._peak = 0.0
+
+    def add(self, cause: str, size: float) -> None:
+        self.live[cause] += size
+        self._total += size
+        self.touch(0.0)
+
+    def touch(self, temporaries: float) -> None:
+        """`temporaries` more are live for a moment."""
+        if self._total + temporaries > self._peak:
+            self._peak = self._total + temporaries
+            self.at_peak = {**self.live, "temporaries": self.live["temporaries"] + temporaries}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainspec_cli.planner.memory.engine.account import Account
+from trainspec_cli.planner.memory.engine.run import Account
 from trainspec_cli.planner.memory.engine.units import Unit
 
 MASTER_WIDTH = 4.0

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainspec_cli.planner.memory.engine.shape import Shape
+from trainspec_cli.planner.memory.engine.parts import Shape
 from trainspec_cli.planner.memory.engine.tape import Tape, Value
+from trainspec_cli.spec.recipe.model_parts import CONV_TAPS, SCAN_BLOCK
 
-CONV_TAPS = 4
-SCAN_BLOCK = 128
 PRECISE = 4.0
 """Bytes of a decay."""
 
 
 @dataclass(frozen=True)
-class Scan:
+class ScanSizes:
     """Elements of what the scan works with, on one rank."""
 
     samples: int
@@ -48,11 +47,11 @@ class Scan:
         return self.samples > 1 or self.groups > 1
 
 
-def scan_of(shape: Shape) -> Scan:
+def scan_of(shape: Shape) -> ScanSizes:
     model, tp = shape.hybrid, shape.layout.tp
     heads, groups = model.mamba_heads / tp, model.mamba_groups / tp
     inner, states = heads * model.mamba_head_dim, groups * model.mamba_state_size
-    return Scan(shape.samples, shape.seq_len, heads, groups, inner, states)
+    return ScanSizes(shape.samples, shape.seq_len, heads, groups, inner, states)
 
 
 def mamba(tape: Tape, x: Value, shape: Shape) -> Value:
@@ -78,7 +77,7 @@ def conv(tape: Tape, x: Value, rows: float, seq_len: int) -> Value:
     return tape.apply((padded, *weights), x.elements, saved=(padded,), costly=True)
 
 
-def gated_norm(tape: Tape, y: Value, z: Value, scan: Scan) -> Value:
+def gated_norm(tape: Tape, y: Value, z: Value, scan: ScanSizes) -> Value:
     gated = tape.mul(y, tape.unary(z))
     groups = scan.tokens * scan.groups
     normed = tape.apply((gated,), gated.elements, saved=(gated, tape.new(groups, PRECISE)))
@@ -93,7 +92,7 @@ def scaled(tape: Tape, x: Value, factor: Value) -> Value:
 # The scan
 
 
-def selective_scan(tape: Tape, x: Value, dt: Value, b: Value, c: Value, scan: Scan) -> Value:
+def selective_scan(tape: Tape, x: Value, dt: Value, b: Value, c: Value, scan: ScanSizes) -> Value:
     whole = scan.blocks * scan.block / scan.seq_len
     x, dt, b, c = (tape.copy(value, value.elements * whole) for value in (x, dt, b, c))
     decay = tape.apply((tape.mul(dt, tape.expand(tape.leaf(scan.heads), dt.elements)),), dt.elements, width=PRECISE)
@@ -102,7 +101,7 @@ def selective_scan(tape: Tape, x: Value, dt: Value, b: Value, c: Value, scan: Sc
     return tape.copy(y, y.elements / whole)
 
 
-def within_blocks(tape: Tape, x: Value, decay: Value, b: Value, c: Value, scan: Scan) -> Value:
+def within_blocks(tape: Tape, x: Value, decay: Value, b: Value, c: Value, scan: ScanSizes) -> Value:
     """Attention of c on b, faded by the decay between two tokens: B C G R Q Q of them."""
     pairs = decay.elements * scan.block
     faded_by = exp(tape, tape.copy(difference(tape, tape.expand(decay, pairs), tape.expand(decay, pairs))))
@@ -111,7 +110,7 @@ def within_blocks(tape: Tape, x: Value, decay: Value, b: Value, c: Value, scan: 
     return tape.copy_in_backward(product(tape, faded, tape.copy_in_forward(x), x.elements))
 
 
-def from_earlier_blocks(tape: Tape, x: Value, decay: Value, b: Value, c: Value, scan: Scan) -> Value:
+def from_earlier_blocks(tape: Tape, x: Value, decay: Value, b: Value, c: Value, scan: ScanSizes) -> Value:
     """What the states at each block's beginning (B C G R P N) add to its tokens."""
     to_end = exp(tape, difference(tape, tape.part(decay, decay.elements), decay))
     fading = ordered(tape, scaled(tape, x, tape.cast(to_end, tape.width)), scan)
@@ -126,14 +125,14 @@ def from_earlier_blocks(tape: Tape, x: Value, decay: Value, b: Value, c: Value, 
     return scaled(tape, tape.copy_in_backward(read), tape.cast(from_begin, tape.width))
 
 
-def decay_between_blocks(tape: Tape, decay: Value, scan: Scan) -> Value:
+def decay_between_blocks(tape: Tape, decay: Value, scan: ScanSizes) -> Value:
     """B G R C C of them: totals summed from one block to another."""
     pairs = scan.samples * scan.heads * scan.blocks**2
     summed = tape.copy(tape.copy(tape.expand(tape.part(decay, pairs / scan.blocks), pairs)))
     return exp(tape, tape.copy(summed))
 
 
-def ordered(tape: Tape, x: Value, scan: Scan) -> Value:
+def ordered(tape: Tape, x: Value, scan: ScanSizes) -> Value:
     return tape.copy_in_forward(x) if scan.stands_apart else x
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
-from trainspec_cli.planner.memory.engine.account import Account
-from trainspec_cli.planner.memory.engine.blocks import profile_block
-from trainspec_cli.planner.memory.engine.conv_step import ConvReplay, exchanges_every_backward
-from trainspec_cli.planner.memory.engine.profile import BlockProfile
-from trainspec_cli.planner.memory.engine.run import WIDTHS, EnginePeak, EngineRun, is_counted, run_of
-from trainspec_cli.planner.memory.engine.shape import Layer, Shape, TextModel, layers_of
+from trainspec_cli.planner.memory.engine.blocks import BlockProfile, profile_block
+from trainspec_cli.planner.memory.engine.parts import Shape
+from trainspec_cli.planner.memory.engine.run import WIDTHS, Account, EngineRun
 from trainspec_cli.planner.memory.engine.sharding import MASTER_WIDTH, Sharded, Sharding
 from trainspec_cli.planner.memory.engine.tape import Event, Stretch
 from trainspec_cli.planner.memory.engine.units import (
@@ -20,33 +18,15 @@ from trainspec_cli.planner.memory.engine.units import (
     outside_unit,
     whole_experts,
 )
-from trainspec_cli.policy.pipeline import SPLIT_SCHEDULES, Action, actions, cut_layers, num_stages, stages_of_rank
+from trainspec_cli.policy.pipeline import Action, actions, cut_layers
 from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel
-from trainspec_cli.spec.results.plan import Plan
-
-CHUNK_BYTES = 128 * 2**20
-"""Of logits held at once, as fp32; a chunk has 64 tokens at least."""
+from trainspec_cli.spec.recipe.model import TextModel
+from trainspec_cli.spec.recipe.model_parts import Layer, loss_chunk_tokens
 
 
-def engine_peak(run: EngineRun, pipeline_rank: int) -> EnginePeak:
-    """Of one rank of the pipeline, where `is_counted`. Blocks are counted eager: compiled ones keep no more."""
-    if isinstance(run.model, ConvModel):
-        return EnginePeak(ConvReplay(run).run())
-    return EnginePeak(_Replay(run, run.model, pipeline_rank).run())
-
-
-def outer_peaks(run: EngineRun) -> list[EnginePeak]:
-    """Of the pipeline's first rank and its last, which are one without a pipeline; those between hold no more than
-    the first."""
-    return [engine_peak(run, rank) for rank in sorted({0, run.layout.pp - 1})]
-
-
-def tensors_by_cause(plan: Plan) -> dict[str, float] | None:
-    """Bytes of the fullest stage's tensors, blocks eager; None where the engine's memory is not counted."""
-    if not is_counted(plan.spec.model, plan.offload):
-        return None
-    return max(outer_peaks(run_of(plan)), key=lambda peak: peak.total_bytes).by_cause
+def replay(run: EngineRun, pipeline_rank: int) -> dict[str, float]:
+    """Bytes by cause at the fullest moment of a step of a model of text."""
+    return _Replay(run, cast("TextModel", run.model), pipeline_rank).run()
 
 
 def replayed_micro_batches(run: EngineRun) -> int:
@@ -92,14 +72,14 @@ class _Replay:
         self.given, self.model, self.layout, self.rank = run, model, run.layout, pipeline_rank
         self.micro_batches = replayed_micro_batches(run)
         self.width, self.reduce_width = WIDTHS[run.compute], WIDTHS[run.reduce]
-        self.split = run.layout.pp > 1 and run.layout.pipeline_schedule in SPLIT_SCHEDULES
-        self.layers = layers_of(model)
+        self.split = run.layout.splits_backward
+        self.layers = model.layer_list
         self.shape = shape_of(run, model, self.layers[0])
         self.account = Account()
-        self.stages = {stage: self._stage(stage) for stage in stages_of_rank(run.layout, pipeline_rank)}
+        self.stages = {stage: self._stage(stage) for stage in run.layout.stages_of_rank(pipeline_rank)}
 
     def _stage(self, stage: int) -> _Stage:
-        stages = num_stages(self.layout)
+        stages = self.layout.num_stages
         held = cut_layers(self.model.num_layers, self.layout)[stage] if stages > 1 else range(self.model.num_layers)
         first, last = stage == 0, stage == stages - 1
         outside = Sharded(freeze(outside_unit(self.model, self.layout, first, last), self.given.lora))
@@ -162,7 +142,7 @@ class _Replay:
     def _backward(self, action: Action) -> None:
         stage = self.stages[action.stage]
         stage.left -= 1
-        self._backpropagate(stage, (exchanges_every_backward(self.layout) and not self.split) or stage.left == 0)
+        self._backpropagate(stage, self.layout.exchanges_every_backward or stage.left == 0)
 
     def _backward_input(self, action: Action) -> None:
         self._backpropagate(self.stages[action.stage], exchanges=False)
@@ -183,16 +163,10 @@ class _Replay:
 
     def _angles_of_token_bytes(self) -> float:
         """Cosines and sines of a token's place, and the place."""
-        if not isinstance(self.model, DecoderModel):
-            return 0.0
-        return 2 * 4 * self._rotated_size() + 8
-
-    def _rotated_size(self) -> int:
-        assert isinstance(self.model, DecoderModel)
-        return self.model.mla.qk_rope_head_dim if self.model.mla else self.model.head_dim
+        return 2 * 4 * self.model.rotated_size + 8 if self.model.rotated_size else 0.0
 
     def _angles_bytes(self) -> float:
-        return 2.0 * self.shape.seq_len * self._rotated_size() * self.width if self.shape.rotates else 0.0
+        return 2.0 * self.shape.seq_len * self.model.rotated_size * self.width if self.model.rotates else 0.0
 
     @property
     def _trains_head(self) -> bool:
@@ -202,7 +176,7 @@ class _Replay:
         """Kept: the gradients of the hidden states, and in fp32 of the head. A chunk's gradient lives into the next."""
         account, hidden, width = self.account, self.model.hidden_size, self.width
         rows, tokens, trained = self.model.vocab_size // self.layout.tp, self.shape.tokens, self._trains_head
-        chunk = min(tokens, max(64, CHUNK_BYTES // (4 * rows)))
+        chunk = min(tokens, loss_chunk_tokens(rows))
         entered = (tokens + (self.shape.outside_tokens if self.layout.tp > 1 else 0.0)) * hidden * width
         account.add("activations", tokens * hidden * width + trained * rows * hidden * 4.0)
         logits = chunk * rows

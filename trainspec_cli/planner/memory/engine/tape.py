@@ -53,7 +53,7 @@ class Storage:
         self._meter.live -= self.size
 
 
-class Joined(Storage):
+class JoinedStorage(Storage):
     """Several of them, held as one."""
 
     __slots__ = ("_parts",)
@@ -149,7 +149,7 @@ class Tape:
         if first is None:
             return second
         if source.has_views:
-            both = Joined(self.meter, first.storage, second.storage)
+            both = JoinedStorage(self.meter, first.storage, second.storage)
             return Value(both, first.elements + second.elements, second.width)
         return self.new(second.elements, second.width)
 

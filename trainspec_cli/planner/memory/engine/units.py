@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from trainspec_cli.planner.memory.engine.shape import Layer, TextModel
-from trainspec_cli.planner.workload.adapters import adapted_matrices
+from trainspec_cli.planner.workload.adapters import adapted_decoder, adapted_matrices
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
-from trainspec_cli.spec.recipe.model import DecoderModel, HybridModel
+from trainspec_cli.spec.recipe.model import DecoderModel, HybridModel, TextModel
+from trainspec_cli.spec.recipe.model_parts import CONV_TAPS, Layer
 
 Matrix = tuple[int, int]
 """(rows, elements of a row), after tensor parallelism."""
@@ -53,11 +53,12 @@ class Unit:
 
 
 def block_unit(model: TextModel, layer: Layer, layout: Layout, lora: LoraSpec) -> Unit:
-    early, shards = whole_experts(model, layer, layout).full, layout.dp_shard * layout.cp
+    early, shards = whole_experts(model, layer, layout).full, layout.shards
     matrices = tuple(block_matrices(model, layer, layout))
-    if not lora.rank or not isinstance(model, DecoderModel):
+    decoder = adapted_decoder(model, lora)
+    if decoder is None:
         return Unit(matrices, shards, early=early)
-    sizes = adapted_matrices(model, "experts" in layer.mixers, lora, layout.tp)
+    sizes = adapted_matrices(decoder, "experts" in layer.mixers, lora, layout.tp)
     adapters = tuple(half for rows, columns in sizes for half in ((lora.rank, columns), (rows, lora.rank)))
     return Unit(matrices + adapters, shards, adapters=adapters)
 
@@ -68,7 +69,7 @@ def freeze(unit: Unit, lora: LoraSpec) -> Unit:
 
 
 def block_matrices(model: TextModel, layer: Layer, layout: Layout) -> Iterator[Matrix]:
-    decoder = model.as_decoder if isinstance(model, HybridModel) else model
+    decoder = model.as_decoder
     for mixer in layer.mixers:
         yield model.hidden_size, 1
         if mixer == "mamba":
@@ -140,8 +141,8 @@ def _experts(model: DecoderModel, ep: int) -> Iterator[tuple[int, int, int]]:
 
 def experts_unit(model: TextModel, layout: Layout) -> Unit:
     """Those of one rank of ep, over the ranks that ep leaves: by experts where these divide, else by rows."""
-    decoder = model.as_decoder if isinstance(model, HybridModel) else model
-    shards = layout.dp_shard * layout.cp * layout.tp // layout.ep
+    decoder = model.as_decoder
+    shards = layout.expert_ranks // layout.ep
     shapes = list(_experts(decoder, layout.ep))
     if shapes[0][0] % shards == 0:
         return Unit(tuple((experts, rows * row) for experts, rows, row in shapes), shards)
@@ -150,12 +151,9 @@ def experts_unit(model: TextModel, layout: Layout) -> Unit:
 
 def whole_experts(model: TextModel, layer: Layer, layout: Layout) -> Unit:
     """Those in a block's unit."""
-    decoder = model.as_decoder if isinstance(model, HybridModel) else model
+    decoder = model.as_decoder
     held = _experts(decoder, 1) if "experts" in layer.mixers and layout.ep == 1 else ()
-    return Unit(tuple((experts, rows * row) for experts, rows, row in held), layout.dp_shard * layout.cp)
-
-
-CONV_TAPS = 4
+    return Unit(tuple((experts, rows * row) for experts, rows, row in held), layout.shards)
 
 
 def _mamba(model: HybridModel, tp: int) -> Iterator[Matrix]:
@@ -173,8 +171,8 @@ def outside_unit(model: TextModel, layout: Layout, first: bool, last: bool) -> U
     """Embedding, positions, norm and head, as far as a stage has them."""
     table = (model.vocab_size // layout.tp, model.hidden_size)
     matrices = [table] if first or (last and model.tied_embeddings) else []
-    if first and isinstance(model, DecoderModel) and model.learned_positions:
+    if first and model.learned_positions:
         matrices.append((model.learned_positions, model.hidden_size))
     matrices += [(model.hidden_size, 1)] if last else []
     matrices += [table] if last and not model.tied_embeddings else []
-    return Unit(tuple(matrices), layout.dp_shard * layout.cp)
+    return Unit(tuple(matrices), layout.shards)

@@ -1,11 +1,12 @@
 """Rules that join several values: what divides what, what excludes what, what must be there.
 
-A rule yields problems. On a draft (see `unknown.py`) a rule that meets an unknown value says nothing, so one
-mistyped number does not hide the others' faults.
+A rule yields problems. A rule that meets an unknown value (see `unknown.py`), one that misses, is mistyped or is out of
+its range, says nothing: so one wrong number does not hide the others' faults, and no rule divides by zero.
 """
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import importlib.util
 import math
@@ -17,12 +18,12 @@ from trainspec_cli.reading.files import expand
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.layout import MESH_AXES
-from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.rules.elastic import ELASTIC_RULES, fixed_groups
+from trainspec_cli.spec.rules.families import family_sizes
 from trainspec_cli.spec.rules.kernels import KERNEL_RULES, check_kernels, find_compiler
 from trainspec_cli.spec.rules.model import MODEL_RULES, divisors
-from trainspec_cli.spec.rules.ranges import RANGES, check_range
+from trainspec_cli.spec.rules.ranges import check_ranges, forget_out_of_range
 from trainspec_cli.spec.rules.text import TEXT_RULES
 from trainspec_cli.spec.unknown import UnknownTouched
 
@@ -38,9 +39,9 @@ Rule = Callable[[RunSpec], Iterable[Problem]]
 
 def check(spec: RunSpec) -> list[Problem]:
     """Everything that can be said without a machine."""
-    ranges = [_range_rule(path) for path in RANGES]
-    rules = [
+    rules: list[Rule] = [
         *MODEL_RULES,
+        family_sizes,
         world_size,
         batch,
         schedule,
@@ -52,7 +53,7 @@ def check(spec: RunSpec) -> list[Problem]:
         ownership,
     ]
     rules += [memory_copies, *ELASTIC_RULES, *KERNEL_RULES, *TEXT_RULES]
-    return apply([*ranges, *rules], spec)
+    return [*check_ranges(spec), *apply(rules, spec)]
 
 
 def check_machine(spec: RunSpec, machine: Machine) -> list[Problem]:
@@ -63,28 +64,13 @@ def check_machine(spec: RunSpec, machine: Machine) -> list[Problem]:
 
 
 def apply(rules: Iterable[Rule], spec: RunSpec) -> list[Problem]:
+    """What `rules` have to say of the values that are in range; `check` reports the others one by one."""
     problems: list[Problem] = []
+    known = forget_out_of_range(spec)
     for rule in rules:
-        try:
-            problems.extend(rule(spec))
-        except UnknownTouched:
-            continue
-        except ArithmeticError:  # a rule met a value that an earlier one refused, such as a size of 0
-            if not problems:
-                raise
+        with contextlib.suppress(UnknownTouched):
+            problems.extend(rule(known))
     return problems
-
-
-def _range_rule(path: str) -> Rule:
-    """Model sizes are those of a decoder: other families have other sizes, and some that may be 0."""
-
-    def rule(spec: RunSpec) -> Iterator[Problem]:
-        applies = not path.startswith("model.") or isinstance(spec.model, DecoderModel)
-        problem = check_range(spec, path) if applies else None
-        if problem:
-            yield problem
-
-    return rule
 
 
 def world_size(spec: RunSpec) -> Iterator[Problem]:
@@ -95,7 +81,7 @@ def world_size(spec: RunSpec) -> Iterator[Problem]:
         processes //= groups
     product = math.prod(sizes.values())
     free = len(sizes) < len(MESH_AXES)
-    if processes is None or product < 1 or product == processes or (free and processes % product == 0):
+    if processes is None or product == processes or (free and processes % product == 0):
         return
     axes = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "every axis=1"
     nodes = f"{spec.cluster.num_nodes} x {spec.cluster.devices_per_node} = {processes}"
@@ -139,14 +125,12 @@ def batch(spec: RunSpec) -> Iterator[Problem]:
     if processes is None or searched or processes % model_parallel:
         return
     ranks, size, micro = processes // model_parallel, spec.batching.global_batch_size, spec.batching.micro_batch_size
-    if ranks < 1 or size < 1:
-        return
     if size % ranks:
         message = f"a global batch of {size} samples does not divide by {ranks} data-parallel ranks"
         path, near = "batching.global_batch_size", [size - size % ranks, size + ranks - size % ranks]
         hint = f"type {path}={' or '.join(str(n) for n in near if n)}"
         yield Problem(code="not_divisible", path=path, message=message, hint=hint)
-    elif micro != AUTO and micro > 0 and size // ranks % micro:
+    elif micro != AUTO and size // ranks % micro:
         message = f"{size} samples on {ranks} ranks are {size // ranks} each, which do not divide by {micro}"
         path, fitting = "batching.micro_batch_size", ", ".join(map(str, divisors(size // ranks)))
         hint = f"type {path}=auto; it may be {fitting}"
@@ -168,7 +152,7 @@ def schedule(spec: RunSpec) -> Iterator[Problem]:
 
 def vocabulary(spec: RunSpec) -> Iterator[Problem]:
     """Every token has a row in the embedding."""
-    if isinstance(spec.model, ConvModel):
+    if spec.model.unit == "samples":
         return
     wanted, rows = spec.data.tokenizer.vocab_size, spec.model.vocab_size
     if spec.data.source not in OF_IDS and spec.data.tokenizer.path is None and wanted > rows:

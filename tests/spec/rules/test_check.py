@@ -3,15 +3,20 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.rules.ranges import RANGES
-from trainspec_cli.spec.rules.rules import check, check_machine
-from trainspec_cli.spec.structure import build, sections_of
+from trainspec_cli.spec.rules.check import check, check_machine
+from trainspec_cli.spec.rules.engine import check_engine
+from trainspec_cli.spec.rules.ranges import RANGES, holds, replace_at, value_at
+from trainspec_cli.spec.structure import build, sections_of, structure
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
@@ -51,6 +56,7 @@ def numbers_below(cls: type, prefix: str = "") -> Iterator[str]:
     """Dotted paths of all fields that hold a number, those of optional sections and of every model family too."""
     for name, hint in typing.get_type_hints(cls).items():
         members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+        members += tuple(typing.get_args(member)[0] for member in members if typing.get_origin(member) is tuple)
         if {int, float} & set(members):
             yield f"{prefix}{name}"
         for section in sections_of(hint):
@@ -179,6 +185,47 @@ def test_a_package_that_lacks(make_spec, monkeypatch) -> None:
     (problem,) = check_machine(make_spec({"tracking.tensorboard": True}), host())
     assert (problem.code, problem.environment) == ("missing_package", True)
     assert problem.hint == "type pip install 'trainspec[tensorboard]'"
+
+
+MODELS = {
+    "hybrid": {"family": "hybrid", "hidden_size": 64, "vocab_size": 512, "mamba_layers": 2, "mamba_groups": 2},
+    "conv": {"family": "conv", "architecture": "unet", "input_size": [16, 16], "widths": [8, 16]},
+    "moe": {
+        "num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn_size": 160,
+        "vocab_size": 512, "experts": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 48, "num_groups": 2},
+    },
+}  # fmt: skip
+NUMBERS = st.sampled_from([-7, -1, 0, 1, 2, 3, 5, 64, 10_000])
+LAYOUT = {"layout.pp": 2, "layout.tp": 2, "layout.cp": 2, "layout.ep": 2}
+
+
+@pytest.mark.parametrize("model", [None, *MODELS])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(wrong=st.dictionaries(st.sampled_from(sorted(RANGES)), NUMBERS, min_size=1, max_size=3), spread=st.booleans())
+def test_no_rule_stumbles_over_a_number_and_none_out_of_range_is_passed_over(make_spec, model, wrong, spread) -> None:
+    spec = make_spec(LAYOUT if spread else {})
+    if model:
+        spec = replace(spec, model=structure({**to_plain(spec), "model": MODELS[model]})[0].model)  # type: ignore[union-attr]
+    for path, number in wrong.items():
+        held = value_at(spec, path)
+        if held is not None:
+            spec = replace_at(spec, path.split("."), (number, 1) if isinstance(held, tuple) else number)
+    found = {problem.path for problem in [*check(spec), *check_engine(spec)]}
+    assert {path for path in wrong if not holds(spec, path)} <= found
+
+
+def test_a_family_may_do_without_some_sizes(make_spec) -> None:
+    plain = to_plain(make_spec({}))
+    sizes = {"hybrid": {"num_heads": 0, "ffn_size": 0}, "conv": {}}
+    for family, without in sizes.items():
+        spec, _ = structure({**plain, "model": MODELS[family] | without})
+        assert [problem for problem in check(spec) if problem.code == "out_of_range"] == []
+    spec, _ = structure({**plain, "model": MODELS["hybrid"] | {"hidden_size": 0, "head_dim": 0}})
+    assert {problem.path for problem in check(spec)} == {"model.hidden_size", "model.head_dim"}
+    spec, _ = structure({**plain, "model": MODELS["conv"] | {"widths": [8, 0]}})
+    assert ("model.widths", "`model.widths` is [8, 0]; numbers of at least 1 are needed") in {
+        (problem.path, problem.message) for problem in check(spec)
+    }
 
 
 def test_unknown_values_hide_no_faults_of_others(data) -> None:

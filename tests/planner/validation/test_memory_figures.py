@@ -9,8 +9,8 @@ import pytest
 from trainspec_cli.planner.hardware.catalogue import find_accelerator, models
 from trainspec_cli.planner.hardware.topology import Fabric
 from trainspec_cli.planner.memory.frameworks import DEFAULT_MEMORY
-from trainspec_cli.planner.memory.measured import memory_figure, predicted_as
 from trainspec_cli.planner.setup import RECOMPUTE, Setup
+from trainspec_cli.planner.validation.memory import memory_figure, predicted_as
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.units import GIB
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import cast
 
 from trainspec_cli.planner.memory.engine.blocks import profile_block
-from trainspec_cli.planner.memory.engine.run import WIDTHS, EngineRun, is_counted
-from trainspec_cli.planner.memory.engine.shape import layers_of
-from trainspec_cli.planner.memory.engine.step import outer_peaks, shape_of
+from trainspec_cli.planner.memory.engine.run import WIDTHS, EngineRun, is_counted, outer_peaks
+from trainspec_cli.planner.memory.engine.step import shape_of
 from trainspec_cli.planner.memory.frameworks import (
     DEFAULT_MEMORY,
     LayerMemory,
@@ -19,12 +18,12 @@ from trainspec_cli.planner.memory.frameworks import (
     mean_layer_memory,
 )
 from trainspec_cli.planner.setup import Setup
-from trainspec_cli.spec.recipe.model import ConvModel
+from trainspec_cli.spec.recipe.layout import MESH_AXES
 from trainspec_cli.spec.recipe.run import Recompute
 from trainspec_cli.spec.results.prediction import MemoryBreakdown
 
 
-def stages_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
+def predict_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
     """Of an eager run of trainspec's own engine; else the estimate of frameworks in general.
 
     Compiled blocks keep less than eager ones, and are estimated like others' fused kernels.
@@ -40,10 +39,10 @@ def stages_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
 def layer_memory(setup: Setup, recompute: str) -> LayerMemory:
     """The mean layer's activations as the engine has them, for a search that looks at many layouts."""
     general = mean_layer_memory(setup)
-    if not _is_counted(setup, recompute) or isinstance(setup.model, ConvModel):
+    if setup.model.unit == "samples" or not _is_counted(setup, recompute):
         return general
     run = _run_of(setup, cast("Recompute", recompute))
-    number = Counter(layers_of(setup.model))
+    number = Counter(setup.model.layer_list)
     profiles = {layer: profile_block(shape_of(run, setup.model, layer), run.recompute, False) for layer in number}
     gradient = WIDTHS[run.compute] * (general.params + general.expert_params) * min(1.0, setup.trainable)
     return replace(
@@ -61,11 +60,11 @@ def _is_counted(setup: Setup, recompute: str) -> bool:
 
 
 def _is_built(setup: Setup) -> bool:
-    """Whether the engine spreads this model so: of convolutions the samples alone, experts within a replica."""
+    """The engine spreads this model so: along no axis that its family refuses, experts within a replica."""
     layout = setup.layout
-    if isinstance(setup.model, ConvModel):
-        return layout.tp == layout.cp == layout.pp == 1
-    return layout.etp == 1 and layout.dp_shard * layout.cp * layout.tp % layout.ep == 0
+    if any(getattr(layout, axis) > 1 for axis in MESH_AXES if axis in setup.model.record.refuses):
+        return False
+    return layout.etp == 1 and layout.expert_ranks % layout.ep == 0
 
 
 def _run_of(setup: Setup, recompute: Recompute) -> EngineRun:

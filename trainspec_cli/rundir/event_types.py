@@ -1,0 +1,262 @@
+"""Events: what happened in a run, one dataclass per type. Each is one JSON object on a line of its rank's file.
+
+A field that is `Absent` has no key on disk. Where a field of a later version is unknown here, it is passed over; an
+event of an unknown type becomes an `UnknownEvent`.
+
+The leading replica group writes rank 0's file, the run's log; each process of a group has a file of its own below
+`groupNNNNN/`. The supervisor's marks (launch, failure, ended) are in a file of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trainspec_cli.rundir.fields import Count, FieldError, Rank, Rate, Seconds, WorldSize, read_record
+from trainspec_cli.spec.canonical import ABSENT, Absent
+
+PARTS = ("data_wait", "forward", "backward", "exposed_comm", "optimizer", "checkpoint", "other")
+"""What a step's time is divided into; the parts sum to `step_time_s`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """What every event has. The writer stamps `time` and `rank`."""
+
+    type: str
+    time: Seconds = 0.0
+    """Unix seconds."""
+    rank: Rank = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnknownEvent(Event):
+    """An event of a type that a later version writes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartEvent(Event):
+    """The workers of a launch, a resume or a restart are ready to train."""
+
+    type: Literal["start"] = "start"
+    step: Count
+    world_size: WorldSize
+    device_name: str
+    params: Count
+    peak_flops: Rate
+    """Of one device; `peak_source` says how it is known."""
+    peak_source: str
+    flops_per_token: Rate
+    unit: str = "tokens"
+    restored_from: str | None = None
+    """The checkpoint's folder."""
+    pid: int | Absent = ABSENT
+    host: str | Absent = ABSENT
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepEvent(Event):
+    type: Literal["step"] = "step"
+    step: Count
+    loss: float | None
+    grad_norm: float | None
+    lr: float | Absent | None = ABSENT
+    tokens: Count | Absent = ABSENT
+    """Absent for images and volumes, which count samples."""
+    samples: Count | Absent = ABSENT
+    step_time_s: Seconds
+    time_s: dict[str, Seconds]
+    """By part (`PARTS`)."""
+    skipped: bool
+    """The loss or the gradients were not finite, and nothing was updated."""
+    h2d_copies: Count | Absent = ABSENT
+    h2d_bytes: Count | Absent = ABSENT
+    """Batches copied to the device; 0 where it is the host itself."""
+    allocations: Count | Absent = ABSENT
+    """Buffers made for batches, and calls to a GPU's driver for memory; what malloc does on a CPU is not counted."""
+    group: Count | Absent | None = ABSENT
+    """The replica group that wrote this event; `groups` took part in the step."""
+    groups: tuple[Count, ...] | Absent = ABSENT
+    took: tuple[Count, ...] | Absent = ABSENT
+    """(first sample, samples) of this group."""
+
+    @property
+    def units(self) -> int:
+        """Tokens, or samples where no tokens are counted (images, volumes)."""
+        counted = self.samples if isinstance(self.tokens, Absent) else self.tokens
+        assert not isinstance(counted, Absent), "a step counts tokens or samples"
+        return counted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SetFigures:
+    """One validation set."""
+
+    loss: float | None
+    bits_per_byte: float | None
+    """None where the number of bytes is not known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalEvent(Event):
+    """The held-out data were evaluated. Text has bits per byte, images have an accuracy, volumes have Dice."""
+
+    type: Literal["eval"] = "eval"
+    step: Count
+    heldout_loss: float | None
+    heldout_bits_per_byte: float | Absent | None = ABSENT
+    xz_bits_per_byte: float | Absent | None = ABSENT
+    sets: dict[str, SetFigures] | Absent = ABSENT
+    """By name, where there are several."""
+    heldout_accuracy: float | Absent | None = ABSENT
+    heldout_dice: float | Absent | None = ABSENT
+    seconds: Seconds = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointEvent(Event):
+    type: Literal["checkpoint"] = "checkpoint"
+    step: Count
+    path: str
+    bytes: Count
+    seconds: Seconds
+    """How long training waited."""
+    written_s: Seconds | Absent | None = ABSENT
+    """Until it was whole on disk, beside later steps."""
+    waited_s: Seconds | Absent | None = ABSENT
+    """Of the last one: how long the run's end waited for it, outside any step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CadenceEvent(Event):
+    """`checkpoint.interval_steps: auto` has chosen an interval, for these reasons."""
+
+    type: Literal["cadence"] = "cadence"
+    step: Count
+    interval_steps: Count
+    blocked_s: Seconds
+    drag_s: Seconds
+    written_s: Seconds
+    step_time_s: Seconds
+    mtbf_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HangEvent(Event):
+    """This rank has waited longer than a step may take."""
+
+    type: Literal["hang"] = "hang"
+    step: Count
+    waited_s: Seconds
+    deadline_s: float | None
+    host: str
+    waiting: bool
+    """In a collective."""
+    waits_in: str | None
+    collectives: dict[str, int]
+    """How many this rank has entered, by process group."""
+    stack: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleEvent(Event):
+    """Text that the model wrote."""
+
+    type: Literal["sample"] = "sample"
+    step: Count
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WarningEvent(Event):
+    type: Literal["warning"] = "warning"
+    step: Count
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetryEvent(Event):
+    """An exchange between replica groups failed, and the step is made again."""
+
+    type: Literal["retry"] = "retry"
+    step: Count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecoveryEvent(Event):
+    type: Literal["recovery"] = "recovery"
+    step: Count
+    change: str
+    """left, joined or retried (replica groups), or restart (the whole run)."""
+    group: Count | None
+    stall_s: Seconds | None
+    lost_steps: Count | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndEvent(Event):
+    type: Literal["end"] = "end"
+    step: Count
+    status: str
+    weights_sha256: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchMark(Event):
+    """The supervisor starts the processes."""
+
+    type: Literal["launch"] = "launch"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailureMark(Event):
+    """The supervisor has learned of a failure."""
+
+    type: Literal["failure"] = "failure"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndedMark(Event):
+    """All processes have ended."""
+
+    type: Literal["ended"] = "ended"
+    exit_code: int | None = None
+
+
+EVENT_TYPES: dict[str, type[Event]] = {
+    "start": StartEvent,
+    "step": StepEvent,
+    "eval": EvalEvent,
+    "checkpoint": CheckpointEvent,
+    "cadence": CadenceEvent,
+    "hang": HangEvent,
+    "sample": SampleEvent,
+    "warning": WarningEvent,
+    "retry": RetryEvent,
+    "recovery": RecoveryEvent,
+    "end": EndEvent,
+    "launch": LaunchMark,
+    "failure": FailureMark,
+    "ended": EndedMark,
+}
+_ONE_OF = {
+    "step": ("tokens", "samples"),
+    "eval": ("heldout_bits_per_byte", "heldout_accuracy", "heldout_dice"),
+}
+"""At least one of these must be there."""
+
+
+def parse_event(plain: Mapping[str, Any]) -> Event:
+    """Return the event that a line holds. Raises FieldError where a field that readers count on is missing, or one is
+    not of its kind."""
+    for key in ("type", "time"):
+        if key not in plain:
+            raise FieldError(f"it has no `{key}`")
+    kind = plain["type"]
+    event = read_record(EVENT_TYPES.get(kind, UnknownEvent) if isinstance(kind, str) else UnknownEvent, plain)
+    choices = _ONE_OF.get(event.type)
+    if choices and not any(choice in plain for choice in choices):
+        raise FieldError(f"it has none of {', '.join(f'`{choice}`' for choice in choices)}")
+    return event
