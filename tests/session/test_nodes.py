@@ -40,10 +40,15 @@ def test_a_node_serves_every_start_until_there_is_a_result(
     assert served == [(1, 3), (2, 3)]
 
 
-def test_the_result_of_an_earlier_start_is_not_taken_for_this_ones(run: RunDir, console: RunConsole) -> None:
+def test_the_result_of_an_earlier_start_is_not_taken_for_this_ones(
+    run: RunDir, console: RunConsole, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_json(run.result_json, {"exit_code": 0})
     with pytest.raises(MachineError, match="no first node was found"):
         nodes.join(str(run.root), 1, console)
+    monkeypatch.setattr(nodes, "run_agent", lambda run, *_: write_json(run.result_json, {"exit_code": 6}))
+    generations.begin(run)
+    assert nodes.join(str(run.root), 1, console) == 6
 
 
 def test_an_earlier_start_that_nobody_answers_for_is_passed_over(
