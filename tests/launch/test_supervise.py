@@ -150,7 +150,7 @@ def test_a_killed_torchrun_is_a_failure_that_starts_again(make_job: MakeJob) -> 
     assert len(said) == 1, said
     assert said[0].startswith("torchrun was ended by SIGKILL, and its workers with it; the run starts again from step ")
     assert (outcome.result.status, outcome.exit_code) == ("stopped", 6)
-    assert [recovery["kind"] for recovery in outcome.result.recoveries] == ["restart"]
+    assert [recovery.kind for recovery in outcome.result.recoveries or ()] == ["restart"]
     assert processes.members(job.launch_id) == []
 
 
