@@ -12,8 +12,10 @@ from trainspec_cli.planner.workload import (
     flops_per_token,
     head_work,
     layer_kinds,
+    mixing_flops_per_token,
 )
 from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.lora import LoraSpec
 
 PUBLISHED = {
     "llama3_8b": (8.03e9, 8.03e9),
@@ -99,3 +101,12 @@ def test_labels_find_their_model() -> None:
     found = find_model("resnet50-v1.5")
     assert found is not None and found.name == "resnet50"
     assert find_model("no-such-net") is None
+
+
+def test_frozen_weights_take_four_flops_a_token_and_adapters_six() -> None:
+    model, lora = models()["llama3_8b"], LoraSpec(rank=8, targets=("q", "v"))
+    adapters = 8 * 32 * ((4096 + 4096) + (4096 + 1024))
+    mixing = mixing_flops_per_token(model, 4096)
+    frozen = flops_per_token(model, 4096) - mixing
+    assert flops_per_token(model, 4096, lora) == pytest.approx(4 / 6 * frozen + 6 * adapters + mixing, rel=1e-12)
+    assert 0 < 6 * adapters < 0.01 * frozen

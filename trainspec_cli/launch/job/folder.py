@@ -134,9 +134,11 @@ def write_resume(
     None for a run that was written down and never started, which begins."""
     run = job.run
     record = read_run_record(run)
-    resumes = () if from_step is None else (Resume(tuple(argv), __version__, time.time(), from_step),)
+    if from_step is not None:
+        resume = Resume(tuple(argv), __version__, time.time(), from_step)
+        record = replace(record, resumes=(*record.resumes, resume))
     secret = memory.new_secret() if isinstance(record.memory_secret, Absent) else record.memory_secret
-    record = replace(record, digest=digest(plan.spec), resumes=(*record.resumes, *resumes), memory_secret=secret)
+    record = replace(record, digest=digest(plan.spec), memory_secret=secret)
     for report in run.errors_folder.glob("*.json"):
         report.unlink()
     run.result_json.unlink(missing_ok=True)

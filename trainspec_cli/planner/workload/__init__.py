@@ -1,6 +1,6 @@
 """What a model costs: parameters, model FLOPs, and the work of its layers and ends on one rank.
 
-Each family's own arithmetic is in the module that its record names (`FamilyRecord.work`), as `FamilyWork`.
+Each family's own arithmetic is in the module that its record names (`FamilyRecord.work`), as functions of `FamilyWork`.
 """
 
 from __future__ import annotations
