@@ -131,5 +131,5 @@ def newest_checkpoint(run: RunDir) -> int:
 
 
 def _is_done(run: RunDir) -> bool:
-    """A result with the status `stopped` is none: nobody may have wanted that."""
-    return run.result_json.is_file() and read_json(run.result_json)["status"] == "done"
+    """A result with the status `stopped` is none: nobody may have wanted that. A tool's result has no status."""
+    return run.result_json.is_file() and read_json(run.result_json).get("status") == "done"
