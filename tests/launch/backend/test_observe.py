@@ -129,11 +129,6 @@ def test_a_run_of_one_group_is_done_when_its_result_says_so(job: Job, status: st
     assert exited(GroupStart(job, None, 0, 1), 1).done is done
 
 
-def test_the_result_of_a_tool_has_no_status(job: Job) -> None:
-    write_json(job.run.result_json, {"bytes": 5})
-    assert not exited(GroupStart(job, None, 0, 1), 0).done
-
-
 def test_a_group_of_several_is_done_when_all_of_its_nodes_have_ended_with_0(job: Job, two_groups: Plan) -> None:
     write_json(job.run.result_json, {"status": "done"})
     for codes, done, code in (((0, 0), True, 0), ((0, 3), False, 3), ((None, -9), False, -9), ((None, 0), False, None)):
