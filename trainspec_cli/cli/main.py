@@ -110,7 +110,7 @@ def render_help(style: Style) -> str:
         "",
         *commands,
         "",
-        "  trainspec COMMAND --help says more of one; trainspec --version names this one.",
+        "  trainspec COMMAND --help describes one; trainspec --version prints the version.",
         "",
         style.bold("to begin"),
         "  trainspec launch recipe=quickstart",
