@@ -154,7 +154,7 @@ def test_a_run_ends_well_without_a_host_that_died(start_hosts, kill_everything, 
     said = first.communicate(timeout=120)[0]
     assert first.returncode == 0, said
     assert "node 1 (host " in said
-    assert "it starts again when its hosts are back" in said
+    assert "it starts again when its nodes are back" in said
     assert changes(run) == [("left", 1)]
     assert steps_of(run) == list(range(1, 61))
     check_nothing_was_lost(run, may_lack_notes=True)

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from trainspec_cli.planner.run.goodput import Job, simulate
+from trainspec_cli.planner.run.goodput import SimulatedJob, simulate
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.reliability import ReliabilitySpec
@@ -36,7 +36,7 @@ def test_a_run_that_restarts_loses_what_the_simulation_says(trainspec, tmp_path)
     undone_s = step_time_s * sum(r["lost_steps"] for r in recoveries)  # uneven steps are no failure's cost
     measured_s = undone_s + sum(r["stall_s"] for r in recoveries)
 
-    job = Job(STEPS * step_time_s, step_time_s, 1, 1, INTERVAL_STEPS * step_time_s, 0.0, 0.0, 0.0, 0.0)
+    job = SimulatedJob(STEPS * step_time_s, step_time_s, 1, 1, INTERVAL_STEPS * step_time_s, 0.0, 0.0, 0.0, 0.0)
     takes = ReliabilitySpec(detect_s=0.0, swap_s=0.0, start_s=stall_s)
     simulated = simulate(job, takes, ResilienceSpec("restart"), failures=[(time_s, 0) for time_s in failures])
     simulated_s = simulated.lost_s["restart"] + simulated.lost_s["rework"]
@@ -67,7 +67,7 @@ def test_a_run_that_goes_on_without_a_group_loses_what_the_simulation_says(train
     work_s = step_time_s * sum(event["samples"] for event in steps) / full
     measured_s = at[max(at)] - at[1] + step_time_s - work_s
 
-    job = Job(work_s, step_time_s, 2, 2, work_s, 0.0, 0.0, 0.0, 0.0)
+    job = SimulatedJob(work_s, step_time_s, 2, 2, work_s, 0.0, 0.0, 0.0, 0.0)
     away_s = at[joined["step"]] - step_time_s - joined["stall_s"] - at[killed_at]
     takes = ReliabilitySpec(
         detect_s=0.0, swap_s=0.0, start_s=away_s, shrink_stall_s=left["stall_s"], rejoin_stall_s=joined["stall_s"]

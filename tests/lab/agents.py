@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from trainspec_cli.launch.backend.nodes.hub import Hub
 from trainspec_cli.launch.backend.nodes.wire import Wire, call_hub
@@ -11,7 +12,7 @@ from trainspec_cli.launch.backend.nodes.wire import Wire, call_hub
 SECRET = b"s" * 32
 
 
-def connect_agent(hub: Hub, secret: bytes = SECRET) -> Wire:
+def connect_agent(hub: Hub, secret: bytes = SECRET, poll: Callable[[], object] | None = None) -> Wire:
     """Shake hands while the hub is polled. Raises what `call_hub` does."""
     ends: list[Wire | OSError] = []
 
@@ -24,7 +25,7 @@ def connect_agent(hub: Hub, secret: bytes = SECRET) -> Wire:
     caller = threading.Thread(target=call)
     caller.start()
     while caller.is_alive():
-        hub.poll()
+        (poll or hub.poll)()
         time.sleep(0.005)
     if isinstance(ends[0], OSError):
         raise ends[0]

@@ -1,217 +1,434 @@
-"""Supervision of real torchrun processes: how they end, what is said about it, and that nothing is left."""
+"""The supervisor on a backend in memory: what it does with each decision, and random histories of events."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
+import shutil
+import tempfile
 from collections.abc import Callable
-
-import psutil
-import pytest
-
-from trainspec_cli.launch.backend import processes
-from trainspec_cli.launch.backend.local import LocalExecutor
-from trainspec_cli.launch.job.job import Job
-from trainspec_cli.launch.outcome import RunOutcome, conclude
-from trainspec_cli.launch.restarts import supervise_with_restarts
-from trainspec_cli.launch.supervise import supervise
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.spec.recipe.resilience import ResilienceSpec
-
-MakeJob = Callable[..., Job]
-
-
-def run(job: Job, watch: Callable[[], None] = lambda: None) -> RunOutcome:
-    outcome = conclude(job, supervise(job, LocalExecutor(), lambda stop_requested: watch()))
-    assert processes.members(job.launch_id) == []
-    return outcome
-
-
-class Once:
-    """Acts the first time a condition holds."""
-
-    def __init__(self, condition: Callable[[], bool], act: Callable[[], None]):
-        self._condition, self._act, self.done = condition, act, False
-
-    def __call__(self) -> None:
-        if not self.done and self._condition():
-            self.done = True
-            self._act()
-
-
-def both_training(job: Job) -> bool:
-    return all(job.run.events(rank).is_file() for rank in (0, 1))
-
-
-def send(number: signal.Signals) -> None:
-    os.kill(os.getpid(), number)
-
-
-def test_a_run_that_ends_well_is_done(make_job: MakeJob) -> None:
-    outcome = run(make_job("train"))
-    assert (outcome.result.status, outcome.exit_code, outcome.explanation) == ("done", 0, None)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_request_to_stop_lets_the_workers_write_a_checkpoint(make_job: MakeJob, number: signal.Signals) -> None:
-    job = make_job("endless")
-    outcome = run(job, Once(lambda: both_training(job), lambda: send(number)))
-    assert (outcome.result.status, outcome.exit_code) == ("stopped", 6)
-    assert job.run.checkpoint_steps() == [outcome.result.steps]
-
-
-def test_workers_that_ignore_the_request_are_killed_at_the_deadline(make_job: MakeJob) -> None:
-    job = make_job("deaf", stop_grace_s=0.5)
-    outcome = run(job, Once(lambda: both_training(job), lambda: send(signal.SIGTERM)))
-    assert (outcome.result.status, outcome.exit_code) == ("stopped", 130)
-    assert outcome.result.steps > 0
-
-
-def test_a_second_request_does_not_wait_for_the_deadline(make_job: MakeJob) -> None:
-    job = make_job("deaf", stop_grace_s=600.0)
-    first = Once(lambda: both_training(job), lambda: send(signal.SIGINT))
-    second = Once(lambda: first.done, lambda: send(signal.SIGINT))
-
-    def watch() -> None:
-        second()
-        first()
-
-    outcome = run(job, watch)
-    assert outcome.exit_code == 130
-
-
-def test_before_the_first_word_of_the_workers_a_request_ends_them_at_once(make_job: MakeJob) -> None:
-    job = make_job("mute", stop_grace_s=600.0)
-    outcome = run(job, Once(lambda: bool(processes.workers(job.launch_id)), lambda: send(signal.SIGINT)))
-    assert (outcome.result.status, outcome.exit_code, outcome.result.steps) == ("stopped", 130, 0)
-
-
-def test_the_exception_that_began_it_is_shown_with_its_rank_and_traceback(make_job: MakeJob) -> None:
-    outcome = run(make_job("raise"))
-    assert (outcome.result.status, outcome.exit_code, outcome.result.steps) == ("failed", 5, 3)
-    assert outcome.explanation.headline == "rank 1 (host here, step 3): ValueError: the loss is not finite at step 3"
-    assert outcome.explanation.detail.startswith("Traceback (most recent call last):")
-    assert 'raise ValueError(f"the loss' in outcome.explanation.detail
-    assert outcome.explanation.detail.endswith("rank 0 lost the connection to rank 1, or ended with it.")
-    assert "ChildFailedError" not in outcome.explanation.detail
-
-
-def test_a_worker_that_could_not_speak_is_shown_by_its_log(make_job: MakeJob) -> None:
-    outcome = run(make_job("import_error"))
-    assert outcome.exit_code == 5
-    assert outcome.explanation.headline.endswith("ended with exit code 1 before it could say why")
-    assert "No module named 'no_such_module_anywhere'" in outcome.explanation.detail
-
-
-def test_a_killed_worker_is_said_to_be_killed(make_job: MakeJob) -> None:
-    job = make_job("endless")
-
-    def kill_rank_1() -> None:
-        (victim,) = (p for p in processes.workers(job.launch_id) if p.environ()["RANK"] == "1")
-        victim.kill()
-
-    outcome = run(job, Once(lambda: both_training(job), kill_rank_1))
-    assert outcome.exit_code == 5
-    assert outcome.explanation.headline.startswith("rank 1 (host")
-    assert ") was killed by SIGKILL; if memory ran out" in outcome.explanation.headline
-
-
-def test_when_torchrun_is_killed_its_workers_save_and_end(make_job: MakeJob) -> None:
-    job = make_job("endless")
-
-    def kill_torchrun() -> None:
-        psutil.Process(processes.workers(job.launch_id)[0].ppid()).kill()
-
-    outcome = run(job, Once(lambda: both_training(job), kill_torchrun))
-    assert job.run.checkpoint_steps() == [outcome.result.steps]
-    assert outcome.explanation.headline == "torchrun was ended by SIGKILL, and its workers with it"
-
-
-def test_a_killed_torchrun_is_a_failure_that_starts_again(make_job: MakeJob) -> None:
-    """Its workers save and end, and nobody had asked for that; the second start is stopped by request."""
-    job = make_job("endless")
-    said: list[str] = []
-
-    def kill_torchrun() -> None:
-        psutil.Process(processes.workers(job.launch_id)[0].ppid()).kill()
-
-    kill = Once(lambda: both_training(job), kill_torchrun)
-    stop = Once(lambda: bool(said) and starts(job) == 2, lambda: send(signal.SIGTERM))
-
-    def watch(stop_requested: bool) -> None:
-        stop()
-        kill()
-
-    last, ending = supervise_with_restarts(job, LocalExecutor(), ResilienceSpec(), watch, said.append)
-    outcome = conclude(last, ending)
-    assert len(said) == 1, said
-    assert said[0].startswith("torchrun was ended by SIGKILL, and its workers with it; the run starts again from step ")
-    assert (outcome.result.status, outcome.exit_code) == ("stopped", 6)
-    assert [recovery["kind"] for recovery in outcome.result.recoveries] == ["restart"]
-    assert processes.members(job.launch_id) == []
-
-
-def starts(job: Job) -> int:
-    return sum(event["type"] == "start" for event in read_events(job.run.events(0)))
-
-
-def test_a_killed_torchrun_fails_a_run_that_is_not_started_again(make_job: MakeJob) -> None:
-    job = make_job("endless")
-
-    def kill_torchrun() -> None:
-        psutil.Process(processes.workers(job.launch_id)[0].ppid()).kill()
-
-    outcome = run(job, Once(lambda: both_training(job), kill_torchrun))
-    assert (outcome.result.status, outcome.exit_code) == ("failed", 5)
-
-
-SUPERVISOR = """
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from launch.memory_backend import World
+
+from trainspec_cli.errors import MachineError
+from trainspec_cli.launch import supervise as module
+from trainspec_cli.launch.job.environment import LAUNCH_ID
 from trainspec_cli.launch.job.job import Job
-from trainspec_cli.launch.backend.local import LocalExecutor
-from trainspec_cli.launch.supervise import supervise
-supervise(Job(Path({root!r}), {command!r}, {environment!r}, 2, {grace!r}, Path({logs!r})), LocalExecutor(), int)
-"""
+from trainspec_cli.launch.signals import StopRequests
+from trainspec_cli.launch.supervise import Ending, Supervisor, supervise
+from trainspec_cli.policy.recovery import RESTART_WINDOW_S
+from trainspec_cli.policy.run_state import (
+    Begun,
+    Event,
+    NodeBack,
+    NodeLost,
+    NodeStopRequested,
+    NodeUnfit,
+    Orphaned,
+    PresenceChanged,
+    RendezvousRestarted,
+    Retried,
+    Stepped,
+    WorkerFailed,
+)
+from trainspec_cli.rundir import generations
+from trainspec_cli.rundir.events import EventWriter, read_events
+from trainspec_cli.rundir.files import write_json
+from trainspec_cli.rundir.stops import note_stop
+from trainspec_cli.spec.recipe.resilience import ResilienceSpec
+from trainspec_cli.spec.results.plan import Plan
+
+GRACE_S = 30.0
 
 
-def start_supervisor(job: Job) -> subprocess.Popen[bytes]:
-    program = SUPERVISOR.format(
-        root=str(job.root),
-        command=job.command,
-        environment=dict(job.environment),
-        grace=job.stop_grace_s,
-        logs=str(job.logs),
-    )
-    return subprocess.Popen([sys.executable, "-c", program])
+def a_job(root: Path) -> Job:
+    logs = root / "logs" / "launch_01"
+    logs.mkdir(parents=True)
+    return Job(root, ("torchrun",), {LAUNCH_ID: "x"}, 2, GRACE_S, logs, worker=("worker",))
 
 
-def test_nothing_outlives_a_supervisor_that_was_killed(
-    make_job: MakeJob, eventually: Callable[[Callable[[], object]], None]
-) -> None:
-    job = make_job("endless")
-    supervisor = start_supervisor(job)
-    eventually(lambda: both_training(job))
-    supervisor.kill()
-    supervisor.wait()
-    eventually(lambda: not processes.members(job.launch_id))
-    assert json.loads(job.run.result_json.read_text())["status"] == "stopped"
+def with_resilience(plan: Plan, groups: int = 1, **resilience: object) -> Plan:
+    mode = "elastic" if groups > 1 else "restart"
+    spec = replace(plan.spec, resilience=ResilienceSpec(**{"mode": mode, **resilience}))  # type: ignore[arg-type]
+    return replace(plan, spec=spec, replica_groups=groups)
 
 
-@pytest.mark.parametrize("moment", ["torchrun starts", "workers hear"])
-def test_workers_that_have_not_begun_are_given_no_time_when_their_supervisor_is_killed(
-    make_job: MakeJob, eventually: Callable[[Callable[[], object]], None], moment: str
-) -> None:
-    """They hear the request and do not follow it: nothing of theirs is lost."""
-    job = make_job("mute", stop_grace_s=600.0)
-    supervisor = start_supervisor(job)
-    if moment == "torchrun starts":
-        eventually(lambda: processes.members(job.launch_id))
-    else:
-        eventually((job.root / "listening1").exists)
-    supervisor.kill()
-    supervisor.wait()
-    eventually(lambda: not processes.members(job.launch_id))
+class Run:
+    """`supervise` with a script: one function for each of the backend's polls, in order."""
+
+    def __init__(self, root: Path, plan: Plan | None, groups: int = 1, presence: str = "there"):
+        self.world, self.job, self.plan = World(groups, presence), a_job(root), plan
+        self.requests, self.reports, self.watched = StopRequests(), [], []
+        self.script: list[Callable[[], object]] = []
+
+    def __call__(self) -> Ending:
+        return supervise(self.job, self.plan, self._open, self._watch, self.reports.append, self.requests)
+
+    def happen(self, *events: Event) -> Callable[[], None]:
+        return lambda: self.world.backend.queue.extend(events)
+
+    def _open(self, job: Job, plan: Plan | None):
+        backend = self.world.open(job, plan)
+        backend.on_poll = lambda: self.script.pop(0)() if self.script and self.world.live else None
+        return backend
+
+    def _watch(self, stop_requested: bool) -> None:
+        self.watched.append(stop_requested)
+        assert len(self.watched) < 500, "it does not end"
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+
+
+@pytest.fixture
+def run(tmp_path: Path, make_plan) -> Run:
+    return Run(tmp_path, with_resilience(make_plan()))
+
+
+@pytest.fixture
+def pair(tmp_path: Path, make_plan) -> Run:
+    return Run(tmp_path, with_resilience(make_plan(), groups=2, min_groups=2), groups=2)
+
+
+def marks(run: Run) -> list[str]:
+    return [event["type"] for event in read_events(run.job.run.supervisor_events)]
+
+
+def test_a_run_that_ends_well(run: Run) -> None:
+    run.script = [lambda: run.world.end(0, done=True)]
+    ending = run()
+    assert ending == Ending(run.job, 0, False, (), "", 1)
+    assert (run.world.starts, run.world.backend.closed) == ([(1, 0, 1)], 1)
+    assert marks(run) == ["launch", "ended"]
+    assert run.watched[-1] is False
+
+
+def test_a_failed_run_begins_a_new_generation_from_its_checkpoint(run: Run) -> None:
+    job = run.job
+    for step in (4, 7):
+        events = EventWriter(job.run.events(0), 0)
+        events.write("step", step=step, loss=1.0, tokens=1, step_time_s=1.0, time_s={}, grad_norm=1.0, skipped=False)
+        events.close()
+    job.run.checkpoint(4).mkdir(parents=True)
+    write_json(job.run.error(1), {"rank": 1})
+    write_json(job.run.result_json, {"status": "failed"})
+    run.world.checkpoint = 4
+    run.script = [
+        run.happen(WorkerFailed(0)),
+        lambda: run.world.end(0, from_outside=True),
+        lambda: run.world.end(0, done=True),
+    ]
+    ending = run()
+    assert run.reports == ["it broke; the run starts again from step 4"]
+    assert run.world.starts == [(1, 0, 1), (2, 0, 2)]
+    assert [backend.closed for backend in run.world.backends] == [1, 1]
+    assert ending.job.logs == job.logs.with_name("launch_01_start002")
+    assert str(ending.job.logs) in ending.job.command
+    assert (ending.generation, ending.exit_code) == (2, 0)
+    assert marks(run) == ["launch", "failure", "ended", "launch", "ended"]
     assert not job.run.result_json.exists()
+    assert json.loads((job.logs / job.run.error(1).name).read_text()) == {"rank": 1}
+    assert not job.run.error(1).exists()
+    story = [event for event in read_events(job.run.events(0)) if event["type"] == "recovery"]
+    assert [(event["change"], event["step"], event["lost_steps"]) for event in story] == [("restart", 7, 3)]
+
+
+def test_a_tool_is_never_started_again(tmp_path: Path) -> None:
+    run = Run(tmp_path, None)
+    run.world.checkpoint = 4
+    run.script = [lambda: run.world.end(0, from_outside=True)]
+    assert run().exit_code == 1
+    assert (len(run.world.starts), run.reports) == (1, [])
+
+
+def test_a_checkpoint_that_was_there_before_is_no_progress(run: Run) -> None:
+    run.job.run.checkpoint(4).mkdir(parents=True)
+    run.world.checkpoint = 4
+    run.script = [lambda: run.world.end(0, own_error=True)]
+    run()
+    assert len(run.world.starts) == 1
+
+
+def test_a_request_to_stop_reaches_the_workers_and_is_reported_to_the_view(run: Run) -> None:
+    run.world.answers_stop = True
+    run.script = [run.happen(Begun(0)), run.requests.add]
+    ending = run()
+    assert (run.world.stops, ending.stop_requested) == ([None], True)
+    assert run.watched[-1] is True
+
+
+def test_deaf_workers_are_killed_at_the_deadline(run: Run) -> None:
+    run.script = [run.happen(Begun(0)), run.requests.add]
+    ending = run()
+    assert (ending.stop_requested, ending.exit_code, run.world.live) == (True, None, {})
+    assert len(run.watched) * module.POLL_S > GRACE_S
+
+
+def test_a_second_request_and_one_before_the_first_event_kill_at_once(run: Run) -> None:
+    run.script = [run.requests.add]
+    assert run().stop_requested
+    assert (run.world.stops, len(run.watched) < 6) == ([], True)
+
+
+def test_a_stop_that_only_the_run_folder_knows_of_counts(run: Run) -> None:
+    run.script = [lambda: (note_stop(run.job.run, 1), run.world.end(0))]
+    assert run().stop_requested
+
+
+def test_a_stop_while_the_run_waits_leaves_the_errors_where_they_are(run: Run) -> None:
+    write_json(run.job.run.error(1), {"rank": 1})
+    run.world.checkpoint = 4
+    run.script = [lambda: (run.requests.add(), run.world.end(0, from_outside=True))]
+    assert run().stop_requested
+    assert run.job.run.error(1).exists()
+    assert len(run.world.backends) == 1
+
+
+def test_a_backend_that_fails_is_closed(run: Run) -> None:
+    def break_down() -> None:
+        raise MachineError("no way")
+
+    run.script = [break_down]
+    with pytest.raises(MachineError, match="no way"):
+        run()
+    assert (run.world.backend.closed, marks(run)) == (1, ["launch", "ended"])
+
+
+def test_a_lost_node_is_written_down_and_ends_a_run_of_one_group(run: Run) -> None:
+    generations.begin(run.job.run)
+    run.script = [run.happen(NodeLost(1, "b", "is off", (0,)), NodeUnfit(0, "a", "no GPU"))]
+    run()
+    errors = [json.loads(run.job.run.node_error(node).read_text()) for node in (0, 1)]
+    assert [(error["node"], error["host"], error["lost"], error["message"]) for error in errors] == [
+        (0, "a", False, "no GPU"),
+        (1, "b", True, "is off"),
+    ]
+
+
+def test_a_start_that_was_fenced_off_writes_down_no_node(run: Run) -> None:
+    generations.begin(run.job.run)
+    generations.begin(run.job.run)
+    run.script = [run.happen(NodeLost(1, "b", "is off", (0,)))]
+    run()
+    assert not run.job.run.node_error(1).exists()
+
+
+def test_a_group_that_fails_is_started_again_beside_the_other(pair: Run) -> None:
+    write_json(pair.job.run.error(2), {"rank": 2})
+    write_json(pair.job.run.error(0), {"rank": 0})
+    pair.plan = replace(pair.plan, devices_per_node=4)
+    pair.script = [
+        pair.happen(Stepped(0), Stepped(1)),
+        pair.happen(WorkerFailed(1)),
+        lambda: None,
+        lambda: pair.world.end(0, done=True),
+        lambda: pair.world.end(1, done=True),
+    ]
+    ending = pair()
+    assert pair.world.starts == [(1, 0, 1), (1, 1, 1), (1, 1, 2)]
+    assert pair.reports == ["group 1: it broke; it starts again"]
+    assert (ending.exit_code, ending.generation, ending.given_up) == (0, 1, "")
+    assert (pair.job.logs / "group00001_start001" / pair.job.run.error(2).name).exists()
+    assert pair.job.run.error(0).exists(), "that of the other group stays"
+    assert marks(pair) == ["launch", "ended"]
+
+
+def test_too_few_groups_end_the_run_and_the_lost_node_is_named(pair: Run) -> None:
+    pair.world.answers_stop = True
+    lost = (NodeLost(1, "b", "is off", (1,)), NodeLost(5, "e", "is off", ()), NodeBack(5), PresenceChanged(1, "away"))
+    pair.script = [pair.happen(Stepped(0)), pair.happen(*lost)]
+    ending = pair()
+    assert ending.given_up.startswith("1 of 2 replica groups are left, and resilience.min_groups is 2")
+    assert (pair.world.stops, ending.stop_requested) == ([None], False)
+    assert json.loads(pair.job.run.groups_json.read_text()) == {"expected": 1}
+    assert (pair.job.run.node_error(1).exists(), pair.job.run.node_error(5).exists()) == (True, False)
+
+
+def test_a_run_that_cannot_begin_is_refused(tmp_path: Path, make_plan) -> None:
+    run = Run(tmp_path, with_resilience(make_plan(), groups=2), groups=2, presence="awaited")
+    open_backend = run._open
+
+    def open_unfit(job: Job, plan: Plan | None):
+        backend = open_backend(job, plan)
+        backend.queue.append(NodeUnfit(1, "b", "no GPU"))
+        return backend
+
+    with pytest.raises(MachineError, match=r"node 1 \(b\): no GPU") as caught:
+        supervise(run.job, run.plan, open_unfit)
+    assert caught.value.problems[0].code == "unfit_host"
+    assert run.world.backend.closed == 1
+
+
+class Histories(RuleBasedStateMachine):
+    """Whatever happens, in whichever order."""
+
+    @initialize(groups=st.integers(1, 3), limit=st.integers(0, 3), min_groups=st.integers(1, 3), data=st.data())
+    def begin(self, groups: int, limit: int, min_groups: int, data: st.DataObject) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        self.limit, self.now_s, self.requests = limit, 0.0, StopRequests()
+        self.world, self.starts_s = World(groups, data.draw(st.sampled_from(["there", "awaited"]))), []
+        self.world.checkpoint = data.draw(st.sampled_from([0, 10, 20]), label="checkpoint")
+        self.last = data.draw(st.sampled_from(["fail", "stop", "stop, fail"]), label="what happens in the end")
+        self.ended_well: set[int] = set()
+        self.reports: list[str] = []
+        resilience = {"max_restarts_per_hour": limit, "min_groups": min(min_groups, groups)}
+        plan = with_resilience(PLAN, groups, **resilience)
+        self.supervisor = Supervisor(a_job(self.folder), plan, self.world.open, self.reports.append)
+        self.supervisor.open()
+        self.turn()
+
+    @property
+    def over(self) -> bool:
+        return self.supervisor.state.is_over
+
+    def turn(self, after_s: float = 0.1) -> None:
+        self.now_s += after_s
+        seen, before = len(self.world.starts), self.supervisor.state
+        if not before.is_over:
+            self.supervisor.turn(self.now_s, self.requests)
+        self.starts_s += [(self.now_s, *start) for start in self.world.starts[seen:]]
+        assert not (before.is_ending and self.world.starts[seen:]), "started when the run was ending"
+
+    def happen(self, *events: Event) -> None:
+        self.world.backend.queue.extend(events)
+        self.turn()
+
+    def a_group(self, data: st.DataObject) -> int:
+        return data.draw(st.integers(0, self.world.groups - 1), label="group")
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 11.0, 70.0, 1500.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.turn(seconds)
+
+    @rule(data=st.data(), kind=st.sampled_from([Begun, Stepped, Stepped, Retried, WorkerFailed, Orphaned]))
+    def workers_are_seen(self, data: st.DataObject, kind: type) -> None:
+        if (group := self.a_group(data)) in self.world.live:
+            self.happen(kind(group))
+
+    @rule(data=st.data(), outside=st.booleans(), foreseen=st.sampled_from([False, False, False, True]))
+    def a_group_fails(self, data: st.DataObject, outside: bool, foreseen: bool) -> None:
+        if (group := self.a_group(data)) in self.world.live:
+            self.world.end(group, from_outside=outside, own_error=not outside, foreseen=foreseen)
+            self.turn()
+
+    @rule(data=st.data())
+    def a_group_ends_well(self, data: st.DataObject) -> None:
+        if (group := self.a_group(data)) in self.world.live:
+            self.ended_well.add(group)
+            self.world.end(group, done=True)
+            self.turn()
+
+    @rule()
+    def a_checkpoint_is_written(self) -> None:
+        self.world.checkpoint += 10
+
+    @rule(data=st.data())
+    def a_node_is_lost(self, data: st.DataObject) -> None:
+        group = self.a_group(data)
+        self.happen(
+            NodeLost(group, "node", "is off", (group,) if group in self.world.live else ()),
+            PresenceChanged(group, data.draw(st.sampled_from(["awaited", "away"]))),
+        )
+
+    @rule(data=st.data())
+    def a_node_comes_back(self, data: st.DataObject) -> None:
+        group = self.a_group(data)
+        self.happen(NodeBack(group), PresenceChanged(group, "there"))
+
+    @rule()
+    def the_rendezvous_server_ends(self) -> None:
+        self.happen(RendezvousRestarted())
+
+    @rule(times=st.sampled_from([0, 0, 0, 1, 2]))
+    def a_person_asks(self, times: int) -> None:
+        self.requests.count = max(self.requests.count, times)
+        self.turn()
+
+    @rule(unlikely=st.sampled_from([False, False, False, True]))
+    def an_agent_is_asked(self, unlikely: bool) -> None:
+        if unlikely:
+            self.happen(NodeStopRequested(0))
+
+    @rule()
+    @precondition(lambda self: self.over)
+    def nothing_follows_the_end(self) -> None:
+        live = dict(self.world.live)
+        self.turn(10_000.0)
+        assert self.world.live == live
+
+    @invariant()
+    def no_group_is_started_too_often(self) -> None:
+        for group in range(self.world.groups):
+            restarts = [at for at, _, started, number in self.starts_s if started == group and number > 1]
+            for at in restarts:
+                assert sum(at <= other < at + RESTART_WINDOW_S for other in restarts) <= self.limit
+
+    @invariant()
+    def what_lives_is_known_to_live(self) -> None:
+        if self.starts_s and not self.over:
+            phases = [group.phase for group in self.supervisor.state.groups]
+            assert set(self.world.live) <= {n for n, phase in enumerate(phases) if phase in ("running", "ending")}
+
+    @invariant()
+    def a_lost_run_is_not_done(self) -> None:
+        if self.world.backends:
+            groups = self.supervisor.state.groups
+            assert {n for n, group in enumerate(groups) if group.phase == "done"} <= self.ended_well
+
+    def teardown(self) -> None:
+        """Workers fail again and again, or ignore a request to stop: it ends, and nothing lives."""
+        if not self.world.backends:
+            return
+        if not self.over:
+            self.happen(*map(Begun, self.world.live))
+        self.requests.count = max(self.requests.count, int("stop" in self.last))
+        for _ in range(2 * int(GRACE_S / 10) + 20 * self.world.groups):
+            self.world.checkpoint += 10
+            for group in tuple(self.world.live) if "fail" in self.last else ():
+                self.world.end(group, from_outside=True)
+            if not self.over and not self.world.live:
+                for group in range(self.world.groups):
+                    self.world.backend.queue.append(PresenceChanged(group, "there"))
+            self.turn(10.0)
+            self.no_group_is_started_too_often()
+        assert self.over, self.supervisor.state
+        self.supervisor.close()
+        assert self.world.live == {}
+        assert all(backend.closed == 1 for backend in self.world.backends)
+        shutil.rmtree(self.folder)
+
+
+@pytest.fixture(autouse=True)
+def plan_of_histories(make_plan) -> None:
+    global PLAN
+    PLAN = make_plan()
+
+
+HISTORIES = settings(
+    max_examples=80,
+    stateful_step_count=25,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],  # shrinking a failure would take minutes
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def test_random_histories() -> None:
+    run_state_machine_as_test(Histories, settings=HISTORIES)

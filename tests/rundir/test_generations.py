@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.environment_names import GENERATION
-from trainspec_cli.errors import WorkerError
+from trainspec_cli.errors import RecipeError, WorkerError
 from trainspec_cli.rundir import generations
-from trainspec_cli.rundir.generations import Fence
+from trainspec_cli.rundir.generations import Fence, GenerationRecord
 from trainspec_cli.rundir.paths import RunDir
 
 
@@ -28,11 +28,17 @@ def test_starts_at_the_same_time_get_numbers_of_their_own(tmp_path: Path) -> Non
 
 def test_what_a_start_tells_of_itself_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    assert generations.read(run, 1) == {}
+    assert generations.read(run, 1) is None
     number = generations.begin(run)
-    assert generations.read(run, number) == {}
-    generations.describe(run, number, {"head": "node1"})
-    assert (generations.read(run, number)["head"], generations.read(run, number)["generation"]) == ("node1", 1)
+    assert generations.read(run, number) is None
+    record = GenerationRecord(
+        *(number, 12.5, "node1.site", "node1", 4000, {"ADDRESS": "node1:4001"}, 2, "id", "logs", ("-m", "engine"), ())
+    )
+    generations.describe(run, record)
+    assert generations.read(run, number) == record
+    run.generation(number).write_text('{"head": 5}')
+    with pytest.raises(RecipeError, match="head"):
+        generations.read(run, number)
 
 
 def test_an_older_start_is_fenced_off(tmp_path: Path) -> None:

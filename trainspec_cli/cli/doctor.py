@@ -13,7 +13,7 @@ from trainspec_cli.cli.options import AsJson
 from trainspec_cli.doctor.diagnosis import diagnose
 from trainspec_cli.doctor.examine import Examined, examine_here, examine_nodes
 from trainspec_cli.errors import MachineError
-from trainspec_cli.launch.backend.nodes.executor import Reach, agent_command
+from trainspec_cli.launch.backend.nodes.backend import Reach, agent_command
 from trainspec_cli.launch.slurm import commands as slurm
 from trainspec_cli.launch.slurm.script import srun_command
 from trainspec_cli.report.doctor_text import render_diagnosis

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from trainspec_cli.doctor.checks import check_node
 from trainspec_cli.errors import MachineError
-from trainspec_cli.launch.backend.nodes.agents import Examination
-from trainspec_cli.launch.backend.nodes.executor import Reach
+from trainspec_cli.launch.backend.nodes.backend import Examination, Reach
 from trainspec_cli.launch.tools import LINKS, SPEED, on_nodes, run_tool, torchrun
 from trainspec_cli.node import node_name
 from trainspec_cli.spec.canonical import to_plain

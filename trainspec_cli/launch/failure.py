@@ -16,6 +16,8 @@ from trainspec_cli.launch.job.command import LOOPBACK
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.printable import without_colours
 from trainspec_cli.reading.files import open_regular
+from trainspec_cli.rundir.event_types import EndEvent
+from trainspec_cli.rundir.events import tail_events
 from trainspec_cli.rundir.record import NodeErrorRecord, WorkerErrorRecord, read_error
 
 LOG_TAIL_LINES = 30
@@ -193,6 +195,21 @@ def explain(failures: list[WorkerFailure]) -> Explanation:
     who = f"{first.who} (host {first.host or 'unknown'}{at})"
     detail = [first.detail, *_explain_others(first, others)]
     return Explanation(_sentence(who, first), "\n\n".join(filter(None, detail)), first.hint)
+
+
+def explain_end(job: Job, exit_code: int | None, failures: list[WorkerFailure]) -> Explanation:
+    """Explain why a run of one group failed: a worker did, or torchrun (`exit_code`), or all of them just ended."""
+    code = exit_code or 0
+    if failures and (code >= 0 or not failures[0].consequence):
+        return explain(failures)
+    if code < 0:
+        return Explanation(f"torchrun was ended by {signal.Signals(-code).name}, and its workers with it")
+    if code:
+        logs = "\n\n".join(tail(log) for log in torchrun_logs(job))
+        return Explanation(f"torchrun ended with exit code {code}", logs)
+    if any(isinstance(event, EndEvent) for event in list(tail_events(job.run.events(0)))[-1:]):
+        return Explanation("the workers were told to end, and nobody had asked the run to stop")
+    return Explanation("the workers ended without leaving a result")
 
 
 def _explain_others(first: WorkerFailure, others: list[WorkerFailure]) -> Iterator[str]:

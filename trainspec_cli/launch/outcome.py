@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 from dataclasses import dataclass, replace
 
 from trainspec_cli.errors import Interrupted, Stopped, WorkerError
-from trainspec_cli.launch.failure import Explanation, WorkerFailure, explain, find_failures, tail, torchrun_logs
+from trainspec_cli.launch.failure import Explanation, explain_end, find_failures
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.supervise import Ending
 from trainspec_cli.rundir.accounting import account_run, read_recoveries
-from trainspec_cli.rundir.event_types import EndEvent, EvalEvent, StepEvent
-from trainspec_cli.rundir.events import read_sound, tail_events
+from trainspec_cli.rundir.event_types import EvalEvent, StepEvent
+from trainspec_cli.rundir.events import read_sound
 from trainspec_cli.rundir.memory import newest_copy, remove_copies
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import RunResult, read_result, write_result
@@ -54,7 +53,7 @@ def _conclude(job: Job, ending: Ending) -> RunOutcome:
         return RunOutcome(result, Explanation(ending.given_up))
     failures = find_failures(job)
     causes = [failure for failure in failures if not failure.consequence]
-    explanation = explain_ending(job, ending, failures) if failures or ending.exit_code else None
+    explanation = explain_end(job, ending.exit_code, failures) if failures or ending.exit_code else None
     left = read_result(job.run)
     if left is not None:
         own_words = any(failure.own_words for failure in causes)
@@ -64,22 +63,7 @@ def _conclude(job: Job, ending: Ending) -> RunOutcome:
         exit_code = Stopped.exit_code if job.run.newest_step else Interrupted.exit_code
         return RunOutcome(_write_result(job.run, "stopped", exit_code))
     result = _write_result(job.run, "failed", causes[0].exit_code if causes else WorkerError.exit_code)
-    return RunOutcome(result, explanation or explain_ending(job, ending, failures))
-
-
-def explain_ending(job: Job, ending: Ending, failures: list[WorkerFailure]) -> Explanation:
-    """Explain why a start failed: a worker did, or torchrun, or all of them just ended."""
-    code = ending.exit_code or 0
-    if failures and (code >= 0 or not failures[0].consequence):
-        return explain(failures)
-    if code < 0:
-        return Explanation(f"torchrun was ended by {signal.Signals(-code).name}, and its workers with it")
-    if code:
-        logs = "\n\n".join(tail(log) for log in torchrun_logs(job))
-        return Explanation(f"torchrun ended with exit code {code}", logs)
-    if any(isinstance(event, EndEvent) for event in list(tail_events(job.run.events(0)))[-1:]):
-        return Explanation("the workers were asked to end, and nobody had asked the run to stop")
-    return Explanation("the workers ended without leaving a result")
+    return RunOutcome(result, explanation or explain_end(job, ending.exit_code, failures))
 
 
 def _write_result(run: RunDir, status: str, exit_code: int) -> RunResult:

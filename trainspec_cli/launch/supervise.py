@@ -1,122 +1,215 @@
-"""Runs a job from its start to its end: passes on requests to stop, keeps the deadlines, leaves nothing running."""
+"""The supervisor: it feeds what the backend observes to `policy.recovery`, does what that decides, and leaves nothing
+running."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from trainspec_cli.launch.backend.executor import Executor, Running
+from trainspec_cli.errors import MachineError, Problem
+from trainspec_cli.launch.backend import OpenBackend, RunBackend
+from trainspec_cli.launch.backend.node_processes import ranks_of, start_folder
+from trainspec_cli.launch.backend.observe import newest_checkpoint
 from trainspec_cli.launch.backend.processes import POLL_S
-from trainspec_cli.launch.job.environment import FAILURE_GRACE_S
+from trainspec_cli.launch.job.command import torchrun_command
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.signals import StopRequests, on_stop_signal
-from trainspec_cli.rundir.event_types import EndedMark, FailureMark, LaunchMark
-from trainspec_cli.rundir.events import EventWriter, spoken_bytes
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.policy import recovery, run_state
+from trainspec_cli.rundir.event_types import EndedMark, FailureMark, LaunchMark, RecoveryEvent, StepEvent
+from trainspec_cli.rundir.events import EventWriter, read_sound
+from trainspec_cli.rundir.files import write_json
+from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.stops import was_stop_noted
+from trainspec_cli.spec.recipe.resilience import ResilienceSpec
+from trainspec_cli.spec.results.plan import Plan
 
-LISTING_S = 2.0
-"""torchrun ends its workers within `FAILURE_GRACE_S` itself, and then lists how each of them ended."""
 SUPERVISOR = -1
 """Stands for a rank in the supervisor's marks."""
+TOOL = ResilienceSpec(mode="none")
+"""What a job without a plan does about failures."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How the processes came to an end; what it means for the run is `outcome.conclude`'s to say."""
+    """How the processes came to an end; what it means for the run is decided by `outcome.conclude`."""
 
+    job: Job
+    """Of the last generation."""
     exit_code: int | None
-    """torchrun's; None when it was still there and had to be killed."""
+    """torchrun's; None when it was still there and had to be killed. Of several replica groups 0."""
     stop_requested: bool
-    """By a person or a scheduler, of the supervisor or of a host's agent."""
-    killed: bool
-    """By the supervisor: at a deadline, or on a second request."""
+    """By a person or a scheduler, of the supervisor or of a node's agent."""
     left_behind: tuple[int, ...] = ()
     """Ids of processes that could not be ended (stuck in the kernel)."""
     given_up: str = ""
     """Why the supervisor ended the run, where it did (too few replica groups were left)."""
     generation: int | None = None
-    """Of the start that ended."""
+    """That ended."""
 
 
 def supervise(
-    job: Job, executor: Executor, watch: Callable[[bool], None], requests: StopRequests | None = None
+    job: Job,
+    plan: Plan | None,
+    backend: OpenBackend,
+    watch: Callable[[bool], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
+    requests: StopRequests | None = None,
 ) -> Ending:
-    """Submit `job` and return when all its processes have ended. `watch` is called about ten times a second,
-    with whether a stop has been asked for.
+    """Run `job` until all its processes have ended, and start again what fails where `plan` wants that.
+
+    `watch` is called about ten times a second, with whether a stop has been asked for; `report` hears of every failure
+    that does not end the run, and what follows. Without a plan the job is a tool's, that is never started again.
 
     A first request to stop asks the workers to write a checkpoint and end, within the job's `stop_grace_s`; before
-    they have said their first word there is nothing to write, and they are killed. A second request kills at once.
-    When one worker fails, or torchrun does, the others have `FAILURE_GRACE_S`.
+    they have written an event there is nothing to save, and they are killed. A second request kills at once.
+
+    Raises TrainspecError where the run cannot begin, or was begun anew elsewhere.
     """
-    requests, marks = requests or StopRequests(), EventWriter(job.run.supervisor_events, SUPERVISOR)
+    requests = requests or StopRequests()
     with on_stop_signal(requests.add):
-        marks.write(LaunchMark())
-        spoken_bytes_before = spoken_bytes(job.run)
-        running = executor.submit(job)
-        watched = _Watched(running, job, requests, marks, spoken_bytes_before)
+        supervisor = Supervisor(job, plan, backend, report)
+        supervisor.open()
         try:
-            while running.anything_left() and not watched.given_up:
-                watch(watched.stop_requested)
-                watched.act()
+            while not supervisor.state.is_over:
+                watch(supervisor.state.stop_requested)
+                supervisor.turn(time.monotonic(), requests)
                 time.sleep(POLL_S)
         finally:
-            exit_code = running.exit_code()
-            left_behind = running.end()
-            marks.write(EndedMark(exit_code=exit_code))
-            marks.close()
-        watch(watched.stop_requested)
-    generation = running.generation
-    return Ending(
-        exit_code, was_stopped(job.run, generation, requests), watched.given_up, left_behind, generation=generation
-    )
+            supervisor.close()
+        watch(supervisor.state.stop_requested)
+    return supervisor.ending()
 
 
-def was_stopped(run: RunDir, generation: int, requests: StopRequests) -> bool:
-    """Whether somebody wanted this start to stop: the supervisor was asked, or the agent of a host."""
-    return requests.count > 0 or was_stop_noted(run, generation)
+class Supervisor:
+    def __init__(self, job: Job, plan: Plan | None, backend: OpenBackend, report: Callable[[str], None]):
+        self._job, self._plan, self._open_backend, self._report = job, plan, backend, report
+        self._first_logs = job.logs
+        self.state = recovery.begin(
+            plan.spec.resilience if plan else TOOL,
+            plan.replica_groups if plan else 1,
+            job.stop_grace_s,
+            newest_checkpoint(job.run),
+        )
+        self._backend: RunBackend | None = None
+        self._generation: int | None = None
+        self._left_behind: tuple[int, ...] = ()
+        self._losses: dict[int, run_state.NodeLost | run_state.NodeUnfit] = {}
 
+    def open(self) -> None:
+        """Begin a generation of the run."""
+        self._marks = EventWriter(self._job.run.supervisor_events, SUPERVISOR)
+        self._marks.write(LaunchMark())
+        self._backend = self._open_backend(self._job, self._plan)
+        self._generation = self._backend.generation
 
-class _Watched:
-    """What has been asked of the job so far, and until when it has to answer."""
+    def close(self) -> None:
+        """End a generation: nothing of it is left."""
+        try:
+            if self._backend:
+                self._left_behind = self._backend.kill()
+        finally:
+            self._backend = None
+            self._marks.write(EndedMark(exit_code=self._exit_code))
+            self._marks.close()
 
-    def __init__(
-        self, running: Running, job: Job, requests: StopRequests, marks: EventWriter, spoken_bytes_before: int
-    ):
-        self._running = running
-        self._job = job
-        self._requests, self._marks = requests, marks
-        self._spoken_bytes_before = spoken_bytes_before
-        self._deadline = math.inf
-        self._failing = False
-        self.stop_requested = False
-        self.given_up = False
+    def turn(self, now_s: float, requests: StopRequests) -> None:
+        """Take in what has happened, and do what follows."""
+        self._take(run_state.Tick(now_s))
+        if self._backend:
+            for event in self._backend.poll():
+                self._take(event)
+        if requests.count:
+            self._take(run_state.StopRequested(requests.count))
 
-    def act(self) -> None:
-        if self._requests.count and not self.stop_requested:
-            self._pass_on_request()
-        if not self._failing:
-            self._look_for_failure()
-        if self._requests.count > 1 or time.monotonic() > self._deadline:
-            self.given_up = True
+    def ending(self) -> Ending:
+        noted = self._generation is not None and was_stop_noted(self._job.run, self._generation)
+        return Ending(
+            self._job,
+            self._exit_code,
+            self.state.stop_requested or noted,
+            self._left_behind,
+            self.state.given_up,
+            self._generation,
+        )
 
-    def _pass_on_request(self) -> None:
-        self.stop_requested = True
-        if spoken_bytes(self._job.run) > self._spoken_bytes_before:
-            self._running.ask_to_stop()
-            self._end_within(self._job.stop_grace_s)
-        else:
-            self.given_up = True
+    @property
+    def _exit_code(self) -> int | None:
+        return self.state.exit_code if self.state.is_alone else 0
 
-    def _look_for_failure(self) -> None:
-        """A worker has left its last words, or torchrun was killed and has left workers behind."""
-        orphaned = self._running.exit_code() is not None
-        if orphaned or any(self._job.run.errors_folder.glob("*.json")):
-            self._failing = True
-            self._marks.write(FailureMark())
-            self._end_within(FAILURE_GRACE_S + LISTING_S)
+    def _take(self, event: run_state.Event) -> None:
+        if isinstance(event, (run_state.NodeLost, run_state.NodeUnfit)):
+            self._losses[event.node] = event
+        elif isinstance(event, run_state.NodeBack):
+            self._losses.pop(event.node, None)
+        self.state, actions = recovery.next_action(self.state, event)
+        for action in actions:
+            self._apply(action)
 
-    def _end_within(self, seconds: float) -> None:
-        self._deadline = min(self._deadline, time.monotonic() + seconds)
+    def _apply(self, action: run_state.Action) -> None:
+        backend, run = self._backend, self._job.run
+        assert backend is not None, "a generation is open"
+        match action:
+            case run_state.Launch(group, number):
+                backend.start(group, number)
+            case run_state.Stop(group):
+                backend.stop(group)
+            case run_state.Kill(group):
+                backend.kill(group)
+            case run_state.BeginGeneration():
+                self._begin_generation()
+            case run_state.Inform(text):
+                self._report(text)
+            case run_state.MarkFailure():
+                self._marks.write(FailureMark())
+            case run_state.ArchiveErrors(group):
+                self._archive_errors(group)
+            case run_state.RecordLosses():
+                self._record_losses()
+            case run_state.Expect(groups):
+                write_json(run.groups_json, {"expected": groups})
+            case run_state.Refuse(code, message):
+                hint = f"look at {self._job.torchrun_log}" if code == "agents_failed" else ""
+                raise MachineError(Problem(code, message, hint=hint, environment=True))
+
+    def _begin_generation(self) -> None:
+        self.close()
+        self._note_restart()
+        self._losses.clear()
+        number = self.state.groups[0].starts + 1
+        logs = self._first_logs.with_name(f"{self._first_logs.name}_start{number:03d}")
+        worker = self._job.worker
+        command = torchrun_command(self._job.world_size, logs, worker) if worker else self._job.command
+        self._job = replace(self._job, logs=logs, command=command)
+        self.open()
+
+    def _note_restart(self) -> None:
+        """Move the failed start's error reports to its logs, and write to the run's story what is lost."""
+        run = self._job.run
+        run.result_json.unlink(missing_ok=True)
+        for path in run.errors_folder.glob("*.json"):
+            path.rename(self._job.logs / path.name)
+        step = max((event.step for event in read_sound(run.events(0)) if isinstance(event, StepEvent)), default=0)
+        lost_steps = step - newest_checkpoint(run)
+        story = EventWriter(run.events(0), rank=0)
+        story.write(RecoveryEvent(step=step, change="restart", group=None, stall_s=None, lost_steps=lost_steps))
+        story.close()
+
+    def _archive_errors(self, group: int) -> None:
+        assert self._plan is not None, "replica groups have a plan"
+        logs = self._job.logs / start_folder(group, self.state.groups[group].starts)
+        logs.mkdir(parents=True, exist_ok=True)
+        for rank in ranks_of(self._plan, group):
+            path = self._job.run.error(rank)
+            if path.exists():
+                path.rename(logs / path.name)
+
+    def _record_losses(self) -> None:
+        """Write down the nodes that are lost or unfit, unless a newer start of the run has nodes of its own."""
+        run = self._job.run
+        for node, event in self._losses.items():
+            if run.node_error(node).exists() or Fence(run, self._generation).is_closed():
+                continue
+            lost = isinstance(event, run_state.NodeLost)
+            about = {"node": node, "host": event.hostname, "time": time.time(), "lost": lost, "message": event.why}
+            write_json(run.node_error(node), about)

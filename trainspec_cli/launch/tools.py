@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from trainspec_cli.errors import Interrupted, MachineError, Problem
-from trainspec_cli.launch.backend.executor import Executor
-from trainspec_cli.launch.backend.local import LocalExecutor
-from trainspec_cli.launch.backend.nodes.agents import Examination
-from trainspec_cli.launch.backend.nodes.executor import NodesExecutor, Reach, build_nodes_job
+from trainspec_cli.launch.backend import OpenBackend
+from trainspec_cli.launch.backend.local import LocalBackend
+from trainspec_cli.launch.backend.nodes.backend import Examination, NodesBackend, Reach, build_nodes_job
 from trainspec_cli.launch.failure import find_failures, tail
 from trainspec_cli.launch.job.environment import LAUNCH_ID, own_modules
 from trainspec_cli.launch.job.job import Job, build_job
@@ -113,17 +112,17 @@ CERTIFY = Tool("certify_worker", CertifyRequest, CertifyResult, "the certificati
 TOOLS: tuple[Tool[Any, Any], ...] = (PROBE, KERNELS, TRACE, EXPORT, SPEED, LINKS, CERTIFY)
 
 
-Prepare = Callable[[Path, tuple[str, ...]], tuple[Job, Executor]]
+Prepare = Callable[[Path, tuple[str, ...]], tuple[Job, OpenBackend]]
 """Given a folder and what Python is to run with it as the last argument, return the job and what starts it."""
 
 
 def one_process(environment: Mapping[str, str] | None = None) -> Prepare:
     """Run the tool in one process on this node. `environment` is set on top of this process's own."""
 
-    def prepare(root: Path, worker: tuple[str, ...]) -> tuple[Job, Executor]:
+    def prepare(root: Path, worker: tuple[str, ...]) -> tuple[Job, OpenBackend]:
         own = {LAUNCH_ID: secrets.token_hex(8), **own_modules(), **(environment or {})}
         command = (sys.executable, *worker, str(root))
-        return Job(root, command, own, world_size=1, stop_grace_s=0.0, logs=RunDir(root).logs), LocalExecutor()
+        return Job(root, command, own, world_size=1, stop_grace_s=0.0, logs=RunDir(root).logs), LocalBackend
 
     return prepare
 
@@ -131,9 +130,9 @@ def one_process(environment: Mapping[str, str] | None = None) -> Prepare:
 def torchrun(plan: Plan, machine: Machine, environment: Mapping[str, str] | None = None) -> Prepare:
     """Run the tool in as many processes as `plan` has on one node, with the environment that a run has."""
 
-    def prepare(root: Path, worker: tuple[str, ...]) -> tuple[Job, Executor]:
+    def prepare(root: Path, worker: tuple[str, ...]) -> tuple[Job, OpenBackend]:
         job = build_job(plan, root, machine, worker=worker)
-        return replace(job, environment={**job.environment, **(environment or {})}), LocalExecutor()
+        return replace(job, environment={**job.environment, **(environment or {})}), LocalBackend
 
     return prepare
 
@@ -141,9 +140,13 @@ def torchrun(plan: Plan, machine: Machine, environment: Mapping[str, str] | None
 def on_nodes(plan: Plan, reach: Reach, examination: Examination) -> Prepare:
     """Run the tool in all processes of `plan` on several nodes, after each node was examined."""
 
-    def prepare(root: Path, worker: tuple[str, ...]) -> tuple[Job, Executor]:
+    def prepare(root: Path, worker: tuple[str, ...]) -> tuple[Job, OpenBackend]:
         write_json(RunDir(root).plan_json, to_plain(plan))  # a node's agent reads it
-        return build_nodes_job(plan, root, reach), NodesExecutor(plan, reach, worker, examination)
+
+        def open_backend(job: Job, _: Plan | None) -> NodesBackend:
+            return NodesBackend(job, plan, reach=reach, worker=worker, examination=examination)
+
+        return build_nodes_job(plan, root, reach), open_backend
 
     return prepare
 
@@ -166,15 +169,15 @@ def run_tool(
         with tempfile.TemporaryDirectory(prefix=f"trainspec-{tool.name}-", dir=shared) as folder:
             root = Path(folder).absolute()
             write_json(root / REQUEST, to_plain(request))
-            job, executor = (prepare or one_process())(root, tool.worker)
-            _supervise(tool, job, executor, on_tick)
+            job, backend = (prepare or one_process())(root, tool.worker)
+            _supervise(tool, job, backend, on_tick)
             return from_plain(tool.result, read_json(root / RESULT))
     except OSError as error:
         hint = "see that the folder for temporary files (TMPDIR) can be written and has room"
         raise MachineError(Problem(tool.code, f"{tool.what} failed: {error}", hint=hint, environment=True)) from error
 
 
-def _supervise(tool: Tool[Any, Any], job: Job, executor: Executor, on_tick: Callable[[], None]) -> None:
+def _supervise(tool: Tool[Any, Any], job: Job, backend: OpenBackend, on_tick: Callable[[], None]) -> None:
     """Return when the tool has left its result."""
     deadline = time.monotonic() + (tool.timeout_s or math.inf)
 
@@ -183,7 +186,7 @@ def _supervise(tool: Tool[Any, Any], job: Job, executor: Executor, on_tick: Call
         if time.monotonic() > deadline:
             raise MachineError(_problem(tool, job, f"did not end within {tool.timeout_s:g} s"))
 
-    ending = supervise(job, executor, watch)
+    ending = supervise(job, None, backend, watch)
     if ending.stop_requested:
         raise Interrupted(f"{tool.what} was interrupted", code="interrupted")
     if ending.exit_code != 0:

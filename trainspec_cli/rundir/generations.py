@@ -1,20 +1,20 @@
 """Which start of a run owns its folder: every launch and every resume begins a new generation.
 
 RUN/generations/00000003.json exists from the third start on. A worker of an older one that comes back (a healed cable,
-a host that was thought dead) finds it there and writes no more: it is fenced off.
+a node that was thought dead) finds it there and writes no more: it is fenced off.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 from trainspec_cli.environment_names import GENERATION as GENERATION
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.canonical import from_plain, to_plain
 
 FENCED = "fenced"
 """The code of the error that ends what belongs to an older start."""
@@ -31,7 +31,7 @@ def newest(run: RunDir) -> int:
 
 
 def begin(run: RunDir) -> int:
-    """Own the run from now on; -> the number. Of two that begin at once each gets a number of its own."""
+    """Own the run from now on, and return the number. Of two that begin at once each gets a number of its own."""
     run.generations.mkdir(parents=True, exist_ok=True)
     while True:
         number = newest(run) + 1
@@ -42,21 +42,44 @@ def begin(run: RunDir) -> int:
         return number
 
 
-def describe(run: RunDir, number: int, about: Mapping[str, Any]) -> None:
-    """Where its processes find one another; written once it is known."""
-    write_json(run.generation(number), {"generation": number, "at": time.time(), **about})
+@dataclass(frozen=True)
+class GenerationRecord:
+    """The file of a generation: where its processes find one another. The fields from
+    `num_nodes` on are what every node is to run."""
+
+    generation: int
+    at: float
+    """Unix seconds."""
+    host: str
+    """The first node's own hostname."""
+    head: str
+    """The name or address by which the others reach it."""
+    hub_port: int
+    rendezvous: dict[str, str]
+    """Environment variables."""
+    num_nodes: int
+    launch_id: str
+    logs: str
+    worker: tuple[str, ...]
+    examine: tuple[str, ...]
+    """A command; empty: the nodes are not examined."""
 
 
-def read(run: RunDir, number: int) -> dict[str, Any]:
-    """Empty until it is described."""
+def describe(run: RunDir, record: GenerationRecord) -> None:
+    """Written once it is known; a file of that number is there already."""
+    write_json(run.generation(record.generation), to_plain(record))
+
+
+def read(run: RunDir, number: int) -> GenerationRecord | None:
+    """Return the record of a generation; None until it is described."""
     try:
-        return dict(read_json(run.generation(number)))
+        return from_plain(GenerationRecord, read_json(run.generation(number)))
     except (FileNotFoundError, ValueError):
-        return {}
+        return None
 
 
 class Fence:
-    """Who owns the run, as a worker or supervisor of one start sees it. Without a generation (no launch started it)
+    """The owner of the run, as a worker or supervisor of one start sees it. Without a generation (no launch started it)
     everything is allowed."""
 
     def __init__(self, run: RunDir, generation: int | None):
@@ -69,7 +92,7 @@ class Fence:
         return Fence(run, int(generation) if generation else None)
 
     def is_closed(self) -> bool:
-        """Whether a newer start owns the run."""
+        """Return whether a newer start owns the run."""
         return self._generation is not None and newest(self._run) > self._generation
 
     def check(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainspec_cli.errors import MachineError, Problem, RecipeError, WorkerError
 from trainspec_cli.launch.backend.nodes.agent import run_agent
-from trainspec_cli.launch.backend.nodes.executor import JOIN_TIMEOUT_S, Reach, reach_from_here
+from trainspec_cli.launch.backend.nodes.backend import JOIN_TIMEOUT_S, Reach, reach_from_here
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir

@@ -26,7 +26,7 @@ from trainspec_cli.spec.rules.kernels import check_kernels
 from trainspec_cli.spec.structure import build
 
 if TYPE_CHECKING:
-    from trainspec_cli.launch.backend.nodes.executor import Reach
+    from trainspec_cli.launch.backend.nodes.backend import Reach
 
 FIXED = ("model", "data", "optim.name", "batching.global_batch_size", "train.seed", "run.dir")
 """What the checkpoint, and the position in the data, depend on."""

@@ -7,14 +7,12 @@ from pathlib import Path
 
 from trainspec_cli.compose.origins import show_path
 from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, Stopped, WorkerError
-from trainspec_cli.launch.backend.executor import Executor
+from trainspec_cli.launch.backend import OpenBackend
 from trainspec_cli.launch.failure import Explanation
-from trainspec_cli.launch.groups import supervise_groups
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.outcome import RunOutcome, conclude
-from trainspec_cli.launch.restarts import supervise_with_restarts
 from trainspec_cli.launch.signals import StopRequests, on_stop_signal
-from trainspec_cli.launch.supervise import Ending
+from trainspec_cli.launch.supervise import Ending, supervise
 from trainspec_cli.report.collect import collect
 from trainspec_cli.report.live import LiveView
 from trainspec_cli.report.render import render_summary
@@ -30,7 +28,7 @@ from trainspec_cli.spec.results.plan import Plan
 def run(
     job: Job,
     plan: Plan,
-    backend: Executor,
+    backend: OpenBackend,
     console: RunConsole,
     *,
     as_json: bool = False,
@@ -41,7 +39,8 @@ def run(
     Raises WorkerError where it failed, or was begun anew by another start while it ran; BrokenPipeError where it ended
     well and nobody reads that.
     """
-    job, ending = _supervise(job, plan, backend, console, requests or StopRequests())
+    ending = _supervise(job, plan, backend, console, requests or StopRequests())
+    job = ending.job
     if ending.left_behind:
         console.print(f"processes {', '.join(map(str, ending.left_behind))} hang in the kernel and could not be ended")
     Fence(job.run, ending.generation).check()
@@ -58,15 +57,11 @@ def run(
     return outcome.exit_code
 
 
-def _supervise(
-    job: Job, plan: Plan, backend: Executor, console: RunConsole, requests: StopRequests
-) -> tuple[Job, Ending]:
-    """Show what the job does until it ends; return its last start and how that ended."""
+def _supervise(job: Job, plan: Plan, backend: OpenBackend, console: RunConsole, requests: StopRequests) -> Ending:
+    """Show what the job does until it ends; return how its last start ended."""
     stopping = console.stopping_run_without_reader()
     with stopping, on_stop_signal(requests.add), LiveView(job.run, plan, console) as view:
-        if plan.replica_groups > 1:
-            return job, supervise_groups(job, plan, backend, view.watch, view.say, requests)
-        return supervise_with_restarts(job, backend, plan.spec.resilience, view.watch, view.say, requests)
+        return supervise(job, plan, backend, view.watch, view.say, requests)
 
 
 def _failure(job: Job, explanation: Explanation | None, console: RunConsole, *, as_json: bool) -> Problem:

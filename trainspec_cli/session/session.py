@@ -9,11 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from trainspec_cli.launch.backend.executor import Executor
-from trainspec_cli.launch.backend.local import LocalExecutor
-from trainspec_cli.launch.backend.nodes.executor import NodesExecutor, Reach, build_nodes_job
+from trainspec_cli.launch.backend import OpenBackend
+from trainspec_cli.launch.backend.local import LocalBackend
+from trainspec_cli.launch.backend.nodes.backend import NodesBackend, Reach, build_nodes_job
 from trainspec_cli.launch.job.claim import claim
 from trainspec_cli.launch.job.folder import RUNS, make_folder, storage, write_launch, write_resume
 from trainspec_cli.launch.job.job import Job, build_job
@@ -73,9 +74,9 @@ def start(session: Session, requests: StopRequests | None = None) -> int:
         job = _build(session, plan, _root(session))
         with claim(job.run, job.launch_id):
             _write(session, job, plan, data_folder, kernels)
-            backend: Executor = LocalExecutor()
+            backend: OpenBackend = LocalBackend
             if session.reach:
-                backend = NodesExecutor(plan, session.reach, examination=examination)
+                backend = partial(NodesBackend, reach=session.reach, examination=examination)
             return run(job, plan, backend, console, as_json=session.as_json, requests=requests)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from trainspec_cli.errors import EXIT_DONE, Interrupted, MachineError, TrainspecError
-from trainspec_cli.launch.backend.nodes.executor import Reach
+from trainspec_cli.launch.backend.nodes.backend import Reach
 from trainspec_cli.launch.job.folder import storage
 from trainspec_cli.launch.signals import PatientRequests, interrupt, on_stop_signal
 from trainspec_cli.launch.slurm import commands as slurm

@@ -18,7 +18,7 @@ from textwrap import indent
 
 from trainspec_cli.compose.origins import COMMAND_LINE, Origin, find_origin
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.launch.backend.nodes.executor import Reach, build_nodes_job
+from trainspec_cli.launch.backend.nodes.backend import Reach, build_nodes_job
 from trainspec_cli.launch.job.folder import make_folder, storage, write_launch
 from trainspec_cli.launch.job.machine import detect
 from trainspec_cli.launch.slurm.commands import submit as submit_to_slurm

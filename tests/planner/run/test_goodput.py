@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from trainspec_cli.planner.clock import Clock
-from trainspec_cli.planner.run.goodput import Job, Outcome, draw, simulate, simulate_many
+from trainspec_cli.planner.run.goodput import SimulatedJob, SimulatedRun, draw, simulate, simulate_many
 from trainspec_cli.policy.cadence import daly_interval_s, expected_efficiency
-from trainspec_cli.policy.recovery import durations, job_mtbf_s
+from trainspec_cli.policy.reliability import durations, job_mtbf_s
 from trainspec_cli.spec.recipe.reliability import ReliabilitySpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 
@@ -20,8 +20,10 @@ ELASTIC = ResilienceSpec(mode="elastic")
 LLAMA3 = ReliabilitySpec()
 
 
-def make_job(devices: int, *, groups: int = 64, checkpoint_s: float = 10, days: float = 14, **changes: float) -> Job:
-    job = Job(
+def make_job(
+    devices: int, *, groups: int = 64, checkpoint_s: float = 10, days: float = 14, **changes: float
+) -> SimulatedJob:
+    job = SimulatedJob(
         work_s=days * DAY_S,
         step_time_s=5.0,
         devices=devices,
@@ -35,7 +37,7 @@ def make_job(devices: int, *, groups: int = 64, checkpoint_s: float = 10, days: 
     return replace(job, **changes)
 
 
-def mean_goodput(outcomes: list[Outcome]) -> float:
+def mean_goodput(outcomes: list[SimulatedRun]) -> float:
     return statistics.mean(outcome.goodput for outcome in outcomes)
 
 
@@ -124,6 +126,11 @@ def test_an_elastic_run_waits_when_too_few_groups_are_left() -> None:
     greedy = [simulate(job, cluster, ELASTIC, seed) for seed in range(5)]
     assert mean_goodput(patient) < mean_goodput(greedy)
     assert all(outcome.lost_s["shrunk"] == 0 for outcome in patient)
+
+
+def test_a_failure_of_the_whole_job_costs_replica_groups_what_it_costs_a_run_that_restarts() -> None:
+    cluster, job = replace(LLAMA3, job_wide_fraction=1.0), make_job(16_384, groups=8)
+    assert simulate(job, cluster, ELASTIC, 1) == simulate(job, cluster, RESTART, 1)
 
 
 def test_draws_stay_within_what_is_known_nine_times_in_ten() -> None:

@@ -21,7 +21,7 @@ from trainspec_cli.engine.comm.joint_errors import raise_together
 from trainspec_cli.engine.comm.json_collectives import broadcast_json
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.policy.cadence import checkpoint_interval_s, checkpoint_interval_steps
-from trainspec_cli.policy.recovery import job_mtbf_s, rollback_mtbf_s
+from trainspec_cli.policy.reliability import job_mtbf_s, rollback_mtbf_s
 from trainspec_cli.rundir.event_types import CadenceEvent, CheckpointEvent, WarningEvent
 from trainspec_cli.rundir.memory import make_memory_folder
 from trainspec_cli.rundir.paths import RunDir

@@ -41,8 +41,8 @@ class Family:
             _adopt_orphans(True)
 
     def members(self) -> list[psutil.Process]:
-        """Those that live: what carries the marks of the job in its environment, what descends from that, and what did
-        when it was last seen."""
+        """Return the processes that live: what carries the marks of the job in its environment, what descends from
+        that, and what did when it was last seen."""
         if not ADOPTS:
             of_launch = processes.members(self._launch_id, wait_s=0.0)
             return [process for process in of_launch if self._is_marked(environ(process))]
@@ -74,7 +74,7 @@ class Family:
         return processes.kill_all(self.members)
 
     def close(self) -> None:
-        """To be called once for a job, when nothing is left."""
+        """Adopt no orphans any more; called once for a job, when nothing is left."""
         Family._open -= 1
         if not Family._open:
             _adopt_orphans(False)

@@ -50,7 +50,7 @@ def members(launch_id: str, wait_s: float = EXEC_TIMEOUT_S) -> list[psutil.Proce
 
 
 def members_of_group(launch_id: str, group: int) -> list[psutil.Process]:
-    """Those of one replica group."""
+    """Return the processes of one replica group."""
     return [process for process in members(launch_id) if environ(process).get(GROUP) == str(group)]
 
 
@@ -77,7 +77,7 @@ def kill(launch_id: str) -> list[psutil.Process]:
 
 
 def kill_all(find: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
-    """As `kill`, whatever `find` finds."""
+    """Kill what `find` finds, as `kill` does."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while (left := find()) and time.monotonic() < deadline:
         kill_once(left)
@@ -102,7 +102,8 @@ def stop(launch_id: str, grace_s: float) -> None:
 
 
 def unread_exit_code(process: psutil.Process) -> int | None:
-    """Of one that has ended, but whose parent has not looked yet (Linux alone can tell); negative for a signal."""
+    """Return the exit code of a process that has ended, but whose parent has not looked yet (Linux alone can
+    tell); negative for a signal."""
     try:
         state, *_, status = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):
@@ -144,7 +145,8 @@ def _is_of_this_user(process: psutil.Process) -> bool:
 
 
 def _may_be_in_exec(process: psutil.Process) -> bool:
-    """In the midst of execve a process has its program already, and no environment yet; kernel threads have neither."""
+    """Return whether a process may be in the midst of execve: it has its program already, and no environment yet;
+    kernel threads have neither."""
     try:
         return time.time() - process.create_time() < YOUNG_S and bool(process.exe())
     except (psutil.Error, OSError):

@@ -1,4 +1,4 @@
-"""Starts processes of a job on this host, and the guard that outlives their supervisor."""
+"""Start processes of a job on this node, and the guard that outlives their supervisor."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _started: list[subprocess.Popen[bytes]] = []
 
 
 def start(command: Sequence[str], job: Job, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
-    """In a session of its own, with the job's environment; what it says goes to the job's torchrun log. `pass_fds`:
-    descriptors that it inherits."""
+    """Start a process in a session of its own, with the job's environment; its output goes to the job's torchrun
+    log. `pass_fds`: descriptors that it inherits."""
     job.logs.mkdir(parents=True, exist_ok=True)
     with job.torchrun_log.open("ab") as log:
         process = subprocess.Popen(
@@ -36,12 +36,12 @@ def start(command: Sequence[str], job: Job, pass_fds: tuple[int, ...] = ()) -> s
 
 
 def is_own_child(pid: int) -> bool:
-    """Whether `start` has started it, and its end is still to be read."""
+    """Return whether `start` has started it, and its end is still to be read."""
     return any(process.pid == pid and process.returncode is None for process in _started)
 
 
 def start_guard(job: Job) -> subprocess.Popen[bytes]:
-    """To be called before anything of the job is started."""
+    """Start the guard, before anything of the job is started."""
     environment = {**os.environ, **job.environment}
     del environment[LAUNCH_ID]  # it must not count itself among those it ends
     about = (job.launch_id, job.stop_grace_s, job.root, job.environment.get(GENERATION, 0), spoken_bytes(job.run))

@@ -13,13 +13,12 @@ from trainspec_cli.environment_names import GROUP as GROUP
 from trainspec_cli.environment_names import LAUNCH_ID as LAUNCH_ID
 from trainspec_cli.environment_names import START
 from trainspec_cli.launch.job.place import NodePlace, interface_of, own_address
+from trainspec_cli.policy.recovery import FAILURE_GRACE_S
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.trust import make_folder
 
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
-FAILURE_GRACE_S = 10
-"""How long workers may take to end once one of them has failed."""
 
 
 def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, str]:

@@ -95,7 +95,7 @@ def _run(command: Sequence[str], hint: str) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
     except FileNotFoundError as error:
         hint = "go to a login node of the cluster, or print the script here without --submit"
-        raise _failed("no_slurm", f"there is no {name} on this host", hint) from error
+        raise _failed("no_slurm", f"there is no {name} on this node", hint) from error
     except subprocess.TimeoutExpired as error:
         raise _failed("slurm_silent", f"{name} has not answered for {TIMEOUT_S:g} s", "scontrol ping") from error
     if done.returncode != 0:

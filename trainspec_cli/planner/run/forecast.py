@@ -10,7 +10,7 @@ from trainspec_cli.planner.assumptions import gather_assumptions
 from trainspec_cli.planner.run import goodput
 from trainspec_cli.planner.run.cost import expect_carbon, expect_energy, expect_money, occupation
 from trainspec_cli.planner.run.uncertainty import propagate, within
-from trainspec_cli.policy import cadence, recovery
+from trainspec_cli.policy import cadence, reliability
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.recipe.resilience import RecoveryMode, ResilienceSpec
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -73,7 +73,7 @@ def recovery_modes(wanted: ResilienceSpec, replica_groups: int) -> tuple[Resilie
 
 def _endless(spec: RunSpec, plan: CapacityPlan) -> Problem:
     path = "cluster.reliability.mtbf_device_hours"
-    mtbf_s = recovery.job_mtbf_s(spec.cluster.reliability, plan.world_size)
+    mtbf_s = reliability.job_mtbf_s(spec.cluster.reliability, plan.world_size)
     message = f"with a failure every {mtbf_s:.3g} s (`{path}` over {plan.world_size:,} devices) no work is ever kept"
     return Problem("out_of_range", message, path, f"type a larger {path}, or fewer devices")
 
@@ -92,9 +92,9 @@ def expect_goodput(
     kept = [outcome.goodput for outcome in outcomes]
     if _quantile(kept, 0.05) <= 0:
         return None
-    mtbf_s = recovery.job_mtbf_s(cluster, plan.world_size)
+    mtbf_s = reliability.job_mtbf_s(cluster, plan.world_size)
     saving = checkpoint_times(spec, plan)
-    rollback_s = recovery.rollback_mtbf_s(resilience, cluster, mtbf_s, job.replica_groups)
+    rollback_s = reliability.rollback_mtbf_s(resilience, cluster, mtbf_s, job.replica_groups)
     return Goodput(
         mode=resilience.mode,
         goodput=Interval(_quantile(kept, 0.5), _quantile(kept, 0.05), _quantile(kept, 0.95)),
@@ -106,23 +106,25 @@ def expect_goodput(
         optimal_interval_s=cadence.checkpoint_interval_s(saving.blocked_s, saving.written_s, rollback_s),
         checkpoint_s=saving.blocked_s,
         checkpoint_bytes=checkpoint_bytes(spec, plan.params),
-        restart_s=recovery.durations(cluster, job.state_bytes_per_device, job.load_s).restart_s,
+        restart_s=reliability.durations(cluster, job.state_bytes_per_device, job.load_s).restart_s,
         wall_time_s=job.work_s / _quantile(kept, 0.5),
     )
 
 
-def describe_job(spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resilience: ResilienceSpec) -> goodput.Job:
+def describe_job(
+    spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resilience: ResilienceSpec
+) -> goodput.SimulatedJob:
     """The run as the simulation sees it, with the recipe's checkpoint interval or else the best."""
     groups = candidate.layout.dp_replicate
     work_s = spec.train.max_steps * candidate.step_time_s
     saving = checkpoint_times(spec, plan)
     steps = spec.checkpoint.interval_steps
     if steps is None or steps == AUTO:
-        mtbf_s = recovery.job_mtbf_s(spec.cluster.reliability, plan.world_size)
-        rollback_s = recovery.rollback_mtbf_s(resilience, spec.cluster.reliability, mtbf_s, groups)
+        mtbf_s = reliability.job_mtbf_s(spec.cluster.reliability, plan.world_size)
+        rollback_s = reliability.rollback_mtbf_s(resilience, spec.cluster.reliability, mtbf_s, groups)
         best_s = cadence.checkpoint_interval_s(saving.blocked_s, saving.written_s, rollback_s)
         steps = cadence.checkpoint_interval_steps(min(best_s, work_s), candidate.step_time_s)
-    return goodput.Job(
+    return goodput.SimulatedJob(
         work_s=work_s,
         step_time_s=candidate.step_time_s,
         devices=plan.world_size,

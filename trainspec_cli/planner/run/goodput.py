@@ -2,7 +2,7 @@
 
 Failures come without memory, each device alike, also while the job is down. Between two events checkpoints are plain
 arithmetic, so that the cost grows with the failures alone: two weeks on 16,384 devices take some milliseconds a seed.
-Decisions are those of `policy/`, the same that a running job takes.
+What follows a failure is decided by `policy.recovery.next_action`, as in a running job.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from trainspec_cli.planner.clock import Clock
-from trainspec_cli.policy import recovery
-from trainspec_cli.policy.recovery import Durations
+from trainspec_cli.policy import recovery, reliability, run_state
+from trainspec_cli.policy.reliability import Durations
 from trainspec_cli.spec.recipe.reliability import ReliabilitySpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 
@@ -27,8 +27,8 @@ NORMAL_90 = 1.645
 
 
 @dataclass(frozen=True)
-class Job:
-    """What the simulation needs to know of a run. Work is counted in seconds of undisturbed training."""
+class SimulatedJob:
+    """A run as the simulation knows it. Work is counted in seconds of undisturbed training."""
 
     work_s: float
     step_time_s: float
@@ -45,7 +45,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulatedRun:
     """Seconds of one simulated run: `kept_s` and the parts of `lost_s` sum to `wall_s`."""
 
     wall_s: float
@@ -59,12 +59,12 @@ class Outcome:
 
 
 def simulate(
-    job: Job,
+    job: SimulatedJob,
     cluster: ReliabilitySpec,
     resilience: ResilienceSpec,
     seed: int = 0,
     failures: Sequence[tuple[float, int]] | None = None,
-) -> Outcome:
+) -> SimulatedRun:
     """One run, from its first step to its last (or to MAX_FAILURES).
 
     `failures`: the times in seconds and the groups that fail then, instead of chance.
@@ -72,7 +72,9 @@ def simulate(
     return _Simulation(job, cluster, resilience, Clock(seed), failures).run()
 
 
-def simulate_many(job: Job, cluster: ReliabilitySpec, resilience: ResilienceSpec, seeds: int) -> list[Outcome]:
+def simulate_many(
+    job: SimulatedJob, cluster: ReliabilitySpec, resilience: ResilienceSpec, seeds: int
+) -> list[SimulatedRun]:
     """Runs that differ by chance and by what is not known well: each draws its own rates within `known_within`.
 
     Sorted by goodput, worst first. The draws of a seed are the same for every job, so that jobs compare.
@@ -93,16 +95,18 @@ def draw(cluster: ReliabilitySpec, chance: random.Random) -> ReliabilitySpec:
 class _Simulation:
     def __init__(
         self,
-        job: Job,
+        job: SimulatedJob,
         cluster: ReliabilitySpec,
         resilience: ResilienceSpec,
         clock: Clock,
         failures: Sequence[tuple[float, int]] | None,
     ) -> None:
         self.job, self.cluster, self.resilience, self.clock = job, cluster, resilience, clock
-        self.takes: Durations = recovery.durations(cluster, job.state_bytes_per_device, job.load_s)
-        self.mtbf_s = recovery.job_mtbf_s(cluster, job.devices)
+        self.takes: Durations = reliability.durations(cluster, job.state_bytes_per_device, job.load_s)
+        self.mtbf_s = reliability.job_mtbf_s(cluster, job.devices)
         self.progress = _Progress(job)
+        self.started = _start_run(job, resilience)
+        self.run_state = self.started
         self.away: dict[int, int] = {}
         """Replica groups that are away, each with the failure that its return belongs to."""
         self.paused_by = 0
@@ -115,7 +119,7 @@ class _Simulation:
         for time_s, group in failures or ():
             self.clock.after(time_s, partial(self._strike, group, job_wide=False))
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulatedRun:
         while self.failures < MAX_FAILURES:
             finish_s = self.clock.now_s + self.progress.wall_to_finish_s()
             if finish_s <= self.clock.peek_s():
@@ -123,7 +127,7 @@ class _Simulation:
                 break
             self.clock.step()
         progress = self.progress
-        return Outcome(progress.now_s, progress.work_s, progress.lost_s, self.failures)
+        return SimulatedRun(progress.now_s, progress.work_s, progress.lost_s, self.failures)
 
     def _schedule_failure(self) -> None:
         self.clock.after(self.clock.random.expovariate(1 / self.mtbf_s), self._fail)
@@ -136,14 +140,19 @@ class _Simulation:
     def _strike(self, group: int, *, job_wide: bool) -> None:
         self.failures += 1
         self.progress.advance(self.clock.now_s)
-        surviving = self.job.replica_groups - len(self.away.keys() | {group})
-        action = recovery.decide(self.resilience, surviving, job_wide)
-        self.progress.lose(action)
+        groups = range(len(self.run_state.groups))
+        hit = tuple(groups) if job_wide or len(groups) == 1 else (group,)
+        self._observe(run_state.NodeLost(0, "", "", hit))
+        self.progress.lose(self.run_state.is_lost)
         wait_for_node_s = 0.0 if job_wide else self._take_spare()
-        if action == "restart":
+        if self.run_state.is_lost:
             self._restart(wait_for_node_s)
         else:
             self._leave(group, wait_for_node_s)
+
+    def _observe(self, event: run_state.Event) -> None:
+        """Take in an event; the actions that follow take the time that `takes` says."""
+        self.run_state, _ = recovery.next_action(self.run_state, event)
 
     def _take_spare(self) -> float:
         """-> seconds until a node is free; the failed one goes to repair and is free again later."""
@@ -155,12 +164,15 @@ class _Simulation:
     def _restart(self, wait_for_node_s: float) -> None:
         """The whole job starts again; groups that were away start with it."""
         self.away.clear()
+        self.run_state = self.started
         self._pause("restart", self.takes.restart_s + wait_for_node_s)
 
     def _leave(self, group: int, wait_for_node_s: float) -> None:
         """The group goes away and the others step on without it, or wait when they are too few."""
         self.event += 1
         failure = self.away[group] = self.event
+        self._observe(run_state.PresenceChanged(group, "awaited"))
+        self._observe(run_state.GroupEnded(group, done=False, from_outside=True))
         self.clock.after(self.takes.group_return_s + wait_for_node_s, lambda: self._return(group, failure))
         if self.progress.paused_for != "restart":
             self._pause("stall", self.takes.shrink_stall_s)
@@ -170,6 +182,8 @@ class _Simulation:
             return
         self.progress.advance(self.clock.now_s)
         del self.away[group]
+        self._observe(run_state.PresenceChanged(group, "there"))
+        self._observe(run_state.Stepped(group))
         if self.progress.paused_for != "restart":
             self._pause("stall", self.takes.rejoin_stall_s)
 
@@ -184,15 +198,24 @@ class _Simulation:
             return
         self.progress.advance(self.clock.now_s)
         active = self.job.replica_groups - len(self.away)
-        enough = not self.away or active >= self.resilience.min_groups
+        enough = not self.away or recovery.enough_groups(self.resilience, active)
         self.progress.paused_for = None if enough else "stall"
-        self.progress.rate = recovery.capacity(active, self.job.replica_groups)
+        self.progress.rate = reliability.capacity(active, self.job.replica_groups)
+
+
+def _start_run(job: SimulatedJob, resilience: ResilienceSpec) -> run_state.RunState:
+    """Return the state of a run that trains. Somebody starts again what the limit of restarts would end: what is asked
+    is how long the work takes."""
+    patient = replace(resilience, max_restarts_per_hour=MAX_FAILURES * MAX_FAILURES)
+    groups = job.replica_groups if resilience.mode == "elastic" else 1
+    state, _ = recovery.next_action(recovery.begin(patient, groups, presence="there"), run_state.Tick(0.0))
+    return state
 
 
 class _Progress:
     """Work done, work saved, and the position in the cycle of working for `interval_s` and then writing."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: SimulatedJob) -> None:
         self.job = job
         self.now_s = 0.0
         self.work_s = 0.0
@@ -224,16 +247,16 @@ class _Progress:
             self.previously_saved_s = latest_s - self.rate * interval_s if cycles > 1 else self.saved_s
             self.saved_s = latest_s
 
-    def lose(self, action: recovery.Action) -> None:
+    def lose(self, state_is_lost: bool) -> None:
         """Undo what the failure undoes."""
         if self.paused_for:
             since_step_s = 0.0
         else:
             since_step_s = self.rate * (min(self.position_s, self.job.interval_s) % self.job.step_time_s)
-        lost_s = recovery.lost_work_s(action, self.work_s - self._whole_checkpoint_s(), since_step_s)
+        lost_s = reliability.lost_work_s(state_is_lost, self.work_s - self._whole_checkpoint_s(), since_step_s)
         self.work_s -= lost_s
         self.lost_s["rework"] += lost_s
-        if action == "restart":
+        if state_is_lost:
             self.saved_s = self.previously_saved_s = self.work_s
             self.position_s = 0.0
 
@@ -243,7 +266,7 @@ class _Progress:
         return self.previously_saved_s if on_its_way else self.saved_s
 
     def wall_to_finish_s(self) -> float:
-        """Until the last step, if nothing happens before."""
+        """Return the time until the last step, if nothing happens before."""
         if self.paused_for:
             return float("inf")
         interval_s, blocked_s = self.job.interval_s, self.job.blocked_s

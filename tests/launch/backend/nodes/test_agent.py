@@ -1,19 +1,172 @@
-"""An agent that no longer hears the hub: when it comes back, and when it gives up."""
+"""An agent: what it does with the hub's messages, and when it comes back to a hub that it no longer hears."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from trainspec_cli.errors import MachineError
 from trainspec_cli.launch.backend.nodes import agent
-from trainspec_cli.launch.backend.nodes.agent import CUT_OFF
+from trainspec_cli.launch.backend.nodes.agent import CUT_OFF, Agent
+from trainspec_cli.launch.backend.nodes.messages import (
+    EndAgent,
+    Goodbye,
+    GroupExited,
+    Hello,
+    KillGroup,
+    Message,
+    NodeExamined,
+    NodeRefuses,
+    ProcessMessage,
+    StartGroup,
+    StopAsked,
+    StopWorkers,
+)
+from trainspec_cli.launch.backend.nodes.wire import Wire
+from trainspec_cli.launch.signals import PatientRequests
+from trainspec_cli.rundir.generations import GenerationRecord
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.results.doctor import NodeReport
 
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent, "RETURN_INTERVAL_S", 0.0)
+
+
+class FakeProcesses:
+    """Instead of `NodeProcesses`: keeps what it is asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, ...]] = []
+        self.messages: list[ProcessMessage] = []
+
+    def start(self, group: int, number: int) -> None:
+        self.calls.append(("start", group, number))
+
+    def stop(self, group: int | None = None) -> None:
+        self.calls.append(("stop", group))
+
+    def kill(self, group: int) -> None:
+        self.calls.append(("kill", group))
+
+    def poll(self) -> list[ProcessMessage]:
+        messages, self.messages = self.messages, []
+        return messages
+
+    def close(self) -> tuple[int, ...]:
+        self.calls.append(("close",))
+        return ()
+
+
+class Lab:
+    """An agent at work, whose hub says a message each time that it listens."""
+
+    def __init__(self, root: Path, plan, monkeypatch: pytest.MonkeyPatch):
+        agent_end, hub_end = socket.socketpair()
+        self.hub, self.requests, self.processes = Wire(hub_end), PatientRequests(), FakeProcesses()
+        self.script: list[Message | Callable[[], object]] = []
+        record = GenerationRecord(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(root), ("worker",), ())
+        self.record = record
+        self.agent = Agent(Wire(agent_end), RunDir(root), plan, record, 1, self.requests)
+        monkeypatch.setattr(agent, "NodeProcesses", lambda *about: self.processes)
+        monkeypatch.setattr(agent.processes, "kill", lambda launch_id: [])
+        monkeypatch.setattr(agent.time, "sleep", lambda seconds: self._next())
+
+    def _next(self) -> None:
+        assert self.script, "the agent does not end"
+        step = self.script.pop(0)
+        if callable(step):
+            step()
+        else:
+            self.hub.send(step)
+
+
+@pytest.fixture
+def lab(tmp_path: Path, make_plan, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    made = Lab(tmp_path, make_plan(), monkeypatch)
+    yield made
+    made.hub.close()
+
+
+def test_an_agent_does_as_the_hub_asks_and_reports_until_it_is_ended(lab: Lab) -> None:
+    lab.script = [
+        StartGroup(0, 1),
+        StopWorkers(0),
+        lambda: lab.processes.messages.append(GroupExited(0, 1, 3)),
+        StartGroup(0, 2),
+        KillGroup(0, 1),
+        KillGroup(0, 2),
+        StopWorkers(None),
+        EndAgent(),
+    ]
+    assert lab.agent.work() == 0
+    calls = [("start", 0, 1), ("stop", 0), ("start", 0, 2), ("kill", 0), ("stop", None), ("close",)]
+    assert lab.processes.calls == calls
+    unknown_start = GroupExited(0, 1, None)
+    assert lab.hub.receive() == [GroupExited(0, 1, 3), unknown_start, Goodbye()]
+
+
+def test_an_agent_that_is_asked_to_stop_says_so_once_and_stops_its_workers(lab: Lab) -> None:
+    lab.script = [lab.requests.add, lab.requests.add, StopWorkers(None), EndAgent()]
+    assert lab.agent.work() == 0
+    assert lab.processes.calls == [("stop", None), ("close",)]
+    assert lab.hub.receive() == [StopAsked(), Goodbye()]
+
+
+def test_an_agent_whose_hub_is_gone_ends_what_it_runs(lab: Lab) -> None:
+    lab.script = [StartGroup(0, 1), lab.hub.close]
+    assert lab.agent.work() == CUT_OFF
+    assert lab.processes.calls == [("start", 0, 1), ("close",)]
+
+
+@pytest.mark.parametrize(
+    ("program", "reports"),
+    [
+        ('print(1); print(\'{"host": "a", "time": 2, "checks": []}\')', [NodeExamined(NodeReport("a", 2.0, ()))]),
+        ("", []),
+        ("print(1)", []),
+    ],
+)
+def test_a_node_is_examined_before_anything_runs(
+    tmp_path: Path, make_plan, monkeypatch: pytest.MonkeyPatch, program: str, reports: list[Message]
+) -> None:
+    agent_end, hub_end = socket.socketpair()
+    record = GenerationRecord(
+        *(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(tmp_path), ("worker",)), (sys.executable, "-c", program)
+    )
+    examined = Agent(Wire(agent_end), RunDir(tmp_path), make_plan(), record, 1, PatientRequests())
+    hub = Wire(hub_end)
+    if reports:
+        examined._examine()
+    else:
+        with pytest.raises(MachineError, match="without a report"):
+            examined._examine()
+    assert hub.receive() == reports
+    hub.close()
+
+
+def test_a_node_that_lacks_something_refuses_and_leaves(
+    tmp_path: Path, make_plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent_end, hub_end = socket.socketpair()
+    hub, wire = Wire(hub_end), Wire(agent_end)
+    record = GenerationRecord(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(tmp_path), ("worker",), ())
+
+    def lack(self: Agent) -> int:
+        raise MachineError("no GPU\nhere")
+
+    monkeypatch.setattr(agent, "call_hub", lambda address, secret: wire)
+    monkeypatch.setattr(agent, "read_secret", lambda path: b"")
+    monkeypatch.setattr(Agent, "work", lack)
+    monkeypatch.setenv("SLURMD_NODENAME", "node7")
+    assert agent._serve(RunDir(tmp_path), make_plan(), record, 1, PatientRequests()) == agent.UNFIT
+    assert hub.receive() == [Hello(1, "node7"), NodeRefuses("no GPU here"), Goodbye()]
+    hub.close()
 
 
 def unreachable(cause: OSError) -> MachineError:

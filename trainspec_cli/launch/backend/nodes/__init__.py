@@ -1,1 +1,1 @@
-"""A job on several hosts: an agent on each runs torchrun there; the hub, beside the first, hears and ends them all."""
+"""A job on several nodes: an agent on each runs torchrun there, and the backend reaches them through its hub."""

@@ -1,21 +1,19 @@
-"""The hub: knows of each host's agent whether it has come, runs, has ended or is lost, and speaks to all of them."""
+"""The hub knows of each node's agent whether it has come, is there, has left or is lost, and reaches all of them."""
 
 from __future__ import annotations
 
-import json
 import math
 import socket
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from trainspec_cli.errors import RecipeError
+from trainspec_cli.launch.backend.nodes import messages
 from trainspec_cli.launch.backend.nodes.wire import Knock, Wire
-from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.results.doctor import NodeReport
 
 MAX_ACCEPTED = 256
-"""In one look: a flood of connections does not keep the hub from its members."""
+"""In one look: a flood of connections does not keep the hub from its agents."""
 
 
 def max_knocks(num_nodes: int) -> int:
@@ -25,38 +23,53 @@ def max_knocks(num_nodes: int) -> int:
 
 
 @dataclass
-class Member:
-    """One host's agent."""
+class RemoteNode:
+    """A node of the job, as the hub knows it by its agent."""
 
     node: int
-    host: str = ""
+    hostname: str = ""
     wire: Wire | None = None
-    exit_code: int | None = None
-    """torchrun's there, when it has ended."""
+    has_left: bool = False
+    """Its agent has ended in order."""
     loss: str = ""
     """Why it counts as lost."""
-    complaint: str = ""
-    """Why it did not start."""
+    lost_at_s: float = -math.inf
+    """When one that had come was lost (monotonic)."""
+    refusal: str = ""
+    """Why it cannot take part."""
     report: NodeReport | None = None
-    """What the examination of the host found."""
+    """What its examination found."""
     admitted: bool = False
     """Whether workers may start there."""
-    lost_at: float = -math.inf
-    """When one that had come was lost (monotonic)."""
-    told: list[list[str]] = field(default_factory=list)
-    """What it said of its replica groups, as words; for whoever runs these to take."""
 
     @property
-    def gone(self) -> bool:
-        return self.exit_code is not None or bool(self.loss)
+    def is_gone(self) -> bool:
+        return self.has_left or bool(self.loss)
 
-    def say(self, line: str) -> None:
+    @property
+    def is_connected(self) -> bool:
+        return self.wire is not None and not self.is_gone
+
+    def send(self, message: messages.HubMessage) -> None:
         if self.wire:
-            self.wire.say(line)
+            self.wire.send(message)
 
     @property
     def name(self) -> str:
-        return f"node {self.node}" + (f" ({self.host})" if self.host else "")
+        return f"node {self.node}" + (f" ({self.hostname})" if self.hostname else "")
+
+
+@dataclass(frozen=True)
+class Came:
+    """The agent of a node has come; the node may have been lost before."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The agent of a node is lost, or did not come; `RemoteNode.loss` says why."""
+
+
+News = tuple[RemoteNode, messages.AgentMessage | Came | Lost]
 
 
 class Hub:
@@ -70,11 +83,11 @@ class Hub:
         *,
         welcomes_back: bool = False,
     ):
-        """Agents prove that they know `secret`. `welcomes_back`: a host that was lost may take its seat again."""
+        """Agents prove that they know `secret`. `welcomes_back`: a node that was lost may come back."""
         self._secret, self._timeout_s, self._welcomes_back = secret, timeout_s, welcomes_back
         self._join_deadline = time.monotonic() + join_timeout_s
         self._join_timeout_s = join_timeout_s
-        self.members = [Member(node) for node in range(num_nodes)]
+        self.nodes = [RemoteNode(node) for node in range(num_nodes)]
         self._knocks: deque[Knock] = deque()
         self._max_knocks = max_knocks(num_nodes)
         self._newcomers: deque[Wire] = deque()
@@ -85,35 +98,28 @@ class Hub:
     def port(self) -> int:
         return int(self._server.getsockname()[1])
 
-    @property
-    def all_gone(self) -> bool:
-        return all(member.gone for member in self.members)
+    def poll(self) -> list[News]:
+        """Return what the agents report and who came or was lost, and let them hear the hub; to be called several times
+        a second."""
+        news = self._welcome()
+        for node in self.nodes:
+            if not node.is_gone:
+                news += self._attend(node)
+        return news
 
-    @property
-    def exit_code(self) -> int | None:
-        """The first that is not 0; None while somebody runs."""
-        codes = [member.exit_code for member in self.members if member.exit_code is not None]
-        return next((code for code in codes if code), 0) if self.all_gone and codes else None
-
-    def poll(self) -> None:
-        """Hear everybody and let them hear us; to be called several times a second."""
-        self._welcome()
-        for member in self.members:
-            if not member.gone:
-                self._attend(member)
-
-    def tell(self, word: str) -> None:
-        for member in self.members:
-            member.say(word)
+    def send(self, message: messages.HubMessage) -> None:
+        """Send a message to every agent."""
+        for node in self.nodes:
+            node.send(message)
 
     def close(self) -> None:
         self._server.close()
         for knock in self._knocks:
             knock.close()
-        for wire in [*self._newcomers, *(member.wire for member in self.members if member.wire)]:
+        for wire in [*self._newcomers, *(node.wire for node in self.nodes if node.wire)]:
             wire.close()
 
-    def _welcome(self) -> None:
+    def _welcome(self) -> list[News]:
         for knock in list(self._knocks):
             try:
                 wire = knock.advance()
@@ -124,15 +130,17 @@ class Hub:
             if wire:
                 self._knocks.remove(knock)
                 self._newcomers.append(wire)
+        news: list[News] = []
         for wire in list(self._newcomers):
-            said = wire.hear()
-            if said:
-                self._seat(wire, said)
+            received = wire.receive()
+            if received:
+                news += self._introduce(wire, received)
             elif wire.silent_s > self._timeout_s:
                 wire.close()
-            if said or wire.closed:
+            if received or wire.closed:
                 self._newcomers.remove(wire)
         self._accept()
+        return news
 
     def _accept(self) -> None:
         """Take in who has connected. Where that leaves no descriptors, or too many knock, the oldest are sent away."""
@@ -153,63 +161,61 @@ class Hub:
             except OSError:  # it is gone already
                 connection.close()
 
-    def _seat(self, wire: Wire, said: list[list[str]]) -> None:
-        """Give the agent its place where nobody has it yet; others are sent away."""
-        words = said[0]
-        known = len(words) == 3 and words[0] == "hello" and _is_number(words[1], len(self.members))
-        if not known or not self._is_free(self.members[int(words[1])]):
+    def _introduce(self, wire: Wire, received: list[messages.Message]) -> list[News]:
+        """Take an agent for the node that it names, unless that has one already; others are sent away."""
+        hello, *others = received
+        if (
+            not isinstance(hello, messages.Hello)
+            or not 0 <= hello.node < len(self.nodes)
+            or not self._is_free(hello.node)
+        ):
             wire.close()
-            return
-        member = self.members[int(words[1])] = Member(int(words[1]), words[2], wire)
-        self._take_down(member, said[1:])
+            return []
+        node = self.nodes[hello.node] = RemoteNode(hello.node, hello.hostname, wire)
+        return [(node, Came()), *self._take(node, others)]
 
-    def _is_free(self, seat: Member) -> bool:
-        return seat.wire is None or (self._welcomes_back and seat.gone)
+    def _is_free(self, number: int) -> bool:
+        if not 0 <= number < len(self.nodes):
+            return False
+        node = self.nodes[number]
+        return node.wire is None or (self._welcomes_back and node.is_gone)
 
-    def _attend(self, member: Member) -> None:
-        if member.wire is None:
-            if time.monotonic() > self._join_deadline:
-                member.loss = f"did not come within {self._join_timeout_s:g} s"
-            return
-        self._take_down(member, member.wire.hear())
-        member.wire.beat()
-        if member.exit_code is not None:
-            return
-        member.loss = member.loss or self._loss_of_wire(member.wire)
-        if member.loss:
-            member.lost_at = time.monotonic()
-            member.wire.close()
+    def _attend(self, node: RemoteNode) -> list[News]:
+        if node.wire is None:
+            if time.monotonic() <= self._join_deadline:
+                return []
+            return _lose(node, f"did not come within {self._join_timeout_s:g} s")
+        news = self._take(node, node.wire.receive())
+        node.wire.beat()
+        if node.is_gone or not (loss := self._loss_of_wire(node.wire)):
+            return news
+        return [*news, *_lose(node, loss)]
 
     def _loss_of_wire(self, wire: Wire) -> str:
+        if wire.fault:
+            return wire.fault
         if wire.closed:
-            return "closed its connection without a word: its processes were killed, or the host went down"
+            return "closed its connection without notice: its processes were killed, or the node went down"
         if wire.silent_s > self._timeout_s:
-            return f"has not been heard of for {self._timeout_s:g} s: the host is off, hangs, or its link is cut"
+            return f"has not been heard of for {self._timeout_s:g} s: the node is off, hangs, or its link is cut"
         return ""
 
-    def _take_down(self, member: Member, said: list[list[str]]) -> None:
-        """An agent that says what is not in the protocol (`wire.py`) is lost."""
-        for words in said:
-            try:
-                self._take_down_line(member, words)
-            except (ValueError, IndexError, TypeError, RecipeError):
-                member.loss = f"said what the hub does not understand: {' '.join(words)[:80]!r}"
-                return
-
-    def _take_down_line(self, member: Member, words: list[str]) -> None:
-        if words[0] == "ended":
-            member.exit_code = int(words[1])
-        elif words[0] == "report":
-            report = from_plain(NodeReport, json.loads(" ".join(words[1:])))
-            member.report = replace(report, heard_at=time.time())
-        elif words[0] == "failed":
-            member.complaint = " ".join(words[1:])
-        elif words[0] in ("lost", "done", "dropped") and all(_is_number(word) for word in words[1:3]):
-            int(words[3 if words[0] == "lost" else 2])
-            member.told.append(words)
-        else:
-            raise ValueError("unknown")
+    def _take(self, node: RemoteNode, received: list[messages.Message]) -> list[News]:
+        """Pass on what an agent may send; one that sends anything else is lost."""
+        news: list[News] = []
+        for message in received:
+            if not isinstance(message, messages.AgentMessage) or isinstance(message, messages.Hello):
+                return [*news, *_lose(node, f"sent what the hub does not understand: {type(message).__name__}")]
+            if isinstance(message, messages.NodeExamined):
+                node.report = replace(message.report, heard_at=time.time())
+            node.has_left = node.has_left or isinstance(message, messages.Goodbye)
+            news.append((node, message))
+        return news
 
 
-def _is_number(word: str, below: int | None = None) -> bool:
-    return word.isascii() and word.isdigit() and len(word) < 10 and (below is None or int(word) < below)
+def _lose(node: RemoteNode, why: str) -> list[News]:
+    node.loss = why
+    if node.wire:
+        node.wire.close()
+        node.lost_at_s = time.monotonic()
+    return [(node, Lost())]

@@ -1,15 +1,7 @@
-"""What agents and the hub say to one another: lines of words over TCP, once both have shown that they know the secret.
+"""The connection between the hub and an agent: messages over TCP, once both have shown that they know the secret.
 
-    agent -> hub   hello NODE HOST | report JSON | ended EXIT_CODE | failed MESSAGE | beat
-    hub -> agent   go | stop | end | beat
-
-Of replica groups, whose starts are numbered from 1:
-
-    hub -> agent   begin GROUP START | drop GROUP START
-    agent -> hub   lost GROUP START RANK MESSAGE | done GROUP START | dropped GROUP START
-
-Nobody blocks: both look at their sockets while they do their own work, and a peer that is silent for too long is lost,
-whether its process hangs, its host is off or its cable is cut (TCP by itself would wait for a quarter of an hour).
+Neither end blocks: both look at their sockets while they do their own work. A peer that is silent for too long is lost,
+whether its process hangs, its node is off or its cable is cut (TCP by itself would wait for a quarter of an hour).
 """
 
 from __future__ import annotations
@@ -17,6 +9,8 @@ from __future__ import annotations
 import socket
 import time
 
+from trainspec_cli.errors import RecipeError
+from trainspec_cli.launch.backend.nodes.messages import Beat, Message, decode, encode
 from trainspec_cli.wire.handshake import ANSWER_BYTES, TIMEOUT_S, Challenge, HandshakeError, connect
 
 PURPOSE = "hub"
@@ -24,9 +18,11 @@ BEAT_INTERVAL_S = 1.0
 PIECE_BYTES = 65536
 RETRY_S = 0.2
 CALL_TIMEOUT_S = 60.0
-"""So long an agent calls again that the hub has sent away, as it does when too many knock at once."""
+"""An agent that the hub has sent away, as it does when too many knock at once, calls again for this long."""
 LINE_BYTES = 2**22
-"""A peer that says a longer line, or leaves as much unread, is cut off."""
+"""A peer that sends a longer line, or leaves as much unread, is cut off."""
+SHOWN_BYTES = 80
+"""Of a line that is no message."""
 
 
 def call_hub(address: tuple[str, int], secret: bytes) -> Wire:
@@ -80,25 +76,43 @@ class Wire:
         self._connection, self._unread, self._unsent = connection, b"", b""
         self._heard_at = self._beat_at = time.monotonic()
         self.closed = False
+        self.fault = ""
+        """Why the connection was closed here: the peer sent what is no message."""
 
     @property
     def silent_s(self) -> float:
         return time.monotonic() - self._heard_at
 
-    def say(self, line: str) -> None:
-        self._unsent += line.encode() + b"\n"
+    def send(self, message: Message) -> None:
+        self._unsent += encode(message)
         self._flush()
         if len(self._unsent) > LINE_BYTES:
             self.close()
 
     def beat(self) -> None:
-        """To be called often; says something once in `BEAT_INTERVAL_S`."""
+        """Send a beat where none was sent for `BEAT_INTERVAL_S`; to be called often."""
         if time.monotonic() - self._beat_at >= BEAT_INTERVAL_S:
             self._beat_at = time.monotonic()
-            self.say("beat")
+            self.send(Beat())
 
-    def hear(self) -> list[list[str]]:
-        """Return the lines that have come, as words, without beats; at most `LINE_BYTES` at once."""
+    def receive(self) -> list[Message]:
+        """Return the messages that have come, without beats; at most `LINE_BYTES` at once. A peer that sends what is no
+        message is cut off."""
+        self._read()
+        *lines, self._unread = self._unread.split(b"\n")
+        if len(self._unread) > LINE_BYTES:
+            self.close()
+        received: list[Message] = []
+        for line in lines:
+            try:
+                received.append(decode(line))
+            except (ValueError, RecipeError):
+                self.fault = f"sent what the hub does not understand: {line[:SHOWN_BYTES].decode(errors='replace')!r}"
+                self.close()
+                break
+        return [message for message in received if not isinstance(message, Beat)]
+
+    def _read(self) -> None:
         while not self.closed and len(self._unread) <= LINE_BYTES:
             try:
                 piece = self._connection.recv(PIECE_BYTES)
@@ -110,11 +124,6 @@ class Wire:
             if piece:
                 self._heard_at = time.monotonic()
                 self._unread += piece
-        *lines, self._unread = self._unread.split(b"\n")
-        if len(self._unread) > LINE_BYTES:
-            self.close()
-        said = [line.decode(errors="replace").split() for line in lines]
-        return [words for words in said if words and words != ["beat"]]
 
     def close(self) -> None:
         self.closed = True

@@ -1,0 +1,191 @@
+"""How what the nodes report of a start becomes events, and why a replica group failed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.launch.backend.nodes.messages import GroupExited, WorkerExited, WorkersOrphaned
+from trainspec_cli.launch.backend.observe import GroupStart, RendezvousWatch, newest_checkpoint
+from trainspec_cli.launch.failure import explain
+from trainspec_cli.launch.job.job import Job
+from trainspec_cli.policy.run_state import (
+    Begun,
+    GroupEnded,
+    Orphaned,
+    RendezvousRestarted,
+    Retried,
+    Stepped,
+    WorkerFailed,
+)
+from trainspec_cli.rundir.events import EventWriter
+from trainspec_cli.rundir.files import write_json
+from trainspec_cli.spec.results.plan import Plan
+
+OWN_ERROR = {"type": "ValueError", "message": "boo", "traceback": "..."}
+LOST_PEER = {"type": "RuntimeError", "message": "Connection closed by peer [127.0.0.1]:1", "traceback": "..."}
+FORESEEN = {"type": "RecipeError", "message": "no such model", "traceback": "...", "code": "wrong"}
+HANG = {"type": "WorkerError", "message": "step 3 hangs", "traceback": "...", "code": "hang"}
+
+
+@pytest.fixture
+def job(make_job) -> Job:
+    return make_job("endless")
+
+
+@pytest.fixture
+def two_groups(make_plan) -> Plan:
+    """Of two ranks each, on two nodes each."""
+    return replace(make_plan(), num_nodes=4, devices_per_node=1, replica_groups=2)
+
+
+def write_error(job: Job, rank: int, error: dict[str, object]) -> None:
+    write_json(job.run.error(rank), {"rank": rank, "host": "here", **error})
+
+
+def write_event(job: Job, path: Path, kind: str) -> None:
+    writer = EventWriter(path, 0)
+    writer.write(kind)
+    writer.close()
+
+
+def end_of(start: GroupStart) -> GroupEnded:
+    (ended,) = (event for event in start.poll() if isinstance(event, GroupEnded))
+    return ended
+
+
+def exited(start: GroupStart, *codes: int | None, first: int = 0) -> GroupEnded:
+    for node, code in enumerate(codes, first):
+        assert not start.has_ended
+        assert start.hear(node, "here", GroupExited(start.group, start.number, code, (40 + node,))) == []
+    return end_of(start)
+
+
+def test_what_was_seen_of_a_killed_worker_goes_before_what_its_peer_tells(job: Job, two_groups: Plan) -> None:
+    """The supervisor sees the exit code before torchrun does; the other rank reports a lost connection alone."""
+    write_error(job, 0, LOST_PEER)
+    start = GroupStart(job, two_groups, 0, 1)
+    assert start.hear(0, "here", WorkerExited(0, 1, 1, "was killed by SIGKILL")) == [WorkerFailed(0)]
+    explained = explain(start.failures())
+    assert explained.headline == "rank 1 (host here) was killed by SIGKILL"
+    assert explained.detail == "rank 0 lost the connection to rank 1, or ended with it."
+
+
+def test_events_of_a_run_of_one_group_are_those_of_its_first_rank_since_the_start(job: Job) -> None:
+    write_event(job, job.run.events(0), "step")
+    start = GroupStart(job, None, 0, 1)
+    assert list(start.poll()) == []
+    for kind, events in (("start", [Begun(0)]), ("step", [Stepped(0)]), ("retry", [Retried(0)])):
+        write_event(job, job.run.events(0), kind)
+        assert list(start.poll()) == events
+    assert list(start.poll()) == []
+
+
+def test_a_group_of_several_has_events_of_its_own(job: Job, two_groups: Plan) -> None:
+    start = GroupStart(job, two_groups, 1, 2)
+    assert start.job.logs == job.logs / "group00001_start002"
+    assert list(start.job.ranks or ()) == [2, 3]
+    write_event(job, job.run.events(0), "step")
+    assert list(start.poll()) == []
+    write_event(job, job.run.group_events(1, 0), "step")
+    assert list(start.poll()) == [Begun(1), Stepped(1)]
+
+
+def test_an_error_report_is_a_failure_of_a_run_of_one_group_while_its_processes_live(job: Job) -> None:
+    start = GroupStart(job, None, 0, 1)
+    write_error(job, 1, OWN_ERROR)
+    assert list(start.poll()) == [WorkerFailed(0)]
+    assert list(start.poll()) == [], "once"
+    assert start.hear(0, "here", WorkerExited(0, 1, 0, "ended")) == []
+
+
+def test_orphans_are_reported(job: Job) -> None:
+    assert GroupStart(job, None, 0, 1).hear(0, "here", WorkersOrphaned(0, 1)) == [Orphaned(0)]
+
+
+@pytest.mark.parametrize(
+    ("errors", "code", "found"),
+    [
+        ({}, -9, (False, False, True)),
+        ({}, 1, (False, False, False)),
+        ({}, 0, (False, False, False)),
+        ({}, None, (False, False, False)),
+        ({0: OWN_ERROR}, 1, (True, False, False)),
+        ({0: OWN_ERROR}, -9, (True, False, False)),
+        ({0: LOST_PEER}, -9, (False, False, True)),
+        ({0: LOST_PEER}, 1, (False, False, False)),
+        ({0: FORESEEN}, 1, (True, True, False)),
+        ({0: HANG}, 1, (True, False, False)),
+    ],
+)
+def test_where_a_failure_came_from(job: Job, errors: dict, code: int | None, found: tuple[bool, bool, bool]) -> None:
+    for rank, error in errors.items():
+        write_error(job, rank, error)
+    job.torchrun_log.parent.mkdir(parents=True)
+    job.torchrun_log.touch()
+    ended = exited(GroupStart(job, None, 0, 1), code)
+    assert (ended.own_error, ended.foreseen, ended.from_outside) == found
+    assert (ended.exit_code, ended.left_behind, ended.done) == (code, (40,), False)
+
+
+@pytest.mark.parametrize(("status", "done"), [("done", True), ("stopped", False)])
+def test_a_run_of_one_group_is_done_when_its_result_says_so(job: Job, status: str, done: bool) -> None:
+    write_json(job.run.result_json, {"status": status})
+    assert exited(GroupStart(job, None, 0, 1), 1).done is done
+
+
+def test_a_group_of_several_is_done_when_all_of_its_nodes_have_ended_with_0(job: Job, two_groups: Plan) -> None:
+    write_json(job.run.result_json, {"status": "done"})
+    for codes, done, code in (((0, 0), True, 0), ((0, 3), False, 3), ((None, -9), False, -9), ((None, 0), False, None)):
+        ended = exited(GroupStart(job, two_groups, 1, 1, (2, 3)), *codes, first=2)
+        assert (ended.done, ended.exit_code, ended.left_behind) == (done, code, (42, 43))
+
+
+def test_a_lost_node_is_where_a_failure_of_its_group_began(job: Job, two_groups: Plan) -> None:
+    write_error(job, 3, OWN_ERROR)
+    start = GroupStart(job, two_groups, 1, 1, (2, 3))
+    start.lose(3, "far", "is off")
+    assert not start.has_ended
+    ended = exited(start, None, first=2)
+    assert (ended.headline, ended.done, ended.foreseen) == ("node 3 (host far) is off", False, False)
+
+
+def test_a_group_that_was_killed_for_being_stuck_has_no_failure(job: Job, two_groups: Plan) -> None:
+    ended = exited(GroupStart(job, two_groups, 1, 1), None)
+    assert ended.headline == "it lives, and the others had to go on without it"
+
+
+def test_errors_of_other_groups_are_not_those_of_a_group(job: Job, two_groups: Plan) -> None:
+    write_error(job, 0, OWN_ERROR)
+    assert not exited(GroupStart(job, two_groups, 1, 1), 1).own_error
+
+
+def test_the_newest_checkpoint(job: Job) -> None:
+    assert newest_checkpoint(job.run) == 0
+    for step in (12, 7):
+        job.run.checkpoint(step).mkdir(parents=True)
+    assert exited(GroupStart(job, None, 0, 1), 0).checkpoint_step == newest_checkpoint(job.run) == 12
+
+
+class FakeRendezvous:
+    killed = 0
+
+    def kill(self) -> None:
+        self.killed += 1
+
+    def keep_alive(self) -> bool:
+        return self.killed == 2
+
+
+def test_the_rendezvous_server_is_killed_at_the_steps_of_its_faults(job: Job, two_groups: Plan) -> None:
+    spec = replace(two_groups.spec, fault="lighthouse(step=9); kill(step=1); lighthouse(step=5)")
+    server = FakeRendezvous()
+    watch = RendezvousWatch(server, job.run, replace(two_groups, spec=spec))  # type: ignore[arg-type]
+    for step, killed in ((4, 0), (5, 1), (6, 1), (9, 2)):
+        writer = EventWriter(job.run.events(0), 0)
+        writer.write("step", step=step)
+        writer.close()
+        assert watch.poll() == ([RendezvousRestarted()] if killed == 2 else [])
+        assert server.killed == killed

@@ -1,0 +1,35 @@
+"""How often a job fails, how long it takes to come back, and what is lost."""
+
+import math
+
+import pytest
+
+from trainspec_cli.policy.reliability import capacity, durations, lost_work_s, rollback_mtbf_s
+from trainspec_cli.spec.recipe.reliability import ReliabilitySpec
+from trainspec_cli.spec.recipe.resilience import ResilienceSpec
+
+RESTART = ResilienceSpec(mode="restart")
+ELASTIC = ResilienceSpec(mode="elastic", min_groups=2)
+
+
+def test_a_lost_state_loses_all_since_the_checkpoint_and_a_shrink_the_step_alone() -> None:
+    assert lost_work_s(True, since_checkpoint_s=900, since_step_s=4) == 900
+    assert lost_work_s(False, since_checkpoint_s=900, since_step_s=4) == 4
+
+
+def test_groups_that_are_away_take_their_share_of_the_rate() -> None:
+    assert capacity(active_groups=6, replica_groups=8) == 0.75
+
+
+def test_healing_takes_as_long_as_copying_the_state() -> None:
+    takes = durations(ReliabilitySpec(heal_gb_per_s=5), state_bytes_per_device=50e9, load_s=30)
+    assert takes.heal_s == pytest.approx(10)
+    assert takes.restart_s - takes.group_return_s == pytest.approx(30 - 10)
+
+
+def test_an_elastic_run_goes_back_to_a_checkpoint_only_after_job_wide_failures() -> None:
+    cluster = ReliabilitySpec(job_wide_fraction=0.1)
+    assert rollback_mtbf_s(RESTART, cluster, 1000, replica_groups=8) == 1000
+    assert rollback_mtbf_s(ELASTIC, cluster, 1000, replica_groups=8) == pytest.approx(10_000)
+    assert rollback_mtbf_s(ELASTIC, cluster, 1000, replica_groups=1) == 1000
+    assert math.isinf(rollback_mtbf_s(ELASTIC, ReliabilitySpec(job_wide_fraction=0), 1000, replica_groups=8))

@@ -1,0 +1,136 @@
+"""Events that `policy.recovery` decides on, made of what the nodes report and the run folder shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from trainspec_cli.launch.backend.node_processes import group_job
+from trainspec_cli.launch.backend.nodes.messages import GroupExited, ProcessMessage, WorkerExited
+from trainspec_cli.launch.failure import WorkerFailure, explain, explain_end, find_failures, first_causes
+from trainspec_cli.launch.job.job import Job
+from trainspec_cli.launch.rendezvous.address import Rendezvous
+from trainspec_cli.policy import run_state
+from trainspec_cli.rundir.event_types import RetryEvent, StepEvent
+from trainspec_cli.rundir.events import EventTail
+from trainspec_cli.rundir.files import read_json
+from trainspec_cli.rundir.memory import newest_copy
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.recipe.fault import parse_faults
+from trainspec_cli.spec.results.plan import Plan
+
+
+class GroupStart:
+    """One start of a replica group, on one node or several; it has ended when its nodes have all reported so."""
+
+    def __init__(self, job: Job, plan: Plan | None, group: int, number: int, nodes: Sequence[int] = (0,)):
+        self.group, self.number = group, number
+        self.job = group_job(job, plan, group, number)
+        self._is_alone = self.job.ranks is None
+        self._exit_codes: dict[int, int | None] = dict.fromkeys(nodes)
+        self._running = set(nodes)
+        self._left_behind: list[int] = []
+        self._failure: WorkerFailure | None = None
+        """That was seen from outside."""
+        self._events = EventTail(job.run.events(0) if self._is_alone else job.run.group_events(group, 0))
+        self._has_begun = self._has_failed = False
+
+    def hear(self, node: int, hostname: str, message: ProcessMessage) -> list[run_state.Event]:
+        if isinstance(message, WorkerExited):
+            self._failure = self._failure or WorkerFailure(message.rank, hostname, message.summary)
+            return self._fail()
+        if isinstance(message, GroupExited):
+            self._exit_codes[node] = message.exit_code
+            self._left_behind += message.left_behind
+            self._running.discard(node)
+            return []
+        return [run_state.Orphaned(self.group)]
+
+    def lose(self, node: int, hostname: str, why: str) -> None:
+        """A lost node ends by itself what it runs."""
+        self._failure = WorkerFailure(node, hostname, why, time=0.0, whole_node=True)
+        self._running.discard(node)
+
+    def poll(self) -> Iterator[run_state.Event]:
+        events = self._events.read()
+        if events and not self._has_begun:
+            self._has_begun = True
+            yield run_state.Begun(self.group)
+        if any(isinstance(event, StepEvent) for event in events):
+            yield run_state.Stepped(self.group)
+        if any(isinstance(event, RetryEvent) for event in events):
+            yield run_state.Retried(self.group)
+        if self._is_alone and any(self.job.run.errors_folder.glob("*.json")):
+            yield from self._fail()
+        if self.has_ended:
+            yield self._end()
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._running
+
+    def _fail(self) -> list[run_state.Event]:
+        if self._has_failed:
+            return []
+        self._has_failed = True
+        return [run_state.WorkerFailed(self.group)]
+
+    def _end(self) -> run_state.GroupEnded:
+        codes = self._exit_codes.values()
+        exit_code = next((code for code in codes if code), None if None in codes else 0)
+        failures = self.failures()
+        causes = [failure for failure in failures if not failure.consequence]
+        own_error = any(failure.own_words for failure in causes)
+        return run_state.GroupEnded(
+            group=self.group,
+            done=_is_done(self.job.run) if self._is_alone else exit_code == 0,
+            headline=self._explain(failures, exit_code),
+            exit_code=exit_code,
+            own_error=own_error,
+            foreseen=any(failure.foreseen for failure in causes),
+            from_outside=(bool(causes) or (exit_code or 0) < 0) and not own_error,
+            checkpoint_step=newest_checkpoint(self.job.run),
+            left_behind=tuple(self._left_behind),
+        )
+
+    def _explain(self, failures: list[WorkerFailure], exit_code: int | None) -> str:
+        if self._is_alone:
+            return explain_end(self.job, exit_code, failures).headline
+        return explain(failures).headline if failures else "it lives, and the others had to go on without it"
+
+    def failures(self) -> list[WorkerFailure]:
+        """Why it failed, as reported by the workers where they could; a node that is lost is where it began."""
+        reported, seen = find_failures(self.job), self._failure
+        if seen is None or self._is_alone:
+            return reported
+        if seen.whole_node:
+            return [seen, *reported]
+        if any(failure.rank == seen.rank for failure in reported):
+            return reported
+        return first_causes([seen, *reported])
+
+
+class RendezvousWatch:
+    """Keeps the rendezvous server alive, and kills it where the recipe asks for that fault."""
+
+    def __init__(self, rendezvous: Rendezvous, run: RunDir, plan: Plan):
+        self._rendezvous, self._story = rendezvous, EventTail(run.events(0))
+        self._kill_at_steps = sorted(
+            fault.step for fault in parse_faults(plan.spec.fault) if fault.kind == "lighthouse"
+        )
+
+    def poll(self) -> list[run_state.Event]:
+        step = max((event.step for event in self._story.read() if isinstance(event, StepEvent)), default=0)
+        while self._kill_at_steps and step >= self._kill_at_steps[0]:
+            self._kill_at_steps.pop(0)
+            self._rendezvous.kill()
+        return [run_state.RendezvousRestarted()] if self._rendezvous.keep_alive() else []
+
+
+def newest_checkpoint(run: RunDir) -> int:
+    """Return its step, on disk or in this node's memory; 0 where there is none."""
+    return max(newest_copy(run), *run.checkpoint_steps(), 0)
+
+
+def _is_done(run: RunDir) -> bool:
+    """A result with the status `stopped` is none: nobody may have wanted that."""
+    return run.result_json.is_file() and read_json(run.result_json)["status"] == "done"
