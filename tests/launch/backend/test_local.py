@@ -15,14 +15,14 @@ import pytest
 from trainspec_cli.launch.backend import processes
 from trainspec_cli.launch.backend.local import LocalBackend
 from trainspec_cli.launch.job.job import Job
-from trainspec_cli.launch.outcome import Outcome, conclude
+from trainspec_cli.launch.outcome import RunOutcome, conclude
 from trainspec_cli.launch.supervise import supervise
 from trainspec_cli.rundir.events import read_events
 
 MakeJob = Callable[..., Job]
 
 
-def run(job: Job, watch: Callable[[], None] = lambda: None) -> Outcome:
+def run(job: Job, watch: Callable[[], None] = lambda: None) -> RunOutcome:
     outcome = conclude(job, supervise(job, None, LocalBackend, lambda stop_requested: watch()))
     assert processes.members(job.launch_id) == []
     return outcome

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from trainspec_cli.environment_names import GROUP, START
 from trainspec_cli.launch.backend import node_processes, processes
 from trainspec_cli.launch.backend.node_processes import NodeProcesses, devices_of, group_job
 from trainspec_cli.launch.backend.nodes.messages import (
@@ -19,9 +20,8 @@ from trainspec_cli.launch.backend.nodes.messages import (
     WorkerExited,
     WorkersOrphaned,
 )
-from trainspec_cli.launch.job.environment import GROUP, START
 from trainspec_cli.launch.job.job import Job, build_node_job
-from trainspec_cli.launch.job.place import Place
+from trainspec_cli.launch.job.place import NodePlace
 from trainspec_cli.rundir.stops import was_stop_noted
 from trainspec_cli.spec.results.plan import Plan
 
@@ -62,7 +62,7 @@ def test_a_node_has_its_part_of_a_group_and_its_number_within_it(
 ) -> None:
     plan = replace(make_plan(), num_nodes=4, devices_per_node=2, replica_groups=2)
     job = replace(make_job("endless"), logs=Path("logs/launch_01/node00009"))
-    part = group_job(job, plan, group, 2, Place(node, 4, HERE))
+    part = group_job(job, plan, group, 2, NodePlace(node, 4, HERE))
     assert list(part.ranks or ()) == ranks
     assert part.logs == Path(f"logs/launch_01/group{group:05d}_start002/node00009")
     assert (part.environment[GROUP], part.environment[START]) == (str(group), "2")
@@ -74,7 +74,7 @@ def test_a_node_has_its_part_of_a_group_and_its_number_within_it(
 class Node:
     """The second of two nodes, with a replica group of one rank; or one node with a run of one group."""
 
-    def __init__(self, job: Job, plan: Plan | None, place: Place | None, eventually: Callable[..., None]):
+    def __init__(self, job: Job, plan: Plan | None, place: NodePlace | None, eventually: Callable[..., None]):
         self.job, self.processes, self._eventually = job, NodeProcesses(job, plan, place), eventually
         self._received: list[ProcessMessage] = []
 
@@ -93,7 +93,7 @@ class Node:
 def open_node(eventually) -> Iterator[Callable[..., Node]]:
     opened: list[Node] = []
 
-    def make(job: Job, plan: Plan | None = None, place: Place | None = None) -> Node:
+    def make(job: Job, plan: Plan | None = None, place: NodePlace | None = None) -> Node:
         opened.append(Node(job, plan, place, eventually))
         return opened[-1]
 
@@ -105,7 +105,7 @@ def open_node(eventually) -> Iterator[Callable[..., Node]]:
 
 @pytest.fixture
 def second(open_node, make_plan, machine, tmp_path: Path) -> Node:
-    plan, place = replace(make_plan(), num_nodes=2, devices_per_node=1, replica_groups=2), Place(1, 2, HERE)
+    plan, place = replace(make_plan(), num_nodes=2, devices_per_node=1, replica_groups=2), NodePlace(1, 2, HERE)
     logs = tmp_path / "run" / "logs" / "node00001"
     job = build_node_job(plan, tmp_path / "run", machine, place, {}, 1, LAUNCH, logs, (STANDIN, "endless"))
     return open_node(job, plan, place)
