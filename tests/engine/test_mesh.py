@@ -12,8 +12,9 @@ from trainspec_cli.engine.mesh import build_mesh
 from trainspec_cli.engine.tools.trace import fake_world
 from trainspec_cli.spec.recipe.layout import MESH_AXES, Layout
 
-SIZES = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}
-RANKS = np.arange(32).reshape(tuple(SIZES[axis] for axis in MESH_AXES))
+SIZES = {"pp": 2, "dp_replicate": 2, "dp_shard": 3, "cp": 2, "tp": 2}
+WORLD = 48
+RANKS = np.arange(WORLD).reshape(tuple(SIZES[axis] for axis in MESH_AXES))
 PP, REPLICATE, SHARD, CP, TP = range(5)
 
 
@@ -29,9 +30,9 @@ def ranks_of(group: dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-@pytest.mark.parametrize("rank", [0, 5, 13, 22, 31])
+@pytest.mark.parametrize("rank", [0, 5, 13, 22, 47])
 def test_groups_are_those_of_the_axes(rank: int) -> None:
-    with fake_world(rank, 32):
+    with fake_world(rank, WORLD):
         mesh = build_mesh(Layout(**SIZES), "cpu")
         for axis, name in enumerate(MESH_AXES):
             assert ranks_of(mesh.group(name)) == peers_of(rank, axis), name
@@ -43,11 +44,11 @@ def test_groups_are_those_of_the_axes(rank: int) -> None:
 
 def test_data_ranks_count_over_both_data_axes_and_no_other() -> None:
     found = {}
-    for rank in range(32):
-        with fake_world(rank, 32):
+    for rank in range(0, WORLD, 3):
+        with fake_world(rank, WORLD):
             found[rank] = build_mesh(Layout(**SIZES), "cpu").data_rank
-    places = {rank: np.argwhere(rank == RANKS)[0] for rank in range(32)}
-    assert found == {rank: 2 * place[REPLICATE] + place[SHARD] for rank, place in places.items()}
+    places = {rank: np.argwhere(rank == RANKS)[0] for rank in range(0, WORLD, 3)}
+    assert found == {rank: 3 * place[REPLICATE] + place[SHARD] for rank, place in places.items()}
 
 
 @pytest.mark.parametrize(

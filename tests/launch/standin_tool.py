@@ -17,9 +17,9 @@ def main() -> None:
         result = {"torch": request["compute"], "cuda": None, "nccl": None, "devices": 2, "slowest_device": 1}
         result |= {"matmul_flops": 1e12, "memory_bytes_per_s": float(Path(folder).stat().st_mode & 0o777)}
         if os.environ.get("RANK", "0") == "0":
-            Path(folder, "result.json").write_text(json.dumps(result))
+            Path(folder, "tool_result.json").write_text(json.dumps(result))
     elif mode == "other":
-        Path(folder, "result.json").write_text('{"colour": "red"}')
+        Path(folder, "tool_result.json").write_text('{"colour": "red"}')
     elif mode == "fail":
         for number in range(100):
             print(f"line {number}", file=sys.stderr)

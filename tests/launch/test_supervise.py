@@ -20,6 +20,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from lab.events import stepped, write_event
 from launch.memory_backend import World
 
 from trainspec_cli.environment_names import LAUNCH_ID
@@ -44,7 +45,7 @@ from trainspec_cli.policy.run_state import (
     WorkerFailed,
 )
 from trainspec_cli.rundir import generations
-from trainspec_cli.rundir.events import EventWriter, read_events
+from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.stops import note_stop
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
@@ -122,9 +123,7 @@ def test_a_run_that_ends_well(run: Run) -> None:
 def test_a_failed_run_begins_a_new_generation_from_its_checkpoint(run: Run) -> None:
     job = run.job
     for step in (4, 7):
-        events = EventWriter(job.run.events(0), 0)
-        events.write("step", step=step, loss=1.0, tokens=1, step_time_s=1.0, time_s={}, grad_norm=1.0, skipped=False)
-        events.close()
+        write_event(job.run.events(0), stepped(step))
     job.run.checkpoint(4).mkdir(parents=True)
     write_json(job.run.error(1), {"rank": 1})
     write_json(job.run.result_json, {"status": "failed"})

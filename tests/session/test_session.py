@@ -96,7 +96,7 @@ def test_a_new_run_takes_every_step_in_order_and_is_written_down(
     assert steps.options["predict"] == {"force": True}
     assert steps.options["check_nodes"] == {"folder": tmp_path / "mine", "force": True}
     assert steps.options["run"] == {"as_json": True, "requests": None}
-    assert isinstance(steps.backend, LocalBackend)
+    assert steps.backend is LocalBackend
     assert steps.was_claimed, "nobody else may start it meanwhile"
     run = RunDir(tmp_path / "mine")
     written = read_plan(run)
@@ -115,8 +115,8 @@ def test_a_run_without_a_folder_gets_one_below_runs(new: Callable[..., Session],
 def test_nodes_are_examined_and_reached(new: Callable[..., Session], steps: Steps, tmp_path: Path) -> None:
     start(new("run.dir=mine", "cluster.num_nodes=2", reach=REACH))
     assert steps.taken == ["predict", "check_nodes", "select_kernels", "prepare_data", "run"]
-    assert isinstance(steps.backend, NodesBackend)
-    assert steps.backend._examination == "examination"
+    assert steps.backend.func is NodesBackend
+    assert steps.backend.keywords == {"reach": REACH, "examination": "examination"}
     assert steps.job.command == REACH.start
     assert read_plan(RunDir(tmp_path / "mine")).prediction == PREDICTION
 

@@ -2,8 +2,8 @@
 
     result = run_tool(TRACE, TraceRequest(plan, rank=3))
 
-A private temporary folder holds request.json, the tool's log and result.json. The processes are supervised as a run's
-are: a request to stop ends them at once, and a guard ends them where this process is killed.
+A private temporary folder holds request.json, the tool's log and tool_result.json. The processes are supervised as
+a run's are: a request to stop ends them at once, and a guard ends them where this process is killed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from trainspec_cli.spec.results.tools import (
 
 RequestT = TypeVar("RequestT")
 ResultT = TypeVar("ResultT")
-REQUEST, RESULT = "request.json", "result.json"
+REQUEST, RESULT = "request.json", "tool_result.json"
 TAIL_LINES = 15
 
 

@@ -125,10 +125,10 @@ class RunResult:
     exit_code: int | None = None
     steps: Count = 0
     final_loss: float | None = None
+    heldout_loss: float | Absent | None = ABSENT
     heldout_bits_per_byte: float | Absent | None = ABSENT
     xz_bits_per_byte: float | Absent | None = ABSENT
     sets: dict[str, SetFigures] | Absent = ABSENT
-    heldout_loss: float | Absent | None = ABSENT
     heldout_accuracy: float | Absent | None = ABSENT
     heldout_dice: float | Absent | None = ABSENT
     """As in the last `eval` event."""
@@ -139,7 +139,7 @@ class RunResult:
     weights_sha256: str | None = None
     goodput: float | None = None
     time_s: WallTime | Absent = ABSENT
-    recoveries: tuple[Recovery, ...] = ()
+    recoveries: tuple[Recovery, ...] | Absent = ABSENT
     """The supervisor adds them."""
 
 

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -20,6 +20,9 @@ class Absent(Enum):
     """The type of `ABSENT`, the value of a field that has no key in the JSON object; null is None."""
 
     ABSENT = "absent"
+
+    def __bool__(self) -> Literal[False]:
+        return False
 
 
 ABSENT = Absent.ABSENT

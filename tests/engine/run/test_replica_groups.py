@@ -227,6 +227,17 @@ def test_a_step_that_loses_a_group_is_made_again_by_the_others(lab: Callable[...
     assert [event["groups"] for event in trial.log("step")] == [[0, 1, 2]] * 4 + [[0, 2]] * (STEPS - 4)
 
 
+def test_two_groups_that_leave_at_once_cost_as_much_as_one(lab: Callable[..., Lab]) -> None:
+    trial = lab(3)
+    trial.acts[0, "take", 4] = trial.acts[1, "take", 4] = die
+    trial.start_all()
+    trial.check_all_done()
+    first, second = trial.log("recovery")
+    assert [first["group"], second["group"]] == [0, 1]
+    assert first["lost_steps"] >= 1 and first["stall_s"] > 0
+    assert (second["lost_steps"], second["stall_s"]) == (0, 0.0)
+
+
 def test_a_group_that_comes_back_heals_and_takes_its_portion_again(lab: Callable[..., Lab]) -> None:
     trial = lab(2)
     trial.acts[1, "take", 2] = die

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.observe.journal import Journal
 from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup, StepSamples, StepStart, TrainProgress
 from trainspec_cli.engine.run.signals import StopRequest
+from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.run.trainer import Trainer
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.rundir.events import read_events
@@ -30,7 +32,7 @@ from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.checkpoint import CheckpointSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.data import DataSpec
-from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.model import DecoderModel, ExpertSpec
 from trainspec_cli.spec.recipe.optim import OptimSpec, ScheduleSpec
 from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
 
@@ -205,6 +207,26 @@ def test_a_step_that_is_not_committed_changes_nothing_and_is_made_again(
     assert scripted.noted == list(range(1, STEPS + 1))
     assert [event["step"] for event in events(context, "eval")] == [2, 4, 6], "once each, whatever was tried again"
     assert scripted.has_left
+
+
+def test_a_refused_step_leaves_no_gradients_and_no_visits(one_process: None) -> None:
+    """Experts' visits of a step that is made again are counted with that one."""
+    experts = ExpertSpec(num_experts=2, top_k=1, expert_ffn_size=8, balance_rate=0.1)
+    made = plan(replace(SPEC, model=replace(SPEC.model, experts=experts)), MACHINE)
+    state = build_train_state(made, torch.device("cpu"))
+    before = [share.local.clone() for share in state.shares]
+    seen: list[int] = []
+
+    def reduce(state: TrainState, _loss: Tensor) -> None:
+        seen.extend(int(router.tokens_per_expert_E.sum()) for router in state.routers)
+
+    groups = SimpleNamespace(reduce=reduce, commit=lambda: False)
+    for _ in range(2):
+        outcome = train_step(state, [_sample(0)], global_tokens=TOKENS, clip_norm=None, groups=groups)
+        assert outcome is None
+    assert seen == [TOKENS] * 4, "two layers, and each try counts anew"
+    assert all(share.gradient is None for share in state.shares)
+    assert all(torch.equal(share.local, old) for share, old in zip(state.shares, before, strict=True))
 
 
 def test_steps_report_what_the_coordinator_adds(context: RunContext, scripted: Scripted) -> None:

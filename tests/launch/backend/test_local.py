@@ -50,22 +50,22 @@ def send(number: signal.Signals) -> None:
 
 def test_a_run_that_ends_well_is_done(make_job: MakeJob) -> None:
     outcome = run(make_job("train"))
-    assert (outcome.result["status"], outcome.exit_code, outcome.explanation) == ("done", 0, None)
+    assert (outcome.result.status, outcome.exit_code, outcome.explanation) == ("done", 0, None)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_request_to_stop_lets_the_workers_write_a_checkpoint(make_job: MakeJob, number: signal.Signals) -> None:
     job = make_job("endless")
     outcome = run(job, Once(lambda: both_training(job), lambda: send(number)))
-    assert (outcome.result["status"], outcome.exit_code) == ("stopped", 6)
-    assert job.run.checkpoint_steps() == [outcome.result["steps"]]
+    assert (outcome.result.status, outcome.exit_code) == ("stopped", 6)
+    assert job.run.checkpoint_steps() == [outcome.result.steps]
 
 
 def test_workers_that_ignore_the_request_are_killed_at_the_deadline(make_job: MakeJob) -> None:
     job = make_job("deaf", stop_grace_s=0.5)
     outcome = run(job, Once(lambda: both_training(job), lambda: send(signal.SIGTERM)))
-    assert (outcome.result["status"], outcome.exit_code) == ("stopped", 130)
-    assert outcome.result["steps"] > 0
+    assert (outcome.result.status, outcome.exit_code) == ("stopped", 130)
+    assert outcome.result.steps > 0
 
 
 def test_a_second_request_does_not_wait_for_the_deadline(make_job: MakeJob) -> None:
@@ -84,12 +84,12 @@ def test_a_second_request_does_not_wait_for_the_deadline(make_job: MakeJob) -> N
 def test_before_the_first_word_of_the_workers_a_request_ends_them_at_once(make_job: MakeJob) -> None:
     job = make_job("mute", stop_grace_s=600.0)
     outcome = run(job, Once(lambda: bool(processes.workers(job.launch_id)), lambda: send(signal.SIGINT)))
-    assert (outcome.result["status"], outcome.exit_code, outcome.result["steps"]) == ("stopped", 130, 0)
+    assert (outcome.result.status, outcome.exit_code, outcome.result.steps) == ("stopped", 130, 0)
 
 
 def test_the_exception_that_began_it_is_shown_with_its_rank_and_traceback(make_job: MakeJob) -> None:
     outcome = run(make_job("raise"))
-    assert (outcome.result["status"], outcome.exit_code, outcome.result["steps"]) == ("failed", 5, 3)
+    assert (outcome.result.status, outcome.exit_code, outcome.result.steps) == ("failed", 5, 3)
     assert outcome.explanation.headline == "rank 1 (host here, step 3): ValueError: the loss is not finite at step 3"
     assert outcome.explanation.detail.startswith("Traceback (most recent call last):")
     assert 'raise ValueError(f"the loss' in outcome.explanation.detail
@@ -124,7 +124,7 @@ def test_when_torchrun_is_killed_its_workers_save_and_end(make_job: MakeJob) -> 
         psutil.Process(processes.workers(job.launch_id)[0].ppid()).kill()
 
     outcome = run(job, Once(lambda: both_training(job), kill_torchrun))
-    assert job.run.checkpoint_steps() == [outcome.result["steps"]]
+    assert job.run.checkpoint_steps() == [outcome.result.steps]
     assert outcome.explanation.headline == "torchrun was ended by SIGKILL, and its workers with it"
 
 
@@ -147,8 +147,8 @@ def test_a_killed_torchrun_is_a_failure_that_starts_again(make_job: MakeJob, mak
     outcome = conclude(ending.job, ending)
     assert len(said) == 1, said
     assert said[0].startswith("torchrun was ended by SIGKILL, and its workers with it; the run starts again from step ")
-    assert (outcome.result["status"], outcome.exit_code) == ("stopped", 6)
-    assert [recovery["kind"] for recovery in outcome.result["recoveries"]] == ["restart"]
+    assert (outcome.result.status, outcome.exit_code) == ("stopped", 6)
+    assert [recovery.kind for recovery in outcome.result.recoveries] == ["restart"]
     assert processes.members(job.launch_id) == []
 
 
@@ -163,7 +163,7 @@ def test_a_killed_torchrun_fails_a_run_that_is_not_started_again(make_job: MakeJ
         psutil.Process(processes.workers(job.launch_id)[0].ppid()).kill()
 
     outcome = run(job, Once(lambda: both_training(job), kill_torchrun))
-    assert (outcome.result["status"], outcome.exit_code) == ("failed", 5)
+    assert (outcome.result.status, outcome.exit_code) == ("failed", 5)
 
 
 SUPERVISOR = """

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from lab.events import retried, started, stepped, write_event
 
 from trainspec_cli.launch.backend.nodes.messages import GroupExited, WorkerExited, WorkersOrphaned
 from trainspec_cli.launch.backend.observe import GroupStart, RendezvousWatch, newest_checkpoint
@@ -20,7 +20,6 @@ from trainspec_cli.policy.run_state import (
     Stepped,
     WorkerFailed,
 )
-from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.spec.results.plan import Plan
 
@@ -43,12 +42,6 @@ def two_groups(make_plan) -> Plan:
 
 def write_error(job: Job, rank: int, error: dict[str, object]) -> None:
     write_json(job.run.error(rank), {"rank": rank, "host": "here", **error})
-
-
-def write_event(job: Job, path: Path, kind: str) -> None:
-    writer = EventWriter(path, 0)
-    writer.write(kind)
-    writer.close()
 
 
 def end_of(start: GroupStart) -> GroupEnded:
@@ -74,11 +67,11 @@ def test_what_was_seen_of_a_killed_worker_goes_before_what_its_peer_tells(job: J
 
 
 def test_events_of_a_run_of_one_group_are_those_of_its_first_rank_since_the_start(job: Job) -> None:
-    write_event(job, job.run.events(0), "step")
+    write_event(job.run.events(0), stepped())
     start = GroupStart(job, None, 0, 1)
     assert list(start.poll()) == []
-    for kind, events in (("start", [Begun(0)]), ("step", [Stepped(0)]), ("retry", [Retried(0)])):
-        write_event(job, job.run.events(0), kind)
+    for event, events in ((started(), [Begun(0)]), (stepped(), [Stepped(0)]), (retried(), [Retried(0)])):
+        write_event(job.run.events(0), event)
         assert list(start.poll()) == events
     assert list(start.poll()) == []
 
@@ -87,9 +80,9 @@ def test_a_group_of_several_has_events_of_its_own(job: Job, two_groups: Plan) ->
     start = GroupStart(job, two_groups, 1, 2)
     assert start.job.logs == job.logs / "group00001_start002"
     assert list(start.job.ranks or ()) == [2, 3]
-    write_event(job, job.run.events(0), "step")
+    write_event(job.run.events(0), stepped())
     assert list(start.poll()) == []
-    write_event(job, job.run.group_events(1, 0), "step")
+    write_event(job.run.group_events(1, 0), stepped())
     assert list(start.poll()) == [Begun(1), Stepped(1)]
 
 
@@ -184,8 +177,6 @@ def test_the_rendezvous_server_is_killed_at_the_steps_of_its_faults(job: Job, tw
     server = FakeRendezvous()
     watch = RendezvousWatch(server, job.run, replace(two_groups, spec=spec))  # type: ignore[arg-type]
     for step, killed in ((4, 0), (5, 1), (6, 1), (9, 2)):
-        writer = EventWriter(job.run.events(0), 0)
-        writer.write("step", step=step)
-        writer.close()
+        write_event(job.run.events(0), stepped(step))
         assert watch.poll() == ([RendezvousRestarted()] if killed == 2 else [])
         assert server.killed == killed

@@ -119,8 +119,8 @@ class SingleGroup:
     def __init__(self, run: RunContext):
         self._run, self._spec = run, run.plan.spec
         self.journal = Journal(run.run_dir, dist.get_rank(), run.plan.spec)
-        self._coming: Iterator[list[MicroBatch]] = iter(())
-        self._next_step = -1
+        self._coming: Iterator[list[MicroBatch]] | None = None
+        """Batches that are read ahead, from the first step that is taken on."""
 
     @property
     def stop_flag(self) -> bool:
@@ -132,10 +132,9 @@ class SingleGroup:
     def take(self, progress: TrainProgress) -> StepSamples:
         samples = self._spec.batching.global_batch_size
         with self._run.state.clock.part("data_wait"):
-            if progress.step != self._next_step:
+            if self._coming is None:
                 self._coming = self._run.source.batches(progress.step, self._spec.train.max_steps)
             micro_batches = next(self._coming)
-        self._next_step = progress.step + 1
         return StepSamples(micro_batches, self._run.source.counted(step_positions(progress.step, samples)), samples)
 
     def reduce(self, state: TrainState, loss: Tensor) -> None:
@@ -148,7 +147,7 @@ class SingleGroup:
         pass
 
     def leave(self) -> None:
-        self._coming = iter(())
+        self._coming = None
 
 
 def open_coordinator(run: RunContext) -> Coordinator:

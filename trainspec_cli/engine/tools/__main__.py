@@ -1,7 +1,7 @@
 """The entry of every tool's process: `python -m trainspec_cli.engine.tools NAME FOLDER`, alone or under torchrun.
 
 FOLDER/request.json is what the module NAME of this folder is asked. Its function `run` says by its types how that is
-read; what the first process returns is left as FOLDER/result.json.
+read; what the first process returns is left as FOLDER/tool_result.json.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> None:
     run = import_module(f"trainspec_cli.engine.tools.{name}").run
     result = run(from_plain(get_type_hints(run)["request"], read_json(folder / "request.json")))
     if os.environ.get("RANK", "0") == "0":
-        write_json(folder / "result.json", to_plain(result))
+        write_json(folder / "tool_result.json", to_plain(result))
     if dist.is_initialized():
         dist.barrier()
         leave_processes()

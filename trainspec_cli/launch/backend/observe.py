@@ -12,9 +12,9 @@ from trainspec_cli.launch.rendezvous.address import Rendezvous
 from trainspec_cli.policy import run_state
 from trainspec_cli.rundir.event_types import RetryEvent, StepEvent
 from trainspec_cli.rundir.events import EventTail
-from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.memory import newest_copy
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_result
 from trainspec_cli.spec.recipe.fault import parse_faults
 from trainspec_cli.spec.results.plan import Plan
 
@@ -133,4 +133,5 @@ def newest_checkpoint(run: RunDir) -> int:
 
 def _is_done(run: RunDir) -> bool:
     """A result with the status `stopped` is none: nobody may have wanted that."""
-    return run.result_json.is_file() and read_json(run.result_json)["status"] == "done"
+    result = read_result(run)
+    return result is not None and result.status == "done"

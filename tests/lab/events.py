@@ -1,0 +1,27 @@
+"""Events as workers write them, with round figures where a test does not care."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainspec_cli.rundir.event_types import Event, RetryEvent, StartEvent, StepEvent
+from trainspec_cli.rundir.events import EventWriter
+
+
+def write_event(path: Path, event: Event, rank: int = 0) -> None:
+    writer = EventWriter(path, rank)
+    writer.write(event)
+    writer.close()
+
+
+def started(step: int = 0) -> StartEvent:
+    about = {"world_size": 2, "device_name": "a chip", "params": 1, "peak_flops": 1.0, "peak_source": "measured"}
+    return StartEvent(step=step, flops_per_token=1.0, **about)  # type: ignore[arg-type]
+
+
+def stepped(step: int = 1) -> StepEvent:
+    return StepEvent(step=step, loss=1.0, grad_norm=1.0, tokens=1, step_time_s=1.0, time_s={}, skipped=False)
+
+
+def retried(step: int = 1) -> RetryEvent:
+    return RetryEvent(step=step)
