@@ -23,9 +23,9 @@ from hypothesis.stateful import (
 from lab.events import stepped, write_event
 from launch.memory_backend import World
 
+from trainspec_cli.environment_names import LAUNCH_ID
 from trainspec_cli.errors import MachineError
 from trainspec_cli.launch import supervise as module
-from trainspec_cli.launch.job.environment import LAUNCH_ID
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.signals import StopRequests
 from trainspec_cli.launch.supervise import Ending, Supervisor, supervise

@@ -10,7 +10,7 @@ import os
 import time
 from dataclasses import dataclass
 
-from trainspec_cli.environment_names import GENERATION as GENERATION
+from trainspec_cli.environment_names import GENERATION
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from trainspec_cli.launch.job.environment import GROUP, LAUNCH_ID
+from trainspec_cli.environment_names import GROUP, LAUNCH_ID
 
 POLL_S = 0.1
 KILL_TIMEOUT_S = 10.0

@@ -9,9 +9,7 @@ import tempfile
 from pathlib import Path
 
 import trainspec_cli
-from trainspec_cli.environment_names import GROUP as GROUP
-from trainspec_cli.environment_names import LAUNCH_ID as LAUNCH_ID
-from trainspec_cli.environment_names import START
+from trainspec_cli.environment_names import GROUP, LAUNCH_ID, START
 from trainspec_cli.launch.job.place import NodePlace, interface_of, own_address
 from trainspec_cli.policy.recovery import FAILURE_GRACE_S
 from trainspec_cli.spec.recipe.cluster import Machine

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from lab.agents import connect_agent
 
+from trainspec_cli.environment_names import LAUNCH_ID
 from trainspec_cli.errors import MachineError, WorkerError
 from trainspec_cli.launch.backend.nodes import backend as module
 from trainspec_cli.launch.backend.nodes.backend import Examination, NodesBackend, Reach
@@ -30,7 +31,6 @@ from trainspec_cli.launch.backend.nodes.messages import (
     WorkersOrphaned,
 )
 from trainspec_cli.launch.backend.nodes.wire import Wire
-from trainspec_cli.launch.job.environment import LAUNCH_ID
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.policy.run_state import (
     AgentsFailed,
