@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from trainspec_cli.policy.run_state import (
@@ -111,9 +110,9 @@ def enough_groups(resilience: ResilienceSpec, groups_left: int) -> bool:
 
 
 def _tick(state: RunState, event: Tick) -> Decision:
-    state = replace(state, now_s=event.now_s)
+    state = state._replace(now_s=event.now_s)
     if event.now_s > state.deadline_s:
-        return replace(state, killed=True), ()
+        return state._replace(killed=True), ()
     actions: list[Action] = []
     newest_step_s = max(group.stepped_s for group in state.groups)
     newest_retry_s = max(group.retried_s for group in state.groups)
@@ -134,7 +133,7 @@ def _start_if_due(state: RunState, number: int) -> Decision:
         return state, ()
     if group.needs_generation:
         state = _change(state, number, needs_generation=False, presence="awaited")
-        return replace(state, has_begun=False, exit_code=None), (BeginGeneration(),)
+        return state._replace(has_begun=False, exit_code=None), (BeginGeneration(),)
     if group.presence != "there":
         return state, ()
     starts, restarts_s = group.starts + 1, group.restarts_s
@@ -169,11 +168,11 @@ def _presence_changed(state: RunState, event: PresenceChanged) -> Decision:
 
 
 def _begun(state: RunState, event: Begun) -> Decision:
-    return replace(state, has_begun=True), ()
+    return state._replace(has_begun=True), ()
 
 
 def _stepped(state: RunState, event: Stepped) -> Decision:
-    state = replace(state, has_stepped=True, has_begun=True)
+    state = state._replace(has_stepped=True, has_begun=True)
     return _change(state, event.group, stepped_s=state.now_s, failures_in_a_row=0), ()
 
 
@@ -212,11 +211,11 @@ def _group_ended(state: RunState, event: GroupEnded) -> Decision:
     group = state.groups[event.group]
     if group.phase not in ("running", "ending"):
         return state, ()
-    state = replace(state, exit_code=event.exit_code, checkpoint_step=event.checkpoint_step)
+    state = state._replace(exit_code=event.exit_code, checkpoint_step=event.checkpoint_step)
     if event.done and (state.is_alone or group.phase == "running"):
         return _drop_waiting(_change(state, event.group, phase="done")), ()
     state = _change(state, event.group, phase="gone", failures_in_a_row=group.failures_in_a_row + 1)
-    state = replace(state, last_failure=event.headline)
+    state = state._replace(last_failure=event.headline)
     return (_after_failure_of_run if state.is_alone else _after_failure_of_group)(state, event)
 
 
@@ -268,12 +267,13 @@ def _wait(state: RunState, number: int) -> tuple[RunState, str]:
 
 def _node_lost(state: RunState, event: NodeLost) -> Decision:
     """A run of one group cannot go on without any of its nodes; of several, those that ran there are away."""
-    actions: list[Action] = [RecordLosses()] if state.is_alone else []
-    for number in event.groups:
-        if state.groups[number].phase == "running":
-            state = _change(state, number, phase="ending")
-            actions.append(Kill(number))
-    return (_drop_waiting(state) if state.is_alone else state), tuple(actions)
+    losses = (RecordLosses(),) if state.is_alone else ()
+    hit = [number for number in event.groups if state.groups[number].phase == "running"]
+    groups = list(state.groups)
+    for number in hit:
+        groups[number] = groups[number]._replace(phase="ending")
+    state = state._replace(groups=tuple(groups))
+    return (_drop_waiting(state) if state.is_alone else state), (*losses, *map(Kill, hit))
 
 
 def _node_back(state: RunState, event: NodeBack) -> Decision:
@@ -283,19 +283,19 @@ def _node_back(state: RunState, event: NodeBack) -> Decision:
 def _node_unfit(state: RunState, event: NodeUnfit) -> Decision:
     name = f"node {event.node} ({event.hostname})" if event.hostname else f"node {event.node}"
     if state.is_alone:
-        return replace(_drop_waiting(state), exit_code=1), (RecordLosses(),)
+        return _drop_waiting(state)._replace(exit_code=1), (RecordLosses(),)
     if not any(group.starts for group in state.groups):
-        return replace(state, killed=True), (Refuse("unfit_host", f"{name}: {event.why}"),)
+        return state._replace(killed=True), (Refuse("unfit_host", f"{name}: {event.why}"),)
     return state, (Inform(f"{name} came back and stays away: {event.why}"),)
 
 
 def _agents_failed(state: RunState, event: AgentsFailed) -> Decision:
     if state.is_alone:
-        return replace(_drop_waiting(state), exit_code=event.exit_code), ()
+        return _drop_waiting(state)._replace(exit_code=event.exit_code), ()
     if any(group.starts for group in state.groups):
         return state, ()
     message = f"what starts the nodes' agents ended with exit code {event.exit_code}"
-    return replace(state, killed=True), (Refuse("agents_failed", message),)
+    return state._replace(killed=True), (Refuse("agents_failed", message),)
 
 
 def _rendezvous_restarted(state: RunState, event: RendezvousRestarted) -> Decision:
@@ -307,14 +307,14 @@ def _rendezvous_restarted(state: RunState, event: RendezvousRestarted) -> Decisi
 
 def _stop_requested(state: RunState, event: StopRequested) -> Decision:
     """Kill workers that have written nothing yet: there is nothing to save. A second request kills as well."""
-    state = replace(state, stop_requested=True)
+    state = state._replace(stop_requested=True)
     if event.times > 1 or not state.has_begun:
-        return replace(_drop_waiting(state), killed=True), ()
+        return _drop_waiting(state)._replace(killed=True), ()
     return _stop(state)
 
 
 def _node_stop_requested(state: RunState, event: NodeStopRequested) -> Decision:
-    return _stop(replace(state, stop_requested=True))
+    return _stop(state._replace(stop_requested=True))
 
 
 def _stop(state: RunState) -> Decision:
@@ -322,12 +322,12 @@ def _stop(state: RunState) -> Decision:
     if state.stopping:
         return state, ()
     deadline_s = min(state.deadline_s, state.now_s + state.stop_grace_s)
-    return replace(_drop_waiting(state), stopping=True, deadline_s=deadline_s), (Stop(),)
+    return _drop_waiting(state)._replace(stopping=True, deadline_s=deadline_s), (Stop(),)
 
 
 def _drop_waiting(state: RunState) -> RunState:
-    groups = tuple(replace(group, phase="gone") if group.phase == "waiting" else group for group in state.groups)
-    return replace(state, groups=groups)
+    groups = tuple(group._replace(phase="gone") if group.phase == "waiting" else group for group in state.groups)
+    return state._replace(groups=groups)
 
 
 def _count_groups(state: RunState) -> Decision:
@@ -337,14 +337,14 @@ def _count_groups(state: RunState) -> Decision:
     left = sum(map(_may_come, state.groups))
     actions: tuple[Action, ...] = ()
     if left != state.expected_groups:
-        state, actions = replace(state, expected_groups=left), (Expect(left),)
+        state, actions = state._replace(expected_groups=left), (Expect(left),)
     if enough_groups(state.resilience, left):
         return state, actions
     given_up = (
         f"{left} of {len(state.groups)} replica groups are left, and resilience.min_groups is "
         f"{state.resilience.min_groups}; the last failure: {state.last_failure}"
     )
-    state, stop = _stop(replace(state, given_up=given_up))
+    state, stop = _stop(state._replace(given_up=given_up))
     return state, (*actions, RecordLosses(), *stop)
 
 
@@ -358,8 +358,8 @@ def _may_come(group: GroupState) -> bool:
 
 def _change(state: RunState, number: int, **changes: Any) -> RunState:
     groups = state.groups
-    changed = replace(groups[number], **changes)
-    return replace(state, groups=(*groups[:number], changed, *groups[number + 1 :]))
+    changed = groups[number]._replace(**changes)
+    return state._replace(groups=(*groups[:number], changed, *groups[number + 1 :]))
 
 
 _HANDLERS: dict[type, Callable[[RunState, Any], Decision]] = {

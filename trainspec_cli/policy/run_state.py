@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 
@@ -13,8 +13,7 @@ Presence = Literal["there", "awaited", "away"]
 """The nodes of a group: all are there; some may still come; or one is not waited for (it may come all the same)."""
 
 
-@dataclass(frozen=True)
-class GroupState:
+class GroupState(NamedTuple):
     """A replica group; times are seconds of the clock that `Tick` brings."""
 
     phase: Phase = "waiting"
@@ -38,8 +37,9 @@ class GroupState:
     """When it was last seen to begin a step again, because an exchange had failed."""
 
 
-@dataclass(frozen=True)
-class RunState:
+class RunState(NamedTuple):
+    """The state of a run. Tuples, since a forecast makes hundreds of thousands of them (`_replace`)."""
+
     resilience: ResilienceSpec
     groups: tuple[GroupState, ...]
     stop_grace_s: float = 0.0
