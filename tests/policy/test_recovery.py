@@ -89,24 +89,24 @@ LATE = NOW + 100
 
 TABLE: list[tuple[str, RunState, Event, list[str], tuple[Action, ...]]] = [
     # Starting
-    ("its nodes have come", a_run(replace(WAITING, presence="awaited")), PresenceChanged(0, "there"),
+    ("its nodes have come", a_run(WAITING._replace(presence="awaited")), PresenceChanged(0, "there"),
      ["running"], (Launch(0, 1),)),
     ("one node is missing", a_run(WAITING), PresenceChanged(0, "awaited"), ["waiting"], ()),
-    ("time alone brings no node", a_run(replace(WAITING, presence="awaited")), Tick(LATE), ["waiting"], ()),
-    ("the pause is not over", a_run(replace(WAITING, start_at_s=LATE), RUNNING), Tick(LATE - 1),
+    ("time alone brings no node", a_run(WAITING._replace(presence="awaited")), Tick(LATE), ["waiting"], ()),
+    ("the pause is not over", a_run(WAITING._replace(start_at_s=LATE), RUNNING), Tick(LATE - 1),
      ["waiting", "running"], ()),
-    ("the pause is over", a_run(replace(WAITING, starts=3, start_at_s=LATE), RUNNING), Tick(LATE),
+    ("the pause is over", a_run(WAITING._replace(starts=3, start_at_s=LATE), RUNNING), Tick(LATE),
      ["running", "running"], (Launch(0, 4),)),
-    ("a new generation is opened first", a_run(replace(WAITING, starts=1, needs_generation=True)), Tick(LATE),
+    ("a new generation is opened first", a_run(WAITING._replace(starts=1, needs_generation=True)), Tick(LATE),
      ["waiting"], (BeginGeneration(),)),
     # One group: failures
     ("a worker failed: the others may report", ALONE, WorkerFailed(0), ["running"], (MarkFailure(),)),
-    ("the same failure is marked once", a_run(replace(RUNNING, kill_at_s=LATE)), WorkerFailed(0), ["running"], ()),
+    ("the same failure is marked once", a_run(RUNNING._replace(kill_at_s=LATE)), WorkerFailed(0), ["running"], ()),
     ("orphans are asked to save", ALONE, Orphaned(0), ["running"], (MarkFailure(), Stop(0))),
-    ("the time to report is over", a_run(replace(RUNNING, kill_at_s=LATE)), Tick(LATE + 0.1), ["ending"], (Kill(0),)),
-    ("the time to report is not over", a_run(replace(RUNNING, kill_at_s=LATE)), Tick(LATE), ["running"], ()),
+    ("the time to report is over", a_run(RUNNING._replace(kill_at_s=LATE)), Tick(LATE + 0.1), ["ending"], (Kill(0),)),
+    ("the time to report is not over", a_run(RUNNING._replace(kill_at_s=LATE)), Tick(LATE), ["running"], ()),
     ("it ended well", ALONE, ended(done=True, exit_code=0), ["done"], ()),
-    ("a failure after the result changes nothing", a_run(replace(RUNNING, phase="ending")), ended(done=True), ["done"],
+    ("a failure after the result changes nothing", a_run(RUNNING._replace(phase="ending")), ended(done=True), ["done"],
      ()),
     ("killed, with a newer checkpoint", ALONE, ended(), ["waiting"], (BACK_FROM_20,)),
     ("killed, with an older checkpoint", ALONE, ended(checkpoint_step=10), ["waiting"],
@@ -120,21 +120,21 @@ TABLE: list[tuple[str, RunState, Event, list[str], tuple[Action, ...]]] = [
     ("an error that was foreseen", ALONE, ended(foreseen=True), ["gone"], ()),
     ("processes are left behind", ALONE, ended(left_behind=(7,)), ["gone"], ()),
     ("a stop was requested", a_run(RUNNING, stop_requested=True), ended(), ["gone"], ()),
-    ("mode none", replace(ALONE, resilience=replace(RESTART, mode="none")), ended(), ["gone"], ()),
-    ("restarted too often", a_run(replace(RUNNING, restarts_s=(NOW - 9, NOW - 5))), ended(), ["gone"], ()),
-    ("restarted long ago", a_run(replace(RUNNING, restarts_s=(NOW - RESTART_WINDOW_S, NOW - 5))), ended(), ["waiting"],
+    ("mode none", ALONE._replace(resilience=replace(RESTART, mode="none")), ended(), ["gone"], ()),
+    ("restarted too often", a_run(RUNNING._replace(restarts_s=(NOW - 9, NOW - 5))), ended(), ["gone"], ()),
+    ("restarted long ago", a_run(RUNNING._replace(restarts_s=(NOW - RESTART_WINDOW_S, NOW - 5))), ended(), ["waiting"],
      (BACK_FROM_20,)),
     ("an end that is known already", a_run(GONE), ended(), ["gone"], ()),
     # One group: nodes
     ("a lost node ends the run", ALONE, NodeLost(1, "b", "off", (0,)), ["ending"], (RecordLosses(), Kill(0))),
-    ("a node that never came", a_run(replace(WAITING, presence="awaited")), NodeLost(1, "b", "off", ()), ["gone"],
+    ("a node that never came", a_run(WAITING._replace(presence="awaited")), NodeLost(1, "b", "off", ()), ["gone"],
      (RecordLosses(),)),
-    ("an unfit node", a_run(replace(WAITING, presence="awaited")), NodeUnfit(1, "b", "no GPU"), ["gone"],
+    ("an unfit node", a_run(WAITING._replace(presence="awaited")), NodeUnfit(1, "b", "no GPU"), ["gone"],
      (RecordLosses(),)),
-    ("no agent could be started", a_run(replace(WAITING, presence="awaited")), AgentsFailed(3), ["gone"], ()),
+    ("no agent could be started", a_run(WAITING._replace(presence="awaited")), AgentsFailed(3), ["gone"], ()),
     # Several groups: failures
     ("a worker failed: its group is killed", PAIR, WorkerFailed(0), ["ending", "running"], (Kill(0),)),
-    ("it is killed once", a_run(replace(RUNNING, phase="ending"), RUNNING), WorkerFailed(0), ["ending", "running"], ()),
+    ("it is killed once", a_run(RUNNING._replace(phase="ending"), RUNNING), WorkerFailed(0), ["ending", "running"], ()),
     ("a group was killed", PAIR, ended(), ["waiting", "running"], (ArchiveErrors(0), Inform(AGAIN))),
     ("a group has an error of its own", PAIR, ended(own_error=True), ["waiting", "running"],
      (ArchiveErrors(0), Inform(AGAIN))),
@@ -144,31 +144,31 @@ TABLE: list[tuple[str, RunState, Event, list[str], tuple[Action, ...]]] = [
      ["waiting", "running"], (ArchiveErrors(0), Inform(AGAIN))),
     ("a foreseen error ends all", PAIR, ended(foreseen=True), ["gone", "running"],
      (Inform("group 0: it broke"), Stop())),
-    ("it fails again and again", a_run(replace(RUNNING, failures_in_a_row=2), RUNNING), ended(),
+    ("it fails again and again", a_run(RUNNING._replace(failures_in_a_row=2), RUNNING), ended(),
      ["waiting", "running"], (ArchiveErrors(0), Inform(f"{AGAIN} after 2 s"))),
-    ("it failed too often", a_run(replace(RUNNING, restarts_s=(NOW - 9, NOW - 5)), RUNNING), ended(),
+    ("it failed too often", a_run(RUNNING._replace(restarts_s=(NOW - 9, NOW - 5)), RUNNING), ended(),
      ["gone", "running"], (ArchiveErrors(0), Inform(TOO_OFTEN), Expect(1))),
-    ("it waits for its nodes", a_run(replace(RUNNING, presence="awaited"), RUNNING), ended(), ["waiting", "running"],
+    ("it waits for its nodes", a_run(RUNNING._replace(presence="awaited"), RUNNING), ended(), ["waiting", "running"],
      (ArchiveErrors(0), Inform("group 0: it broke; it starts again when its nodes are back"))),
     ("while the run stops", a_run(RUNNING, RUNNING, stopping=True), ended(), ["gone", "running"], (ArchiveErrors(0),)),
     ("after another has ended well", a_run(RUNNING, DONE), ended(), ["gone", "done"], (ArchiveErrors(0),)),
     ("one ends well, the others wait no more", a_run(RUNNING, WAITING), ended(done=True, exit_code=0), ["done", "gone"],
      ()),
-    ("one ends well while it is killed", a_run(replace(RUNNING, phase="ending"), RUNNING), ended(done=True),
+    ("one ends well while it is killed", a_run(RUNNING._replace(phase="ending"), RUNNING), ended(done=True),
      ["waiting", "running"], (ArchiveErrors(0), Inform(AGAIN))),
     # Several groups: stuck
-    ("the others stepped without it", a_run(replace(RUNNING, stepped_s=NOW), replace(RUNNING, stepped_s=NOW + 55)),
+    ("the others stepped without it", a_run(RUNNING._replace(stepped_s=NOW), RUNNING._replace(stepped_s=NOW + 55)),
      Tick(NOW + 55), ["ending", "running"], (Kill(0),)),
-    ("the others are not far ahead", a_run(replace(RUNNING, stepped_s=NOW), replace(RUNNING, stepped_s=NOW + 53)),
+    ("the others are not far ahead", a_run(RUNNING._replace(stepped_s=NOW), RUNNING._replace(stepped_s=NOW + 53)),
      Tick(NOW + 55), ["running", "running"], ()),
     ("the others retry, and it does not",
-     a_run(replace(RUNNING, stepped_s=NOW), replace(RUNNING, stepped_s=NOW, retried_s=NOW + 60)),
+     a_run(RUNNING._replace(stepped_s=NOW), RUNNING._replace(stepped_s=NOW, retried_s=NOW + 60)),
      Tick(NOW + 60 + ANSWER_S + 0.1), ["ending", "running"], (Kill(0),)),
-    ("it may still answer", a_run(replace(RUNNING, stepped_s=NOW), replace(RUNNING, stepped_s=NOW, retried_s=NOW + 60)),
+    ("it may still answer", a_run(RUNNING._replace(stepped_s=NOW), RUNNING._replace(stepped_s=NOW, retried_s=NOW + 60)),
      Tick(NOW + 60 + ANSWER_S), ["running", "running"], ()),
     ("it retries as well",
-     a_run(*[replace(RUNNING, stepped_s=NOW, retried_s=NOW + 60)] * 2), Tick(NOW + 63), ["running", "running"], ()),
-    ("it has not stepped yet", a_run(RUNNING, replace(RUNNING, stepped_s=NOW + 500)), Tick(NOW + 500),
+     a_run(*[RUNNING._replace(stepped_s=NOW, retried_s=NOW + 60)] * 2), Tick(NOW + 63), ["running", "running"], ()),
+    ("it has not stepped yet", a_run(RUNNING, RUNNING._replace(stepped_s=NOW + 500)), Tick(NOW + 500),
      ["running", "running"], ()),
     # Several groups: nodes
     ("a node is lost with its group", PAIR, NodeLost(1, "b", "off", (1,)), ["running", "ending"], (Kill(1),)),
@@ -178,7 +178,7 @@ TABLE: list[tuple[str, RunState, Event, list[str], tuple[Action, ...]]] = [
     ("a node is back", PAIR, NodeBack(1), ["running", "running"], ()),
     ("a group is not waited for", a_run(RUNNING, WAITING), PresenceChanged(1, "away"), ["running", "waiting"],
      (Expect(1),)),
-    ("a group is away and comes back", a_run(RUNNING, replace(WAITING, presence="away"), expected_groups=1),
+    ("a group is away and comes back", a_run(RUNNING, WAITING._replace(presence="away"), expected_groups=1),
      PresenceChanged(1, "there"), ["running", "running"], (Launch(1, 1), Expect(2))),
     ("an unfit node before anything ran", a_run(WAITING, WAITING), NodeUnfit(1, "b", "no GPU"), ["waiting", "waiting"],
      (Refuse("unfit_host", "node 1 (b): no GPU"),)),
@@ -215,10 +215,10 @@ def test_workers_of_one_group_have_the_grace_time_and_that_of_the_list() -> None
 @pytest.mark.parametrize(
     ("state", "event"),
     [
-        (replace(ALONE, has_begun=False), StopRequested(1)),
-        (replace(PAIR, has_begun=False), StopRequested(1)),
-        (replace(ALONE, stop_requested=True, stopping=True), StopRequested(2)),
-        (replace(ALONE, deadline_s=LATE), Tick(LATE + 0.1)),
+        (ALONE._replace(has_begun=False), StopRequested(1)),
+        (PAIR._replace(has_begun=False), StopRequested(1)),
+        (ALONE._replace(stop_requested=True, stopping=True), StopRequested(2)),
+        (ALONE._replace(deadline_s=LATE), Tick(LATE + 0.1)),
     ],
     ids=["nothing to save", "nothing to save in groups", "second request", "deadline"],
 )
@@ -230,13 +230,13 @@ def test_what_is_left_is_killed(state: RunState, event: Event) -> None:
 def test_a_request_to_stop_has_a_deadline() -> None:
     after, _ = next_action(ALONE, StopRequested(1))
     assert (after.stop_requested, after.deadline_s, after.killed) == (True, NOW + GRACE_S, False)
-    later, _ = next_action(replace(after, now_s=NOW + 5), StopRequested(1))
+    later, _ = next_action(after._replace(now_s=NOW + 5), StopRequested(1))
     assert later.deadline_s == NOW + GRACE_S
     assert not next_action(after, Tick(NOW + GRACE_S))[0].killed
 
 
 def test_a_new_generation_is_waited_for_and_begins_with_nothing_to_save() -> None:
-    state = a_run(replace(WAITING, starts=1, needs_generation=True), exit_code=1)
+    state = a_run(WAITING._replace(starts=1, needs_generation=True), exit_code=1)
     state, actions = next_action(state, Tick(LATE))
     assert actions == (BeginGeneration(),)
     assert (state.has_begun, state.exit_code, state.groups[0].presence) == (False, None, "awaited")
@@ -260,7 +260,7 @@ def test_a_first_start_is_no_restart() -> None:
 
 
 def test_a_step_ends_a_row_of_failures_and_a_retry_does_not() -> None:
-    state = a_run(replace(RUNNING, failures_in_a_row=3), RUNNING, has_stepped=False)
+    state = a_run(RUNNING._replace(failures_in_a_row=3), RUNNING, has_stepped=False)
     state, _ = next_action(state, Retried(0))
     assert (state.groups[0].failures_in_a_row, state.groups[0].retried_s, state.has_stepped) == (3, NOW, False)
     state, _ = next_action(state, Stepped(0))
@@ -268,12 +268,12 @@ def test_a_step_ends_a_row_of_failures_and_a_retry_does_not() -> None:
 
 
 def test_the_first_event_of_the_workers_is_something_to_save() -> None:
-    state, _ = next_action(replace(ALONE, has_begun=False), Begun(0))
+    state, _ = next_action(ALONE._replace(has_begun=False), Begun(0))
     assert state.has_begun
 
 
 def test_too_few_groups_end_the_run_with_their_losses_and_the_reason() -> None:
-    state = replace(PAIR, resilience=replace(ELASTIC, min_groups=2, max_restarts_per_hour=0))
+    state = PAIR._replace(resilience=replace(ELASTIC, min_groups=2, max_restarts_per_hour=0))
     state, actions = next_action(state, ended())
     assert actions == (ArchiveErrors(0), Inform(TOO_OFTEN), Expect(1), RecordLosses(), Stop())
     assert state.given_up == (
@@ -290,11 +290,11 @@ def test_groups_that_may_come_are_counted_from_the_beginning() -> None:
 
 def test_a_run_is_over_when_no_group_runs_or_waits() -> None:
     assert [a_run(group, GONE).is_over for group in (RUNNING, WAITING, DONE, GONE)] == [False, False, True, True]
-    assert not a_run(replace(RUNNING, phase="ending")).is_over
+    assert not a_run(RUNNING._replace(phase="ending")).is_over
 
 
 def test_the_state_is_lost_when_no_group_runs() -> None:
-    assert [a_run(group, WAITING).is_lost for group in (RUNNING, replace(RUNNING, phase="ending"))] == [False, True]
+    assert [a_run(group, WAITING).is_lost for group in (RUNNING, RUNNING._replace(phase="ending"))] == [False, True]
 
 
 def test_restarts_are_bounded_by_the_hour() -> None:
@@ -315,6 +315,6 @@ def test_the_run_goes_on_down_to_the_least_number_of_groups() -> None:
 
 
 def test_times_of_a_start_are_forgotten_at_the_next() -> None:
-    old = replace(WAITING, starts=1, kill_at_s=5.0, stepped_s=5.0, retried_s=5.0)
+    old = WAITING._replace(starts=1, kill_at_s=5.0, stepped_s=5.0, retried_s=5.0)
     group = next_action(a_run(old, RUNNING), Tick(NOW))[0].groups[0]
     assert (group.kill_at_s, group.stepped_s, group.retried_s) == (math.inf, 0.0, 0.0)
