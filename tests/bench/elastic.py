@@ -46,7 +46,7 @@ class Launched:
         self._tail, self.events = EventTail(self.run.events(0)), []
 
     def read(self) -> list[dict[str, Any]]:
-        """The story so far."""
+        """The events so far."""
         assert self.process.poll() is None, "the run has ended"
         self.events += self._tail.read()
         return self.events
@@ -80,21 +80,21 @@ class Launched:
 
 
 def check(run: RunDir) -> str:
-    """Every sample once, one story without gaps, equal weights. Who was killed between a step and its note of that may
+    """Every sample once, one sequence without gaps, equal weights. A rank killed between a step and its note of it may
     have left its part of it unnoted."""
     files = sorted(run.events_folder.glob("group*/rank00000.jsonl"))
     own = [event for file in files for event in read_events(file)]
     portions = {(e["step"], *e["took"]) for e in own if e["type"] == "step"}
     taken = Counter(p for _, start, samples in portions for p in range(start, start + samples))
-    story = [e for e in read_events(run.events(0)) if e["type"] == "step"]
-    begins = dict(zip((e["step"] for e in story), accumulate((e["samples"] for e in story), initial=0), strict=False))
+    made = [e for e in read_events(run.events(0)) if e["type"] == "step"]
+    begins = dict(zip((e["step"] for e in made), accumulate((e["samples"] for e in made), initial=0), strict=False))
     before_a_loss = {e["step"] - 1 for e in read_events(run.events(0)) if e.get("change") == "left"}
-    samples = {e["step"]: range(begins[e["step"]], begins[e["step"]] + e["samples"]) for e in story}
+    samples = {e["step"]: range(begins[e["step"]], begins[e["step"]] + e["samples"]) for e in made}
     unnoted = {step for step, positions in samples.items() if not taken.keys() >= set(positions)}
     digests = {e["weights_sha256"] for e in own if e["type"] == "end"}
-    whole = [e["step"] for e in story] == list(range(1, len(story) + 1))
+    whole = [e["step"] for e in made] == list(range(1, len(made) + 1))
     return (
-        f"{len(story)} steps without a gap: {whole}; {len(taken)} samples noted, none twice: "
+        f"{len(made)} steps without a gap: {whole}; {len(taken)} samples noted, none twice: "
         f"{set(taken.values()) == {1}}; "
         f"{len(unnoted)} steps not noted whole, each the last before a loss: {unnoted <= before_a_loss}; "
         f"digests: {len(digests)}"

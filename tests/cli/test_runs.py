@@ -1,4 +1,4 @@
-"""`trainspec runs --memory` and `--clear-memory`: what runs keep in this host's memory, and what may go."""
+"""`trainspec runs --memory` and `--clear-memory`: what runs keep in this node's memory, and what may go."""
 
 from __future__ import annotations
 
@@ -79,4 +79,4 @@ def test_copies_of_a_running_run_and_of_nobody_knows_whom_stay(
 
 def test_without_copies_there_is_nothing_to_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert trainspec(["runs", "--clear-memory"]) == 0
-    assert capsys.readouterr().out == "no run has copies in this host's memory\n"
+    assert capsys.readouterr().out == "no run has copies in this node's memory\n"

@@ -193,11 +193,13 @@ def is_key(kind: Any, path: list[str]) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_links_and_files_exist(page: Path) -> None:
+    """A file that a heading names is written by its section (tests/engine/models/test_new_family.py does so)."""
     text = page.read_text(encoding="utf-8")
+    written = re.findall(r"^## .*: `([^`]+)`$", text, re.MULTILINE)
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
     missing = [link for link in links if not (page.parent / link).exists()]
     paths = re.findall(r"`(?:python |pytest -m slow )?((?:tests|conf|recipes|trainspec_cli|docs)/[\w./-]+)", text)
-    missing += [path for path in paths if not (CHECKOUT / path).exists()]
+    missing += [path for path in paths if path not in written and not (CHECKOUT / path).exists()]
     assert missing == []
 
 

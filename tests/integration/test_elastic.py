@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from lab.groups import changes, check_nothing_was_lost, losses, own_events, story
+from lab.groups import changes, check_nothing_was_lost, losses, own_events, run_events
 
 from trainspec_cli.rundir.paths import RunDir
 
@@ -34,7 +34,7 @@ def run_until_healed(start_trainspec, root: Path, fault: str, group: int, *argum
     slow = f"fault={fault}(group={group},step=5); slow(group={other},step=6,seconds=0.2,steps=10000)"
     process = start_trainspec("launch", *ELASTIC, ENDLESS, "run.dir=elastic", slow, *arguments)
     wait_for(process, lambda: ("joined", group) in changes(run))
-    joined = story(run, "recovery")[-1]["step"]
+    joined = run_events(run, "recovery")[-1]["step"]
     wait_for(process, lambda: max(losses(run)) >= joined + 5)
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=120)[0]
@@ -49,7 +49,7 @@ def test_a_group_is_killed_and_heals_and_the_losses_are_those_of_an_unharmed_run
     left, joined = (event for event in json.loads(run.result_json.read_text())["recoveries"])
     assert (left["kind"], left["step"], left["lost_steps"]) == ("left", 6, 1)
     assert (joined["kind"], joined["lost_steps"]) == ("joined", 0)
-    alone = [event for event in story(run, "step") if left["step"] <= event["step"] < joined["step"]]
+    alone = [event for event in run_events(run, "step") if left["step"] <= event["step"] < joined["step"]]
     assert alone and all(event["groups"] == [0] and event["samples"] == 8 for event in alone)
 
     steps = max(losses(run))
@@ -83,7 +83,7 @@ def test_other_ways_to_fail(start_trainspec, tmp_path, fault):
 def test_a_shrunken_batch_takes_the_learning_rate_along(start_trainspec, tmp_path):
     run = run_until_healed(start_trainspec, tmp_path, "kill", 1, "batching.on_loss=shrink", "optim.lr=0.001")
     check_nothing_was_lost(run)
-    rates = {(event["samples"], round(event["lr"], 9)) for event in story(run, "step")}
+    rates = {(event["samples"], round(event["lr"], 9)) for event in run_events(run, "step")}
     assert rates == {(8, 0.001), (4, 0.0005)}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import psutil
 import pytest
 from integration.conftest import slow_from
-from lab.groups import changes, check_nothing_was_lost, losses, own_events, story
+from lab.groups import changes, check_nothing_was_lost, losses, own_events, run_events
 from lab.ports import free_port
 
 from trainspec_cli.rundir.events import read_events
@@ -82,7 +82,7 @@ def test_a_host_that_dies_ends_the_run_within_its_deadline_and_is_named(start_ho
     for process in family:
         process.kill()
     assert hosts[0].returncode == 5, said
-    assert "node 1 (host " in said
+    assert "node 1 (" in said
     assert "has not been heard of for 5 s" in said
     assert json.loads(run.result_json.read_text())["status"] == "failed"
 
@@ -94,7 +94,7 @@ def wait_for_change(run: RunDir, change: tuple[str, int], process) -> int:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, f"{change} was not seen"
         time.sleep(0.05)
-    return int(story(run, "recovery")[-1]["step"])
+    return int(run_events(run, "recovery")[-1]["step"])
 
 
 def stop_after_join(run: RunDir, hosts) -> None:
@@ -119,7 +119,7 @@ def test_a_group_on_another_host_is_killed_and_heals(start_hosts, trainspec, tmp
     record_property("stall_s", [left["stall_s"], joined["stall_s"]])
     assert (left["kind"], left["step"], left["lost_steps"]) == ("left", 6, 1)
     assert (joined["kind"], joined["lost_steps"]) == ("joined", 0)
-    alone = [event for event in story(run, "step") if left["step"] <= event["step"] < joined["step"]]
+    alone = [event for event in run_events(run, "step") if left["step"] <= event["step"] < joined["step"]]
     assert alone and all(event["groups"] == [0] for event in alone)
     ended = trainspec("launch", *ELASTIC, f"train.max_steps={max(losses(run))}", "run.dir=unharmed")
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -138,7 +138,7 @@ def test_a_host_that_dies_is_gone_without_and_healed_when_it_is_started_again(
     wait_for_step(run, 8, first)
     kill_everything(second)
     left = wait_for_change(run, ("left", 1), first)
-    record_property("stall_s", story(run, "recovery")[-1]["stall_s"])
+    record_property("stall_s", run_events(run, "recovery")[-1]["stall_s"])
     wait_for_step(run, left + 3, first)
     (second,) = start_hosts(*given, nodes=(1,))
     stop_after_join(run, [first, second])
@@ -153,7 +153,7 @@ def test_a_run_ends_well_without_a_host_that_died(start_hosts, kill_everything, 
     kill_everything(second)
     said = first.communicate(timeout=120)[0]
     assert first.returncode == 0, said
-    assert "node 1 (host " in said
+    assert "node 1 (" in said
     assert "it starts again when its nodes are back" in said
     assert changes(run) == [("left", 1)]
     assert steps_of(run) == list(range(1, 61))

@@ -9,7 +9,7 @@ from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 
 
-def story(run: RunDir, kind: str) -> list[dict[str, Any]]:
+def run_events(run: RunDir, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_events(run.events(0)) if event["type"] == kind]
 
 
@@ -20,11 +20,11 @@ def own_events(run: RunDir, kind: str) -> list[dict[str, Any]]:
 
 
 def losses(run: RunDir) -> dict[int, float]:
-    return {event["step"]: event["loss"] for event in story(run, "step")}
+    return {event["step"]: event["loss"] for event in run_events(run, "step")}
 
 
 def changes(run: RunDir) -> list[tuple[str, int | None]]:
-    return [(event["change"], event["group"]) for event in story(run, "recovery")]
+    return [(event["change"], event["group"]) for event in run_events(run, "recovery")]
 
 
 def count_samples(run: RunDir) -> Counter[int]:
@@ -38,7 +38,7 @@ def check_nothing_was_lost(run: RunDir, *, may_lack_notes: bool = False) -> None
 
     `may_lack_notes`: a group that is killed at any moment may have had no time to note the last step it took part in.
     """
-    steps = story(run, "step")
+    steps = run_events(run, "step")
     assert [event["step"] for event in steps] == list(range(1, len(steps) + 1))
     taken = count_samples(run)
     unnoted = set(range(sum(event["samples"] for event in steps))) - set(taken)
@@ -49,10 +49,10 @@ def check_nothing_was_lost(run: RunDir, *, may_lack_notes: bool = False) -> None
 
 def _taken_before_a_loss(run: RunDir) -> set[int]:
     """Positions of the last step with each group that left."""
-    last = {event["step"] - 1 for event in story(run, "recovery") if event["change"] == "left"}
+    last = {event["step"] - 1 for event in run_events(run, "recovery") if event["change"] == "left"}
     positions: set[int] = set()
     begin = 0
-    for event in story(run, "step"):
+    for event in run_events(run, "step"):
         if event["step"] in last:
             positions.update(range(begin, begin + event["samples"]))
         begin += event["samples"]

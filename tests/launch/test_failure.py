@@ -90,7 +90,7 @@ def test_an_error_that_was_foreseen_comes_without_its_traceback(job: Job) -> Non
     for rank in (0, 1):
         say(job, rank, "not finite for 10 steps", time=10.0, code="not_finite", hint="lower optim.lr")
     explanation = explain(find_failures(job))
-    assert explanation.headline == "rank 0 (host h): not finite for 10 steps"
+    assert explanation.headline == "rank 0 (h): not finite for 10 steps"
     assert (explanation.detail, explanation.hint) == ("rank 1 ended in the same way.", "lower optim.lr")
 
 

@@ -23,9 +23,9 @@ from hypothesis.stateful import (
 from lab.events import stepped, write_event
 from launch.memory_backend import World
 
+from trainspec_cli.environment_names import LAUNCH_ID
 from trainspec_cli.errors import MachineError
 from trainspec_cli.launch import supervise as module
-from trainspec_cli.launch.job.environment import LAUNCH_ID
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.signals import StopRequests
 from trainspec_cli.launch.supervise import Ending, Supervisor, supervise
@@ -144,8 +144,8 @@ def test_a_failed_run_begins_a_new_generation_from_its_checkpoint(run: Run) -> N
     assert not job.run.result_json.exists()
     assert json.loads((job.logs / job.run.error(1).name).read_text()) == {"rank": 1}
     assert not job.run.error(1).exists()
-    story = [event for event in read_events(job.run.events(0)) if event["type"] == "recovery"]
-    assert [(event["change"], event["step"], event["lost_steps"]) for event in story] == [("restart", 7, 3)]
+    recoveries = [event for event in read_events(job.run.events(0)) if event["type"] == "recovery"]
+    assert [(event["change"], event["step"], event["lost_steps"]) for event in recoveries] == [("restart", 7, 3)]
 
 
 def test_a_tool_is_never_started_again(tmp_path: Path) -> None:

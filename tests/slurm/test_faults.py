@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 from lab.cluster import Cluster
-from lab.groups import changes, check_nothing_was_lost, story
+from lab.groups import changes, check_nothing_was_lost, run_events
 
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
@@ -80,7 +80,7 @@ def test_replica_groups_go_on_without_a_node_that_is_powered_off(
     ended = slurm.wait(job)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "0"), watch.log(run.root)
     assert changes(run) == [("left", 1)]
-    record_property("stall_s", story(run, "recovery")[0]["stall_s"])
+    record_property("stall_s", run_events(run, "recovery")[0]["stall_s"])
     assert watch.steps(run.root) == list(range(1, ELASTIC_STEPS + 1))
     check_nothing_was_lost(run, may_lack_notes=True)
 
@@ -96,7 +96,7 @@ def test_a_group_whose_cable_is_cut_comes_back_by_itself(
     watch.wait_for_step(run.root, 15)
     slurm.hosts.cut(2)
     slurm.wait_until(lambda: changes(run) == [("left", 1)], "the cut to be felt")
-    record_property("stall_s", story(run, "recovery")[0]["stall_s"])
+    record_property("stall_s", run_events(run, "recovery")[0]["stall_s"])
     slurm.hosts.heal(2)
     ended = slurm.wait(job)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "0"), watch.log(run.root)

@@ -127,10 +127,10 @@ def verify(file: Path) -> dict[str, Any]:
         body = read_object(file, _HEAD)
     except UnreadableFileError as error:
         raise RecipeError(_refused(file, f"{file} is no certificate: {error}")) from error
-    schema, told = body["schema"], body["digest"]
+    schema, digest = body["schema"], body["digest"]
     if schema != SCHEMA:
         raise RecipeError(_refused(file, f"{file} is of the schema {schema}, this version reads {SCHEMA}"))
-    if told != _digest_or_none(body):
+    if digest != _digest_or_none(body):
         raise RecipeError(_refused(file, f"{file} was altered: its digest is not that of its content"))
     _check_parts(file, body)
     return body

@@ -66,7 +66,7 @@ def certify(
         print("\n".join(f"{check.clause}  {check.run.name}" for check in wanted))
         return 0
     if 0 < gpus < processes:
-        console.print(f"{processes} processes want a GPU each, this host has {gpus}: the CPU is certified")
+        console.print(f"{processes} processes need a GPU each, this node has {gpus}: the CPU is certified")
         machine = replace(machine, gpu_names=())
     body = _certify(wanted, only or [], processes, machine, console)
     if output is not None:
@@ -78,7 +78,7 @@ DEFAULT_PROCESSES = 4
 
 
 def _check_writable(output: Path) -> None:
-    """Before minutes of runs, not after them."""
+    """Check the folder before minutes of runs, not after them."""
     try:
         with output.open("a", encoding="utf-8"):
             pass

@@ -26,7 +26,7 @@ from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.data import SAMPLE_SOURCES, DataSpec, TokenizerSpec
 from trainspec_cli.units import format_bytes, format_count
 
-app = typer.Typer(add_completion=False, help="Turn text into token shards, and look into them.", no_args_is_help=True)
+app = typer.Typer(add_completion=False, help="Turn text into token shards, and inspect them.", no_args_is_help=True)
 
 OPTIONS = {
     "data.path": "--path",
@@ -124,7 +124,7 @@ def _refuse_beside_recipe(options: dict[str, object]) -> None:
 
 
 def prepare_recipe(arguments: list[str], as_json: bool) -> None:
-    """As `launch` would: into the cache, where it finds it."""
+    """Prepare a recipe's data as `launch` would: into the cache, where `launch` finds it."""
     data = load(arguments).spec.data
     if data.source in SAMPLE_SOURCES:
         _tell_ready(data.source, READY[Source(data.source)], as_json)

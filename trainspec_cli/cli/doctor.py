@@ -36,9 +36,9 @@ Arguments = Annotated[
 
 @app.command()
 def doctor(arguments: Arguments = None, as_json: AsJson = False) -> int:
-    """Look at this node: what it has, how it is set, how fast it is, what its processes reach of one another.
+    """Check this node: its hardware, its settings, its speed, and the links between its processes.
 
-    Inside a Slurm job (salloc, sbatch --wrap) at every node of the job: the slowest is named. Exit code 4 where
+    Inside a Slurm job (salloc, sbatch --wrap) it checks every node of the job and names the slowest. Exit code 4 where
     something fails.
     """
     given = arguments or []

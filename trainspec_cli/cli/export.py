@@ -37,8 +37,8 @@ def export(
     format_: Annotated[
         Format, typer.Option("--format", help="hf: what from_pretrained reads, LoRA merged; peft: LoRA adapters alone.")
     ] = Format.HF,
-    dtype: Annotated[Dtype, typer.Option(help="Of the weights; the run trains in fp32 ones.")] = Dtype.FP32,
-    step: Annotated[int | None, typer.Option(help="Of which checkpoint; the newest if not said.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Type of the weights; the run trains in fp32.")] = Dtype.FP32,
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint; the newest if not given.")] = None,
     max_file_gb: Annotated[float, typer.Option(help="Larger models are cut into files of this size.")] = 5.0,
     as_json: AsJson = False,
 ) -> None:

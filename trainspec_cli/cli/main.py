@@ -21,21 +21,21 @@ class Command:
 
 
 COMMANDS = {
-    "plan": Command("trainspec_cli.cli.plan", "rank the layouts of a run, and say what it will take and cost"),
+    "plan": Command("trainspec_cli.cli.plan", "rank the layouts of a run, and forecast its time and cost"),
     "launch": Command("trainspec_cli.cli.launch", "train a recipe on this machine"),
-    "sbatch": Command("trainspec_cli.cli.sbatch", "train a recipe as a Slurm job, on one host or many"),
-    "resume": Command("trainspec_cli.cli.resume", "go on with a run from its newest checkpoint"),
+    "sbatch": Command("trainspec_cli.cli.sbatch", "train a recipe as a Slurm job, on one node or several"),
+    "resume": Command("trainspec_cli.cli.resume", "continue a run from its newest checkpoint"),
     "runs": Command("trainspec_cli.cli.runs", "list the runs below ./runs"),
-    "report": Command("trainspec_cli.cli.report", "say what became of a run, and where the time went"),
+    "report": Command("trainspec_cli.cli.report", "show how a run went, and where its time was spent"),
     "export": Command("trainspec_cli.cli.export", "write a run's weights as a Hugging Face folder"),
-    "backtest": Command("trainspec_cli.cli.backtest", "predict a table of measured runs, and say how far off"),
-    "doctor": Command("trainspec_cli.cli.doctor", "look whether this host, or each of a Slurm job, is fit to train"),
+    "backtest": Command("trainspec_cli.cli.backtest", "predict a table of measured runs, and show the errors"),
+    "doctor": Command("trainspec_cli.cli.doctor", "check that this node, or each of a Slurm job, is fit to train"),
     "kernels": Command("trainspec_cli.cli.kernels", "measure which kernels are fastest here, for a recipe"),
-    "certify": Command("trainspec_cli.cli.certify", "hold this engine, on these chips, against the open training spec"),
-    "validate": Command("trainspec_cli.cli.validate", "find every problem of a recipe at once"),
+    "certify": Command("trainspec_cli.cli.certify", "test this engine, on these chips, against the open training spec"),
+    "validate": Command("trainspec_cli.cli.validate", "find all problems of a recipe at once"),
     "show": Command("trainspec_cli.cli.show", "print a composed recipe, or what differs from another"),
     "recipes": Command("trainspec_cli.cli.recipes", "list what there is to run"),
-    "data": Command("trainspec_cli.cli.data", "prepare text for training, and look into it"),
+    "data": Command("trainspec_cli.cli.data", "prepare text for training, and inspect it"),
 }
 HELP_OPTIONS = ("--help", "-h", "help")
 
@@ -110,7 +110,7 @@ def render_help(style: Style) -> str:
         "",
         *commands,
         "",
-        "  trainspec COMMAND --help says more of one; trainspec --version names this one.",
+        "  trainspec COMMAND --help describes one; trainspec --version prints the version.",
         "",
         style.bold("to begin"),
         "  trainspec launch recipe=quickstart",

@@ -54,7 +54,7 @@ def plan(
 ) -> None:
     """Rank the layouts of a recipe on a cluster, and forecast the run: time, goodput, energy, carbon, money.
 
-    Needs no GPU and starts nothing. Exit code 3 says that nothing fits; what would is told.
+    Needs no GPU and starts nothing. Exit code 3 means that nothing fits; the output lists what would.
     """
     if sweep is None:
         _plan_one(arguments, as_json, html, trace)
@@ -98,7 +98,7 @@ def _plan(arguments: Sequence[str], *, trace: bool = False) -> dict[str, Any]:
 
 
 def _trace(spec: RunSpec, capacity: CapacityPlan) -> dict[str, Any]:
-    """Of the fastest candidate that the engine runs. Raises PlanError where it runs none of those shown."""
+    """Trace the fastest candidate that the engine runs. Raises PlanError where it runs none of those shown."""
     candidate = next((candidate for candidate in capacity.candidates if is_run(candidate, spec)), None)
     if candidate is None:
         reasons = "; ".join(dict.fromkeys(problem.message for problem in check_built(spec)))
@@ -137,7 +137,7 @@ def _show(result: Any, as_json: bool, render: Callable[[int], RenderableType]) -
 
 
 def _refuse(planned: dict[str, Any], as_json: bool) -> None:
-    """With `--json` the plan itself, without a best layout, is the answer."""
+    """Refuse a plan without a best layout; with `--json` the plan itself is the answer."""
     if as_json:
         raise typer.Exit(PlanError.exit_code)
     devices = f"{planned['cluster']['world_size']:,} {planned['cluster']['accelerator']}"

@@ -1,4 +1,4 @@
-"""`trainspec resume`: go on with a run from its newest whole checkpoint."""
+"""`trainspec resume`: continue a run from its newest whole checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def resume(
     rdzv_endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> int:
-    """Go on with a run in its own folder, from its newest whole checkpoint.
+    """Continue a run in its own folder, from its newest whole checkpoint.
 
     On several nodes without Slurm, give the same command on each, with --node-rank.
     """

@@ -1,4 +1,4 @@
-"""`trainspec runs`: the runs below ./runs, newest first; or what runs have left in this host's memory."""
+"""`trainspec runs`: the runs below ./runs, newest first; or what runs have left in this node's memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FORSAKEN = (GONE, "done", "stopped", "failed", "killed", "made")
 """Runs of such a status have no processes, and none will start by itself."""
 
 Memory = Annotated[
-    bool, typer.Option("--memory", help="List instead the copies of state that runs keep in this host's memory.")
+    bool, typer.Option("--memory", help="List instead the copies of state that runs keep in this node's memory.")
 ]
 ClearMemory = Annotated[
     bool, typer.Option("--clear-memory", help="Remove those copies, but for runs that are running or queued.")
@@ -61,7 +61,7 @@ def _show_copies(*, clear: bool, as_json: bool) -> None:
     if as_json:
         print(json_text([_copies_json(*row, cleared=row[0] in cleared) for row in rows]))
     elif not rows:
-        print("no run has copies in this host's memory")
+        print("no run has copies in this node's memory")
     else:
         print(_table([COPIES_HEADINGS, *(_copies_cells(*row) for row in rows)]))
         if clear:

@@ -133,7 +133,7 @@ def _pairs(pairs: Sequence[PairRate]) -> Iterator[Check]:
     for host, rate in best.items():
         if rate < SLOW_LINK * usual:
             found = f"{host} reaches nobody at more than {format_si(rate, 'B/s')}, {rate / usual:.0%} of the usual"
-            yield Check("slow link", "warn", found, f"look at {host}'s cable and port, and what else uses its link")
+            yield Check("slow link", "warn", found, f"check {host}'s cable and port, and what else uses its link")
 
 
 def _best_rates(pairs: Sequence[PairRate]) -> dict[str, float]:
@@ -151,7 +151,7 @@ def _pair(pair: PairRate, ratio: float) -> Check:
     found = f"{' - '.join(pair.hosts)}: {format_si(pair.bytes_per_s, 'B/s')}, {brief}"
     if ratio >= SLOW_LINK:
         return Check("pair", "ok", found)
-    return Check("pair", "warn", f"{found}: {ratio:.0%} of the usual", "look at the cables and ports of both")
+    return Check("pair", "warn", f"{found}: {ratio:.0%} of the usual", "check the cables and ports of both")
 
 
 def _milliseconds(rate: AllReduceRate | PingRate) -> str:

@@ -1,4 +1,4 @@
-"""What passes between the data, the models and the step, which do not know one another."""
+"""The batches that pass between the data, the models and the step, which do not import one another."""
 
 from __future__ import annotations
 

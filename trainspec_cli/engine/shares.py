@@ -1,4 +1,4 @@
-"""What a rank holds of each parameter: the one record that initialising, saving, measuring and digesting go by.
+"""The part of each parameter that a rank holds: one record for initialising, saving, measuring and digesting.
 
 A parameter is cut first by tensor or expert parallelism (`Cut`: this rank's module holds a smaller plain tensor), and
 what is left is sharded by FSDP2 (a DTensor over one mesh axis). Copies of the same part on other ranks are counted.
@@ -62,7 +62,7 @@ class Share:
 
     @property
     def gradient(self) -> Tensor | None:
-        """Of the local part."""
+        """Return the local part's gradient."""
         return None if self.parameter.grad is None else local_part(self.parameter.grad)
 
     @property
@@ -74,7 +74,7 @@ class Share:
 
     @property
     def offsets(self) -> torch.Size:
-        """Where the local part begins in the full parameter."""
+        """Return the indices in the full parameter at which the local part begins."""
         offsets = [0] * self.parameter.dim()
         if self.cut:
             offsets[self.cut.dim] = self.cut.start

@@ -49,7 +49,7 @@ class WorkerFailure:
     step: int | None = None
     time: float = math.inf
     """Unix seconds, where it is known."""
-    own_words: bool = False
+    self_reported: bool = False
     """Reported by the worker itself."""
     consequence: bool = False
     """It ended because another one had."""
@@ -102,7 +102,7 @@ def _reported(job: Job) -> Iterator[WorkerFailure]:
             step=error.step,
             # Whatever ended after a hang was found, and however, ended because of it.
             time=-math.inf if hung else path.stat().st_mtime if error.time is None else error.time,
-            own_words=True,
+            self_reported=True,
             foreseen=foreseen and not hung,
             consequence=not foreseen and bool(_PEER_LOST.search(summary)),
             exit_code=error.exit_code or WorkerError.exit_code,
@@ -118,7 +118,7 @@ def _nodes(job: Job) -> Iterator[WorkerFailure]:
             host=error.host,
             summary=error.message,
             time=0.0,
-            own_words=not error.lost,
+            self_reported=not error.lost,
             foreseen=True,
             whole_node=True,
         )
@@ -195,7 +195,7 @@ def explain(failures: list[WorkerFailure]) -> Explanation:
     """Describe the first failure as it was reported, and the others in a line."""
     first, *others = failures
     at = f", step {first.step}" if first.step is not None else ""
-    who = f"{first.who} (host {first.host or 'unknown'}{at})"
+    who = f"{first.who} ({first.host or 'hostname unknown'}{at})"
     detail = [first.detail, *_explain_others(first, others)]
     return Explanation(_sentence(who, first), "\n\n".join(filter(None, detail)), first.hint)
 
@@ -211,7 +211,7 @@ def explain_end(job: Job, exit_code: int | None, failures: list[WorkerFailure]) 
         logs = "\n\n".join(tail(log) for log in torchrun_logs(job))
         return Explanation(f"torchrun ended with exit code {code}", logs)
     if any(isinstance(event, EndEvent) for event in list(tail_events(job.run.events(0)))[-1:]):
-        return Explanation("the workers were told to end, and nobody had asked the run to stop")
+        return Explanation("the workers got a signal to end, but nobody had asked the run to stop")
     return Explanation("the workers ended without leaving a result")
 
 
@@ -228,7 +228,7 @@ def _explain_others(first: WorkerFailure, others: list[WorkerFailure]) -> Iterat
 
 
 def _sentence(who: str, failure: WorkerFailure) -> str:
-    return f"{who}: {failure.summary}" if failure.own_words else f"{who} {failure.summary}"
+    return f"{who}: {failure.summary}" if failure.self_reported else f"{who} {failure.summary}"
 
 
 def _ranks(failures: list[WorkerFailure]) -> str:

@@ -1,4 +1,4 @@
-"""What the end of the processes means for the run: done, stopped or failed, and `result.json` where none was left."""
+"""Decide how a run ended once its processes have: done, stopped or failed; write a missing `result.json`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RunOutcome:
 
     @property
     def exit_code(self) -> int:
-        assert self.result.exit_code is not None, "whoever ends a run gives it an exit code"
+        assert self.result.exit_code is not None, "a run that has ended has an exit code"
         return self.result.exit_code
 
 
@@ -56,8 +56,8 @@ def _conclude(job: Job, ending: Ending) -> RunOutcome:
     explanation = explain_end(job, ending.exit_code, failures) if failures or ending.exit_code else None
     left = read_result(job.run)
     if left is not None:
-        own_words = any(failure.own_words for failure in causes)
-        if not own_words if left.status == "done" else ending.stop_requested and not causes:
+        self_reported = any(failure.self_reported for failure in causes)
+        if not self_reported if left.status == "done" else ending.stop_requested and not causes:
             return RunOutcome(left, explanation)
     elif ending.stop_requested and not causes:
         exit_code = Stopped.exit_code if job.run.newest_step else Interrupted.exit_code

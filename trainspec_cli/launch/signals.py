@@ -25,7 +25,7 @@ def on_stop_signal(act: Callable[[], None]) -> Iterator[None]:
 
 
 def interrupt() -> None:
-    """For work that may be dropped at any point."""
+    """Interrupt work that may be dropped at any point."""
     raise KeyboardInterrupt
 
 
@@ -40,7 +40,7 @@ class StopRequests:
 
 
 class PatientRequests(StopRequests):
-    """For a scheduler, which says the same thing twice without meaning that it shall be quick."""
+    """Counts one request at most: a scheduler repeats its signal without asking for a quicker end."""
 
     def add(self) -> None:
         self.count = 1

@@ -189,16 +189,16 @@ class Supervisor:
         self.open()
 
     def _note_restart(self) -> None:
-        """Move the failed start's error reports to its logs, and write to the run's story what is lost."""
+        """Move the failed start's error reports to its logs, and write to the run's events what is lost."""
         run = self._job.run
         run.result_json.unlink(missing_ok=True)
         for path in run.errors_folder.glob("*.json"):
             path.rename(self._job.logs / path.name)
         step = max((event.step for event in read_sound(run.events(0)) if isinstance(event, StepEvent)), default=0)
         lost_steps = step - newest_checkpoint(run)
-        story = EventWriter(run.events(0), rank=0)
-        story.write(RecoveryEvent(step=step, change="restart", group=None, stall_s=None, lost_steps=lost_steps))
-        story.close()
+        events = EventWriter(run.events(0), rank=0)
+        events.write(RecoveryEvent(step=step, change="restart", group=None, stall_s=None, lost_steps=lost_steps))
+        events.close()
 
     def _archive_errors(self, group: int) -> None:
         assert self._plan is not None, "replica groups have a plan"

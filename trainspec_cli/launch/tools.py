@@ -18,12 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from trainspec_cli.environment_names import LAUNCH_ID
 from trainspec_cli.errors import Interrupted, MachineError, Problem
 from trainspec_cli.launch.backend import OpenBackend
 from trainspec_cli.launch.backend.local import LocalBackend
 from trainspec_cli.launch.backend.nodes.backend import Examination, NodesBackend, Reach, build_nodes_job
 from trainspec_cli.launch.failure import find_failures, tail
-from trainspec_cli.launch.job.environment import LAUNCH_ID, own_modules
+from trainspec_cli.launch.job.environment import own_modules
 from trainspec_cli.launch.job.job import Job, build_job
 from trainspec_cli.launch.supervise import supervise
 from trainspec_cli.rundir.files import read_json, write_json

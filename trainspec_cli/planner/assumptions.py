@@ -1,4 +1,5 @@
-"""What a forecast rests on, gathered from the specs: every input with the key that changes it, and its source."""
+"""The assumptions that a forecast rests on, gathered from the specs: every input with the key that changes it, and its
+source."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ STORAGE_SOURCE = "a node, to checkpoint storage; BLOOM wrote 2.3 TB in 40 s from
 
 
 def gather_assumptions(spec: RunSpec, candidate: Candidate, step_time_known_within: float) -> tuple[Assumption, ...]:
-    """Those that `forecast_run` uses, in the order of time, energy, money."""
+    """Return the assumptions that `forecast_run` uses, in the order of time, energy, money."""
     cluster = spec.cluster
     step_time = Assumption(
         "step_time_s", candidate.step_time_s, step_time_known_within, "predicted; see trainspec backtest"
@@ -47,7 +48,7 @@ def gather_assumptions(spec: RunSpec, candidate: Candidate, step_time_known_with
 
 
 def memory_source(constants: MemoryModel = DEFAULT_MEMORY) -> str:
-    """What a peak counts beside what tensors need."""
+    """Name what a peak counts besides the tensors."""
     return MEMORY_SOURCE.format(
         reserve=constants.reserve,
         fragmentation=constants.fragmentation,

@@ -195,7 +195,8 @@ def template_of(spec: RunSpec, fabric: Fabric) -> Setup:
 
 
 def software_of(spec: RunSpec, sharded: bool) -> Software:
-    """Of PyTorch as the engine uses it: attention by FlashAttention 2, gradients added up apart from their products.
+    """Return PyTorch as the engine uses it: attention by FlashAttention 2, gradients added up apart from their
+    products.
 
     Parameters sharded (ZeRO-3): one fp32 copy; else weights in the compute format and fp32 masters.
     """
@@ -259,7 +260,7 @@ def advise(spec: RunSpec, fabric: Fabric, eff: Efficiency) -> Iterator[str]:
 
 
 def find_fastest(spec: RunSpec, fabric: Fabric, eff: Efficiency) -> Candidate | None:
-    """Of those that fit."""
+    """Return the fastest candidate that fits; None where none does."""
     search, found = run_search(spec, fabric, eff, POOL)
     chosen = choose_candidates(search, found, spec, eff, 1)
     return chosen[0] if chosen and chosen[0].fits else None

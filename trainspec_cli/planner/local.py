@@ -35,7 +35,7 @@ def is_llama(model: ModelSpec) -> bool:
 
 
 def predict_local(plan: Plan, probe: MachineProbe) -> LocalPrediction:
-    """Of a plan that `is_predictable`."""
+    """Predict a plan that `is_predictable`."""
     model = plan.spec.model
     assert isinstance(model, DecoderModel), "other families are not predictable"
     return LocalPrediction(time_s=step_parts_s(plan, model, probe), memory=peak_memory(plan, model, probe))

@@ -78,7 +78,7 @@ def of_one_group(spec: RunSpec) -> LayoutSpec:
 
 
 def of_all_groups(spec: RunSpec) -> RunSpec:
-    """To the capacity planner groups are replicas of one another."""
+    """Return the spec as the capacity planner sees it, to which replica groups are replicas of one another."""
     inside = of_one_group(spec).dp_replicate
     if inside == AUTO or spec.resilience.mode != "elastic":
         return spec

@@ -37,7 +37,7 @@ RECOMPUTE = {
 
 @dataclass(frozen=True)
 class Software:
-    """What the training framework does, as far as it changes time and memory."""
+    """The training framework's properties that change time and memory."""
 
     fused_attention: bool = True
     """FlashAttention or alike; False materialises the score matrix."""
@@ -106,7 +106,7 @@ class Setup:
 
     @property
     def tokens(self) -> float:
-        """Of a rank's micro-batch, after context parallelism."""
+        """Tokens of a rank's micro-batch, after context parallelism."""
         return self.micro_batch_size * self.seq_len / self.layout.cp
 
     @property

@@ -24,12 +24,12 @@ class Durations:
 
     @property
     def restart_s(self) -> float:
-        """From a failure to the first new work of a job that starts again, with a spare at hand."""
+        """Seconds from a failure to the first new work of a job that starts again, with a spare at hand."""
         return self.detect_s + self.swap_s + self.start_s + self.load_s
 
     @property
     def group_return_s(self) -> float:
-        """From a failure until the failed group could join again, with a spare at hand."""
+        """Seconds from a failure until the failed group could join again, with a spare at hand."""
         return self.detect_s + self.swap_s + self.start_s + self.heal_s
 
 

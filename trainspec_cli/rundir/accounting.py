@@ -1,6 +1,6 @@
 """Figures reckoned from a run's events: its speed, what its failures cost, and where its wall time went.
 
-The wall time over all attempts is told from the events of rank 0 and the supervisor's marks; time that neither accounts
+The wall time over all attempts is read from the events of rank 0 and the supervisor's marks; time that neither accounts
 for is `other`. An attempt begins with a launch and ends with its last event. Steps that a later attempt made again were
 lost, so their first making is `recomputed`.
 """
@@ -58,7 +58,7 @@ def measure_throughput(
 
 @dataclass(frozen=True)
 class Recovery:
-    """What one failure cost."""
+    """The cost of one failure."""
 
     kind: str
     """left, joined, retried or restart."""

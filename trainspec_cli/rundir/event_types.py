@@ -22,7 +22,7 @@ PARTS = ("data_wait", "forward", "backward", "exposed_comm", "optimizer", "check
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """What every event has. The writer stamps `time` and `rank`."""
+    """The fields that every event has. The writer stamps `time` and `rank`."""
 
     type: str
     time: Seconds = 0.0

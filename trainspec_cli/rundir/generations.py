@@ -10,7 +10,7 @@ import os
 import time
 from dataclasses import dataclass
 
-from trainspec_cli.environment_names import GENERATION as GENERATION
+from trainspec_cli.environment_names import GENERATION
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
@@ -96,7 +96,7 @@ class Fence:
         return self._generation is not None and newest(self._run) > self._generation
 
     def check(self) -> None:
-        """Before anything that lasts is written. Raises WorkerError where the run belongs to a newer start."""
+        """Check before anything that lasts is written. Raises WorkerError where the run belongs to a newer start."""
         self._looked_at = time.monotonic()
         if self.is_closed():
             owner = newest(self._run)
@@ -104,6 +104,6 @@ class Fence:
             raise WorkerError(message, code=FENCED)
 
     def check_now_and_then(self) -> None:
-        """As `check`, at most once in `LOOK_INTERVAL_S`: for what is written often."""
+        """Call `check` at most once in `LOOK_INTERVAL_S`: for what is written often."""
         if time.monotonic() - self._looked_at >= LOOK_INTERVAL_S:
             self.check()

@@ -1,4 +1,4 @@
-"""Where a run keeps copies of its state in a host's memory: a folder that outlives its processes, but not the host.
+"""Copies of a run's state in a node's memory: a folder that outlives the run's processes, but not the node.
 
 Every user may make files in /dev/shm, so the folder's name hangs on a random word that only run.json holds, in the
 run's own folder, and the folder is used only where it belongs to this user and is open to no other.
@@ -27,7 +27,7 @@ OWNER = "run.json"
 """In the folder: which run it is of."""
 BLOCK_BYTES = 512
 """The unit of `st_blocks`, whatever the file system's own is."""
-HINT = "type checkpoint.memory_interval_steps=null, or have whoever runs this machine remove it"
+HINT = "type checkpoint.memory_interval_steps=null, or ask this machine's administrator to remove it"
 
 
 def new_secret() -> str:
@@ -35,13 +35,13 @@ def new_secret() -> str:
 
 
 def newest_copy(run: RunDir) -> int:
-    """The newest step that any rank of this host holds a copy of; 0 where there is none."""
+    """The newest step that any rank of this node holds a copy of; 0 where there is none."""
     folder = find_copies(run)
     return _newest_in(folder) if folder else 0
 
 
 def find_copies(run: RunDir) -> Path | None:
-    """The run's folder on this host; None where it has none. Raises MachineError where others could use it."""
+    """The run's folder on this node; None where it has none. Raises MachineError where others could use it."""
     if not run.run_json.is_file() or SECRET not in read_json(run.run_json):
         return None
     folder = memory_folder(run)
@@ -52,7 +52,7 @@ def find_copies(run: RunDir) -> Path | None:
 
 
 def make_memory_folder(run: RunDir) -> Path:
-    """The run's folder on this host, made where it has none. Raises MachineError as `find_copies`."""
+    """The run's folder on this node, made where it has none. Raises MachineError as `find_copies`."""
     folder = memory_folder(run)
     try:
         folder.mkdir(PRIVATE_FOLDER)
@@ -63,13 +63,13 @@ def make_memory_folder(run: RunDir) -> Path:
 
 
 def memory_folder(run: RunDir) -> Path:
-    """The same for every start of a run, on every host; of no other run, not even of a copy of this one's folder."""
+    """The same for every start of a run, on every node; of no other run, not even of a copy of this one's folder."""
     key = json.dumps([str(run.root.resolve()), read_json(run.run_json)[SECRET]], allow_nan=False)
     return MEMORY / f"{PREFIX}{hashlib.sha256(key.encode()).hexdigest()[:32]}"
 
 
 def own_folders() -> Iterator[Path]:
-    """The folders of all runs of this user on this host, each with an `OWNER` in it unless it was cut short."""
+    """The folders of all runs of this user on this node, each with an `OWNER` in it unless it was cut short."""
     for folder in sorted(MEMORY.glob(f"{PREFIX}*")):
         found = folder.lstat()
         if found.st_uid == os.geteuid() and folder.is_dir() and not folder.is_symlink():
@@ -78,7 +78,7 @@ def own_folders() -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Copies:
-    """What one run, or one that is no more, keeps in this host's memory."""
+    """The copies that one run, or one whose folder is gone, keeps in this node's memory."""
 
     folder: Path
     run: RunDir | None
@@ -89,12 +89,12 @@ class Copies:
 
 
 def list_copies() -> list[Copies]:
-    """Those that this user has on this host, the largest first."""
+    """List the copies that this user has on this node, the largest first."""
     return sorted(map(_describe, own_folders()), key=lambda copies: copies.bytes, reverse=True)
 
 
 def remove_copies(run: RunDir) -> None:
-    """Those of a run that goes on from its disk, or not at all."""
+    """Remove the copies of a run that resumes from its disk, or not at all."""
     if folder := find_copies(run):
         remove_folder(folder)
 

@@ -3,14 +3,14 @@
 RUN/
   composed.yaml   the composed recipe            run.json     digest, recipe, argv, git state, data folder
   plan.json       what the workers run           versions.json  lock of versions
-  command.txt     what was started, to paste     pid.json     the supervisor, while the run is alive
-  events/rank00000.jsonl, supervisor.jsonl       errors/rank00000.json  a failing worker's own words
+  command.txt     the command started, to paste  pid.json     the supervisor, while the run is alive
+  events/rank00000.jsonl, supervisor.jsonl       errors/rank00000.json  a failing worker's own report
   checkpoints/step_00000020/                     logs/        the workers' output
   result.json     how it ended                   groups.json  the replica groups that a start waits for
-  faults/         the injected faults that have struck  huggingface/  config and tokenizer of the folder it began with
+  faults/         the injected faults that occurred  huggingface/  config and tokenizer of the folder it began with
   generations/    one file a start: the newest owns the run
   stops/          one file a start that was asked to stop        secrets/     what its processes share, while it lasts
-  job.sbatch      what Slurm was given           errors/node00001.json  what became of a lost host
+  job.sbatch      the script of the Slurm job    errors/node00001.json  how a node was lost
   slurm.json      the job it was last given to
   kernels.json    the kernels that were measured for `kernels=auto`, and which were chosen
 """
@@ -67,7 +67,7 @@ class RunDir:
         return self.events_folder / f"rank{rank:05d}.jsonl"
 
     def group_events(self, group: int, rank: int) -> Path:
-        """What one process of a replica group saw; the run's own story is rank 0's, by whichever group leads."""
+        """Return one process's events in a replica group; the run's own are those of the leading group's rank 0."""
         return self.events_folder / f"group{group:05d}" / f"rank{rank:05d}.jsonl"
 
     @property
@@ -100,7 +100,7 @@ class RunDir:
         return self.generations / f"{number:08d}.json"
 
     def secret(self, generation: int) -> Path:
-        """What the processes of one start prove to one another that they know."""
+        """Return the secret by which the processes of one start authenticate to one another."""
         return self.root / "secrets" / f"{generation:08d}"
 
     def stop(self, generation: int) -> Path:

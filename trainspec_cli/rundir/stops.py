@@ -1,7 +1,7 @@
 """Which starts of a run were asked to stop: RUN/stops/00000003.json is there when the third was.
 
-Whoever asks the workers to stop notes it first. Workers also write a checkpoint and end when a signal comes from
-elsewhere, or torchrun dies and its workers are sent home; the run has then failed, since nobody wanted it to stop.
+The process that asks the workers to stop notes it first. Workers also write a checkpoint and end when a signal comes
+from elsewhere, or torchrun dies and its workers are ended; the run has then failed, since nothing asked it to stop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ def was_stop_noted(run: RunDir, generation: int) -> bool:
 
 
 def may_stop(run: RunDir) -> bool:
-    """As this worker sees it: whether its start was asked to stop. Where no launch started it, whoever sent the signal
-    wanted that."""
+    """Return True if this worker's start was asked to stop. Where no launch started it, a signal is request enough."""
     generation = os.environ.get(GENERATION)
     return generation is None or was_stop_noted(run, int(generation))

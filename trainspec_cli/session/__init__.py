@@ -1,1 +1,1 @@
-"""What launch, resume, a Slurm job and every node of a run share: from a command line to a run that has ended."""
+"""The steps from a command line to a run that has ended, for launch, resume, a Slurm job and every node."""

@@ -1,4 +1,4 @@
-"""Before the workers start: the doctor's short form on a run's only node, or its examination of each of several."""
+"""Check the nodes before the workers start: the doctor's short form on a single node, its examination on several."""
 
 from __future__ import annotations
 

@@ -66,5 +66,5 @@ class RunConsole(PrintableConsole):
 
 
 def make_console(*, as_json: bool) -> RunConsole:
-    """With `--json` the output belongs to a program, and people look at the error output."""
+    """Make the console; with `--json` it writes to stderr, and stdout is left to the program that reads it."""
     return RunConsole(stderr=as_json)

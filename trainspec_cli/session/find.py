@@ -59,7 +59,7 @@ def status_of_run(run: RunDir) -> str:
 
 @contextmanager
 def refusing_closed(name: str) -> Iterator[None]:
-    """What another user's run does not let this one read becomes a MachineError."""
+    """Turn a refusal to read another user's run into a MachineError."""
     try:
         yield
     except PermissionError as error:

@@ -1,4 +1,4 @@
-"""What `init.from` says besides weights: the model, where the recipe leaves it open, and the tokenizer."""
+"""Read from `init.from` what is not weights: the model, where the recipe leaves it open, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def complete(data: dict[str, Any], unchosen: frozenset[str]) -> Completion:
 
 
 def _section(data: dict[str, Any], name: str) -> dict[str, Any]:
-    """Empty where something else than a section stands there, which is told by others."""
+    """Return the section, or an empty one where something else stands there, which other checks report."""
     section = data.get(name)
     return section if isinstance(section, dict) else {}
 
@@ -68,7 +68,7 @@ def _without_checkpoint(model: dict[str, Any]) -> Completion:
 
 
 def _failed(problems: Iterable[Problem]) -> Completion:
-    """What misses of the model follows from that, and is not told again."""
+    """Return a completion with `problems`; what the model then lacks follows from them and is not reported again."""
     return Completion({}, "", frozenset({"model"}), tuple(problems), frozenset({"model"}))
 
 
@@ -145,7 +145,7 @@ def _contradictions(asked: dict[str, Any], found: dict[str, Any], source: str) -
 
 
 def _build(section: dict[str, Any]) -> Any:
-    """UNKNOWN where it is mistyped, which is told by others."""
+    """Build the model; UNKNOWN where a value has a wrong type, which other checks report."""
     kind = choose_section(ModelSpec, section)
     assert kind is not None
     model: Any

@@ -1,4 +1,4 @@
-"""From a command line to a RunSpec, and on to a Plan: every command that takes a recipe goes this way."""
+"""Load a RunSpec from a command line, and make a Plan of it, for every command that takes a recipe."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Loaded:
 
     @property
     def origin(self) -> LaunchOrigin:
-        """Where a run of this recipe comes from, for its folder."""
+        """Return the origin that a run of this recipe records in its folder."""
         from trainspec_cli.compose.render import render_yaml  # loads hydra, which the help of a command does without
 
         return LaunchOrigin(self.composed.recipe, sys.argv[1:], render_yaml(self.composed))

@@ -24,7 +24,7 @@ RESULT_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """What the command line says of the nodes."""
+    """The command line's options about nodes."""
 
     nnodes: int | None = None
     node_rank: int = 0
@@ -64,7 +64,7 @@ class NodeOptions:
 
 
 def join(run_dir: str, node: int, console: PrintableConsole) -> int:
-    """As node `node` (not the first) of a run that the first node starts; return the run's exit code.
+    """Take part as node `node` (not the first) in a run that the first node starts; return the run's exit code.
 
     Takes part in every start that the first node makes, until the run has a result. Raises MachineError where the
     first node is not found, and where others can write in the run's folder.

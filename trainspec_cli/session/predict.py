@@ -1,4 +1,4 @@
-"""Before the workers start: what the run will take on this machine, and whether it fits."""
+"""Predict what the run will take on this machine before the workers start, and whether it fits."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _predictor(plan: Plan, machine: Machine, console: PrintableConsole, *, may_p
 
 
 def _probe(plan: Plan, machine: Machine, console: PrintableConsole) -> MachineProbe | None:
-    """None where it failed: the launch goes on without a prediction, and says so."""
+    """Probe the machine; None where that failed: the launch goes on without a prediction, and reports it."""
     try:
         probe = probe_machine(plan, machine, lambda: console.report("probing this machine, once"))
     except MachineError as error:

@@ -33,7 +33,7 @@ FIXED = ("model", "data", "optim.name", "batching.global_batch_size", "train.see
 
 
 def resume(name: str, changes: Sequence[str], nodes: NodeOptions, *, force: bool, as_json: bool) -> int:
-    """Go on with a run, as its first node or as another that joins it; return the run's exit code."""
+    """Continue a run, as its first node or as another that joins it; return the run's exit code."""
     run, console = find_own_run(name), make_console(as_json=as_json)
     session = prepare_resume(run, changes, nodes, console, force=force, as_json=as_json)
     if not nodes.is_first and session.reach:

@@ -1,4 +1,4 @@
-"""From a job that is written down to the end of its run, a summary and an exit code."""
+"""Run a job that is written down to its end, a summary and an exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Before the workers start: `auto` kernels are decided, by what is measured here or was before."""
+"""Decide `auto` kernels before the workers start, by what is measured here or was before."""
 
 from __future__ import annotations
 

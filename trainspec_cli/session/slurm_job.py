@@ -102,15 +102,15 @@ def _end_badly(run: RunDir, job_id: str, code: int, *, warned: bool, console: Pr
         _avoid(job_id, again.avoid, options.exclude)
 
 
-def _avoid(job_id: str, hosts: Sequence[str], always: str | None) -> None:
-    """Keep the job off `hosts`: only a job that waits takes that, so it is done in the grace time before the end."""
+def _avoid(job_id: str, hostnames: Sequence[str], always: str | None) -> None:
+    """Keep the job off `hostnames`: only a pending job takes that, so it is done in the grace time before the end."""
     deadline = time.monotonic() + AVOID_S
     while True:
         try:
-            return slurm.exclude(job_id, hosts, always)
+            return slurm.exclude(job_id, hostnames, always)
         except MachineError as error:
             if time.monotonic() > deadline:
-                print(f"{error}; the job may be started on {', '.join(hosts)} again", file=sys.stderr)
+                print(f"{error}; the job may be started on {', '.join(hostnames)} again", file=sys.stderr)
                 return None
         time.sleep(0.2)
 

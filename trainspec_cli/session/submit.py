@@ -59,7 +59,7 @@ def plan_runs(arguments: Sequence[str], sweeps: Sequence[tuple[str, list[str]]])
 
 def _machine_of_job(loaded: Loaded) -> Machine:
     """Return what a node of the job is, which need not be like this one. Raises RecipeError where the recipe leaves
-    open what only the job's nodes could tell."""
+    open what only the job's nodes could show."""
     cluster = loaded.spec.cluster
     open_keys = [key for key in ("device", "devices_per_node") if getattr(cluster, key) == AUTO]
     if open_keys:

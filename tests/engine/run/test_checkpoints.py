@@ -9,6 +9,7 @@ import torch
 from trainspec_cli.engine.checkpoint.manifest import MANIFEST
 from trainspec_cli.engine.checkpoint.parts import Held, TensorPart
 from trainspec_cli.engine.run.checkpoints import MEASURING_STEPS, Cadence, Checkpoints
+from trainspec_cli.rundir.event_types import CheckpointEvent, WarningEvent
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.checkpoint import CheckpointSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec
@@ -31,11 +32,11 @@ class Kept:
     def __init__(self):
         self.events = []
 
-    def write(self, kind, **fields):
-        self.events.append((kind, fields))
+    def write(self, event):
+        self.events.append(event)
 
     def of(self, kind):
-        return [fields for found, fields in self.events if found == kind]
+        return [event for event in self.events if isinstance(event, kind)]
 
 
 def plan_of(checkpoint, mtbf_device_hours=1000.0):
@@ -69,10 +70,10 @@ def test_every_so_many_steps_and_at_the_end(tmp_path, mode):
     take_steps(checkpoints, range(1, 9))
     checkpoints.save_last(8, 64)
     assert RunDir(tmp_path).checkpoint_steps() == [3, 6, 8]
-    told = journal.of("checkpoint")
-    assert [event["step"] for event in told] == [3, 6, 8]
-    assert [event.get("waited_s", 0) > 0 for event in told] == [False, False, True]
-    assert journal.of("warning") == []
+    saved = journal.of(CheckpointEvent)
+    assert [event.step for event in saved] == [3, 6, 8]
+    assert [bool(event.waited_s) for event in saved] == [False, False, True]
+    assert journal.of(WarningEvent) == []
 
 
 def test_one_that_falls_due_while_another_is_written_is_put_off_and_that_is_told_once(tmp_path):
@@ -81,8 +82,8 @@ def test_one_that_falls_due_while_another_is_written_is_put_off_and_that_is_told
     take_steps(checkpoints, range(1, 13), writing=lambda step: step in (3, 4))
     checkpoints.save_last(12, 96)
     assert RunDir(tmp_path).checkpoint_steps() == [2, 6, 8, 10, 12]
-    (warning,) = journal.of("warning")
-    assert "the checkpoint due at step 4 was put off to step 6" in warning["message"]
+    (warning,) = journal.of(WarningEvent)
+    assert "the checkpoint due at step 4 was put off to step 6" in warning.message
 
 
 def test_the_samples_taken_come_back(tmp_path):
@@ -104,17 +105,17 @@ def test_auto_measures_one_and_then_goes_by_its_cost_and_the_failure_rate():
     for _ in range(4):
         cadence.note_step(0.75, writing=True)
     chosen = cadence.learn((1.0, 3.0))
-    assert chosen["drag_s"] == pytest.approx(1.0)
-    assert chosen["step_time_s"] == 0.5
-    assert 235 <= chosen["interval_steps"] <= 245
+    assert chosen.drag_s == pytest.approx(1.0)
+    assert chosen.step_time_s == 0.5
+    assert 235 <= chosen.interval_steps <= 245
     assert not any(cadence.is_due(step) for step in range(MEASURING_STEPS + 1, 200))
-    assert cadence.is_due(MEASURING_STEPS + chosen["interval_steps"])
+    assert cadence.is_due(MEASURING_STEPS + chosen.interval_steps)
 
 
 def test_auto_never_writes_oftener_than_one_takes_to_be_whole():
     cadence = Cadence(plan_of(CheckpointSpec(interval_steps="auto"), mtbf_device_hours=0.01))
     cadence.note_step(0.5, writing=False)
-    assert cadence.learn((0.001, 60.0))["interval_steps"] == 120
+    assert cadence.learn((0.001, 60.0)).interval_steps == 120
 
 
 def test_auto_keeps_its_interval_when_one_fails_and_tells_only_of_changes():

@@ -90,7 +90,7 @@ def test_before_the_first_word_of_the_workers_a_request_ends_them_at_once(make_j
 def test_the_exception_that_began_it_is_shown_with_its_rank_and_traceback(make_job: MakeJob) -> None:
     outcome = run(make_job("raise"))
     assert (outcome.result.status, outcome.exit_code, outcome.result.steps) == ("failed", 5, 3)
-    assert outcome.explanation.headline == "rank 1 (host here, step 3): ValueError: the loss is not finite at step 3"
+    assert outcome.explanation.headline == "rank 1 (here, step 3): ValueError: the loss is not finite at step 3"
     assert outcome.explanation.detail.startswith("Traceback (most recent call last):")
     assert 'raise ValueError(f"the loss' in outcome.explanation.detail
     assert outcome.explanation.detail.endswith("rank 0 lost the connection to rank 1, or ended with it.")
@@ -113,7 +113,7 @@ def test_a_killed_worker_is_said_to_be_killed(make_job: MakeJob) -> None:
 
     outcome = run(job, Once(lambda: both_training(job), kill_rank_1))
     assert outcome.exit_code == 5
-    assert outcome.explanation.headline.startswith("rank 1 (host")
+    assert outcome.explanation.headline.startswith("rank 1 (")
     assert ") was killed by SIGKILL; if memory ran out" in outcome.explanation.headline
 
 

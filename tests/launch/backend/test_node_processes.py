@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from trainspec_cli.environment_names import GROUP, START
 from trainspec_cli.launch.backend import node_processes, processes
 from trainspec_cli.launch.backend.node_processes import NodeProcesses, devices_of, group_job
 from trainspec_cli.launch.backend.nodes.messages import (
@@ -19,7 +20,6 @@ from trainspec_cli.launch.backend.nodes.messages import (
     WorkerExited,
     WorkersOrphaned,
 )
-from trainspec_cli.launch.job.environment import GROUP, START
 from trainspec_cli.launch.job.job import Job, build_node_job
 from trainspec_cli.launch.job.place import NodePlace
 from trainspec_cli.rundir.stops import was_stop_noted

@@ -62,7 +62,7 @@ def test_what_was_seen_of_a_killed_worker_goes_before_what_its_peer_tells(job: J
     start = GroupStart(job, two_groups, 0, 1)
     assert start.hear(0, "here", WorkerExited(0, 1, 1, "was killed by SIGKILL")) == [WorkerFailed(0)]
     explained = explain(start.failures())
-    assert explained.headline == "rank 1 (host here) was killed by SIGKILL"
+    assert explained.headline == "rank 1 (here) was killed by SIGKILL"
     assert explained.detail == "rank 0 lost the connection to rank 1, or ended with it."
 
 
@@ -142,7 +142,7 @@ def test_a_lost_node_is_where_a_failure_of_its_group_began(job: Job, two_groups:
     start.lose(3, "far", "is off")
     assert not start.has_ended
     ended = exited(start, None, first=2)
-    assert (ended.headline, ended.done, ended.foreseen) == ("node 3 (host far) is off", False, False)
+    assert (ended.headline, ended.done, ended.foreseen) == ("node 3 (far) is off", False, False)
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])

@@ -55,5 +55,5 @@ def test_groups_take_whole_hosts_or_share_one(make_spec, nodes, groups):
 def test_a_host_with_parts_of_two_groups_is_refused(make_spec):
     sizes = {"cluster.num_nodes": 3, "cluster.devices_per_node": 2, "resilience.replica_groups": 2}
     (problem,) = check_engine(make_spec({"resilience.mode": "elastic"} | sizes))
-    assert "3 hosts do not divide over 2 replica groups" in problem.message
+    assert "3 nodes do not divide over 2 replica groups" in problem.message
     assert problem.hint == "type resilience.replica_groups=3 or 6"

@@ -1,1 +1,1 @@
-"""From a plan to the model, its optimizer and their place in the mesh."""
+"""Build a plan's model and optimizer and place them in the mesh."""

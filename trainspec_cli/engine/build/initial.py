@@ -51,7 +51,7 @@ def _load(plan: Plan, state: TrainState) -> None:
 
 @torch.no_grad()
 def load_folder(folder: Path, model: DecoderModel, shares: Sequence[Share]) -> None:
-    """Of each tensor a rank reads what its parts cover: the files are mapped, and pages of others are never touched.
+    """Load the weights in `folder`. A rank reads what its parts cover: files are mapped, other pages stay unread.
 
     Raises MachineError that names the tensors in which something is not finite.
     """
@@ -86,7 +86,7 @@ class MappedTensors:
         self._files: dict[Path, Tensor] = {}
 
     def box(self, piece: Piece) -> Tensor:
-        """In the parameter's own order of dimensions."""
+        """Return the piece's tensor in the parameter's own order of dims."""
         tensor = self._read(self._entries[piece.tensor])
         return (tensor.transpose(-1, -2) if piece.transposed else tensor).view(piece.shape)
 

@@ -1,4 +1,5 @@
-"""From a backend's name to the function, and from there into a model. Modules hold their operations by name."""
+"""Find the function that a kernel backend's name stands for, and put it into a model, whose modules hold their
+operations by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a plan to the model's stages, an optimizer and their place in the mesh; each phase once, in order."""
+"""Build a plan's model stages and optimizer and place them in the mesh; each phase once, in order."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _spread_stage(plan: Plan, mesh: Mesh, clock: StepClock, stage: int) -> tuple
 
 
 def _layers_of(plan: Plan, stage: int) -> range | None:
-    """None: all of them."""
+    """Return the layers of `stage`; None stands for all of them."""
     if plan.layout.num_stages == 1:
         return None
     return cut_layers(plan.spec.model.num_layers, plan.layout)[stage]

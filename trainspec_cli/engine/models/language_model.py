@@ -120,7 +120,7 @@ class LanguageModel(nn.Module):
         return [*self.blocks.values(), *([self.loss.chunk] if self.loss else [])]
 
     def norm_modules(self) -> Sequence[nn.Module]:
-        """Those whose statistics are taken over the samples of all ranks."""
+        """Return the modules whose statistics are taken over the samples of all ranks."""
         return []
 
     def region_modules(self) -> Sequence[nn.Module]:

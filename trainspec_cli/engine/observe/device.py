@@ -31,7 +31,7 @@ def device_name(device: torch.device) -> str:
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype, seconds: float = MATMUL_SECONDS) -> Peak:
-    """The best rate of a square matrix product, with every rank of the host measuring at the same time."""
+    """The best rate of a square matrix product, with every rank of the node measuring at the same time."""
     round_s = seconds / MATMUL_ROUNDS
     best = max(matmul_flops(device, dtype, size, MATMUL_ROUNDS, round_s) for size in MATMUL_SIZES[device.type])
     return Peak(best, f"best {str(dtype).removeprefix('torch.')} matmul measured on this device")

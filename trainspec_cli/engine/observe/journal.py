@@ -33,7 +33,7 @@ TRACKERS: dict[str, Callable[[RunDir, RunSpec], Tracker]] = {
 
 class Journal:
     def __init__(self, run_dir: RunDir, rank: int, spec: RunSpec | None):
-        """Without a spec no tracker is used."""
+        """Open the journal; without a spec no tracker is used."""
         self._run_dir = run_dir
         self._events = EventWriter(run_dir.events(rank), rank)
         self._fence = Fence.of_worker(run_dir)

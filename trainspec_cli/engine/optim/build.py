@@ -31,7 +31,7 @@ def build_optimizer(
 
 
 def _start_moments(optimizer: torch.optim.AdamW) -> None:
-    """What the first update would make, made now, so that a checkpoint can be loaded before any."""
+    """Make the moments that the first update would make, so that a checkpoint can be loaded before any update."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = {

@@ -101,7 +101,7 @@ def _block(rank: int, source: int, seq: int) -> ChunkPair:
 
 
 class _Ring(torch.autograd.Function):
-    """On (B, H, S, E). Backward, the gradients of keys and values travel with them and end up at home."""
+    """Ring attention on (B, H, S, E). Backward, the gradients of keys and values travel back to their rank."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, peers: Peers, scale: float | None) -> Tensor:
@@ -139,7 +139,7 @@ class _Ring(torch.autograd.Function):
 
 
 class _Passage:
-    """To the next rank of the ring, and from the one before, while something else is computed."""
+    """A send to the next rank of the ring and a receive from the one before, while something else is computed."""
 
     def __init__(self, x: Tensor, peers: Peers):
         self._peers, self._sent, self._received = peers, x, torch.empty_like(x)
@@ -159,7 +159,7 @@ class _Passage:
 
 
 def _precise(x: Tensor) -> torch.dtype:
-    """What sums over blocks are kept in: fp32 at least."""
+    """Return the dtype that sums over blocks are kept in: fp32 at least."""
     return torch.promote_types(x.dtype, torch.float32)
 
 

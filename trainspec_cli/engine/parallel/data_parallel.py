@@ -88,13 +88,13 @@ def _sum_gradients(module: FSDPModule, mesh: DeviceMesh, how: DataParallel) -> N
 
 
 def _sum_over_replicas(replicas: Peers, gradient: Tensor) -> None:
-    """In place."""
+    """Sum `gradient` over the replicas, in place."""
     replicas.sum_(gradient)
     _keep_for_this_stream(gradient)
 
 
 def _keep_for_this_stream(buffer: Tensor) -> None:
-    """On a GPU what follows on this stream (casts, offloading) still reads it when FSDP2 lets it go."""
+    """Keep `buffer` until this stream has read it: on a GPU, casts and offloading still do when FSDP2 lets it go."""
     if buffer.is_cuda:
         buffer.record_stream(torch.cuda.current_stream(buffer.device))
 
@@ -142,7 +142,7 @@ def _time_shard_collectives(module: FSDPModule, time_collective: TimeCollective)
 
 
 def exchange_in_backward(model: FSDPModule, exchange: bool) -> None:
-    """Whether the backwards that follow exchange gradients or add them up only."""
+    """Set whether the backwards that follow exchange gradients or only add them up."""
     model.set_requires_gradient_sync(exchange)
     model.set_is_last_backward(exchange)
 

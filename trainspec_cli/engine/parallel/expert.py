@@ -71,7 +71,7 @@ class SpreadDispatch(nn.Module):
         return came_nL
 
     def _rows(self, x_MD: Tensor, sent: Sequence[int], came: Sequence[int]) -> Tensor:
-        """Rows to their ranks; backward, their gradients come home."""
+        """Send rows to their ranks; backward, their gradients come back."""
         return exchange(x_MD, lambda x: self._swap_rows(x, sent, came), lambda dx: self._swap_rows(dx, came, sent))
 
     def _swap_rows(self, x_MD: Tensor, sent: Sequence[int], came: Sequence[int]) -> Tensor:
@@ -92,7 +92,7 @@ def read_splits(counts_nL: Tensor, came_nL: Tensor, _copies: int) -> Splits:
 
 
 def even_splits(counts_nL: Tensor, _came_nL: Tensor, copies: int) -> Splits:
-    """As if all ranks were visited alike."""
+    """Return the splits as if all ranks got equally many copies."""
     even = [copies // len(counts_nL)] * len(counts_nL)
     return even, even
 

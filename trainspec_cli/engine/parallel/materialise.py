@@ -1,4 +1,4 @@
-"""From meta to memory: allocate the shards and fill them with the same values whatever the layout."""
+"""Allocate the shards of a model built on meta, and fill them with the same values whatever the layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainspec_cli.engine.shares import Share
 
 
 def allocate(model: nn.Module, device: torch.device, *, offload: bool) -> None:
-    """From meta to `device`; with `offload` the parameters to the host."""
+    """Move the model from meta to `device`; with `offload` its parameters go to host memory."""
     model.to_empty(device="cpu" if offload else device)
     if offload:
         for module in model.modules():

@@ -23,14 +23,14 @@ from trainspec_cli.spec.recipe.layout import Layout
 
 @dataclass(frozen=True)
 class Hidden:
-    """What stages hand on: (B, S / sequence_parts, D) in `dtype`."""
+    """The hidden states that stages send to one another: (B, S / sequence_parts, D) in `dtype`."""
 
     hidden_size: int
     sequence_parts: int
     dtype: torch.dtype
 
     def like(self, tokens_BS: Tensor) -> Tensor:
-        """On meta."""
+        """Return an empty tensor of this shape for the batch, on meta."""
         batch, seq_len = tokens_BS.shape[:2]
         shape = (batch, seq_len // self.sequence_parts, self.hidden_size)
         return torch.empty(shape, dtype=self.dtype, device="meta")
@@ -41,7 +41,7 @@ Schedule = Sequence[Sequence[Action]]
 
 
 class Message(NamedTuple):
-    """What a stage waits for: the input of its forward, or the gradient of its output."""
+    """A message that a stage waits for: the input of its forward, or the gradient of its output."""
 
     stage: int
     micro_batch: int
@@ -49,7 +49,7 @@ class Message(NamedTuple):
 
 
 def message_after(layout: Layout, action: Action) -> Message | None:
-    """What `action` sends."""
+    """Return the message that `action` sends, if it sends one."""
     if action.kind == "forward" and action.stage + 1 < layout.num_stages:
         return Message(action.stage + 1, action.micro_batch, is_gradient=False)
     if action.kind in ("backward", "backward_input") and action.stage > 0:
@@ -179,7 +179,7 @@ class _SplitLinear(torch.autograd.Function):
 
 @torch.no_grad()
 def _weight_gradient(x: Tensor, dout: Tensor) -> Tensor:
-    """What is put off runs outside of autograd's backward, where a graph of `x` would be recorded and keep `dout`."""
+    """Compute a delayed weight gradient outside of autograd, where a graph of `x` would be recorded and keep `dout`."""
     return dout.flatten(0, -2).T @ x.flatten(0, -2)
 
 

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 
 import psutil
 
+from trainspec_cli.environment_names import GROUP, LAUNCH_ID
 from trainspec_cli.launch.backend import processes
 from trainspec_cli.launch.backend.processes import EXEC_TIMEOUT_S, environ, parent_id
 from trainspec_cli.launch.backend.spawn import is_own_child
-from trainspec_cli.launch.job.environment import GROUP, LAUNCH_ID
 from trainspec_cli.launch.job.job import Job
 
 ADOPTS = sys.platform == "linux"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import replace
 
+from trainspec_cli.environment_names import GENERATION
 from trainspec_cli.launch.backend.node_processes import NodeProcesses
 from trainspec_cli.launch.backend.observe import GroupStart, RendezvousWatch
 from trainspec_cli.launch.job.command import LOOPBACK
@@ -22,7 +23,7 @@ HERE = 0
 class LocalBackend:
     def __init__(self, job: Job, plan: Plan | None):
         self.generation = generations.begin(job.run)
-        self._job = replace(job, environment={**job.environment, generations.GENERATION: str(self.generation)})
+        self._job = replace(job, environment={**job.environment, GENERATION: str(self.generation)})
         self._plan = plan
         self._groups = plan.replica_groups if plan else 1
         self._rendezvous: Rendezvous | None = None

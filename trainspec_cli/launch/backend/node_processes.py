@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import psutil
 
+from trainspec_cli.environment_names import GENERATION
 from trainspec_cli.launch.backend import guard, processes
 from trainspec_cli.launch.backend.family import Family
 from trainspec_cli.launch.backend.nodes.messages import GroupExited, ProcessMessage, WorkerExited, WorkersOrphaned
@@ -24,7 +25,6 @@ from trainspec_cli.launch.job.command import node_command, torchrun_command
 from trainspec_cli.launch.job.environment import group_environment
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.job.place import NodePlace
-from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.stops import note_stop
 from trainspec_cli.spec.results.plan import Plan
 
@@ -152,7 +152,7 @@ def close_family(family: Family, guarding: subprocess.Popen[bytes]) -> tuple[int
 
 def generation_of(job: Job) -> int:
     """Return the number of a job's start, among all of the run's."""
-    return int(job.environment[generations.GENERATION])
+    return int(job.environment[GENERATION])
 
 
 def group_job(job: Job, plan: Plan | None, group: int, number: int, place: NodePlace | None = None) -> Job:

@@ -79,7 +79,7 @@ class GroupStart:
         exit_code = next((code for code in codes if code), None if None in codes else 0)
         failures = self.failures()
         causes = [failure for failure in failures if not failure.consequence]
-        own_error = any(failure.own_words for failure in causes)
+        own_error = any(failure.self_reported for failure in causes)
         return run_state.GroupEnded(
             group=self.group,
             done=_is_done(self.job.run) if self._is_alone else exit_code == 0,

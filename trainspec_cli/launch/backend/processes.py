@@ -1,6 +1,6 @@
 """Find and end processes of a launch from outside: by an environment variable that all of them inherit.
 
-This is for those who have not started them: the guard, and whoever asks whether a dead supervisor has left workers
+This is for those who have not started them: the guard, and code that asks whether a dead supervisor has left workers
 behind. It reads the environment of every process of this user, so it is for the few moments when that is needed. The
 process that starts a launch knows its own by descent (`family.py`).
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from trainspec_cli.launch.job.environment import GROUP, LAUNCH_ID
+from trainspec_cli.environment_names import GROUP, LAUNCH_ID
 
 POLL_S = 0.1
 KILL_TIMEOUT_S = 10.0
@@ -102,8 +102,8 @@ def stop(launch_id: str, grace_s: float) -> None:
 
 
 def unread_exit_code(process: psutil.Process) -> int | None:
-    """Return the exit code of a process that has ended, but whose parent has not looked yet (Linux alone can
-    tell); negative for a signal."""
+    """Return the exit code of a process that has ended, but whose parent has not read it yet (on Linux only);
+    negative for a signal."""
     try:
         state, *_, status = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):

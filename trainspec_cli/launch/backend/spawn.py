@@ -7,11 +7,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from trainspec_cli.environment_names import GENERATION, LAUNCH_ID
 from trainspec_cli.launch.backend import guard
-from trainspec_cli.launch.job.environment import LAUNCH_ID
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.rundir.events import spoken_bytes
-from trainspec_cli.rundir.generations import GENERATION
 
 _started: list[subprocess.Popen[bytes]] = []
 """Those whose end has not been read yet."""

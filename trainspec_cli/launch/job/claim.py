@@ -1,6 +1,6 @@
-"""Who runs a run: one supervisor at a time holds a lock on pid.json, which ends with it however it ends.
+"""The claim on a run: one supervisor at a time holds a lock on pid.json, which ends with its process.
 
-Across hosts not every file system keeps locks: of a Slurm job it is Slurm that knows whether it lives.
+Across nodes not every file system keeps locks: of a Slurm job it is Slurm that knows whether it lives.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
 
 
 def is_running(run: RunDir) -> bool:
-    """Whether a supervisor holds the run, or workers that lost theirs still live; False where that cannot be seen."""
+    """Return True if a supervisor holds the run or orphaned workers live; False where that cannot be seen."""
     try:
         descriptor = os.open(run.pid_json, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:

@@ -9,9 +9,7 @@ import tempfile
 from pathlib import Path
 
 import trainspec_cli
-from trainspec_cli.environment_names import GROUP as GROUP
-from trainspec_cli.environment_names import LAUNCH_ID as LAUNCH_ID
-from trainspec_cli.environment_names import START
+from trainspec_cli.environment_names import GROUP, LAUNCH_ID, START
 from trainspec_cli.launch.job.place import NodePlace, interface_of, own_address
 from trainspec_cli.policy.recovery import FAILURE_GRACE_S
 from trainspec_cli.spec.recipe.cluster import Machine
@@ -35,7 +33,7 @@ def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, s
         "TORCH_FR_BUFFER_SIZE": "200",
         # torch 2.11 does not know it and waits 30 s.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(FAILURE_GRACE_S),
-        # One host talks to itself: no host name to resolve, and gloo's data sockets listen on the loopback alone.
+        # One node talks to itself: no hostname to resolve, and gloo's data sockets listen on the loopback alone.
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         **(_KEEP_FREED_MEMORY if plan.device == "cpu" else _growing_segments()),
         **own_modules(),
@@ -70,7 +68,7 @@ def _compile_cache() -> Path:
 
 
 def _growing_segments() -> dict[str, str]:
-    """On a GPU: tensors whose sizes change (experts' tokens, documents) leave no holes; what the user has set stays."""
+    """Let a GPU's segments grow, so that tensors of changing sizes leave no holes; the user's own setting stays."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     return {} if any(name in os.environ for name in names) else {names[0]: "expandable_segments:True"}
 

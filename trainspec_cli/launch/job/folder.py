@@ -36,7 +36,7 @@ _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.
 
 @dataclass(frozen=True)
 class LaunchOrigin:
-    """Where a run comes from."""
+    """The recipe and command line that a run comes from."""
 
     recipe: str
     argv: Sequence[str]

@@ -1,4 +1,4 @@
-"""What this host has, found without torch: cores and memory this process may use, GPUs, native bf16."""
+"""Describe this node without torch: cores and memory this process may use, GPUs, native bf16."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def usable_cores() -> int:
 
 
 def usable_memory_bytes() -> int:
-    """The host's memory, or the container's limit where that is less."""
+    """The node's memory, or the container's limit where that is less."""
     total = int(psutil.virtual_memory().total)
     limit = _cgroup_setting("memory.max")
     return min(total, int(limit)) if limit.isdigit() else total

@@ -1,4 +1,4 @@
-"""Where one node stands in a job of several: its number, the first node's address, and its own as seen from there."""
+"""One node's place in a job of several: its number, the first node's address, and its own as seen from there."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def own_address(head: str) -> str:
             return str(way.getsockname()[0])
     except OSError as error:
         message = f"{socket.gethostname()} finds no way to the first node, {head}: {error.strerror or error}"
-        hint = f"look whether its name is known here (getent hosts {head}) and the network is up (ip address)"
+        hint = f"check that its name is known here (getent hosts {head}) and the network is up (ip address)"
         raise MachineError(Problem("no_route", message, hint=hint, environment=True)) from error
 
 

@@ -1,4 +1,4 @@
-"""What a run was made with: versions of the interpreter and of every installed dependency, and the state of git."""
+"""Record the software of a run: versions of the interpreter and of every installed dependency, and the state of git."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     """Commit, branch and whether tracked files differ from it; None outside a repository or without git.
 
     No command that the repository's configuration names is run: it may be a stranger's. What git refuses to read at all
-    (another user's repository, unless `safe.directory` allows it) is told as `refused`.
+    (another user's repository, unless `safe.directory` allows it) is recorded as `refused`.
     """
     found = _git(folder, "rev-parse", *_FACTS)
     if found is None or found.returncode:
@@ -83,7 +83,8 @@ class _Repository:
 
 
 def _is_dirty(repository: _Repository) -> bool | None:
-    """None where it cannot be known, as where a file was touched that a filter stands before (git-lfs).
+    """Return True if tracked files were changed; None where it cannot be known, as where a touched file has a filter
+    (git-lfs).
 
     The repository's index, objects and files are compared by a git folder of our own, since its own configuration may
     name commands: filters, hooks, monitors, ways to fetch.
@@ -109,7 +110,7 @@ def _is_dirty(repository: _Repository) -> bool | None:
         touched = [entry[3:] for entry in changed if entry.startswith(" M")]
         if len(touched) < len(changed) or not touched:
             return bool(changed)
-        filters = ask("check-attr", "-z", "--stdin", "filter", said="".join(f"{name}\0" for name in touched))
+        filters = ask("check-attr", "-z", "--stdin", "filter", stdin="".join(f"{name}\0" for name in touched))
     unfiltered = {"unspecified", "unset"} & set(filters.stdout.split("\0")[2::3]) if filters else True
     return True if unfiltered else None
 
@@ -123,9 +124,9 @@ def _write_git_folder(folder: Path, repository: _Repository) -> None:
 
 
 def _git(
-    folder: Path, *arguments: str, environment: Mapping[str, str] | None = None, said: str = ""
+    folder: Path, *arguments: str, environment: Mapping[str, str] | None = None, stdin: str = ""
 ) -> subprocess.CompletedProcess[str] | None:
-    """None where there is no git, or it does not answer in time."""
+    """Run git in `folder`; return None where there is no git or it does not answer in time."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     quiet = {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "GIT_ALLOW_PROTOCOL": "none"}
     try:
@@ -136,7 +137,7 @@ def _git(
             text=True,
             errors="surrogateescape",
             timeout=GIT_TIMEOUT_S,
-            input=said,
+            input=stdin,
         )
     except (OSError, subprocess.SubprocessError):
         return None

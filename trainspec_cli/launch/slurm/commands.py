@@ -17,26 +17,26 @@ ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL
 
 def submit(script: Path) -> str:
     """Submit a script and return the job's id. Raises MachineError with sbatch's message."""
-    said = _run(["sbatch", "--parsable", str(script)], hint="look at cluster.slurm (sinfo lists partitions and nodes)")
-    return said.partition(";")[0].strip()
+    answer = _run(["sbatch", "--parsable", str(script)], hint="check cluster.slurm (sinfo lists partitions and nodes)")
+    return answer.partition(";")[0].strip()
 
 
 def is_alive(job_id: str) -> bool:
     """Return True if the job is pending or running; False also if Slurm cannot be reached."""
     try:
-        said = _run(["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T"], hint="")
+        answer = _run(["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T"], hint="")
     except MachineError:
         return False
-    return bool(set(said.split()) - ENDED)
+    return bool(set(answer.split()) - ENDED)
 
 
 def pending() -> frozenset[str]:
     """Return the user's pending jobs, an array's tasks one by one (`12_3`); none if Slurm cannot be reached."""
     try:
-        said = _run(["squeue", "--me", "--noheader", "--array", "--states=PENDING", "--format=%i"], hint="")
+        answer = _run(["squeue", "--me", "--noheader", "--array", "--states=PENDING", "--format=%i"], hint="")
     except MachineError:
         return frozenset()
-    return frozenset(said.split())
+    return frozenset(answer.split())
 
 
 def show(name: str, kind: str = "job") -> dict[str, str]:
@@ -44,8 +44,8 @@ def show(name: str, kind: str = "job") -> dict[str, str]:
 
     Raises MachineError.
     """
-    said = _run(["scontrol", "show", kind, name, "--oneliner"], hint="")
-    words = re.sub(r" JobName=.*? UserId=", " UserId=", said).split()  # a name may hold blanks, and words like these;
+    answer = _run(["scontrol", "show", kind, name, "--oneliner"], hint="")
+    words = re.sub(r" JobName=.*? UserId=", " UserId=", answer).split()  # a name may hold blanks, and words like these;
     return dict(word.split("=", 1) for word in reversed(words) if "=" in word)  # so may paths, which stand at the end
 
 
@@ -54,8 +54,8 @@ def requeue(job_id: str) -> None:
     _run(["scontrol", "requeue", job_id], hint="resume it yourself: sbatch job.sbatch in the run's folder")
 
 
-def exclude(job_id: str, hosts: Sequence[str], always: str | None = None) -> None:
-    """Exclude `hosts`, and those of the node list `always`, from a pending job.
+def exclude(job_id: str, hostnames: Sequence[str], always: str | None = None) -> None:
+    """Exclude `hostnames`, and those of the node list `always`, from a pending job.
 
     Earlier exclusions are kept as far as the partition has nodes enough, the newest first: a node lost long ago may
     work again, and a job that could never start would wait forever. Raises MachineError.
@@ -64,7 +64,7 @@ def exclude(job_id: str, hosts: Sequence[str], always: str | None = None) -> Non
     nodes_wanted = int(job["NumNodes"].partition("-")[0])  # of a range the lower end
     room = int(show(job["Partition"], "partition")["TotalNodes"]) - nodes_wanted
     kept = _names(always)
-    lost = [*(name for name in _names(job.get("ExcNodeList")) if name not in {*hosts, *kept}), *hosts]
+    lost = [*(name for name in _names(job.get("ExcNodeList")) if name not in {*hostnames, *kept}), *hostnames]
     newest = lost[max(0, len(lost) - max(0, room - len(kept))) :]
     _run(["scontrol", "update", f"job={job_id}", f"ExcNodeList={','.join([*kept, *newest])}"], hint="")
 
@@ -78,14 +78,14 @@ def _names(node_list: str | None) -> list[str]:
 
 def own_address() -> str:
     """Return the address, as Slurm knows it, of the node that this process runs on: the job's first."""
-    host = os.environ.get("SLURMD_NODENAME") or _names(os.environ["SLURM_JOB_NODELIST"])[0]
-    return address_of(host)
+    hostname = os.environ.get("SLURMD_NODENAME") or _names(os.environ["SLURM_JOB_NODELIST"])[0]
+    return address_of(hostname)
 
 
-def address_of(host: str) -> str:
+def address_of(hostname: str) -> str:
     """Return the address that Slurm itself uses for a node."""
-    found = re.search(r"NodeAddr=(\S+)", _run(["scontrol", "show", "node", host], hint=""))
-    return found[1] if found else host
+    found = re.search(r"NodeAddr=(\S+)", _run(["scontrol", "show", "node", hostname], hint=""))
+    return found[1] if found else hostname
 
 
 def _run(command: Sequence[str], hint: str) -> str:
@@ -99,8 +99,8 @@ def _run(command: Sequence[str], hint: str) -> str:
     except subprocess.TimeoutExpired as error:
         raise _failed("slurm_silent", f"{name} has not answered for {TIMEOUT_S:g} s", "scontrol ping") from error
     if done.returncode != 0:
-        said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-        raise _failed("slurm_refused", f"{name} refused: {said}", hint)
+        answer = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+        raise _failed("slurm_refused", f"{name} refused: {answer}", hint)
     return done.stdout
 
 

@@ -42,13 +42,13 @@ def decide(run: RunDir, exit_code: int, *, warned: bool, preempted: bool) -> Req
         return Requeue("it was warned of its time limit")
     if exit_code != WorkerError.exit_code:
         return None
-    words = [read_json(path) for path in sorted(run.errors_folder.glob("*.json"))]
-    lost = [word for word in words if word.get("lost")]
+    reports = [read_json(path) for path in sorted(run.errors_folder.glob("*.json"))]
+    lost = [report for report in reports if report.get("lost")]
     if lost:
-        names = ", ".join(f"node {word['node']} ({word['host'] or 'never came'})" for word in lost)
-        all_at_once = len(lost) == read_json(run.plan_json)["num_nodes"]  # that is not the hosts' doing
-        avoid = [] if all_at_once else [word["host"] for word in lost if word["host"]]
+        names = ", ".join(f"node {report['node']} ({report['host'] or 'never joined'})" for report in lost)
+        all_at_once = len(lost) == read_json(run.plan_json)["num_nodes"]  # then no single node is at fault
+        avoid = [] if all_at_once else [report["host"] for report in lost if report["host"]]
         return Requeue(f"{names} was lost", avoid)
-    if any(word.get("code") == HUNG for word in words):
+    if any(report.get("code") == HUNG for report in reports):
         return Requeue("a step hung")
     return None

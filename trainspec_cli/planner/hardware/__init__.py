@@ -1,1 +1,1 @@
-"""What chips, links and networks achieve."""
+"""The rates that chips, links and networks achieve."""

@@ -38,7 +38,7 @@ def words(label: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def accelerators() -> tuple[AcceleratorSpec, ...]:
-    """Without their sources, so that they can be keys."""
+    """Return the accelerators without their sources, so that they can be keys."""
     specs = []
     for values in _load_group("accelerator").values():
         known = {key: value for key, value in values.items() if key in AcceleratorSpec.__dataclass_fields__}

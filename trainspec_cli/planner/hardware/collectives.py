@@ -11,7 +11,7 @@ from trainspec_cli.planner.hardware.topology import Group
 
 
 def latency_s(group: Group, eff: Efficiency) -> float:
-    """Of one ring or tree pass: hops inside a domain, and a tree across domains."""
+    """Latency of one ring or tree pass, in seconds: hops inside a domain, and a tree across domains."""
     if group.size <= 1:
         return 0.0
     hops = min(group.per_domain, 8) - 1 + 2.0 * (group.domains - 1).bit_length()
@@ -55,7 +55,7 @@ def all_to_all_s(group: Group, sent_bytes: float, copies: int, eff: Efficiency) 
 
 
 def send_s(group: Group, message_bytes: float, eff: Efficiency) -> float:
-    """To a neighbour of the axis."""
+    """Seconds of sending `message_bytes` to a neighbour on the axis."""
     if group.size <= 1:
         return 0.0
     bandwidth = group.nic_bytes_per_s if group.crosses and group.per_domain == 1 else group.link_bytes_per_s

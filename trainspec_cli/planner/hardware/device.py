@@ -23,7 +23,7 @@ def is_known(plan: Plan, machine: Machine) -> bool:
 
 
 def predict_device(plan: Plan, machine: Machine) -> LocalPrediction:
-    """Of a plan whose GPUs are known (`is_known`)."""
+    """Predict a plan whose GPUs are known (`is_known`)."""
     setup, eff = setup_of(plan, machine), efficiency_of(plan.spec.cluster)
     memory = max(predict_memory(setup, plan.recompute), key=lambda stage: stage.total_bytes)
     return LocalPrediction(
@@ -41,12 +41,12 @@ def predict_device(plan: Plan, machine: Machine) -> LocalPrediction:
 
 
 def device_limit_bytes(plan: Plan, machine: Machine) -> float:
-    """What a plan may take of the smallest GPU."""
+    """Bytes that a plan may take of the smallest GPU."""
     return memory_limit_bytes(setup_of(plan, machine).fabric.chip)
 
 
 def setup_of(plan: Plan, machine: Machine) -> Setup:
-    """What was found counts, whatever accelerator the recipe describes."""
+    """Return the plan's setup on the GPUs that were found, whatever accelerator the recipe describes."""
     cluster = replace(plan.spec.cluster, accelerator=None, devices_per_node=plan.devices_per_node)
     template = template_of(plan.spec, describe_fabric(cluster, machine))
     layout = plan.layout

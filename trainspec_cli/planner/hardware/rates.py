@@ -1,4 +1,4 @@
-"""What a chip and its links achieve: the maker's rates, bent by a few measured efficiencies."""
+"""The rates that a chip and its links achieve: the maker's figures times a few measured efficiencies."""
 
 from __future__ import annotations
 

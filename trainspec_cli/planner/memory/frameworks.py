@@ -48,7 +48,7 @@ USABLE = 0.97
 
 
 def memory_limit_bytes(chip: AcceleratorSpec) -> float:
-    """What a plan may take. A device sold as 80 GB has 79.6 GiB: what makers name is nearer to GiB than to GB."""
+    """Bytes that a plan may take. A device sold as 80 GB has 79.6 GiB: what makers name is nearer to GiB than to GB."""
     return USABLE * chip.memory_gb * GIB
 
 
@@ -83,7 +83,7 @@ def saved_of(work: Work, setup: Setup) -> float:
 
 
 def kept_of(works: tuple[Work, ...], setup: Setup) -> float:
-    """After recomputation has had its part: full keeps the layer's input alone."""
+    """Bytes that a layer keeps for its backward: full recomputation keeps its input alone."""
     saved = sum(saved_of(work, setup) for work in works)
     again = setup.recompute
     if again.full:
@@ -159,13 +159,13 @@ def gathered_bytes(layer: LayerMemory, outside: float, setup: Setup) -> float:
 
 
 def step_bytes(params: float, freed_bytes: float, setup: Setup) -> float:
-    """What the optimizer's step takes besides what the backward has left free."""
+    """Bytes that the optimizer's step takes besides what the backward has left free."""
     software = setup.software
     return software.step_bytes * params + max(0.0, software.step_temporary_bytes * params - freed_bytes)
 
 
 def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory, constants: MemoryModel) -> MemoryBreakdown:
-    """Of one pipeline stage."""
+    """Estimate the memory of one pipeline stage."""
     layout, last = setup.layout, stage == setup.layout.pp - 1
     shards = layout.shards
     ends = [embedding_work(setup.model, setup.tokens, layout) if stage == 0 else None]
@@ -223,13 +223,13 @@ def communicators(setup: Setup) -> int:
 
 
 def kept_activation_bytes(setup: Setup) -> float:
-    """What the first stage keeps from forward to backward, without the running layer's own temporaries."""
+    """Bytes that the first stage keeps from forward to backward, without the running layer's own temporaries."""
     layer = mean_layer_memory(setup)
     return layer.kept_bytes * in_flight(setup, 0) * setup.model.num_layers / setup.layout.pp
 
 
 def peak_of(setup: Setup, layer: LayerMemory, constants: MemoryModel = DEFAULT_MEMORY) -> float:
-    """Of the fullest stage, which is the first or the last."""
+    """Bytes of the fullest stage, which is the first or the last."""
     relief = 1.0 if setup.model.num_layers % setup.layout.pp else 0.0
     counts = stage_layers(setup.model.num_layers, setup.layout, relief)
     ends = {0, len(counts) - 1}
@@ -237,7 +237,7 @@ def peak_of(setup: Setup, layer: LayerMemory, constants: MemoryModel = DEFAULT_M
 
 
 def estimate_memory(setup: Setup, constants: MemoryModel = DEFAULT_MEMORY) -> tuple[MemoryBreakdown, ...]:
-    """Of every pipeline stage, in bytes."""
+    """Estimate the memory of every pipeline stage, in bytes."""
     layer = mean_layer_memory(setup)
     relief = 1.0 if setup.model.num_layers % setup.layout.pp else 0.0
     counts = stage_layers(setup.model.num_layers, setup.layout, relief)

@@ -29,8 +29,8 @@ def peak_memory(plan: Plan, model: DecoderModel, probe: MachineProbe) -> dict[st
 
 
 def copy_bytes(plan: Plan) -> float:
-    """The state copied aside to be written: the ranks share out what is theirs together. In the hosts' memory it is
-    held twice."""
+    """The state copied aside to be written: the ranks share out what is theirs together. In host memory it is held
+    twice."""
     checkpoint = plan.spec.checkpoint
     moments = 8 if plan.spec.optim.name == "adamw" else 0
     held = (4 + moments) * plan.params / plan.world_size
@@ -40,7 +40,7 @@ def copy_bytes(plan: Plan) -> float:
 
 
 def fragmentation(probe: MachineProbe) -> float:
-    """What the heap's holes add to what steps allocate, as the larger reference model has shown.
+    """Return the share that the heap's holes add to what steps allocate, as the larger reference model has shown.
 
     The first step's temporaries leave holes that the optimizer's moments are laid into, so both count.
     """
@@ -59,7 +59,7 @@ def parameter_bytes(plan: Plan, model: DecoderModel) -> float:
 
 
 def step_bytes(plan: Plan, model: DecoderModel) -> dict[str, float]:
-    """What the first step allocates: the optimizer's moments last, all else is freed and allocated again."""
+    """Bytes that the first step allocates: the optimizer's moments last, all else is freed and allocated again."""
     moments = 8 if plan.spec.optim.name == "adamw" else 0
     formats = COMPUTE_BYTES[plan.compute] + COMPUTE_BYTES[plan.spec.precision.reduce]
     own = plan.params / plan.layout.dp_shard
@@ -73,8 +73,8 @@ def step_bytes(plan: Plan, model: DecoderModel) -> dict[str, float]:
 
 
 def activation_bytes_per_token(model: DecoderModel, compute: str) -> int:
-    """What a block saves for its backward, a token: inputs of norms (twice, in fp32) and of matrices, the attention's
-    q, k, v, output and log-sums, and the feed-forward's gate, its activation, up and their product."""
+    """Bytes that a block saves for its backward, a token: inputs of norms (twice, in fp32) and of matrices, the
+    attention's q, k, v, output and log-sums, and the feed-forward's gate, its activation, up and their product."""
     unit = COMPUTE_BYTES[compute]
     norms = 2 * (8 + unit) * model.hidden_size + 8
     attention = unit * model.head_dim * 2 * (model.num_heads + model.num_kv_heads) + 4 * model.num_heads

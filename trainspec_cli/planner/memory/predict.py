@@ -24,7 +24,7 @@ from trainspec_cli.spec.results.prediction import MemoryBreakdown
 
 
 def predict_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
-    """Of an eager run of trainspec's own engine; else the estimate of frameworks in general.
+    """Count an eager run of trainspec's own engine; estimate any other as frameworks in general.
 
     Compiled blocks keep less than eager ones, and are estimated like others' fused kernels.
     """
@@ -85,7 +85,7 @@ def _run_of(setup: Setup, recompute: Recompute) -> EngineRun:
 
 
 def _breakdown(peak: dict[str, float], groups_bytes: float, constants: MemoryModel) -> MemoryBreakdown:
-    """With what no tensor takes: communicators, the allocator's holes, the device's context, and the reserve."""
+    """Add what no tensor takes: communicators, the allocator's holes, the device's context, and the reserve."""
     parameters, work = peak["parameters"] + peak["gathered"], peak["activations"] + peak["temporaries"]
     unused = constants.fragmentation * work
     unused += constants.states_fragmentation * (parameters + peak["gradients"] + peak["optimizer"])

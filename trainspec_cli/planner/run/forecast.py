@@ -64,7 +64,7 @@ def forecast_run(
 
 
 def recovery_modes(wanted: ResilienceSpec, replica_groups: int) -> tuple[ResilienceSpec, ...]:
-    """What the run does about failures, and what it could do instead. One group alone can only restart."""
+    """Return what the run does about failures, and what it could do instead. One replica group can only restart."""
     if replica_groups == 1:
         return (replace(wanted, mode="restart"),)
     other: RecoveryMode = "elastic" if wanted.mode == "restart" else "restart"
@@ -145,7 +145,7 @@ def checkpoint_bytes(spec: RunSpec, params: int) -> float:
 @dataclass(frozen=True)
 class CheckpointTimes:
     blocked_s: float
-    """Training waits this long: until it is written, or (`checkpoint.mode=async`) copied to the hosts' memory."""
+    """Training waits this long: until it is written, or (`checkpoint.mode=async`) copied to host memory."""
     written_s: float
     """Until it is whole on disk; reading it back takes as long."""
 

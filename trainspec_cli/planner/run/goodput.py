@@ -1,4 +1,4 @@
-"""The run as events: failures strike, the job restarts or shrinks and heals, and some of the time is lost.
+"""The run as events: failures occur, the job restarts or shrinks and heals, and some of the time is lost.
 
 Failures come without memory, each device alike, also while the job is down. Between two events checkpoints are plain
 arithmetic, so that the cost grows with the failures alone: two weeks on 16,384 devices take some milliseconds a seed.

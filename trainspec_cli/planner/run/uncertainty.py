@@ -1,4 +1,4 @@
-"""From inputs that are known within a factor to an interval of what follows from them."""
+"""Turn inputs that are known within a factor into an interval of what follows from them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def is_searched(spec: RunSpec, machine: Machine, device: str) -> bool:
 
 
 def best_candidate(spec: RunSpec, machine: Machine, num_devices: int) -> Candidate | None:
-    """None where nothing fits."""
+    """Return the best candidate; None where nothing fits."""
     cluster = replace(spec.cluster, accelerator=None, devices_per_node=num_devices)
     found = plan_capacity(replace(spec, cluster=cluster), machine, shown=TRIED).candidates
     return next((candidate for candidate in found if candidate.fits and is_run(candidate, spec)), None)
@@ -54,6 +54,6 @@ def as_plan(spec: RunSpec, candidate: Candidate, capacity: CapacityPlan, compute
 
 
 def is_run(candidate: Candidate, spec: RunSpec) -> bool:
-    """By the engine."""
+    """Return True if the engine runs the candidate."""
     pinned = {field.name: getattr(candidate.layout, field.name) for field in fields(LayoutSpec)}
     return not check_built(replace(spec, layout=LayoutSpec(**pinned)))

@@ -1,4 +1,4 @@
-"""Whether a plan fits the machine at hand, and what would."""
+"""Check whether a plan fits the machine at hand, and find what would."""
 
 from __future__ import annotations
 

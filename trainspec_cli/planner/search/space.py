@@ -141,7 +141,7 @@ class Space:
 
 
 def stages_of(wanted: LayoutSpec, shard: int, replicate: int) -> Sequence[ZeroStage]:
-    """Without sharding the stage says nothing; ZeRO-1 and 2 shard over all ranks."""
+    """Return the ZeRO stages to try: without sharding the stage means nothing; ZeRO-1 and 2 shard over all ranks."""
     if wanted.zero_stage != AUTO:
         return (wanted.zero_stage,)
     if shard == 1:

@@ -33,7 +33,7 @@ def plan_on_what_divides(spec: RunSpec, machine: Machine | None = None) -> tuple
 
 
 def _divides(spec: RunSpec, fabric: Fabric) -> bool:
-    """Whether any layout is legal on all devices."""
+    """Return True if any layout is legal on all devices."""
     return any(True for _ in Space(spec, fabric.num_devices, fabric.scaleup_devices).layouts())
 
 

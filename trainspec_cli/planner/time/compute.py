@@ -159,7 +159,7 @@ def attention_s(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> tupl
 
 
 def layer_time(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> LayerTime:
-    """Of one part of a layer."""
+    """Return the time of one part of a layer."""
     one = conv_s if work.convolves else gemm_s
     times = [one(gemm, rates, eff) for gemm in work.gemms]
     uneven = 1.0 + eff.expert_imbalance if work.expert_params else 1.0

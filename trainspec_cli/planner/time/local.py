@@ -43,19 +43,19 @@ def step_parts_s(plan: Plan, model: DecoderModel, probe: MachineProbe) -> dict[s
 
 
 def _waiting_share(probe: MachineProbe) -> float:
-    """Of the passes' time, that processes wait for one another beyond what their messages take."""
+    """Share of the passes' time that processes wait for one another beyond what their messages take."""
     took = probe.large.parts_s
     beyond_s = took["exposed_comm"] - _curve_parts_of(probe.large.plan, probe)["exposed_comm"]
     return max(0.0, beyond_s) / (took["forward"] + took["backward"])
 
 
 def _measured_ratio(part: str, seconds: float, probe: MachineProbe) -> float:
-    """What the references took over what the curves say of them: straight in the logarithm between two of them."""
+    """Ratio of the references' measured time to the curves': straight in the logarithm between two of them."""
     ratios: dict[float, float] = {}
     for reference in probe.references:
-        told_s, took_s = _curve_parts_of(reference.plan, probe)[part], reference.parts_s[part]
-        if told_s > 0 and took_s > 0:
-            ratios[told_s] = took_s / told_s
+        curve_s, took_s = _curve_parts_of(reference.plan, probe)[part], reference.parts_s[part]
+        if curve_s > 0 and took_s > 0:
+            ratios[curve_s] = took_s / curve_s
     if not ratios:
         return 1.0
     sizes = tuple(sorted(ratios))
@@ -69,7 +69,7 @@ def _curve_parts_of(plan: Plan, probe: MachineProbe) -> dict[str, float]:
 
 
 def curve_parts_s(plan: Plan, model: DecoderModel, probe: MachineProbe) -> dict[str, float]:
-    """By the curves alone."""
+    """Seconds of each part of a step, by the curves alone."""
     parts = {part: own + model.num_layers * probe.empty_block_s[part] for part, own in probe.empty_step_s.items()}
     block, outside = block_pass(plan, model, probe), outside_pass(plan, model, probe)
     for part, block_s, outside_s in (
@@ -159,6 +159,6 @@ def _unit_collectives_s(plan: Plan, params: int, probe: MachineProbe, *, is_bloc
 
 
 def _gathers(plan: Plan, *, is_block: bool) -> int:
-    """Of one unit in a step: where a block is freed after its forward (ZeRO-3), the backward gathers it again."""
+    """Gathers of one unit in a step: a block freed after its forward (ZeRO-3) is gathered again in the backward."""
     again = is_block and plan.layout.zero_stage == 3
     return plan.grad_accum_steps * (2 if again else 1)

@@ -115,7 +115,7 @@ def estimate_step(setup: Setup, eff: Efficiency) -> StepTime:
 
 
 def assemble_step(setup: Setup, once: MicroBatch, groups: dict[str, Group], eff: Efficiency) -> StepTime:
-    """From the parts of a micro-batch to a whole step under the setup's layout."""
+    """Assemble a whole step under the setup's layout from the parts of a micro-batch."""
     layout, rates = setup.layout, once.rates
     counts = stage_layers_of(setup, once.layer, once.head)
     stages = stage_parts(once, counts)
@@ -144,7 +144,7 @@ def assemble_step(setup: Setup, once: MicroBatch, groups: dict[str, Group], eff:
 
 
 def waiting_share(setup: Setup, eff: Efficiency) -> float:
-    """Of a step's work, added by waiting for the slowest device."""
+    """Share of a step's work that waiting for the slowest device adds."""
     return eff.jitter * math.log2(max(1.0, setup.fabric.num_devices / 8))
 
 
@@ -194,7 +194,7 @@ def pipeline_sends_s(setup: Setup, group: Group, eff: Efficiency) -> float:
 
 
 def host_wait_s(part: LayersPart, device_s: float, setup: Setup, eff: Efficiency) -> float:
-    """By which launching a micro-batch's kernels takes longer than running them."""
+    """Seconds by which launching a micro-batch's kernels takes longer than running them."""
     if setup.software.graphs:
         return 0.0
     kernels = part.time.kernels + (0 if setup.software.grouped_experts else 6 * part.time.experts)
@@ -248,7 +248,7 @@ def fully_sharded_s(
 
 
 def exposed_s(comm: float, beside: float, setup: Setup, eff: Efficiency) -> float:
-    """What of `comm` is not hidden beside work of length `beside`, and what it costs that work."""
+    """Seconds of `comm` that are not hidden beside work of length `beside`, and what the rest costs that work."""
     if not setup.software.overlap_dp:
         return comm
     hidden = min(comm, eff.dp_overlap * beside)

@@ -56,7 +56,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class ErrorSummary:
-    """Of relative errors. Fractions, not percent."""
+    """A summary of relative errors, as fractions, not percent."""
 
     rows: int
     mape: float
@@ -163,7 +163,7 @@ def _predict(row: Row, eff: Efficiency) -> Prediction:
 
 
 def close_recompute(stated: Stated) -> Setup:
-    """Where the row leaves the recompute open: full in as few layers as fit the chip (none, mostly)."""
+    """Settle a recompute that the row leaves open: full in as few layers as fit the chip (none, mostly)."""
     if not stated.recompute_open:
         return stated.setup
     setup = stated.setup
@@ -176,7 +176,7 @@ def close_recompute(stated: Stated) -> Setup:
 
 
 def measured_step_s(row: Row, stated: Stated) -> float | None:
-    """From whichever of the measured columns is filled."""
+    """Seconds of a step, from whichever of the measured columns is filled."""
     step = number(row, "step_time_s")
     if step:
         return step

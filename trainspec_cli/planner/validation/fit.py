@@ -1,6 +1,6 @@
 """Fit the efficiencies to measured runs: robust Gauss-Newton on the logarithm of the step time.
 
-Each parameter is pulled towards its present value, so that a handful of runs moves only what they tell of
+Each parameter is pulled towards its present value, so that a handful of runs moves only what they measure
 (a Bayesian's prior, a ridge in logarithms). Huber's weights keep outliers from steering (Huber 1964).
 """
 

@@ -1,4 +1,4 @@
-"""What a measured memory figure counts, and the part of a prediction that it is compared with.
+"""Interpret a measured memory figure: the part of a prediction that it is compared with.
 
 nvidia-smi sees the device's context, communication buffers and the allocator's cache; PyTorch's counters see
 tensors alone; papers give activations or states by formula.
@@ -58,18 +58,18 @@ def predicted_as(metric: str, setup: Setup) -> float:
 
 
 def resident_bytes(memory: MemoryBreakdown, setup: Setup) -> float:
-    """What nvidia-smi shows: before a device is full, the allocator hands its unused blocks back."""
+    """Bytes that nvidia-smi shows: before a device is full, the allocator hands its unused blocks back."""
     needed = (memory.total_bytes - memory.fragmentation_bytes) * (1 + DEFAULT_MEMORY.reserve)
     return max(needed, min(memory.total_bytes, setup.fabric.chip.memory_gb * GIB))
 
 
 def outside_bytes(memory: MemoryBreakdown, setup: Setup) -> float:
-    """What PyTorch's allocator does not see: the device's context and NCCL's own buffers."""
+    """Bytes that PyTorch's allocator does not see: the device's context and NCCL's own buffers."""
     return memory.context_bytes + DEFAULT_MEMORY.group_bytes * communicators(setup)
 
 
 def tensors_bytes(memory: MemoryBreakdown, setup: Setup) -> float:
-    """What PyTorch's allocator hands out, with the same reserve as the whole."""
+    """Bytes that PyTorch's allocator hands out, with the same reserve as the whole."""
     tensors = memory.total_bytes - memory.fragmentation_bytes - outside_bytes(memory, setup)
     return tensors * (1 + DEFAULT_MEMORY.reserve)
 

@@ -51,7 +51,7 @@ def network_of(text: str, per_node: int, chip: AcceleratorSpec) -> NamedNetwork:
 
 
 def usual_gbit(chip: AcceleratorSpec) -> float:
-    """What servers of a chip's class are sold with, a device."""
+    """Gbit/s per device of the network that servers of a chip's class are sold with."""
     peak = chip.bf16_tflops or chip.fp16_tflops
     if chip.link_kind == "pcie":
         return 50.0
@@ -120,7 +120,7 @@ BLOOM_FRAMEWORK, BLOOM_YEAR = "megatron-deepspeed", 2022.0
 
 
 def framework_of(row: Mapping[str, str]) -> str:
-    """As stated, else what its project is known to train with."""
+    """Return the framework as stated, else the one that the row's project is known to train with."""
     stated = (row.get("framework") or "").lower()
     if stated:
         return stated
@@ -159,14 +159,14 @@ def grad_bytes_of(row: Mapping[str, str], name: str, half: bool) -> float:
 
 
 def base_weight_bytes(row: Mapping[str, str]) -> float | None:
-    """Of a quantised base under adapters: 4 bits, a scale for 64 (in 8 bits with -dq), and 1 bit for what bitsandbytes
-    keeps besides (litgpt's tables)."""
+    """Bytes a parameter of a quantised base under adapters: 4 bits, a scale for 64 (in 8 bits with -dq), and 1 bit for
+    what bitsandbytes keeps besides (litgpt's tables)."""
     found = re.search(r"quant=(\S+)", row.get("dtype") or "")
     return {"nf4": 0.69, "nf4-dq": 0.64, "fp4": 0.69, "int8": 1.1}.get(found.group(1)) if found else None
 
 
 def software_of(row: Mapping[str, str]) -> Software:
-    """What a framework of that name and year is known to do."""
+    """Return the properties that a framework of that name and year is known to have."""
     name, year = framework_of(row), year_of(row)
     compiled = (row.get("compile") or "") in ("1", "1.0", "True", "true")
     mlperf = "mlperf" in (row.get("source") or "").lower()

@@ -1,4 +1,4 @@
-"""A row of a table of measured runs -> the Setup it states; what it leaves empty is assumed, and said."""
+"""A row of a table of measured runs -> the Setup it states; what it leaves empty is assumed, and listed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RowRefused(ValueError):  # noqa: N818 - an answer, not a fault
 
 @dataclass(frozen=True)
 class Stated:
-    """What a row says, ready to be predicted."""
+    """The setup that a row states, ready to be predicted."""
 
     setup: Setup
     samples: float
@@ -69,7 +69,7 @@ def need(row: Row, key: str) -> float:
 
 
 def model_of(row: Row) -> tuple[ModelSpec, tuple[str, ...]]:
-    """From the sizes in the columns; by name only where there are none."""
+    """Make the model from the sizes in the columns; by its name only where there are none."""
     if number(row, "layers") is None or number(row, "hidden") is None:
         known = find_model(row.get("model", ""))
         if known is None:

@@ -1,4 +1,4 @@
-"""What a model costs: parameters, model FLOPs, and the work of its layers and ends on one rank.
+"""Count what a model costs: parameters, model FLOPs, and the work of its layers and ends on one rank.
 
 Each family's own arithmetic is in the module that its record names (`FamilyRecord.work`), as functions of `FamilyWork`.
 """
@@ -46,7 +46,7 @@ def count_params(model: ModelSpec) -> int:
 
 
 def count_active_params(model: ModelSpec) -> int:
-    """Those that one token meets."""
+    """Count the parameters that one token meets."""
     return _work_of(model).count_params(model, active=True)
 
 

@@ -31,7 +31,7 @@ class Conv:
 
     @property
     def all_params(self) -> int:
-        """With the norm's scale and shift, or the bias where there is no norm."""
+        """Count all parameters: the norm's scale and shift too, or the bias where there is no norm."""
         return self.params + self.out_channels * (2 if self.normed else 1)
 
     @property

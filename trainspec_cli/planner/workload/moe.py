@@ -13,23 +13,23 @@ def shared_width(experts: ExpertSpec) -> int:
 
 
 def expert_layer_params(experts: ExpertSpec, hidden: int, gated: bool) -> int:
-    """Of all experts, the shared ones and the router."""
+    """Count the parameters of all experts, the shared ones and the router."""
     return experts.num_experts * routed_expert_params(experts, hidden, gated) + common_params(experts, hidden, gated)
 
 
 def active_expert_params(experts: ExpertSpec, hidden: int, gated: bool) -> int:
-    """Those that one token meets."""
+    """Count the parameters that one token meets."""
     return experts.top_k * routed_expert_params(experts, hidden, gated) + common_params(experts, hidden, gated)
 
 
 def routed_expert_params(experts: ExpertSpec, hidden: int, gated: bool) -> int:
-    """Of one expert: its matrices, and their biases where it has any."""
+    """Count the parameters of one expert: its matrices, and their biases where it has any."""
     halves, width = 2 if gated else 1, experts.expert_ffn_size
     return (halves + 1) * hidden * width + (halves * width + hidden if experts.bias else 0)
 
 
 def common_params(experts: ExpertSpec, hidden: int, gated: bool) -> int:
-    """Those that every token meets: the shared experts, their gate, and the router."""
+    """Count the parameters that every token meets: the shared experts, their gate, and the router."""
     shared = (3 if gated else 2) * hidden * shared_width(experts) + (hidden if experts.shared_gate else 0)
     return shared + experts.num_experts * (hidden + (1 if experts.bias else 0))
 

@@ -1,4 +1,4 @@
-"""What a plan's decoder consists of, in elements, parameters and tokens."""
+"""Sizes of a plan's decoder, in elements, parameters and tokens."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def layer_matmul_params(model: DecoderModel, layer: int, active: bool) -> int:
 
 @lru_cache(maxsize=256)
 def matmul_params(model: DecoderModel, *, active: bool) -> int:
-    """Of all layers, the extra prediction layers included, without the head."""
+    """Count the matrix parameters of all layers, the extra prediction layers included, without the head."""
     layers = sum(layer_matmul_params(model, layer, active) for layer in range(model.num_layers))
     extra = layer_matmul_params(model, model.num_layers - 1, active) + 2 * model.hidden_size**2
     return layers + model.prediction_layers * extra

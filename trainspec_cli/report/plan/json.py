@@ -81,14 +81,14 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
 
 
 def _layout(layout: Layout) -> dict[str, Any]:
-    """Only the schedule of a pipeline that there is, and sequence parallelism that has an axis, are told."""
-    told = asdict(layout)
+    """Describe a layout, without a schedule where there is no pipeline, and sequence parallelism where tp is 1."""
+    described = asdict(layout)
     if layout.pp == 1:
         for key in ("pipeline_schedule", "virtual_stages", "stage_layers"):
-            told.pop(key, None)
+            described.pop(key, None)
     if layout.tp == 1:
-        told.pop("sequence_parallel", None)
-    return told
+        described.pop("sequence_parallel", None)
+    return described
 
 
 def _run(run: RunForecast) -> dict[str, Any]:

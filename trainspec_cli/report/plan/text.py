@@ -262,8 +262,8 @@ def _bars(title: str, rows: Sequence[tuple[str, float, str, str]], whole: float)
     table.add_column(justify="right")
     table.add_column(justify="right")
     longest = max((value for _, value, _, _ in rows), default=1.0)
-    for name, value, said, colour in rows:
-        table.add_row(name, Text(bar(value / longest, BAR_WIDTH), style=colour), said, percent(value / whole))
+    for name, value, text, colour in rows:
+        table.add_row(name, Text(bar(value / longest, BAR_WIDTH), style=colour), text, percent(value / whole))
     return Group(Text(title, style="bold"), table)
 
 

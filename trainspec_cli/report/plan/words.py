@@ -89,7 +89,7 @@ def model_words(model: Json) -> str:
 
 
 def unit_of(model: Json) -> str:
-    """What a step takes in: tokens, or samples of a model of images."""
+    """Return the unit that a step takes in: tokens, or samples of a model of images."""
     return "samples" if model["family"] == "conv" else "tokens"
 
 
@@ -112,7 +112,7 @@ def alternative_words(other: Json) -> str:
 
 
 def energy_words(joules: float) -> str:
-    """In watt-hours, which bills are in."""
+    """Format an energy in watt-hours, which bills are in."""
     return format_si(joules / 3600, "Wh")
 
 

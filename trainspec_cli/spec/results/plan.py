@@ -53,7 +53,7 @@ class Plan:
         return self.world_size // self.replica_groups
 
     def nodes_of_group(self, group: int) -> range:
-        """Hosts of a replica group: some whole ones, or one that several groups share."""
+        """Nodes of a replica group: some whole ones, or one that several groups share."""
         first = group * self.num_nodes // self.replica_groups
         return range(first, first + max(1, self.num_nodes // self.replica_groups))
 

@@ -1,1 +1,1 @@
-"""What the values of a recipe must satisfy, one by one and together."""
+"""The rules that a recipe's values must satisfy, one by one and together."""

@@ -38,7 +38,7 @@ Rule = Callable[[RunSpec], Iterable[Problem]]
 
 
 def check(spec: RunSpec) -> list[Problem]:
-    """Everything that can be said without a machine."""
+    """All problems that can be found without a machine."""
     rules: list[Rule] = [
         *MODEL_RULES,
         family_sizes,
@@ -57,14 +57,14 @@ def check(spec: RunSpec) -> list[Problem]:
 
 
 def check_machine(spec: RunSpec, machine: Machine) -> list[Problem]:
-    """What this host lacks, where the recipe is right."""
+    """Return what this machine lacks for a recipe that is right in itself."""
     here: list[Rule] = [lambda spec: gpus(spec, machine), lambda spec: fp8_units(spec, machine)]
     here.append(lambda spec: check_kernels(spec, machine))
     return apply([*here, packages, compiler, shared_memory], spec)
 
 
 def apply(rules: Iterable[Rule], spec: RunSpec) -> list[Problem]:
-    """What `rules` have to say of the values that are in range; `check` reports the others one by one."""
+    """Apply `rules` to the values that are in range; `check` reports the others one by one."""
     problems: list[Problem] = []
     known = forget_out_of_range(spec)
     for rule in rules:
@@ -225,7 +225,7 @@ def _missing_file(path: str, value: str, kind: str) -> Problem:
 
 
 def uncertainty(spec: RunSpec) -> Iterator[Problem]:
-    """What is known within a factor is a number of its section, and the factor is at least 1."""
+    """A value that is known within a factor is a number of its section, and the factor is at least 1."""
     for section in ("reliability", "site", "power", "cost"):
         values = getattr(spec.cluster, section)
         for key, factor in values.known_within.items():
@@ -274,7 +274,7 @@ def fp8_units(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
 
 
 def packages(spec: RunSpec) -> Iterator[Problem]:
-    """Those that an extra brings."""
+    """The packages that an extra brings are installed."""
     tracked = [(f"tracking.{name}", name, name) for name in TRACKERS if getattr(spec.tracking, name)]
     sources = {"data.source": spec.data.source}
     for group in ("mixture", "validation"):
@@ -300,7 +300,7 @@ def shared_memory(spec: RunSpec) -> Iterator[Problem]:
     """Copies of the state are kept in files that lie in memory."""
     path = "checkpoint.memory_interval_steps"
     if spec.checkpoint.memory_interval_steps is not None and not Path("/dev/shm").is_dir():
-        yield _lacking("no_shared_memory", path, f"`{path}` needs /dev/shm, which this host lacks", f"type {path}=null")
+        yield _lacking("no_shared_memory", path, f"`{path}` needs /dev/shm, which this node lacks", f"type {path}=null")
 
 
 def memory_copies(spec: RunSpec) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""What replica groups and injected faults must agree with."""
+"""Rules for replica groups and injected faults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def wanted_groups(spec: RunSpec) -> int:
 
 
 def fixed_groups(spec: RunSpec) -> int:
-    """Those that stand beside the layout's own axes: `layout.dp_replicate` may count the groups itself."""
+    """Count the groups beside the layout's own axes: `layout.dp_replicate` may count the groups itself."""
     counted_by_layout = spec.resilience.replica_groups == AUTO and spec.layout.dp_replicate not in (AUTO, 1)
     return 1 if counted_by_layout else wanted_groups(spec)
 
@@ -61,11 +61,11 @@ def group_processes(spec: RunSpec) -> Iterator[Problem]:
 
 
 def whole_hosts(num_nodes: int, number: int) -> Iterator[Problem]:
-    """A host that is lost must not take parts of several groups along."""
+    """The loss of a node must not take parts of several replica groups along."""
     if number == 1 or num_nodes % number == 0 or number % num_nodes == 0:
         return
     path = "resilience.replica_groups"
-    message = f"{num_nodes} hosts do not divide over {number} replica groups, nor the groups over the hosts"
+    message = f"{num_nodes} nodes do not divide over {number} replica groups, nor the groups over the nodes"
     fitting = [n for n in range(2, 2 * num_nodes + 1) if num_nodes % n == 0 or n % num_nodes == 0]
     near = sorted(fitting, key=lambda n: abs(n - number))[:3]
     yield Problem("not_divisible", message, path, f"type {path}={' or '.join(map(str, sorted(near)))}")
@@ -80,7 +80,7 @@ def faults(spec: RunSpec) -> Iterator[Problem]:
     number = wanted_groups(spec)
     for fault in parsed:
         if fault.group >= number:
-            message = f"`fault` strikes group {fault.group}, and the groups are numbered 0 to {number - 1}"
+            message = f"`fault` is for replica group {fault.group}, and the groups are numbered 0 to {number - 1}"
             yield Problem("out_of_range", message, "fault", "type fault='kill(group=0,step=40)'")
         if fault.kind in ("lighthouse", "bitflip") and number == 1:
             message = f"`fault` {fault.kind} is felt by replica groups alone"

@@ -1,4 +1,4 @@
-"""What can be said and planned, but not yet trained: the engine refuses it instead of passing over it."""
+"""Rules for what can be written and planned but not yet trained: the engine refuses it instead of ignoring it."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def _is_auto(value: Any) -> bool:
 
 
 def check_engine(spec: RunSpec) -> list[Problem]:
-    """What this version's engine cannot run."""
+    """Return what this version's engine cannot run."""
     return apply([*BUILT, elastic_model, group_hosts, *(partial(trained_value, path) for path in TRAINED)], spec)
 
 
 def check_built(spec: RunSpec) -> list[Problem]:
-    """What of the model and its layout the engine cannot build, wherever it is to run."""
+    """Return the parts of the model and its layout that the engine cannot build, wherever it is to run."""
     return apply(BUILT, spec)
 
 

@@ -21,7 +21,7 @@ def family_sizes(spec: RunSpec) -> Iterator[Problem]:
 
 
 def family_training(spec: RunSpec) -> Iterator[Problem]:
-    """Where the engine is to train it; what it cannot train can still be planned."""
+    """Apply the family's rules where the engine is to train it; what it cannot train can still be planned."""
     for rule in TRAINING.get(spec.model.family, ()):
         yield from rule(spec.model, spec)
 

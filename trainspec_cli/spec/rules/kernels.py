@@ -72,7 +72,7 @@ KERNEL_RULES = (known_backends, used_operations, whole_vocabulary, seen_by_recom
 
 
 def check_kernels(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
-    """What this machine lacks for the backends that are named."""
+    """Return what this machine lacks for the backends that are named."""
     on_gpu = spec.cluster.device == "cuda" or (spec.cluster.device == AUTO and bool(machine.gpu_names))
     for op, name in _named(spec):
         path, backend = f"kernels.{op}", KERNELS[op][name]
@@ -86,7 +86,7 @@ def check_kernels(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
 
 
 def lacking(backend: Backend, *, on_gpu: bool) -> str:
-    """What the backend needs and is not here; "" where nothing is."""
+    """Name what the backend needs and is missing here; "" where nothing is."""
     if backend.on == "cuda" and not on_gpu:
         return "CUDA"
     if _torch_version() < backend.since_torch:
@@ -120,7 +120,7 @@ def why_untried(plan: Plan, op: str, name: str) -> str:
 
 
 def find_compiler() -> str | None:
-    """Of C++."""
+    """Return the path of a C++ compiler, if there is one."""
     candidates = [os.environ.get("CXX") or "g++", "g++", "clang++", "c++"]
     return next((found for found in map(shutil.which, candidates) if found), None)
 

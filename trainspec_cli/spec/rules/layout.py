@@ -71,7 +71,7 @@ def adapters(spec: RunSpec) -> Iterator[Problem]:
 
 
 def documents(spec: RunSpec) -> Iterator[Problem]:
-    """Who keeps attention within documents."""
+    """Attention is kept within documents by some models and layouts only."""
     if not spec.data.masks_documents:
         return
     path = "data.document_masks" if spec.data.document_masks else "data.source"
@@ -189,7 +189,7 @@ def expert_parallel(spec: RunSpec) -> Iterator[Problem]:
 
 
 def capacity(spec: RunSpec) -> Iterator[Problem]:
-    """What an expert takes is its share of each sequence, which a rank must then see whole."""
+    """An expert's capacity is its share of each sequence, which a rank must then see whole."""
     experts = spec.model.experts
     cut = [axis for axis in ("cp", "tp") if size_of(spec.layout, axis) > 1]
     if experts is not None and experts.capacity_factor is not None and cut:

@@ -68,6 +68,6 @@ def not_divisible(path: str, message: str, total: int, part: int) -> Problem:
 
 
 def divisors(number: int, most: int = 8) -> list[Any]:
-    """Of a large number the smallest few."""
+    """Return all divisors of a number, or of a large one the smallest few."""
     found: list[Any] = [n for n in range(1, min(number, 4096) + 1) if number % n == 0]
     return found if len(found) <= most else [*found[:most], "..."]

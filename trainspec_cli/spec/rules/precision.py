@@ -31,7 +31,7 @@ def float8(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _sizes(model: TextModel, tp: int) -> Iterator[Problem]:
-    """Of a rank's parts."""
+    """Check the sizes of a rank's parts."""
     sides = {
         "model.hidden_size": model.hidden_size,
         "model.ffn_size": model.ffn_size / tp,

@@ -230,7 +230,7 @@ def _field(section: Any, name: str) -> Any:
 
 
 def holds(spec: Any, path: str) -> bool:
-    """What is not known is in no range, and out of none."""
+    """Return True if the value is in its range; a value that is not known counts as in range."""
     try:
         value = value_at(spec, path)
         if value is None or value == AUTO:

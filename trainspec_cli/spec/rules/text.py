@@ -27,7 +27,7 @@ def run_folder(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _check_text(path: str, text: object, *, may_have_lines: bool = False) -> Iterator[Problem]:
-    if not isinstance(text, str):  # a number, or of a wrong type, which is told by itself
+    if not isinstance(text, str):  # a number, or of a wrong type, which is reported elsewhere
         return
     if is_printable(text) if may_have_lines else text == on_one_line(text):
         return

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from lab.agents import connect_agent
 
+from trainspec_cli.environment_names import LAUNCH_ID
 from trainspec_cli.errors import MachineError, WorkerError
 from trainspec_cli.launch.backend.nodes import backend as module
 from trainspec_cli.launch.backend.nodes.backend import Examination, NodesBackend, Reach
@@ -30,7 +31,6 @@ from trainspec_cli.launch.backend.nodes.messages import (
     WorkersOrphaned,
 )
 from trainspec_cli.launch.backend.nodes.wire import Wire
-from trainspec_cli.launch.job.environment import LAUNCH_ID
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.policy.run_state import (
     AgentsFailed,
@@ -169,7 +169,7 @@ def test_a_failed_worker_and_what_is_left_of_its_group(lab: Lab) -> None:
     lab.wait_until(lambda: lab.events)
     (ended,) = lab.events
     assert isinstance(ended, GroupEnded)
-    assert (ended.headline, ended.left_behind) == ("rank 7 (host host3) was killed by SIGKILL", (77,))
+    assert (ended.headline, ended.left_behind) == ("rank 7 (host3) was killed by SIGKILL", (77,))
     lab.backend.kill(1)  # nothing is left to be killed
 
 
@@ -188,7 +188,7 @@ def test_a_lost_node_takes_its_group_along_and_may_come_back(lab: Lab) -> None:
     lab.events.clear()
     lab.wait_until(lambda: lab.events)
     assert isinstance(lab.events[0], GroupEnded)
-    assert lab.events[0].headline.startswith("node 3 (host host3) closed its connection")
+    assert lab.events[0].headline.startswith("node 3 (host3) closed its connection")
     lab.call(3)
     lab.wait_for(NodeBack(3), PresenceChanged(1, "there"))
 

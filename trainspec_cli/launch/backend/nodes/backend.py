@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainspec_cli.environment_names import LAUNCH_ID
 from trainspec_cli.errors import MachineError
 from trainspec_cli.launch.backend.family import Family
 from trainspec_cli.launch.backend.node_processes import close_family
@@ -22,7 +23,7 @@ from trainspec_cli.launch.backend.observe import GroupStart, RendezvousWatch
 from trainspec_cli.launch.backend.processes import POLL_S
 from trainspec_cli.launch.backend.spawn import start_guard
 from trainspec_cli.launch.job.command import ENGINE
-from trainspec_cli.launch.job.environment import LAUNCH_ID, own_modules
+from trainspec_cli.launch.job.environment import own_modules
 from trainspec_cli.launch.job.job import Job, next_log_folder
 from trainspec_cli.launch.job.place import allow_connections, listen, listening_address
 from trainspec_cli.launch.rendezvous.address import Rendezvous

@@ -13,12 +13,12 @@ from trainspec_cli.launch.backend.nodes.wire import Knock, Wire
 from trainspec_cli.spec.results.doctor import NodeReport
 
 MAX_ACCEPTED = 256
-"""In one look: a flood of connections does not keep the hub from its agents."""
+"""In one poll: a flood of connections does not keep the hub from its agents."""
 
 
 def max_knocks(num_nodes: int) -> int:
-    """Return how many connections may be in their handshake at once; one more ends the oldest. Each is looked at twice
-    at least, so that an agent has the time between two looks to answer in."""
+    """Return how many connections may be in their handshake at once; one more ends the oldest. Each is polled at least
+    twice, so that an agent has the time between two polls to answer in."""
     return num_nodes + 2 * MAX_ACCEPTED
 
 

@@ -81,7 +81,7 @@ def latent_keys_values(tape: Tape, x: Value, shape: Shape) -> tuple[Value, Value
 
 @dataclass(frozen=True)
 class Heads:
-    """What a kernel sees, with `samples` times `length` tokens of some heads."""
+    """The heads that a kernel is given, with `samples` times `length` tokens."""
 
     samples: int
     length: int
@@ -175,7 +175,7 @@ def swap(tape: Tape, x: Value) -> Value:
 
 
 def ring(tape: Tape, q: Value, k: Value, v: Value, rows: float, turns: int) -> Value:
-    """Of the ring's last rank, whose queries meet every part of the keys.
+    """Record ring attention on the last rank, whose queries meet every part of the keys.
 
     Keys and values travel with their successors; sums are in fp32, keys of groups repeated for their queries. A
     selective recomputation keeps each turn's result. The whole stands head by head, and is copied to stand token by

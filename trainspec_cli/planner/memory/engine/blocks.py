@@ -28,7 +28,7 @@ class BlockProfile:
 
     @property
     def kept(self) -> float:
-        """From forward to backward, the output included."""
+        """Bytes kept from forward to backward, the output included."""
         return self.forward[-1].live
 
 
@@ -55,7 +55,7 @@ def profile(tape: Tape, block: Callable[[], Value], recompute: Recompute) -> Blo
 
 @lru_cache(maxsize=1024)
 def profile_block(shape: Shape, recompute: Recompute, split: bool) -> BlockProfile:
-    """Of one layer, forward and backward. `split`: weights' gradients come later."""
+    """Profile one layer, forward and backward. `split`: gradients of weights come later."""
     tape = Tape(shape.width, fp8=shape.fp8, frozen=shape.lora.rank > 0)
     tape.put_off = [] if split else None
     source = tape.leaf(shape.outside_tokens * shape.hidden, frozen=False)
@@ -63,7 +63,7 @@ def profile_block(shape: Shape, recompute: Recompute, split: bool) -> BlockProfi
 
 
 def block(tape: Tape, x: Value, shape: Shape) -> Value:
-    """What a mixer gave lives until the block ends."""
+    """Record a block; the output of each mixer lives until the block ends."""
     given = []
     for mixer in shape.layer.mixers:
         given.append(MIXERS[mixer](tape, norm(tape, x, shape), shape))
@@ -72,7 +72,7 @@ def block(tape: Tape, x: Value, shape: Shape) -> Value:
 
 
 def with_bias(tape: Tape, mixed: Value, mixer: Mixer, shape: Shape) -> Value:
-    """That of attention's output is added outside of its region."""
+    """Add the bias of attention's output, which is added outside of its region."""
     return tape.copy_in_forward(mixed) if mixer == "attention" and shape.decoder.attention_bias == "all" else mixed
 
 

@@ -53,7 +53,7 @@ class ConvTape(Tape):
 
 @dataclass(frozen=True)
 class ConvPart:
-    """Of a network: what is sharded and recomputed as one, or stands before and behind those."""
+    """A part of a network that is sharded and recomputed as one, or stands before or behind such parts."""
 
     forward: Callable[[ConvTape, Sequence[Value]], Value]
     entering: tuple[float, ...]
@@ -71,7 +71,7 @@ class ConvPart:
 
     @property
     def unit(self) -> Unit:
-        """On one rank."""
+        """Return the part's parameters on one rank."""
         tape = ConvTape(2.0)
         self.forward(tape, self.sources(tape))
         return Unit(tuple(tape.matrices), 1)

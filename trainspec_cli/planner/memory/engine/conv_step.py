@@ -81,7 +81,7 @@ class _ConvReplay:
         self.sharding.end_forward()
 
     def _images_bytes(self) -> float:
-        """In the compute format; in fp32 they are those of the data."""
+        """Bytes of the images' copy in the compute format; 0 in fp32, where the step reads those of the data."""
         narrow = self.width < MASTER_WIDTH
         return self.given.samples * self.model.in_channels * prod(self.model.input_size) * self.width * narrow
 
@@ -108,7 +108,8 @@ class _ConvReplay:
             sharding.end_backward()
 
     def _add_gradients(self, block: _ConvBlock, beside_bytes: float) -> None:
-        """Of what left the block twice. The one from beside lies in one piece with what it was joined with."""
+        """Add the two gradients of an output that was used twice. The one from beside lies in one piece with what it
+        was joined with."""
         if beside_bytes:
             self.account.touch(beside_bytes)
             self.account.add("activations", -beside_bytes)

@@ -58,7 +58,7 @@ def router(tape: Tape, x: Value, shape: Shape) -> tuple[Value, Value]:
 
 
 def choose(tape: Tape, shape: Shape) -> Value:
-    """From biased scores, and from those of the chosen groups."""
+    """Choose the experts, from biased scores and from those of the chosen groups."""
     spec = shape.experts
     copies = (spec.balance_rate > 0) + (spec.top_groups < spec.num_groups)
     room = tape.new(copies * shape.outside_tokens * spec.num_experts, PRECISE)
@@ -103,7 +103,7 @@ def dispatch(tape: Tape, x: Value, indices: Value, weights: Value, shape: Shape)
 
 
 def spread_dispatch(tape: Tape, x: Value, indices: Value, weights: Value, shape: Shape) -> Value:
-    """To the ranks of their experts, sorted by expert again, and all the way back."""
+    """Send copies to the ranks of their experts, sort them by expert again, and send the results back."""
     copies = sort_by_expert(tape, x, indices, shape)
     came = tape.copy(tape.part(copies.x, copies.x.elements))
     order = tape.new(indices.elements, INDEX)
@@ -140,7 +140,7 @@ def combine(tape: Tape, copies: SortedCopies, y: Value, weights: Value) -> Value
 
 
 def products(tape: Tape, x: Value, shape: Shape) -> Value:
-    """Of copies of tokens with their experts' matrices."""
+    """Multiply copies of tokens with their experts' matrices."""
     spec, model = shape.experts, shape.decoder
     rows, held = x.elements / shape.hidden, spec.num_experts / shape.layout.ep
     halves = 2 if model.gated_mlp else 1

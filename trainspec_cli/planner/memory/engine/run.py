@@ -65,7 +65,7 @@ def is_counted(model: ModelSpec, offload: str) -> bool:
 
 
 def engine_peak(run: EngineRun, pipeline_rank: int) -> EnginePeak:
-    """Of one rank of the pipeline, where `is_counted`. Blocks are counted eager: compiled ones keep no more."""
+    """Return the peak of one pipeline rank, where `is_counted`. Blocks count as eager: compiled ones keep no more."""
     family = cast("FamilyMemory", import_module(run.model.record.memory))
     return EnginePeak(family.replay(run, pipeline_rank))
 
@@ -78,7 +78,7 @@ class FamilyMemory(Protocol):
 
 
 def outer_peaks(run: EngineRun) -> list[EnginePeak]:
-    """Of the pipeline's first rank and its last, which are one without a pipeline; those between hold no more than
+    """Return the peaks of the pipeline's first and last rank (one without a pipeline); those between hold no more than
     the first."""
     return [engine_peak(run, rank) for rank in sorted({0, run.layout.pp - 1})]
 

@@ -31,7 +31,7 @@ class Sharded:
 
 
 class Sharding:
-    """Of one stage. `frees`: parameters are let go after a forward (ZeRO-3)."""
+    """The sharded parameters of one stage. `frees`: parameters are freed after a forward (ZeRO-3)."""
 
     def __init__(self, account: Account, width: float, reduce_width: float, *, frees: bool):
         self.account, self.width, self.reduce_width, self.frees = account, width, reduce_width, frees
@@ -41,7 +41,7 @@ class Sharding:
         """Of the last reduce-scatter."""
 
     def gather(self, part: Sharded) -> None:
-        """In a forward."""
+        """Gather the part's parameters in a forward."""
         if part.is_gathered or not part.unit.full:
             return
         size, account = part.unit.gathered * self.width, self.account
@@ -77,7 +77,7 @@ class Sharding:
         part.prefetched = True
 
     def gather_again(self, part: Sharded) -> None:
-        """In a backward: the buffer is let go at once."""
+        """Gather the part's parameters in a backward, where the buffer is freed at once."""
         if part.is_gathered:
             return
         size = part.unit.gathered * self.width
@@ -100,7 +100,7 @@ class Sharding:
         part.gradient_bytes = size
 
     def after_backward(self, part: Sharded, exchanges: bool) -> None:
-        """Where nothing is exchanged yet, gradients take the format of the exchange."""
+        """Free the parameters; where nothing is exchanged yet, gradients take the format of the exchange."""
         self.free(part)
         if not exchanges and part.gradient_bytes and self.reduce_width != self.width and not part.accumulated_bytes:
             part.accumulated_bytes = part.unit.trained.full * self.reduce_width

@@ -43,7 +43,7 @@ class ScanSizes:
 
     @property
     def stands_apart(self) -> bool:
-        """Whether blocks of several samples or groups make a batch: then they do not stand in one piece."""
+        """Return True if blocks of several samples or groups make a batch, and so do not lie in one piece."""
         return self.samples > 1 or self.groups > 1
 
 
@@ -85,7 +85,7 @@ def gated_norm(tape: Tape, y: Value, z: Value, scan: ScanSizes) -> Value:
 
 
 def scaled(tape: Tape, x: Value, factor: Value) -> Value:
-    """By a factor of fewer elements, which is repeated."""
+    """Multiply by a factor of fewer elements, which is repeated."""
     return tape.mul(x, tape.expand(factor, x.elements))
 
 
@@ -111,7 +111,7 @@ def within_blocks(tape: Tape, x: Value, decay: Value, b: Value, c: Value, scan: 
 
 
 def from_earlier_blocks(tape: Tape, x: Value, decay: Value, b: Value, c: Value, scan: ScanSizes) -> Value:
-    """What the states at each block's beginning (B C G R P N) add to its tokens."""
+    """Return what the states at each block's beginning (B C G R P N) add to its tokens."""
     to_end = exp(tape, difference(tape, tape.part(decay, decay.elements), decay))
     fading = ordered(tape, scaled(tape, x, tape.cast(to_end, tape.width)), scan)
     states = x.elements / scan.block * scan.states / scan.groups
@@ -137,7 +137,7 @@ def ordered(tape: Tape, x: Value, scan: ScanSizes) -> Value:
 
 
 def product(tape: Tape, left: Value, right: Value, elements: float) -> Value:
-    """Of matrices, a batch of them."""
+    """Multiply a batch of matrices."""
     return tape.apply((left, right), elements, saved=(left, right), width=left.width, costly=True)
 
 

@@ -52,7 +52,7 @@ class _Block:
 
     @property
     def units(self) -> list[Sharded]:
-        """In the order of their forwards' ends."""
+        """Return the units in the order in which their forwards end."""
         return [self.experts, self.own] if self.experts else [self.own]
 
 
@@ -119,8 +119,7 @@ class _Replay:
             self.account.add("temporaries", 2 * self.message_bytes)
 
     def _sum_late(self) -> None:
-        """Where ranks of tp hold the same experts, each has a share of their gradients: all are copied, and then into
-        one piece."""
+        """Sum the gradients of experts that all ranks of tp hold: all are copied, and then into one piece."""
         if self.layout.tp > 1 and self.layout.ep == 1:
             shares = sum(block.whole_experts.trained.own for stage in self.stages.values() for block in stage.blocks)
             self.account.touch(2 * shares * MASTER_WIDTH)
@@ -265,7 +264,7 @@ def _before(stage: _Stage, unit: Sharded) -> Sharded | None:
 
 
 def _without_data(layout: Layout) -> Layout:
-    """What a block's sizes follow from, so that layouts share profiles."""
+    """Return the part of the layout that a block's sizes follow from, so that layouts share profiles."""
     return Layout(
         tp=layout.tp,
         cp=layout.cp,

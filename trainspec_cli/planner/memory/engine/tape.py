@@ -95,7 +95,7 @@ class Tape:
     """Records operations on values of `width` bytes an element."""
 
     def __init__(self, width: float, *, fp8: bool = False, frozen: bool = False):
-        """`frozen`: parameters need no gradient, if not said."""
+        """`frozen`: parameters need no gradient unless stated otherwise."""
         self.width, self.meter, self.fp8, self.frozen = width, Meter(), fp8, frozen
         self.is_saving = True
         """False: nothing is saved for a backward, as in a forward that will be done again."""
@@ -127,7 +127,7 @@ class Tape:
         return Value(Storage(Meter(), 0.0), elements, self.width, node)
 
     def backward(self, node: Node, gradient: Value) -> None:
-        """From `node` to the leaves. Gradients that meet are added into new memory."""
+        """Run the backward from `node` to the leaves. Gradients that meet are added into new memory."""
         arrived = {node: gradient}
         del gradient
         waiting = [node]
@@ -265,7 +265,7 @@ class Tape:
         return out
 
     def norm(self, x: Value, weight: Value, rows: float) -> Value:
-        """In one kernel: saves its input and a number a row."""
+        """Record a norm of one kernel, which saves its input and a number a row."""
         return self.apply((x, weight), x.elements, saved=(x, self.new(rows, 4.0)))
 
     def unary(self, x: Value) -> Value:
@@ -317,7 +317,7 @@ class Tape:
         return self._recorded(x, (x, loss), lambda gradient: (gradient, self.new(1, 4.0)))
 
     def negated(self, x: Value) -> Value:
-        """As the right side of a difference: no memory of its own but for its gradient."""
+        """Negate the right side of a difference: it takes no memory of its own but for its gradient."""
         width = x.width
         return self._view(x, x.elements, lambda gradient: (self.new(gradient.elements, width),))
 

@@ -1,4 +1,4 @@
-"""What FSDP2 shards as one: a block's parameters, spread experts, or those outside of the blocks."""
+"""The units that FSDP2 shards as one: a block's parameters, spread experts, or the parameters outside of the blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Unit:
 
     @cached_property
     def trained(self) -> Unit:
-        """What has gradients and moments."""
+        """Return the unit of the parameters that have gradients and moments."""
         return self if self.adapters is None else Unit(self.adapters, self.shards, self.reorders)
 
     @cached_property
@@ -64,7 +64,7 @@ def block_unit(model: TextModel, layer: Layer, layout: Layout, lora: LoraSpec) -
 
 
 def freeze(unit: Unit, lora: LoraSpec) -> Unit:
-    """Where there are adapters, nothing else is trained."""
+    """Freeze a unit where there are adapters: nothing else is trained then."""
     return replace(unit, adapters=()) if lora.rank else unit
 
 
@@ -140,7 +140,8 @@ def _experts(model: DecoderModel, ep: int) -> Iterator[tuple[int, int, int]]:
 
 
 def experts_unit(model: TextModel, layout: Layout) -> Unit:
-    """Those of one rank of ep, over the ranks that ep leaves: by experts where these divide, else by rows."""
+    """Return the experts of one rank of ep, sharded over the ranks that ep leaves: by experts where these divide, else
+    by rows."""
     decoder = model.as_decoder
     shards = layout.expert_ranks // layout.ep
     shapes = list(_experts(decoder, layout.ep))
@@ -150,7 +151,7 @@ def experts_unit(model: TextModel, layout: Layout) -> Unit:
 
 
 def whole_experts(model: TextModel, layer: Layer, layout: Layout) -> Unit:
-    """Those in a block's unit."""
+    """Return the experts that are part of a block's own unit."""
     decoder = model.as_decoder
     held = _experts(decoder, 1) if "experts" in layer.mixers and layout.ep == 1 else ()
     return Unit(tuple((experts, rows * row) for experts, rows, row in held), layout.shards)
