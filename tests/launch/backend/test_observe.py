@@ -156,7 +156,7 @@ def test_a_run_of_one_group_ends_with_its_lost_node(job: Job, two_groups: Plan, 
     start.lose(1, "far", "is off")
     ended = end_of(start)
     assert (ended.foreseen, ended.own_error, ended.exit_code) == (True, False, 1)
-    assert ended.headline == "node 1 (host far) is off"
+    assert ended.headline == "node 1 (far) is off"
     assert [failure.who for failure in start.failures()] == ["node 1", "rank 0"]
 
 

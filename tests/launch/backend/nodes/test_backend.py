@@ -206,7 +206,7 @@ def test_a_node_that_leaves_takes_its_group_along(lab: Lab) -> None:
     lab.wait_until(lambda: lab.events)
     (ended,) = lab.events
     assert isinstance(ended, GroupEnded)
-    assert (ended.done, ended.headline) == (False, "node 3 (host host3) no way")
+    assert (ended.done, ended.headline) == (False, "node 3 (host3) no way")
 
 
 def test_where_nobody_can_start_an_agent_again_a_lost_node_is_not_waited_for(open_lab: Callable[..., Lab]) -> None:
