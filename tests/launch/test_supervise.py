@@ -209,6 +209,20 @@ def test_a_backend_that_fails_is_closed(run: Run) -> None:
     assert (run.world.backend.closed, marks(run)) == (1, ["launch", "ended"])
 
 
+def test_a_generation_that_cannot_be_begun_ends_the_run_with_its_reason(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(supervisor: Supervisor) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Supervisor, "_note_restart", refuse)
+    run.world.checkpoint = 7
+    run.script = [run.happen(Stepped(0)), lambda: run.world.end(0, from_outside=True)]
+    with pytest.raises(OSError, match="No space left"):
+        run()
+    assert (run.world.backend.closed, marks(run)) == (1, ["launch", "ended"])
+
+
 def test_a_lost_node_is_written_down_and_ends_a_run_of_one_group(run: Run) -> None:
     generations.begin(run.job.run)
     run.script = [run.happen(NodeLost(1, "b", "is off", (0,)), NodeUnfit(0, "a", "no GPU"))]

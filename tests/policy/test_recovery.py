@@ -154,6 +154,8 @@ TABLE: list[tuple[str, RunState, Event, list[str], tuple[Action, ...]]] = [
     ("after another has ended well", a_run(RUNNING, DONE), ended(), ["gone", "done"], (ArchiveErrors(0),)),
     ("one ends well, the others wait no more", a_run(RUNNING, WAITING), ended(done=True, exit_code=0), ["done", "gone"],
      ()),
+    ("what a group that ended well has left behind is killed",
+     a_run(RUNNING._replace(phase="ending", kill_at_s=NOW - 1), RUNNING), ended(done=True), ["done", "running"], ()),
     ("one ends well while it is killed", a_run(RUNNING._replace(phase="ending"), RUNNING), ended(done=True),
      ["waiting", "running"], (ArchiveErrors(0), Inform(AGAIN))),
     # Several groups: stuck

@@ -64,6 +64,9 @@ class WorkerFailure:
     def who(self) -> str:
         return f"{'node' if self.whole_node else 'rank'} {self.rank}"
 
+    def is_of_node(self, node: int) -> bool:
+        return self.whole_node and self.rank == node
+
 
 def find_failures(job: Job) -> list[WorkerFailure]:
     """Return all workers that failed, the one that began it first; those that only lost their peers last."""

@@ -92,6 +92,7 @@ class Supervisor:
             newest_checkpoint(job.run),
         )
         self._backend: RunBackend | None = None
+        self._marks: EventWriter | None = None
         self._generation: int | None = None
         self._left_behind: tuple[int, ...] = ()
         self._losses: dict[int, run_state.NodeLost | run_state.NodeUnfit] = {}
@@ -104,14 +105,17 @@ class Supervisor:
         self._generation = self._backend.generation
 
     def close(self) -> None:
-        """End a generation: nothing of it is left."""
+        """End a generation, where one is open: nothing of it is left."""
+        backend, marks = self._backend, self._marks
+        self._backend = self._marks = None
+        if marks is None:
+            return
         try:
-            if self._backend:
-                self._left_behind = self._backend.kill()
+            if backend:
+                self._left_behind = backend.kill()
         finally:
-            self._backend = None
-            self._marks.write(EndedMark(exit_code=self._exit_code))
-            self._marks.close()
+            marks.write(EndedMark(exit_code=self._exit_code))
+            marks.close()
 
     def turn(self, now_s: float, requests: StopRequests) -> None:
         """Take in what has happened, and do what follows."""
@@ -161,6 +165,7 @@ class Supervisor:
             case run_state.Inform(text):
                 self._report(text)
             case run_state.MarkFailure():
+                assert self._marks is not None, "a generation is open"
                 self._marks.write(FailureMark())
             case run_state.ArchiveErrors(group):
                 self._archive_errors(group)

@@ -212,7 +212,8 @@ def _group_ended(state: RunState, event: GroupEnded) -> Decision:
     if group.phase not in ("running", "ending"):
         return state, ()
     state = state._replace(exit_code=event.exit_code, checkpoint_step=event.checkpoint_step)
-    if event.done and (state.is_alone or group.phase == "running"):
+    only_orphans_killed = group.kill_at_s < math.inf
+    if event.done and (state.is_alone or group.phase == "running" or only_orphans_killed):
         return _drop_waiting(_change(state, event.group, phase="done")), ()
     state = _change(state, event.group, phase="gone", failures_in_a_row=group.failures_in_a_row + 1)
     state = state._replace(last_failure=event.headline)

@@ -145,6 +145,21 @@ def test_a_lost_node_is_where_a_failure_of_its_group_began(job: Job, two_groups:
     assert (ended.headline, ended.done, ended.foreseen) == ("node 3 (far) is off", False, False)
 
 
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_a_run_of_one_group_ends_with_its_lost_node(job: Job, two_groups: Plan, is_recorded: bool) -> None:
+    """Its end may be seen before the loss is written down; the others' errors are what followed from it."""
+    write_error(job, 0, LOST_PEER)
+    if is_recorded:
+        write_json(job.run.node_error(1), {"node": 1, "host": "far", "time": 1.0, "lost": True, "message": "is off"})
+    start = GroupStart(job, replace(two_groups, num_nodes=2, replica_groups=1), 0, 1, (0, 1))
+    start.hear(0, "here", GroupExited(0, 1, 1))
+    start.lose(1, "far", "is off")
+    ended = end_of(start)
+    assert (ended.foreseen, ended.own_error, ended.exit_code) == (True, False, 1)
+    assert ended.headline == "node 1 (far) is off"
+    assert [failure.who for failure in start.failures()] == ["node 1", "rank 0"]
+
+
 def test_a_group_that_was_killed_for_being_stuck_has_no_failure(job: Job, two_groups: Plan) -> None:
     ended = exited(GroupStart(job, two_groups, 1, 1), None)
     assert ended.headline == "it lives, and the others had to go on without it"

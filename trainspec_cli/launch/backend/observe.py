@@ -46,8 +46,8 @@ class GroupStart:
         return [run_state.Orphaned(self.group)]
 
     def lose(self, node: int, hostname: str, why: str) -> None:
-        """A lost node ends by itself what it runs."""
-        self._failure = WorkerFailure(node, hostname, why, time=0.0, whole_node=True)
+        """A lost node ends by itself what it runs. A run of one group cannot go on without it."""
+        self._failure = WorkerFailure(node, hostname, why, time=0.0, whole_node=True, foreseen=self._is_alone)
         self._running.discard(node)
 
     def poll(self) -> Iterator[run_state.Event]:
@@ -100,10 +100,10 @@ class GroupStart:
     def failures(self) -> list[WorkerFailure]:
         """Why it failed, as reported by the workers where they could; a node that is lost is where it began."""
         reported, seen = find_failures(self.job), self._failure
+        if seen is not None and seen.whole_node:  # it may be written down already
+            return [seen, *(failure for failure in reported if not failure.is_of_node(seen.rank))]
         if seen is None or self._is_alone:
             return reported
-        if seen.whole_node:
-            return [seen, *reported]
         if any(failure.rank == seen.rank for failure in reported):
             return reported
         return first_causes([seen, *reported])

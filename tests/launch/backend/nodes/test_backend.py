@@ -193,6 +193,22 @@ def test_a_lost_node_takes_its_group_along_and_may_come_back(lab: Lab) -> None:
     lab.wait_for(NodeBack(3), PresenceChanged(1, "there"))
 
 
+def test_a_node_that_leaves_takes_its_group_along(lab: Lab) -> None:
+    """Its agent lacked something when the group was started again, such as the way to the first node."""
+    agents = lab.call(0, 1, 2, 3)
+    lab.wait_for(PresenceChanged(0, "there"), PresenceChanged(1, "there"))
+    lab.backend.start(1, 2)
+    agents[3].send(NodeRefuses("no way"))
+    agents[3].send(Goodbye())
+    lab.wait_until(lambda: any(isinstance(event, NodeLost) for event in lab.events))
+    lab.wait_for(NodeUnfit(3, "host3", "no way"), NodeLost(3, "host3", "no way", (1,)), PresenceChanged(1, "away"))
+    agents[2].send(GroupExited(1, 2, None))
+    lab.wait_until(lambda: lab.events)
+    (ended,) = lab.events
+    assert isinstance(ended, GroupEnded)
+    assert (ended.done, ended.headline) == (False, "node 3 (host3) no way")
+
+
 def test_where_nobody_can_start_an_agent_again_a_lost_node_is_not_waited_for(open_lab: Callable[..., Lab]) -> None:
     lab = open_lab(reach=Reach("127.0.0.1", NOBODY))
     agents = lab.call(2, 3)

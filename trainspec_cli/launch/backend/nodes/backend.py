@@ -168,7 +168,8 @@ class NodesBackend:
             return [self._lose(node, node.loss)]
         if isinstance(message, messages.NodeRefuses):
             node.refusal = message.why
-            return [run_state.NodeUnfit(node.node, node.hostname, message.why)]
+            lost = [self._lose(node, message.why)] if self._starts_on(node) else []
+            return [*lost, run_state.NodeUnfit(node.node, node.hostname, message.why)]
         if isinstance(message, messages.StopAsked):
             return [run_state.NodeStopRequested(node.node)]
         if isinstance(message, messages.ProcessMessage):
@@ -179,10 +180,13 @@ class NodesBackend:
 
     def _lose(self, node: RemoteNode, why: str) -> run_state.NodeLost:
         self._lost.add(node.node)
-        there = [start for start in self._starts.values() if node.node in self._plan.nodes_of_group(start.group)]
+        there = self._starts_on(node)
         for start in there:
             start.lose(node.node, node.hostname, why)
         return run_state.NodeLost(node.node, node.hostname, why, tuple(start.group for start in there))
+
+    def _starts_on(self, node: RemoteNode) -> list[GroupStart]:
+        return [start for start in self._starts.values() if node.node in self._plan.nodes_of_group(start.group)]
 
     def _admit(self) -> list[run_state.Event]:
         """Let workers start once every node that is there has been examined; later, on one that came back."""
