@@ -81,7 +81,7 @@ def test_headers_of_weights(project: Path) -> None:
         ("{{ '%9999999999d' | format(1) }}", "chat template failed"),
         (
             "{% set ns = namespace(s='x' * 1024) %}{% for a in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
-            "says",
+            "memory",
         ),
         ("{{ lipsum(n=10**7) }}", "chat template failed"),
         ("{{ 'x' * 20000000 }}", "characters"),
