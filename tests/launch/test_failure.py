@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.launch.failure import explain, find_failures, find_listed, tail
+from trainspec_cli.launch.failure import WorkerFailure, explain, explain_end, find_failures, find_listed, tail
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.reading.files import UnreadableFileError
 from trainspec_cli.rundir.files import write_json
@@ -144,3 +144,24 @@ def test_a_rank_that_torchrun_lists_is_told_as_the_runs(
     block = SUMMARY.replace("(local_rank: {rank})", "(local_rank: {local})")
     job.torchrun_log.write_text(block.format(index=0, rank=listed, local=local, code=-9, pid=1))
     assert [failure.rank for failure in find_listed(replace(job, ranks=ranks))] == [rank]
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "consequence", "headline"),
+    [
+        (-9, True, "torchrun was ended by SIGKILL, and its workers with it"),
+        (-9, False, "rank 1 (a host) broke"),
+        (1, True, "rank 1 (a host) broke"),
+        (None, True, "rank 1 (a host) broke"),
+    ],
+)
+def test_a_torchrun_that_was_killed_is_the_cause_of_what_its_workers_only_followed(
+    job: Job, exit_code: int | None, consequence: bool, headline: str
+) -> None:
+    failures = [WorkerFailure(1, "a host", "broke", consequence=consequence)]
+    assert explain_end(job, exit_code, failures).headline == headline
+
+
+def test_an_end_without_a_failure_is_explained_by_its_exit_code(job: Job) -> None:
+    assert explain_end(job, 3, []).headline == "torchrun ended with exit code 3"
+    assert explain_end(job, 0, []).headline == "the workers ended without leaving a result"

@@ -122,6 +122,12 @@ def test_a_stall_inside_a_step_is_recovery():
     check(events, [mark("launch", 0)], wall_s=8, productive=6.5, recovery=1.5)
 
 
+def test_a_stall_is_taken_from_its_step_and_not_from_the_time_that_nothing_accounts_for():
+    retried = RecoveryEvent(time=8, step=4, change="retried", group=None, stall_s=1.5, lost_steps=1)
+    events = [start(0), *steps(1, 4, begin=0, seconds=2), retried, end(11)]
+    check(events, [mark("launch", 0)], wall_s=11, productive=6.5, recovery=1.5, other=3)
+
+
 def test_a_run_that_is_still_going_counts_until_now():
     check([start(1), *steps(1, 3, begin=1)], [mark("launch", 0)], wall_s=6, now=6, start_up=1, productive=3, other=2)
 

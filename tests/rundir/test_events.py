@@ -98,6 +98,18 @@ def test_other_readers_go_on_without_a_damaged_event(damaged):
     assert list(tail_events(damaged)) == [first, third, unknown]
 
 
+def test_a_tail_waits_for_the_rest_of_a_line(tmp_path):
+    path = tmp_path / "rank00000.jsonl"
+    tail = EventTail(path)
+    line = json.dumps({"type": "retry", "time": 1, "rank": 0, "step": 7}) + "\n"
+    path.write_text(line[:20])
+    assert tail.read() == []
+    with path.open("a") as file:
+        file.write(line[20:])
+    assert [event.step for event in tail.read()] == [7]
+    assert tail.read() == []
+
+
 def test_a_tail_begins_at_the_end_and_passes_over_damage(damaged):
     tail = EventTail(damaged)
     with damaged.open("a") as file:

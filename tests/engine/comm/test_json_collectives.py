@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from trainspec_cli.engine.comm.json_collectives import MAX_BYTES, _check_length
+from trainspec_cli.errors import WorkerError
+
 WORKER = Path(__file__).parent / "json_worker.py"
 
 
@@ -79,3 +82,11 @@ def test_the_first_error_of_any_rank_is_every_ranks(told):
     assert told("one error") == [["MachineError", 4, [problem]]] * 3
     assert told("two errors") == [["RecipeError", 2, [problem, problem]]] * 3
     assert told("raised together") == [["RecipeError", "x", "mine"]] * 3
+
+
+def test_the_longest_message_is_allowed_and_no_longer_or_empty_one():
+    for length_bytes in (1, MAX_BYTES):
+        _check_length(length_bytes, rank=3)
+    for length_bytes in (-1, 0, MAX_BYTES + 1):
+        with pytest.raises(WorkerError, match="rank 3 sent a message of"):
+            _check_length(length_bytes, rank=3)

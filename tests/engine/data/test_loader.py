@@ -8,7 +8,7 @@ from trainspec_cli.corpus.samples import Shuffled, num_samples
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.engine.batch import IGNORED_TARGET
 from trainspec_cli.engine.data.heldout import heldout_batches
-from trainspec_cli.engine.data.loader import BatchPlan, batches, read_step
+from trainspec_cli.engine.data.loader import BatchPlan, batches, read_ahead, read_step
 from trainspec_cli.engine.data.staging import Staging
 from trainspec_cli.spec.recipe.data import DataSpec, TokenizerSpec
 
@@ -81,3 +81,15 @@ def test_every_heldout_token_but_the_first_is_predicted_once(folder, batch_size,
     predicted = torch.cat([targets[targets != IGNORED_TARGET] for batches in per_rank for _, targets in batches])
     text = folder.tokens("heldout", 1, folder.num_tokens("heldout") - 1)
     assert np.array_equal(np.sort(predicted.numpy()), np.sort(text))
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 5), (3, 4), (2, 2)])
+def test_no_step_is_read_beyond_the_end(start, end):
+    asked: list[int] = []
+
+    def read(step):
+        asked.append(step)
+        return [(torch.full((1,), step),)]
+
+    got = [int(batch[0][0]) for batch in read_ahead(read, Staging(torch.device("cpu")), start, end)]
+    assert got == asked == list(range(start, end))

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from trainspec_cli.engine.models.build import build_model
-from trainspec_cli.engine.models.lora import apply_lora
+from trainspec_cli.engine.models.lora import LoraLinear, apply_lora
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
 
@@ -55,3 +55,13 @@ def test_an_adapter_is_a_matrix_added(rank):
                 module.weight += 3.0 / rank * module.lora_b @ module.lora_a
                 module.lora_b.zero_()
         torch.testing.assert_close(model(TOKENS), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_matrix_outside_of_the_blocks_gets_no_adapter():
+    part = torch.nn.Module()
+    part.q, part.blocks = torch.nn.Linear(4, 4), torch.nn.ModuleList([torch.nn.Module()])
+    part.head = torch.nn.Module()
+    part.head.q, part.blocks[0].q = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    apply_lora(part, LoraSpec(rank=2, targets=("q",)))
+    adapted_ones = [name for name, module in part.named_modules() if isinstance(module, LoraLinear)]
+    assert adapted_ones == ["blocks.0.q"]

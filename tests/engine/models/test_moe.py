@@ -162,6 +162,12 @@ def test_a_token_stays_within_its_groups() -> None:
     assert torch.equal(indices[..., 0] // 2, grouped.argmax(-1))
 
 
+def test_a_group_counts_by_the_sum_of_its_two_best() -> None:
+    router = build(num_groups=3, top_groups=1).router
+    scores = torch.tensor([[[0.9, 0.0, 0.5, 0.5, 0.1, 0.1]]])
+    assert sorted(router._choose(scores).flatten().tolist()) == [2, 3]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_capacity_drops_the_lowest_weights_of_each_sequence(dtype) -> None:
     """(7 tokens x 2 / 6 experts) x 1.0 -> 3 copies an expert and sequence."""

@@ -58,3 +58,18 @@ def test_a_part_that_raises_gives_the_time_back_to_the_part_around_it(time):
         raise RuntimeError
     time.sleep(0.01)
     assert clock.cut().parts_s()["other"] == pytest.approx(0.01)
+
+
+def test_a_restart_forgets_what_came_before(time):
+    clock = StepClock(torch.device("cpu"))
+    with clock.part("forward"):
+        time.sleep(5.0)
+    time.sleep(3.0)
+    clock.restart()
+    time.sleep(1.0)
+    with clock.part("backward"):
+        time.sleep(2.0)
+    parts = clock.cut().parts_s()
+    assert {name: seconds for name, seconds in parts.items() if seconds} == pytest.approx(
+        {"other": 1.0, "backward": 2.0}
+    )

@@ -76,3 +76,13 @@ def test_only_matrices_decay():
     for name, parameter in model.named_parameters():
         expected = before[name] * (1 - 0.1 * 0.5) if parameter.dim() > 1 else before[name]
         torch.testing.assert_close(parameter.detach(), expected)
+
+
+@pytest.mark.parametrize("loss", [1.0, math.nan], ids=["made", "skipped"])
+def test_an_update_leaves_no_gradient_to_be_added_to(loss):
+    model = model_with_gradients()
+    shares = shares_of(model)
+    optimizer = build_optimizer(shares, OptimSpec(lr=0.1))
+    guarded_update(optimizer, shares, norm_of(shares), torch.tensor(loss), 1.0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(share.local.grad is None for share in shares)

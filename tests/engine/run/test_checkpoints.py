@@ -112,6 +112,17 @@ def test_auto_measures_one_and_then_goes_by_its_cost_and_the_failure_rate():
     assert cadence.is_due(MEASURING_STEPS + chosen.interval_steps)
 
 
+def test_auto_counts_the_slower_steps_beside_each_checkpoint_once():
+    cadence = Cadence(plan_of(CheckpointSpec(interval_steps="auto"), mtbf_device_hours=1.0))
+    for slow_steps in (4, 2):
+        for _ in range(20):
+            cadence.note_step(0.5, writing=False)
+        for _ in range(slow_steps):
+            cadence.note_step(0.75, writing=True)
+        chosen = cadence.learn((1.0, 3.0))
+        assert chosen.drag_s == pytest.approx(0.25 * slow_steps)
+
+
 def test_auto_never_writes_oftener_than_one_takes_to_be_whole():
     cadence = Cadence(plan_of(CheckpointSpec(interval_steps="auto"), mtbf_device_hours=0.01))
     cadence.note_step(0.5, writing=False)

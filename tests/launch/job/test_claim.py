@@ -9,6 +9,7 @@ import pytest
 
 from trainspec_cli.environment_names import LAUNCH_ID
 from trainspec_cli.errors import RecipeError
+from trainspec_cli.launch.job import claim as claiming
 from trainspec_cli.launch.job.claim import claim, is_running
 from trainspec_cli.reading.files import UnreadableFileError
 from trainspec_cli.rundir.paths import RunDir
@@ -23,6 +24,21 @@ def test_a_run_is_held_by_one_launch_at_a_time(tmp_path: Path) -> None:
             pass
     assert not is_running(run)
     assert not run.pid_json.exists()
+
+
+def test_a_lock_on_a_file_that_has_been_replaced_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch before may end, and another begin, between the opening of the file and its lock."""
+    run, lock = RunDir(tmp_path), claiming._lock
+
+    def replace_and_lock(descriptor: int) -> bool:
+        run.pid_json.rename(tmp_path / "earlier")
+        run.pid_json.write_text("{}")
+        return lock(descriptor)
+
+    monkeypatch.setattr(claiming, "_lock", replace_and_lock)
+    with pytest.raises(RecipeError, match="still running"), claim(run, "late"):
+        pass
+    assert run.pid_json.read_text() == "{}"
 
 
 def test_a_launch_that_fails_lets_go(tmp_path: Path) -> None:

@@ -1,12 +1,20 @@
 from __future__ import annotations
 
+import resource
 import sys
 
 import pytest
 
 from trainspec_cli.errors import MachineError
 from trainspec_cli.launch.job import place
-from trainspec_cli.launch.job.place import interface_of, listen, listening_address, own_address
+from trainspec_cli.launch.job.place import (
+    SPARE_DESCRIPTORS,
+    allow_connections,
+    interface_of,
+    listen,
+    listening_address,
+    own_address,
+)
 
 
 def test_the_way_to_this_host_leads_over_the_loopback() -> None:
@@ -39,3 +47,23 @@ def test_the_first_host_listens_on_the_jobs_interface(monkeypatch: pytest.Monkey
     assert listening_address("node1") == ""
     monkeypatch.setattr(place, "own_address", lambda head: "10.1.2.3")
     assert listening_address("node1") == "10.1.2.3"
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "allowed"),
+    [
+        (1024, 4096 + SPARE_DESCRIPTORS, 2000 + SPARE_DESCRIPTORS),
+        (1024, 1500, 1500),
+        (1024, resource.RLIM_INFINITY, 2000 + SPARE_DESCRIPTORS),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
+        (2000 + SPARE_DESCRIPTORS, resource.RLIM_INFINITY, None),
+    ],
+)
+def test_the_limit_of_open_files_is_raised_where_it_is_too_low(
+    soft: int, hard: int, allowed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
+    allow_connections(2000)
+    assert raised == ([] if allowed is None else [(allowed, hard)])
