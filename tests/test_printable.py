@@ -117,3 +117,7 @@ def test_json_is_ascii_and_stays_as_it_is_on_a_stream(text: str) -> None:
     terminal = Terminal()
     print(json.dumps(text), end="", file=PrintableStream(terminal))
     assert json.loads(terminal.getvalue()) == text
+
+
+def test_every_undecodable_byte_is_shown_as_that_byte() -> None:
+    assert printable("\udc80\udcff") == "\\x80\\xff"

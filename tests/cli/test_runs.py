@@ -10,6 +10,7 @@ import pytest
 
 from trainspec_cli.__main__ import run as trainspec
 from trainspec_cli.launch.job.claim import claim
+from trainspec_cli.launch.slurm import commands
 from trainspec_cli.rundir import memory
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
@@ -75,6 +76,17 @@ def test_copies_of_a_running_run_and_of_nobody_knows_whom_stay(
         "gone": False,
     }
     assert (host_memory / "trainspec-unknown").exists()
+
+
+def test_copies_of_a_queued_run_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "queued", 6, status="stopped")
+    write_json(run.slurm_json, {"job_id": "7"})
+    monkeypatch.setattr(commands, "pending", lambda: frozenset({"7"}))
+    row = listed(capsys, "--clear-memory")["queued"]
+    assert (row["status"], row["cleared"]) == ("queued", False)
+    assert memory.memory_folder(run).exists()
 
 
 def test_without_copies_there_is_nothing_to_list(capsys: pytest.CaptureFixture[str]) -> None:

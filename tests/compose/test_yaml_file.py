@@ -6,6 +6,7 @@ import pytest
 
 from trainspec_cli.compose.yaml_file import read_yaml
 from trainspec_cli.errors import RecipeError
+from trainspec_cli.reading.yaml_file import YamlLimitError, compose_yaml
 
 
 def faults(file: Path) -> list[tuple[str, str, str]]:
@@ -73,3 +74,9 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     file.write_bytes(b"\xff\xfe\x00")
     where, message, _ = faults(file)[0]
     assert (where, message.startswith("a.yaml cannot be read as text: ")) == ("a.yaml:1:1", True)
+
+
+def test_a_whole_number_of_too_many_digits_is_refused() -> None:
+    with pytest.raises(YamlLimitError, match="31 digits"):
+        compose_yaml("a: " + "1" * 31)
+    assert compose_yaml("a: " + "1" * 30) is not None

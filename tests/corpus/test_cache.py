@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +51,15 @@ def test_the_name_changes_with_the_files(text_data):
     changed = cached_folder(data, find_files(data))
     Path(data.path, "002.txt").write_text("another")
     assert len({before, changed, cached_folder(data, find_files(data))}) == 3
+
+
+def test_the_name_changes_with_a_file_of_the_same_size(text_data):
+    data = text_data("some text")
+    before = cached_folder(data, find_files(data))
+    file = Path(data.path, "000.txt")
+    file.write_text("same size")
+    os.utime(file, ns=(1, 1))
+    assert cached_folder(data, find_files(data)) != before
 
 
 def test_the_name_changes_with_the_content_of_the_users_tokenizer(text_data, tmp_path):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from trainspec_cli.corpus import bpe
+from trainspec_cli.corpus.chat import parse_record
 from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.corpus.prepare import prepare
 from trainspec_cli.corpus.rows import IGNORED, PADDING_DOCUMENT, Packed
@@ -86,6 +87,8 @@ def test_what_is_too_long_loses_its_end(prepared):
     folder = prepared([*lines(5), long])
     whole, short = Packed(folder, "train", 400), Packed(folder, "train", 64)
     assert (whole.cut, short.cut) == (0, 1)
+    longest = int(np.diff(folder.documents("train").starts).max()) - 1
+    assert (Packed(folder, "train", longest).cut, Packed(folder, "train", longest - 1).cut) == (0, 1)
     data = DataSpec(64, "chat")
     (note,) = Collection.open(folder.path).check(data, 400)
     assert note == "1 conversations are longer than data.seq_len=64, and lose their ends"
@@ -108,3 +111,10 @@ def test_nothing_to_learn_is_told(prepared):
     silent = [{"messages": [{"role": "user", "content": f"hello {number}"}]} for number in range(5)]
     with pytest.raises(RecipeError, match="no conversation holds a reply to learn"):
         prepared(silent)
+
+
+@pytest.mark.parametrize(("learn_all", "start"), [(False, 7), (True, 0)])
+def test_the_prompt_of_a_completion_is_learnt_only_with_all(learn_all, start):
+    record = {"prompt": "count: ", "completion": "one two"}
+    found = parse_record(record, lambda: pytest.fail("a completion needs no template"), learn_all=learn_all)
+    assert (found.text, list(found.spans), found.is_chat) == ("count: one two", [(start, 14)], False)

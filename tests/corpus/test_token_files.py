@@ -62,6 +62,12 @@ def test_megatrons_files_are_cut_between_documents(tmp_path, code, dtype):
     assert everything(folder, "heldout") == list(range(80, 100))
 
 
+def test_of_megatrons_documents_one_at_least_is_held_out(tmp_path):
+    write_megatron(tmp_path / "text", [np.arange(start, start + 10) for start in range(0, 30, 10)])
+    folder = open_data("megatron", tmp_path, heldout_fraction=0.001)
+    assert (everything(folder, "train"), everything(folder, "heldout")) == (list(range(20)), list(range(20, 30)))
+
+
 def test_files_that_are_not_whole_are_named(tmp_path):
     write_megatron(tmp_path / "text", [np.arange(10), np.arange(10)])
     (tmp_path / "text.bin").write_bytes(b"1234")

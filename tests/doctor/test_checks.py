@@ -5,6 +5,7 @@ import platform
 import resource
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,3 +73,15 @@ def test_the_disk_is_measured_in_no_file_that_a_stranger_has_put_there(tmp_path:
     (tmp_path / f".doctor-{platform.node()}-{os.getpid()}").symlink_to(tmp_path / "thesis")
     checks.measure_disk(tmp_path)
     assert (tmp_path / "thesis").read_text() == "words"
+
+
+@pytest.mark.parametrize(("received", "sent"), [(3, 0), (0, 3)])
+def test_a_link_that_damages_packets_either_way_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, received: int, sent: int
+) -> None:
+    link = SimpleNamespace(isup=True, speed=10_000, mtu=1500)
+    monkeypatch.setattr(checks.psutil, "net_if_stats", lambda: {"eth0": link, "lo": link})
+    errors = SimpleNamespace(errin=received, errout=sent)
+    monkeypatch.setattr(checks.psutil, "net_io_counters", lambda pernic: {"eth0": errors, "lo": errors})
+    (found,) = checks.check_links()
+    assert (found.status, found.found) == ("warn", "eth0: 10 Gbit/s, 3 damaged packets")

@@ -39,3 +39,8 @@ def test_the_title_stands_above_and_labels_are_aligned() -> None:
     assert [lines[1][:5], lines[10][:5]] == ["10.5 ", "2.25 "]
     assert len({line.index("┤") for line in lines[1:11]}) == 1
     assert lines[-1].split() == ["1", "400"]
+
+
+def test_a_flat_curve_below_zero_keeps_the_larger_number_on_top() -> None:
+    labels = [line.partition("┤")[0].strip() for line in render_chart([(0, -2.0), (1, -2.0)], height=3).splitlines()]
+    assert labels[:3] == ["-1.8", "-2", "-2.2"]

@@ -40,6 +40,16 @@ def test_the_parts_sum_to_the_step_and_show_the_ranks_apart(fake_run: Any) -> No
     assert (speed.parts[0].min_s, speed.parts[0].max_s) == pytest.approx((1 / len(PARTS), 2 / len(PARTS)))
 
 
+def test_steps_that_wrote_a_checkpoint_are_not_usual(fake_run: Any) -> None:
+    fake_run.start()
+    for step in range(1, 13):
+        writes = step >= 8
+        fake_run.step(step, seconds=9.0 if writes else 1.0, checkpoint=8.0 if writes else 0.0)
+    speed = collect(fake_run.dir.root).speed
+    assert speed is not None
+    assert speed.usual_s == (1.0, 1.0)
+
+
 def test_a_rank_that_left_nothing_is_named_and_the_others_count(fake_run: Any) -> None:
     trained(fake_run, ranks=1)
     report = collect(fake_run.dir.root)

@@ -17,6 +17,7 @@ from trainspec_cli.rundir.generations import FENCED
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session import slurm_job
 from trainspec_cli.session.session import Session
+from trainspec_cli.spec.recipe.slurm import SlurmSpec
 
 MakeRun = Callable[..., RunDir]
 
@@ -124,11 +125,12 @@ def test_a_stop_that_nobody_warned_of_stays_stopped(job: Callable[..., Any], slu
 def test_a_job_is_requeued_so_often_and_no_more(
     job: Callable[..., Any], slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1000")
-    slurm.job = {"Restarts": "1000", "PreemptTime": "now"}
+    most = SlurmSpec().max_requeues
+    monkeypatch.setenv("SLURM_RESTART_COUNT", str(most))
+    slurm.job = {"Restarts": str(most), "PreemptTime": "now"}
     assert job(lambda session, requests: WorkerError.exit_code)[0] == WorkerError.exit_code
     assert slurm.requeued == []
-    assert "not requeued: it was preempted, and the job was requeued 1000 times" in capsys.readouterr().out
+    assert f"not requeued: it was preempted, and the job was requeued {most} times" in capsys.readouterr().out
 
 
 def test_a_plan_that_does_not_fit_ends_the_job(job: Callable[..., Any], slurm: Slurm, capsys: Any) -> None:

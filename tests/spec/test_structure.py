@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.structure import build, describe, known_paths, structure
+from trainspec_cli.spec.structure import WrongValueError, build, convert, describe, known_paths, structure
 from trainspec_cli.spec.unknown import UNKNOWN
 
 
@@ -143,3 +143,10 @@ def test_types_in_words() -> None:
 
 def test_known_paths_reach_into_sections() -> None:
     assert {"seq_len", "tokenizer", "tokenizer.vocab_size"} <= set(known_paths(DataSpec))
+
+
+@pytest.mark.parametrize("value", [True, False, "1", 4])
+def test_true_is_no_choice_among_numbers(value: object) -> None:
+    with pytest.raises(WrongValueError):
+        convert(Literal[0, 1, 2], value)
+    assert convert(Literal[0, 1, 2], 1) == 1

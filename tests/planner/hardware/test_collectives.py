@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainspec_cli.planner.hardware.catalogue import find_accelerator
-from trainspec_cli.planner.hardware.collectives import all_gather_s, all_reduce_s, all_to_all_s, send_s
+from trainspec_cli.planner.hardware.collectives import all_gather_s, all_reduce_s, all_to_all_s, latency_s, send_s
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import Fabric, group_of
 
@@ -57,3 +57,10 @@ def test_copies_of_a_token_cross_to_a_node_once() -> None:
 
 def test_neighbouring_stages_send_over_the_network_when_nodes_apart() -> None:
     assert send_s(group_of(fabric(), 4, 256, EFF), 1e8, EFF) > 5 * send_s(group_of(fabric(), 4, 1, EFF), 1e8, EFF)
+
+
+def test_latency_counts_the_hops_between_the_ranks() -> None:
+    pair, node = group_of(fabric(), 2, 1, EFF), group_of(fabric(), 8, 1, EFF)
+    across = group_of(fabric(), 16, 1, EFF)
+    hops = [(latency_s(group, EFF) - EFF.collective_latency_s) / EFF.hop_latency_s for group in (pair, node, across)]
+    assert hops == pytest.approx([1, 7, 9])

@@ -8,10 +8,10 @@ import pytest
 
 from trainspec_cli.planner.hardware.catalogue import find_accelerator, find_model
 from trainspec_cli.planner.hardware.rates import Efficiency
-from trainspec_cli.planner.hardware.topology import Fabric
+from trainspec_cli.planner.hardware.topology import Fabric, axis_groups
 from trainspec_cli.planner.setup import Setup, Software
 from trainspec_cli.planner.time.compute import gemm_s, layer_time, rates_of
-from trainspec_cli.planner.time.step import estimate_step
+from trainspec_cli.planner.time.step import estimate_step, mean_layer
 from trainspec_cli.planner.workload import layer_kinds
 from trainspec_cli.planner.workload.work import Gemm, Work
 from trainspec_cli.spec.recipe.layout import Layout
@@ -110,3 +110,10 @@ def test_zero_3_gathers_and_scatters_for_every_micro_batch_and_zero_1_once_a_ste
         one, eight = (estimate_step(setup_of(software, layout, accum), EFF).dp_comm_s for accum in (1, 8))
         assert eight == pytest.approx(growth * one)
         assert one > 0
+
+
+def test_a_tensor_parallel_step_exchanges_forward_and_backward() -> None:
+    setup = setup_of(Software(), Layout(tp=8), accum=3)
+    layer = mean_layer(setup, RATES, axis_groups(setup.layout, setup.fabric, EFF), EFF)
+    assert layer.comm.tp > 0
+    assert estimate_step(setup, EFF).tp_comm_s >= 3 * 2 * setup.model.num_layers * layer.comm.tp

@@ -14,8 +14,12 @@ from trainspec_cli.planner.workload import (
     layer_kinds,
     mixing_flops_per_token,
 )
+from trainspec_cli.planner.workload.moe import active_expert_params, expert_layer_params
+from trainspec_cli.planner.workload.ssm import mamba_params
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
+from trainspec_cli.spec.recipe.model import HybridModel
+from trainspec_cli.spec.recipe.model_parts import ExpertSpec
 
 PUBLISHED = {
     "llama3_8b": (8.03e9, 8.03e9),
@@ -110,3 +114,20 @@ def test_frozen_weights_take_four_flops_a_token_and_adapters_six() -> None:
     frozen = flops_per_token(model, 4096) - mixing
     assert flops_per_token(model, 4096, lora) == pytest.approx(4 / 6 * frozen + 6 * adapters + mixing, rel=1e-12)
     assert 0 < 6 * adapters < 0.01 * frozen
+
+
+@pytest.mark.parametrize(("gated", "matrices"), [(True, 3), (False, 2)])
+def test_shared_experts_have_a_gate_matrix_only_where_the_model_gates(gated: bool, matrices: int) -> None:
+    experts = ExpertSpec(num_experts=4, top_k=2, expert_ffn_size=10, shared_experts=2)
+    router = 4 * 8
+    assert active_expert_params(experts, 8, gated) == (2 + 2) * matrices * 8 * 10 + router
+    assert expert_layer_params(experts, 8, gated) == (4 + 2) * matrices * 8 * 10 + router
+
+
+def test_a_mamba_layer_has_projections_convolutions_with_biases_and_a_norm() -> None:
+    model = HybridModel(
+        hidden_size=8, vocab_size=16, mamba_layers=1, mamba_head_dim=4, mamba_state_size=3, mamba_groups=2
+    )
+    inner, heads, convolved = 16, 4, 16 + 2 * 2 * 3
+    projections = 8 * (inner + convolved + heads) + inner * 8
+    assert mamba_params(model) == projections + convolved * (4 + 1) + 3 * heads + inner

@@ -16,6 +16,12 @@ from trainspec_cli.spec.structure import structure
         ({"layout.tp": 4}, "layout.tp", "(`model.num_kv_heads`) does not divide by 4", "it divides by 1, 2"),
         ({"layout.cp": 3}, "data.seq_len", "does not divide by 6 (2 x cp", "type data.seq_len="),
         ({"layout.cp": 4, "layout.context_method": "ulysses"}, "layout.cp", "does not divide by 4", "it divides by"),
+        (
+            {"layout.cp": 2, "layout.tp": 2, "layout.context_method": "ulysses"},
+            "layout.cp",
+            "(`model.num_kv_heads`) does not divide by 4",
+            "it divides by 1, 2",
+        ),
         ({"layout.pp": 16}, "layout.pp", "layers (`model.num_layers`) do not fill 16", "type layout.pp="),
         ({"layout.ep": 2}, "layout.ep", "the model has no experts", "type layout.ep=1"),
         ({"layout.etp": 2}, "layout.etp", "whole experts", "type layout.etp=1"),
