@@ -33,6 +33,11 @@ def test_points_that_are_not_finite_are_passed_over() -> None:
     assert render_chart([]) == ""
 
 
+def test_the_order_of_the_points_does_not_matter() -> None:
+    points = [(0.0, 1.0), (5.0, 2.0), (9.0, 3.0)]
+    assert render_chart([points[1], points[2], points[0]]) == render_chart(points)
+
+
 def test_the_title_stands_above_and_labels_are_aligned() -> None:
     lines = render_chart([(1.0, 10.5), (400.0, 2.25)], title="loss", width=20, height=10).splitlines()
     assert lines[0] == "loss"

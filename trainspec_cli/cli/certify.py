@@ -21,7 +21,7 @@ from trainspec_cli.cli.options import AsJson
 from trainspec_cli.errors import Problem, RecipeError, WorkerError, closest
 from trainspec_cli.launch.job.machine import detect
 from trainspec_cli.report.certificate_text import render_certificate
-from trainspec_cli.session.console import make_console
+from trainspec_cli.session.console import PrintableConsole, make_console
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.cluster import Machine
 
@@ -68,7 +68,7 @@ def certify(
     if 0 < gpus < processes:
         console.print(f"{processes} processes need a GPU each, this node has {gpus}: the CPU is certified")
         machine = replace(machine, gpu_names=())
-    body = _certify(wanted, only or [], processes, machine, console)
+    body = _certify(wanted, only or [], processes, machine)
     if output is not None:
         output.write_text(json_text(body) + "\n", encoding="utf-8")
     return _tell(body, console, as_json=as_json)
@@ -107,17 +107,16 @@ def _names_nothing(pattern: str, processes: int) -> Problem:
     return Problem("unknown_value", message, hint=hint)
 
 
-def _certify(
-    wanted: list[ClauseCheck], only: list[str], processes: int, machine: Machine, console: Console
-) -> dict[str, Any]:
-    findings = _measure(wanted, machine, console)
+def _certify(wanted: list[ClauseCheck], only: list[str], processes: int, machine: Machine) -> dict[str, Any]:
+    findings = _measure(wanted, machine)
     if not only or "LEGAL-1" in only:
         findings += judge_refusals(processes)
     return write_certificate(findings, machine, date=datetime.now(UTC).date().isoformat(), whole=not only)
 
 
-def _measure(wanted: list[ClauseCheck], machine: Machine, console: Console) -> list[Finding]:
+def _measure(wanted: list[ClauseCheck], machine: Machine) -> list[Finding]:
     runs = list(dict.fromkeys(run for check in wanted for run in check.runs))
+    console = PrintableConsole(stderr=True)
     columns = (TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with tempfile.TemporaryDirectory(prefix="trainspec-certify-") as folder, Progress(*columns, console=console) as bar:
         task = bar.add_task("runs", total=len(runs))

@@ -8,8 +8,6 @@ import typer
 
 from trainspec_cli.cli.options import AsJson, Endpoint, Force, NodeRank, NumNodes, RecipeArguments
 from trainspec_cli.launch.signals import interrupt, on_stop_signal
-from trainspec_cli.session import launch as session
-from trainspec_cli.session.nodes import NodeOptions
 
 app = typer.Typer(add_completion=False)
 
@@ -30,6 +28,9 @@ def launch(
 
     On several nodes without Slurm, give the same command on each, with --node-rank and a run.dir that all share.
     """
+    from trainspec_cli.session import launch as session  # half a second, which the help does without
+    from trainspec_cli.session.nodes import NodeOptions
+
     nodes = NodeOptions(nnodes, node_rank, rdzv_endpoint)
     with on_stop_signal(interrupt):
         if dry_run:

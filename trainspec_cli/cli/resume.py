@@ -8,8 +8,6 @@ import typer
 
 from trainspec_cli.cli.options import AsJson, Endpoint, Force, NodeRank, NumNodes, RunArgument
 from trainspec_cli.launch.signals import interrupt, on_stop_signal
-from trainspec_cli.session import resume as session
-from trainspec_cli.session.nodes import NodeOptions
 
 app = typer.Typer(add_completion=False)
 
@@ -33,6 +31,9 @@ def resume(
 
     On several nodes without Slurm, give the same command on each, with --node-rank.
     """
+    from trainspec_cli.session import resume as session  # half a second, which the help does without
+    from trainspec_cli.session.nodes import NodeOptions
+
     nodes = NodeOptions(nnodes, node_rank, rdzv_endpoint)
     with on_stop_signal(interrupt):
         return session.resume(run, changes or [], nodes, force=force, as_json=as_json)

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson, Force, RecipeArguments, read_sweep
-from trainspec_cli.session import submit as session
 from trainspec_cli.spec.json_text import json_text
 
 app = typer.Typer(add_completion=False)
@@ -41,6 +40,8 @@ def sbatch(
     Lines of shell that a recipe brings (cluster.slurm.setup) are shown on the error output.
     The script may be submitted again: the run goes on.
     """
+    from trainspec_cli.session import submit as session  # half a second, which the help does without
+
     runs = session.plan_runs(arguments, [read_sweep(one) for one in sweep or []])
     first = runs[0].loaded
     print(session.render_shell_lines(first), end="", file=sys.stderr)

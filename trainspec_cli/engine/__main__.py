@@ -11,9 +11,10 @@ import traceback
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.environment_names import GROUP
 from trainspec_cli.errors import TrainspecError
-from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import WorkerErrorRecord, write_error
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.results.plan import Plan
 
@@ -56,20 +57,18 @@ def leave_error(run_dir: RunDir, error: Exception) -> None:
     group, size = (int(os.environ.get(name, "0")) for name in (GROUP, "WORLD_SIZE"))
     rank = group * size + int(os.environ.get("RANK", "0"))
     problem = error.problems[0] if isinstance(error, TrainspecError) else None
-    write_json(
-        run_dir.error(rank),
-        {
-            "rank": rank,
-            "host": socket.gethostname(),
-            "time": time.time(),
-            "type": type(error).__name__,
-            "message": str(error),
-            "code": problem.code if problem else None,
-            "exit_code": error.exit_code if isinstance(error, TrainspecError) else None,
-            "hint": problem.hint if problem else None,
-            "traceback": traceback.format_exc(),
-        },
+    record = WorkerErrorRecord(
+        rank=rank,
+        host=socket.gethostname(),
+        time=time.time(),
+        type=type(error).__name__,
+        message=str(error),
+        code=problem.code if problem else None,
+        exit_code=error.exit_code if isinstance(error, TrainspecError) else None,
+        hint=problem.hint if problem else None,
+        traceback=traceback.format_exc(),
     )
+    write_error(run_dir.error(rank), record)
 
 
 if __name__ == "__main__":

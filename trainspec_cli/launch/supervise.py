@@ -10,16 +10,17 @@ from dataclasses import dataclass, replace
 from trainspec_cli.errors import MachineError, Problem
 from trainspec_cli.launch.backend import OpenBackend, RunBackend
 from trainspec_cli.launch.backend.node_processes import ranks_of, start_folder
-from trainspec_cli.launch.backend.observe import newest_checkpoint
+from trainspec_cli.launch.backend.observe import newest_checkpoint, newest_step
 from trainspec_cli.launch.backend.processes import POLL_S
 from trainspec_cli.launch.job.command import torchrun_command
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.signals import StopRequests, on_stop_signal
 from trainspec_cli.policy import recovery, run_state
-from trainspec_cli.rundir.event_types import EndedMark, FailureMark, LaunchMark, RecoveryEvent, StepEvent
+from trainspec_cli.rundir.event_types import EndedMark, FailureMark, LaunchMark, RecoveryEvent
 from trainspec_cli.rundir.events import EventWriter, read_sound
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.generations import Fence
+from trainspec_cli.rundir.record import NodeErrorRecord, write_error
 from trainspec_cli.rundir.stops import was_stop_noted
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 from trainspec_cli.spec.results.plan import Plan
@@ -194,7 +195,7 @@ class Supervisor:
         run.result_json.unlink(missing_ok=True)
         for path in run.errors_folder.glob("*.json"):
             path.rename(self._job.logs / path.name)
-        step = max((event.step for event in read_sound(run.events(0)) if isinstance(event, StepEvent)), default=0)
+        step = newest_step(read_sound(run.events(0)))
         lost_steps = step - newest_checkpoint(run)
         events = EventWriter(run.events(0), rank=0)
         events.write(RecoveryEvent(step=step, change="restart", group=None, stall_s=None, lost_steps=lost_steps))
@@ -216,5 +217,5 @@ class Supervisor:
             if run.node_error(node).exists() or Fence(run, self._generation).is_closed():
                 continue
             lost = isinstance(event, run_state.NodeLost)
-            about = {"node": node, "host": event.hostname, "time": time.time(), "lost": lost, "message": event.why}
-            write_json(run.node_error(node), about)
+            record = NodeErrorRecord(node=node, host=event.hostname, message=event.why, lost=lost, time=time.time())
+            write_error(run.node_error(node), record)

@@ -34,6 +34,8 @@ from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.probe import MachineProbe
 from trainspec_cli.spec.results.tools import (
+    REQUEST,
+    RESULT,
     CertifyRequest,
     CertifyResult,
     ExportRequest,
@@ -51,7 +53,6 @@ from trainspec_cli.spec.results.tools import (
 
 RequestT = TypeVar("RequestT")
 ResultT = TypeVar("ResultT")
-REQUEST, RESULT = "request.json", "tool_result.json"
 TAIL_LINES = 15
 
 

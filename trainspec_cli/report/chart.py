@@ -13,12 +13,12 @@ Point = tuple[float, float]
 
 
 def render_chart(points: Sequence[Point], *, width: int = 64, height: int = 10, title: str = "") -> str:
-    """`points` as (x, y), x rising, in `width` x `height` cells plus axes.
+    """Draw `points` (x, y) in `width` x `height` cells plus axes.
 
     Several points on one dot's width are drawn as their mean; those that are not finite are passed over, and when
     none is left the text is empty.
     """
-    finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    finite = sorted((x, y) for x, y in points if math.isfinite(x) and math.isfinite(y))
     if not finite:
         return ""
     columns = _column_means(finite, width * 2)

@@ -183,6 +183,11 @@ class NodeErrorRecord:
     host: str
     message: str
     lost: bool
+    time: UnixSeconds | None = None
+
+
+def write_error(path: Path, error: WorkerErrorRecord | NodeErrorRecord) -> None:
+    write_json(path, to_plain(error))
 
 
 def read_error(path: Path, cls: type[ErrorRecord]) -> ErrorRecord:

@@ -29,8 +29,8 @@ from trainspec_cli.errors import WorkerError
 from trainspec_cli.policy.hang import FIRST_S, Whereabouts, find_late, step_deadline_s
 from trainspec_cli.rundir.event_types import HangEvent
 from trainspec_cli.rundir.events import tail_events
-from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import WorkerErrorRecord, write_error
 
 TICK_S = 0.25
 STOPPED_S = 2.0
@@ -130,21 +130,19 @@ class StepWatch(threading.Thread):
     def _write_error(self, reports: dict[int, HangEvent], waited_s: float) -> None:
         """Write the hang as this worker's error, for the supervisor to show and act on."""
         message, detail = describe(reports, self._world_size, self._step + 1, waited_s, self._deadline_s)
-        write_json(
-            self._run_dir.error(self._rank),
-            {
-                "rank": self._rank,
-                "host": socket.gethostname(),
-                "time": time.time(),
-                "type": "Hang",
-                "message": message,
-                "code": "hang",
-                "exit_code": WorkerError.exit_code,
-                "hint": "raise resilience.hang_floor_s if a step may take longer than that",
-                "step": self._step + 1,
-                "traceback": detail,
-            },
+        record = WorkerErrorRecord(
+            rank=self._rank,
+            host=socket.gethostname(),
+            time=time.time(),
+            type="Hang",
+            message=message,
+            code="hang",
+            exit_code=WorkerError.exit_code,
+            hint="raise resilience.hang_floor_s if a step may take longer than that",
+            step=self._step + 1,
+            traceback=detail,
         )
+        write_error(self._run_dir.error(self._rank), record)
 
 
 def whereabouts(thread: int) -> dict[str, Any]:

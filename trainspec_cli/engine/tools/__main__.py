@@ -17,14 +17,15 @@ import torch.distributed as dist
 from trainspec_cli.engine.comm.joining import leave_processes
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.spec.canonical import from_plain, to_plain
+from trainspec_cli.spec.results.tools import REQUEST, RESULT
 
 
 def main() -> None:
     name, folder = sys.argv[1], Path(sys.argv[2])
     run = import_module(f"trainspec_cli.engine.tools.{name}").run
-    result = run(from_plain(get_type_hints(run)["request"], read_json(folder / "request.json")))
+    result = run(from_plain(get_type_hints(run)["request"], read_json(folder / REQUEST)))
     if os.environ.get("RANK", "0") == "0":
-        write_json(folder / "tool_result.json", to_plain(result))
+        write_json(folder / RESULT, to_plain(result))
     if dist.is_initialized():
         dist.barrier()
         leave_processes()

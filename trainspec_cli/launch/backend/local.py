@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from trainspec_cli.environment_names import GENERATION
 from trainspec_cli.launch.backend.node_processes import NodeProcesses
-from trainspec_cli.launch.backend.observe import GroupStart, RendezvousWatch
+from trainspec_cli.launch.backend.observe import GroupStart, RendezvousWatch, poll_starts
 from trainspec_cli.launch.job.command import LOOPBACK
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.rendezvous.address import Rendezvous
@@ -42,10 +42,7 @@ class LocalBackend:
         events, self._unreported = self._unreported, []
         for message in self._processes.poll():
             events += self._starts[message.group].hear(HERE, socket.gethostname(), message)
-        for group, start in list(self._starts.items()):
-            events += start.poll()
-            if start.has_ended:
-                del self._starts[group]
+        events += poll_starts(self._starts)
         return events + (self._rendezvous_watch.poll() if self._rendezvous_watch else [])
 
     def stop(self, group: int | None = None) -> None:

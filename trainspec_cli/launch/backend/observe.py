@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from trainspec_cli.launch.backend.node_processes import group_job
 from trainspec_cli.launch.backend.nodes.messages import GroupExited, ProcessMessage, WorkerExited
@@ -10,7 +10,7 @@ from trainspec_cli.launch.failure import WorkerFailure, explain, explain_end, fi
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.rendezvous.address import Rendezvous
 from trainspec_cli.policy import run_state
-from trainspec_cli.rundir.event_types import RetryEvent, StepEvent
+from trainspec_cli.rundir.event_types import Event, RetryEvent, StepEvent
 from trainspec_cli.rundir.events import EventTail
 from trainspec_cli.rundir.memory import newest_copy
 from trainspec_cli.rundir.paths import RunDir
@@ -59,7 +59,7 @@ class GroupStart:
             yield run_state.Stepped(self.group)
         if any(isinstance(event, RetryEvent) for event in events):
             yield run_state.Retried(self.group)
-        if self._is_alone and any(self.job.run.errors_folder.glob("*.json")):
+        if self._is_alone and not self._has_failed and any(self.job.run.errors_folder.glob("*.json")):
             yield from self._fail()
         if self.has_ended:
             yield self._end()
@@ -109,21 +109,34 @@ class GroupStart:
         return first_causes([seen, *reported])
 
 
+def poll_starts(starts: dict[int, GroupStart]) -> list[run_state.Event]:
+    """Return what the starts show; those that have ended leave `starts`."""
+    events = [event for start in starts.values() for event in start.poll()]
+    for group in [group for group, start in starts.items() if start.has_ended]:
+        del starts[group]
+    return events
+
+
 class RendezvousWatch:
     """Keeps the rendezvous server alive, and kills it where the recipe asks for that fault."""
 
     def __init__(self, rendezvous: Rendezvous, run: RunDir, plan: Plan):
-        self._rendezvous, self._story = rendezvous, EventTail(run.events(0))
+        self._rendezvous, self._events = rendezvous, EventTail(run.events(0))
         self._kill_at_steps = sorted(
             fault.step for fault in parse_faults(plan.spec.fault) if fault.kind == "lighthouse"
         )
 
     def poll(self) -> list[run_state.Event]:
-        step = max((event.step for event in self._story.read() if isinstance(event, StepEvent)), default=0)
+        step = newest_step(self._events.read())
         while self._kill_at_steps and step >= self._kill_at_steps[0]:
             self._kill_at_steps.pop(0)
             self._rendezvous.kill()
         return [run_state.RendezvousRestarted()] if self._rendezvous.keep_alive() else []
+
+
+def newest_step(events: Iterable[Event]) -> int:
+    """Return the newest step that the events show; 0 where there is none."""
+    return max((event.step for event in events if isinstance(event, StepEvent)), default=0)
 
 
 def newest_checkpoint(run: RunDir) -> int:

@@ -10,6 +10,7 @@ from trainspec_cli.spec.results.plan import Plan
 
 Device = Literal["cpu", "cuda"]
 Compute = Literal["bf16", "fp32", "fp64"]
+REQUEST, RESULT = "request.json", "tool_result.json"
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,7 @@ class Agent:
     ):
         self._wire, self._run, self._plan, self._record, self._node = wire, run, plan, record, node
         self._requests, self._is_stopping, self._is_ended = requests, False, False
+        self._machine = detect(look_for_gpus=plan.device != "cpu")
         self._received: deque[messages.Message] = deque()
         self._numbers: dict[int, int] = {}
         """The newest start of each group that runs, or ran, here."""
@@ -187,8 +188,7 @@ class Agent:
             running.stop()
 
     def _check_node(self) -> None:
-        machine = detect(look_for_gpus=self._plan.device != "cpu")
-        if problems := check_machine(self._plan.spec, machine):
+        if problems := check_machine(self._plan.spec, self._machine):
             raise MachineError(problems)
 
     @property
@@ -202,7 +202,7 @@ class Agent:
         job = build_node_job(
             self._plan,
             self._run.root,
-            detect(look_for_gpus=self._plan.device != "cpu"),
+            self._machine,
             self._place,
             record.rendezvous,
             record.generation,

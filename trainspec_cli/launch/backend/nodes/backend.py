@@ -19,7 +19,7 @@ from trainspec_cli.launch.backend.family import Family
 from trainspec_cli.launch.backend.node_processes import close_family
 from trainspec_cli.launch.backend.nodes import messages
 from trainspec_cli.launch.backend.nodes.hub import Came, Hub, Lost, News, RemoteNode, max_knocks
-from trainspec_cli.launch.backend.observe import GroupStart, RendezvousWatch
+from trainspec_cli.launch.backend.observe import GroupStart, RendezvousWatch, poll_starts
 from trainspec_cli.launch.backend.processes import POLL_S
 from trainspec_cli.launch.backend.spawn import start_guard
 from trainspec_cli.launch.job.command import ENGINE
@@ -112,8 +112,8 @@ class NodesBackend:
         self.generation = generations.begin(job.run)
         self._fence = Fence(job.run, self.generation)
         secret_file = job.run.secret(self.generation)
-        self._hub = self._open_hub(create_secret(secret_file))
         address, port = listening_address(reach.head), reach.rendezvous_port or 0
+        self._hub = self._open_hub(create_secret(secret_file), address)
         self._rendezvous = Rendezvous(job, plan.spec.resilience, secret_file, address, port, name=reach.head)
         self._rendezvous_watch = RendezvousWatch(self._rendezvous, job.run, plan)
         generations.describe(job.run, self._record(worker))
@@ -136,11 +136,7 @@ class NodesBackend:
         self._fence.check_now_and_then()
         events = [event for news in self._hub.poll() for event in self._handle(news)]
         events += [*self._admit(), *self._find_failed_starter(), *self._find_presence()]
-        for group, start in list(self._starts.items()):
-            events += start.poll()
-            if start.has_ended:
-                del self._starts[group]
-        return events + self._rendezvous_watch.poll()
+        return events + poll_starts(self._starts) + self._rendezvous_watch.poll()
 
     def stop(self, group: int | None = None) -> None:
         if group is None:
@@ -235,8 +231,8 @@ class NodesBackend:
 
     # Opening and closing
 
-    def _open_hub(self, secret: bytes) -> Hub:
-        plan, address = self._plan, listening_address(self._reach.head)
+    def _open_hub(self, secret: bytes, address: str) -> Hub:
+        plan = self._plan
         allow_connections(max_knocks(plan.num_nodes) + plan.num_nodes)
         welcomes_back = plan.replica_groups > 1
         timeout_s = plan.spec.run.node_timeout_s

@@ -164,11 +164,7 @@ class Hub:
     def _introduce(self, wire: Wire, received: list[messages.Message]) -> list[News]:
         """Take an agent for the node that it names, unless that has one already; others are sent away."""
         hello, *others = received
-        if (
-            not isinstance(hello, messages.Hello)
-            or not 0 <= hello.node < len(self.nodes)
-            or not self._is_free(hello.node)
-        ):
+        if not isinstance(hello, messages.Hello) or not self._is_free(hello.node):
             wire.close()
             return []
         node = self.nodes[hello.node] = RemoteNode(hello.node, hello.hostname, wire)
