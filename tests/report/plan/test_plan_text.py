@@ -1,11 +1,16 @@
 """The plan in the terminal."""
 
 import io
+from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console, RenderableType
 
 from trainspec_cli.report.plan.text import bar, render_plan, render_sweep
+
+EXPECTED = Path(__file__).parent / "expected"
+"""Whole texts, read through once by a person; each figure follows from those of conftest.py."""
 
 
 def text_of(renderable: RenderableType, width: int = 150) -> str:
@@ -74,3 +79,13 @@ def test_bars_grow_by_eighths() -> None:
     assert bar(0.5, 4) == "██  "
     assert bar(1 / 32, 4) == "▏   "
     assert bar(1.0, 4) == "████"
+
+
+@pytest.mark.parametrize(
+    ("which", "width"), [("plan", 160), ("plan", 100), ("infeasible", 160), ("infeasible", 100), ("sweep", 180)]
+)
+def test_the_whole_text(which: str, width: int, request: pytest.FixtureRequest) -> None:
+    drawn = request.getfixturevalue(which)
+    text = text_of(render_sweep(drawn) if which == "sweep" else render_plan(drawn, width), width)
+    shown = "\n".join(line.rstrip() for line in text.splitlines())
+    assert shown + "\n" == (EXPECTED / f"{which}_{width}.txt").read_text()
