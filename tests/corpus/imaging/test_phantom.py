@@ -138,4 +138,7 @@ def test_training_and_held_out_phantoms_differ_by_a_word_of_the_seed() -> None:
     expected = one._make(np.random.default_rng([5, 1, 3]))
     assert np.array_equal(one.heldout(3)[0], expected[0])
     assert np.array_equal(one.train(3, unused())[0], one._make(np.random.default_rng([5, 0, 3]))[0])
-    assert Phantoms(DataSpec(1, "phantom", heldout_fraction=0.001, phantom=PhantomSpec(50, 0)), RESNET).count("heldout") == 1
+    assert (
+        Phantoms(DataSpec(1, "phantom", heldout_fraction=0.001, phantom=PhantomSpec(50, 0)), RESNET).count("heldout")
+        == 1
+    )
