@@ -111,6 +111,11 @@ RUN = RunForecast(
 
 
 @pytest.fixture
+def found() -> tuple[Candidate, CapacityPlan]:
+    return CANDIDATE, CAPACITY
+
+
+@pytest.fixture
 def plan() -> dict[str, Any]:
     return plan_as_json(SPEC, CAPACITY, RUN)
 

@@ -116,6 +116,12 @@ def test_where_the_wall_time_went_is_a_small_picture(fake_run: Any) -> None:
     assert "detection" not in shown, "what took no time is left out"
 
 
+BEGIN = {
+    "device_name": "a chip", "peak_flops": 1e9, "peak_source": "best matmul measured", "params": 1_500_000,
+    "flops_per_token": 1e6,
+}  # fmt: skip
+
+
 def a_long_run(run: Any) -> None:
     """Two starts of two ranks, of which the second takes twice as long in `forward` and waits for data."""
     run.about()
@@ -150,3 +156,26 @@ def test_the_whole_report(fake_run: Any) -> None:
     )
     assert text_of(render_report(report)) + "\n" == (EXPECTED / "report.txt").read_text()
     assert text_of(render_summary(report)) + "\n" == (EXPECTED / "summary.txt").read_text()
+
+
+def test_a_run_of_one_rank_without_a_prediction(fake_run: Any) -> None:
+    fake_run.about()
+    fake_run.write("start", step=0, world_size=1, **BEGIN)
+    for step in range(1, 11):
+        fake_run.step(step)
+    lines = text_of(render_report(collect(fake_run.dir.root))).splitlines()
+    (at,) = (number for number, line in enumerate(lines) if "part of a step" in line)
+    assert [line.split() for line in lines[at : at + 2]] == [
+        ["part", "of", "a", "step", "time", "share"],
+        ["data", "wait", "143", "ms", "14.3%", "███"],
+    ]
+    assert "1.5M parameters" in "\n".join(lines) and "1 x a chip" in "\n".join(lines)
+    assert not any("resumed" in line or "kernels" in line or "weights" in line for line in lines)
+
+
+def test_many_ranks_that_warn_are_cut_short(fake_run: Any) -> None:
+    fake_run.about()
+    fake_run.start()
+    for rank in range(10):
+        fake_run.write("warning", rank, step=1, message="odd")
+    assert "step 1: odd (rank 0, 1, 2, 3, 4, 5, 6, 7 and 2 more)" in text_of(render_report(collect(fake_run.dir.root)))

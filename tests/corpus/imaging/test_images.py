@@ -121,7 +121,7 @@ def test_a_broken_file_is_named(folder):
     ],
 )
 def test_the_weight_of_each_old_pixel_in_each_new_one(extent: int, wanted: int, expected: list[list[float]]) -> None:
-    """Centres lie at (i + 1/2) extent / wanted - 1/2; a triangle is as wide as a new pixel, and at least as an old one."""
+    """Centres lie at (i + 1/2) extent / wanted - 1/2; a triangle is as wide as the wider pixel."""
     assert weights(extent, wanted) == pytest.approx(np.array(expected))
 
 
