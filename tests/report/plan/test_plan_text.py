@@ -151,9 +151,10 @@ def test_a_trace_beside_the_estimate(found: tuple[Candidate, CapacityPlan]) -> N
     trace = trace_as_json(*found, traced, counted)
     assert trace["estimated"]["peak_memory_bytes"] == 3 * GIB
     assert trace["estimated"]["flops"] == pytest.approx(5.1e10 * 128 * 8192 / 16 * 0.55 / 0.5)
-    title, _, *rows = text_of(render_trace(trace)).splitlines()
+    title, _, rows = text_of(render_trace(trace)).partition("traced   ")
     assert title.startswith("traced in 2.0 s: rank 3 of ")
-    assert [row.split() for row in rows] == [
+    assert [row.split() for row in rows.splitlines()] == [
+        ["planned"],
         ["peak", "of", "tensors", "2.00", "GiB", "3.00", "GiB", "+50.0%"],
         ["parameters", "1.00", "GiB", "1.00", "GiB", "+0.0%"],
         ["gradients", "0", "B", "0", "B"],
