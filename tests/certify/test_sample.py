@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import subprocess
-from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,12 +33,17 @@ ALWAYS = [
 ]
 
 
+@cache
+def matrix() -> list[ClauseCheck]:
+    return checks(PROCESSES)
+
+
 def sample(seed: str) -> list[ClauseCheck]:
     """Draw checks whose cases have every clause, and half of the pairs of a family and a part of a layout."""
-    draw, matrix = random.Random(seed), checks(PROCESSES)
-    chosen = [*(Run(case) for case in ALWAYS), *_reading_into_tied_pipelines(matrix)]
-    chosen += [draw.choice([check for check in matrix if check.clause == clause]).run for clause in ALONE]
-    spread = [check.run for check in matrix if check.clause == "NUM-2"]
+    draw = random.Random(seed)
+    chosen = [*(Run(case) for case in ALWAYS), *_reading_into_tied_pipelines()]
+    chosen += [draw.choice([check for check in matrix() if check.clause == clause]).run for clause in ALONE]
+    spread = [check.run for check in matrix() if check.clause == "NUM-2"]
     pairs = sorted({pair for run in spread for pair in parts(run)})
     missing = set(draw.sample(pairs, k=len(pairs) // 2)) - {
         pair for run in chosen[: len(ALWAYS)] for pair in parts(run)
@@ -49,7 +54,7 @@ def sample(seed: str) -> list[ClauseCheck]:
         if parts(best) & missing:
             chosen.append(best)
             missing -= parts(best)
-    return [check for check in matrix if check.run in set(chosen)]
+    return [check for check in matrix() if check.run in set(chosen)]
 
 
 def parts(run: Run) -> set[tuple[str, str]]:
@@ -58,9 +63,9 @@ def parts(run: Run) -> set[tuple[str, str]]:
     return {(run.case.family if word[-1].isdigit() and "zero" not in word else "", word) for word in words}
 
 
-def _reading_into_tied_pipelines(matrix: Sequence[ClauseCheck]) -> list[Run]:
+def _reading_into_tied_pipelines() -> list[Run]:
     """A stage's copy of the embedding has to be filled from the checkpoint."""
-    tied = [check.run for check in matrix if check.clause == "CKPT-2" and check.run.case.family == "tied"]
+    tied = [check.run for check in matrix() if check.clause == "CKPT-2" and check.run.case.family == "tied"]
     return [run for run in tied if run.case.layout.pp > 1]
 
 
@@ -73,13 +78,13 @@ def test_a_sample_has_every_clause_and_what_is_always_among_them(seed: str) -> N
     assert {run.case for run in spread} >= set(ALWAYS)
     into = [check.run for check in drawn if check.clause == "CKPT-2" and check.run.case.family == "tied"]
     assert {run.case.layout.pipeline_schedule for run in into if run.case.layout.pp > 1} >= {"zbv", "1f1b"}
-    assert len(drawn) < len(checks(PROCESSES)) / 6
+    assert len(drawn) < len(matrix()) / 6
 
 
 def test_a_few_commits_draw_every_family_along_every_axis() -> None:
     drawn = [check for seed in "abcdef" for check in sample(seed)]
     assert {pair for check in drawn for pair in parts(check.run)} >= {
-        pair for check in checks(PROCESSES) if check.clause == "NUM-2" for pair in parts(check.run)
+        pair for check in matrix() if check.clause == "NUM-2" for pair in parts(check.run)
     }
 
 
