@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from trainspec_cli.corpus.manifest import SCHEMA, ShardManifest, SplitSummary, write_manifest
+from trainspec_cli.corpus.manifest import MANIFEST_FILE, SCHEMA, Shard, ShardManifest, SplitSummary, write_manifest
 from trainspec_cli.corpus.rows import JoinedRows, Packed, Row, Windows, empty_row, open_rows
-from trainspec_cli.corpus.shards import ShardWriter, TokenFolder, write_documents
+from trainspec_cli.corpus.shards import ShardWriter, TokenFolder, read_documents, write_documents
+from trainspec_cli.errors import MachineError
 from trainspec_cli.spec.recipe.data import DataSpec
 
 END = 9
@@ -141,3 +145,89 @@ def test_held_out_text_keeps_its_rest_and_training_text_does_not(folder_of) -> N
 def test_conversations_are_packed(folder_of) -> None:
     folder = folder_of([1, 2, 3], masks=[[0, 1, 1]])
     assert isinstance(open_rows(folder, "train", DataSpec(3, "chat")), Packed)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda fields: fields["train"].update(tokens=-1), "has a count below 0"),
+        (lambda fields: fields["heldout"].update(bytes=2**53), "has a count below 0, or larger than any disk"),
+        (lambda fields: fields["train"]["shards"][0].update(offset_bytes=-2), "has a count below 0"),
+        (lambda fields: fields["train"].update(tokens=9), "the shards of train do not hold its 9 tokens"),
+        (lambda fields: fields["train"]["shards"][0].update(file="a\0b"), "has a name that no file can have"),
+        (lambda fields: fields["train"]["shards"][0].update(file="a" * 4097), "has a name that no file can have"),
+    ],
+)
+def test_a_manifest_that_cannot_be_is_named(folder_of, change, says) -> None:
+    file = folder_of([1, 2, 3]).path / MANIFEST_FILE
+    fields = json.loads(file.read_text())
+    change(fields)
+    file.write_text(json.dumps(fields))
+    with pytest.raises(MachineError, match=says) as error:
+        TokenFolder.open(file.parent)
+    assert error.value.problems[0].hint == f"remove it and prepare it again: rm -r {file.parent}"
+
+
+def test_the_index_of_documents_is_written_and_read(tmp_path: Path) -> None:
+    write_documents(tmp_path, "train", [np.array([0, 1, 1]), np.array([1]), np.array([0, 0])])
+    index = read_documents(tmp_path, "train", 6)
+    assert index.starts.tolist() == [0, 3, 4, 6]
+    assert index.learnt(1, 4).tolist() == [True, True, True, False]
+    assert index.learnt_before(np.array([0, 1, 2, 3, 4, 6])).tolist() == [0, 0, 1, 2, 3, 3]
+    write_documents(tmp_path, "heldout", [])
+    assert read_documents(tmp_path, "heldout", 0).starts.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("starts", "mask", "says"),
+    [
+        (np.array([0, 3]), np.zeros(2, np.uint8), "it covers 2 tokens, the shards hold 3"),
+        (np.array([0, 2]), np.zeros(3, np.uint8), "it covers 3 tokens"),
+        (np.array([1, 3]), np.zeros(3, np.uint8), "its documents do not follow one another"),
+        (np.array([0, 2, 1, 3]), np.zeros(3, np.uint8), "its documents do not follow one another"),
+        (np.array([], np.int64), np.zeros(3, np.uint8), "its documents do not follow one another"),
+        (np.array([0.0, 3.0]), np.zeros(3, np.uint8), "its arrays are float64 and uint8, of 1 and 1 dimensions"),
+        (np.array([0, 3]), np.zeros((3, 1), np.uint8), "of 1 and 2 dimensions"),
+        (np.array([0, 3]), np.zeros(3, np.int8), "its arrays are int64 and int8"),
+    ],
+)
+def test_a_damaged_index_of_documents_is_named(tmp_path: Path, starts, mask, says) -> None:
+    np.save(tmp_path / "train_documents.npy", starts)
+    np.save(tmp_path / "train_learnt.npy", mask)
+    with pytest.raises(MachineError, match=f"the index of its documents cannot be read: .*{says}"):
+        read_documents(tmp_path, "train", 3)
+
+
+def test_files_of_others_are_read_from_their_offset_and_may_not_be_too_short(tmp_path: Path) -> None:
+    np.arange(10, dtype="<u2").tofile(tmp_path / "ids.bin")
+    end = Shard(str(tmp_path / "ids.bin"), tokens=4, sha256="", offset_bytes=12)
+    begin = Shard(str(tmp_path / "ids.bin"), tokens=2, sha256="")
+
+    def opened(shard: Shard) -> TokenFolder:
+        train, heldout = SplitSummary(shard.tokens, 0, 0, (shard,)), SplitSummary(2, 0, 0, (begin,))
+        return TokenFolder(tmp_path, ShardManifest(SCHEMA, "uint16", 10, 10, END, "", {}, 0.1, None, train, heldout))
+
+    folder = opened(end)
+    assert folder.tokens("train", 0, 4).tolist() == [6, 7, 8, 9]
+    assert folder.tokens("heldout", 0, 2).tolist() == [0, 1]
+    folder.verify()
+    with pytest.raises(MachineError, match=r"ids.bin is shorter than the 10 bytes of the manifest"):
+        opened(replace(end, tokens=5))
+
+
+def test_a_shard_that_is_just_full_is_followed_by_none(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path, "train", "uint16", max_shard_tokens=3) as writer:
+        writer.append([1, 2, 3], text_bytes=1, documents=1)
+        writer.append([4, 5, 6], text_bytes=2, documents=0)
+    summary = writer.finish()
+    assert [(shard.file, shard.tokens) for shard in summary.shards] == [("train_00000.bin", 3), ("train_00001.bin", 3)]
+    assert (summary.tokens, summary.bytes, summary.documents) == (6, 3, 1)
+    digest = hashlib.sha256((tmp_path / "train_00001.bin").read_bytes()).hexdigest()
+    assert summary.shards[1].sha256 == digest != summary.shards[0].sha256
+
+
+def test_bytes_per_token_are_the_mean_of_both_splits(folder_of) -> None:
+    manifest = folder_of([1, 2, 3]).manifest
+    train, heldout, none = SplitSummary(30, 60, 1, ()), SplitSummary(10, 100, 1, ()), SplitSummary(0, 0, 0, ())
+    assert replace(manifest, train=train, heldout=heldout).bytes_per_token == 4.0
+    assert replace(manifest, train=none, heldout=none).bytes_per_token == 0
