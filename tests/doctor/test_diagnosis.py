@@ -49,6 +49,8 @@ def test_every_unfit_node_is_reported_at_once() -> None:
     with pytest.raises(MachineError) as caught:
         refuse_unfit([report("a", 1e12, 1e11, broken), report("b", matmul=0.1e12), report("c")])
     assert [problem.code for problem in caught.value.problems] == ["unfit_host", "slow_host"]
+    assert [problem.environment for problem in caught.value.problems] == [True, True]
+    assert caught.value.problems[0].hint == "free some; or start all the same with run.preflight=false"
     assert caught.value.problems[0].message == "a is not fit: disk: 0 bytes free"
 
 

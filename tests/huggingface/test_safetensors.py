@@ -124,3 +124,10 @@ def test_all_files_of_an_index_are_read(tmp_path, tensors):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     entries = open_checkpoint(tmp_path)
     assert {name: entry.file.name for name, entry in entries.items()} == index["weight_map"]
+
+
+@pytest.mark.parametrize("name", ["a" * length for length in range(1, 9)])
+def test_tensors_begin_at_a_multiple_of_8_bytes(name):
+    header = make_header({name: ("F32", (1,))})
+    assert len(header) % 8 == 0
+    assert struct.unpack("<Q", header[:8]) == (len(header) - 8,)
