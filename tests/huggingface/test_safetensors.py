@@ -131,3 +131,8 @@ def test_tensors_begin_at_a_multiple_of_8_bytes(name):
     header = make_header({name: ("F32", (1,))})
     assert len(header) % 8 == 0
     assert struct.unpack("<Q", header[:8]) == (len(header) - 8,)
+
+
+def test_a_tensor_may_have_16_dims(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(make_header({"a": ("F32", (1,) * 16)}) + bytes(4))
+    assert open_checkpoint(tmp_path)["a"].shape == (1,) * 16

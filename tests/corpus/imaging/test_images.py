@@ -198,3 +198,15 @@ def test_what_holds_no_numbers_is_no_picture(folder: Path, pixels: np.ndarray) -
 def test_what_is_no_folder_is_refused(tmp_path: Path, path: str) -> None:
     with pytest.raises(RecipeError, match="is not a folder"):
         ImageFolder(tmp_path / path, spec(tmp_path), MODEL)
+
+
+def test_colours_are_channels_whatever_the_picture_is_stored_as(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(3):
+            grey = np.tile(np.arange(12, dtype=np.uint8) * 20, (8, 1))
+            colours = np.stack([grey, 255 - grey, grey], axis=2)
+            image.fromarray(colours).save(tmp_path / name / f"{number}.png")
+    read, _ = ImageFolder(tmp_path, spec(tmp_path), MODEL).heldout(0)
+    assert np.allclose(read[0], read[2]) and np.allclose(read[0], -read[1], atol=1e-3)
