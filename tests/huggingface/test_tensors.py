@@ -42,6 +42,11 @@ def test_the_parameters_of_a_decoder() -> None:
     }
 
 
+def test_a_tensor_that_is_a_whole_parameter_fills_it_from_its_beginning() -> None:
+    pieces = [(found, *found.pieces) for found in parameters(MODEL)]
+    assert all(piece.start == (0,) * len(found.shape) and piece.shape == found.shape for found, piece in pieces)
+
+
 def test_each_layer_has_its_own() -> None:
     names = [found.name for found in parameters(replace(MODEL, num_layers=3))]
     assert len(names) == len(set(names)) == 3 + 3 * 9

@@ -116,6 +116,11 @@ def found() -> tuple[Candidate, CapacityPlan]:
 
 
 @pytest.fixture
+def forecast() -> tuple[RunSpec, RunForecast]:
+    return SPEC, RUN
+
+
+@pytest.fixture
 def plan() -> dict[str, Any]:
     return plan_as_json(SPEC, CAPACITY, RUN)
 

@@ -19,6 +19,7 @@ from trainspec_cli.spec.rules.check import check, check_machine
 from trainspec_cli.spec.rules.engine import check_engine, close_axes
 from trainspec_cli.spec.rules.ranges import RANGES, holds, replace_at, value_at
 from trainspec_cli.spec.structure import build, sections_of, structure
+from trainspec_cli.spec.unknown import UNKNOWN
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
@@ -268,6 +269,11 @@ def test_a_launch_sets_the_axes_beside_data_parallelism_to_1(make_spec) -> None:
     asked = {f"layout.{axis}": "auto" for axis in (*AXES, "etp")} | {"layout.tp": 2}
     layout = close_axes(make_spec(asked)).layout
     assert [getattr(layout, axis) for axis in (*AXES, "etp")] == ["auto", "auto", 1, 2, 1, 1, 1]
+
+
+def test_axes_of_a_layout_that_is_not_known_stay_so(make_spec) -> None:
+    unknown = replace(make_spec({}), layout=UNKNOWN)
+    assert close_axes(unknown) is unknown
 
 
 NUMBERS_OF_KINDS = [
