@@ -23,7 +23,7 @@ from trainspec_cli.spec.rules.elastic import ELASTIC_RULES, fixed_groups
 from trainspec_cli.spec.rules.families import family_sizes
 from trainspec_cli.spec.rules.kernels import KERNEL_RULES, check_kernels, find_compiler
 from trainspec_cli.spec.rules.model import MODEL_RULES, divisors
-from trainspec_cli.spec.rules.ranges import check_ranges, forget_out_of_range
+from trainspec_cli.spec.rules.ranges import forget_out_of_range
 from trainspec_cli.spec.rules.text import TEXT_RULES
 from trainspec_cli.spec.unknown import UnknownTouched
 
@@ -53,7 +53,7 @@ def check(spec: RunSpec) -> list[Problem]:
         ownership,
     ]
     rules += [memory_copies, *ELASTIC_RULES, *KERNEL_RULES, *TEXT_RULES]
-    return [*check_ranges(spec), *apply(rules, spec)]
+    return [*forget_out_of_range(spec)[1], *apply(rules, spec)]
 
 
 def check_machine(spec: RunSpec, machine: Machine) -> list[Problem]:
@@ -66,7 +66,7 @@ def check_machine(spec: RunSpec, machine: Machine) -> list[Problem]:
 def apply(rules: Iterable[Rule], spec: RunSpec) -> list[Problem]:
     """Apply `rules` to the values that are in range; `check` reports the others one by one."""
     problems: list[Problem] = []
-    known = forget_out_of_range(spec)
+    known, _ = forget_out_of_range(spec)
     for rule in rules:
         with contextlib.suppress(UnknownTouched):
             problems.extend(rule(known))
