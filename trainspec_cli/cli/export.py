@@ -16,8 +16,6 @@ from trainspec_cli.session.find import find_own_run
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.units import format_bytes
 
-app = typer.Typer(add_completion=False)
-
 
 class Format(StrEnum):
     HF = "hf"
@@ -30,7 +28,6 @@ class Dtype(StrEnum):
     FP16 = "fp16"
 
 
-@app.command()
 def export(
     run: RunArgument,
     output: Annotated[Path, typer.Option(help="Folder to make.")],

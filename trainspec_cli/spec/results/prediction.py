@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from trainspec_cli.spec.recipe.layout import Layout
 
@@ -27,9 +27,8 @@ class MemoryBreakdown:
 
     @property
     def total_bytes(self) -> float:
-        states = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
-        work = self.activations_bytes + self.logits_bytes
-        return states + work + self.comm_buffers_bytes + self.fragmentation_bytes + self.context_bytes
+        total: float = sum(vars(self).values())
+        return total
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
-        total: float = sum(getattr(self, part.name) for part in fields(self))
+        total: float = sum(vars(self).values())
         return total
 
 

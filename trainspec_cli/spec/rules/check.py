@@ -20,7 +20,6 @@ from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.layout import MESH_AXES
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.rules.elastic import ELASTIC_RULES, fixed_groups
-from trainspec_cli.spec.rules.families import family_sizes
 from trainspec_cli.spec.rules.kernels import KERNEL_RULES, check_kernels, find_compiler
 from trainspec_cli.spec.rules.model import MODEL_RULES, divisors
 from trainspec_cli.spec.rules.ranges import forget_out_of_range
@@ -41,7 +40,6 @@ def check(spec: RunSpec) -> list[Problem]:
     """All problems that can be found without a machine."""
     rules: list[Rule] = [
         *MODEL_RULES,
-        family_sizes,
         world_size,
         batch,
         schedule,

@@ -16,7 +16,7 @@ def forget_out_of_range(section: Any, prefix: str = "") -> tuple[Any, list[Probl
 
     null and auto are in every range.
     """
-    changes, problems, ranges = {}, [], ranges_of(type(section))
+    changes, problems, ranges = {}, [], ranges_of(section.__class__)
     for field in fields(section):
         value, path = getattr(section, field.name), f"{prefix}{field.name}"
         if is_dataclass(value):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.planner.search.fitting import suggest
+from trainspec_cli.planner.this_machine import suggest
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.data import DataSpec

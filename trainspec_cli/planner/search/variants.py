@@ -1,16 +1,18 @@
-"""Clusters over which nothing divides: as many of their nodes as something does work, the others are spares."""
+"""A run planned other than as asked: on fewer nodes, with spares, or in replica groups."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from trainspec_cli.planner.capacity import describe_fabric, plan_capacity
+from trainspec_cli.planner.capacity import describe_fabric, efficiency_of, find_fastest, plan_capacity
 from trainspec_cli.planner.hardware.topology import Fabric
 from trainspec_cli.planner.search.space import Space
+from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.layout import LayoutSpec
 from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.results.prediction import CapacityPlan
+from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
 
 ODD_PARTS = (1, 3, 5, 7, 9, 11, 13, 15)
 """Device counts that are tried are a power of two times one of these, which pipeline stages or the batch may take."""
@@ -64,4 +66,38 @@ def _note(spec: RunSpec, changed: RunSpec) -> str:
     return (
         f"a batch of {spec.batching.global_batch_size:,} divides over no layout of all {spec.cluster.num_nodes:,} "
         f"nodes: {changed.cluster.num_nodes:,} work, {left:,} stand by as spares"
+    )
+
+
+def in_replica_groups(spec: RunSpec, machine: Machine | None, best: Candidate) -> Candidate | None:
+    """`best` with its data parallelism cut into groups that each hold the whole state, the fastest that fits.
+
+    None where it is in groups already, there is one node alone, or no group holds the state.
+    """
+    if spec.resilience.mode != "restart" or best.layout.dp_replicate > 1 or spec.cluster.num_nodes == 1:
+        return None
+    pinned = replace(
+        spec,
+        layout=_open_data_parallelism(spec.layout, best),
+        recompute=best.recompute,  # type: ignore[arg-type]
+        batching=replace(spec.batching, micro_batch_size=best.micro_batch_size),
+        resilience=replace(spec.resilience, mode="elastic"),
+    )
+    return find_fastest(pinned, describe_fabric(pinned.cluster, machine), efficiency_of(pinned.cluster))
+
+
+def _open_data_parallelism(wanted: LayoutSpec, best: Candidate) -> LayoutSpec:
+    layout = best.layout
+    return replace(
+        wanted,
+        dp_replicate=AUTO,
+        dp_shard=AUTO,
+        zero_stage=AUTO,
+        cp=layout.cp,
+        tp=layout.tp,
+        pp=layout.pp,
+        ep=layout.ep,
+        etp=layout.etp,
+        pipeline_schedule=layout.pipeline_schedule,
+        virtual_stages=layout.virtual_stages,
     )

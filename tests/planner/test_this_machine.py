@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.planner.local import is_predictable, predict_local
 from trainspec_cli.planner.memory.local import SPEED_TEST_BYTES, parameter_bytes, step_bytes
 from trainspec_cli.planner.plan import plan
+from trainspec_cli.planner.this_machine import is_predictable, predict_local
 from trainspec_cli.planner.time.local import curve_parts_s
 from trainspec_cli.rundir.event_types import PARTS
 from trainspec_cli.spec.canonical import from_plain, to_plain
