@@ -170,14 +170,9 @@ def _into_new(output: Path) -> Iterator[None]:
             raise FileExistsError
         yield
     except FileExistsError as error:
-        raise RecipeError(
-            Problem(
-                code="output_exists",
-                message=f"{output} exists and is not empty",
-                path="--output",
-                hint=f"choose another folder, or remove it first: rm -r {shlex.quote(str(output))}",
-            )
-        ) from error
+        message = f"{output} exists and is not empty"
+        hint = f"choose another folder, or remove it first: rm -r {shlex.quote(str(output))}"
+        raise RecipeError(Problem("output_exists", message, "--output", hint)) from error
 
 
 @contextmanager

@@ -114,13 +114,9 @@ def _check_reader(files: list[Path]) -> None:
     try:
         import PIL  # noqa: F401
     except ImportError as error:
-        problem = Problem(
-            code="missing_package",
-            message="pictures are read with Pillow, which is not installed",
-            path="data.source",
-            hint="type pip install 'trainspec[images]', or save them as .npy",
-            environment=True,
-        )
+        message = "pictures are read with Pillow, which is not installed"
+        hint = "type pip install 'trainspec[images]', or save them as .npy"
+        problem = Problem("missing_package", message, "data.source", hint, environment=True)
         raise MachineError(problem) from error
 
 

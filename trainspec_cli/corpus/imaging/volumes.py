@@ -157,12 +157,8 @@ def _nibabel() -> Any:
     try:
         import nibabel
     except ImportError as error:
-        problem = Problem(
-            code="missing_package",
-            message="NIfTI volumes are read with nibabel, which is not installed",
-            path="data.source",
-            hint="type pip install 'trainspec[nifti]', or save them as .npy",
-            environment=True,
-        )
+        message = "NIfTI volumes are read with nibabel, which is not installed"
+        hint = "type pip install 'trainspec[nifti]', or save them as .npy"
+        problem = Problem("missing_package", message, "data.source", hint, environment=True)
         raise MachineError(problem) from error
     return nibabel

@@ -92,29 +92,18 @@ def _tiles(plan: Json) -> str:
     run, best, bounds = plan["run"], plan["best"], plan["run"]["intervals"]
     unit = labels.unit_of(plan["model"])
     tiles = [
-        (
-            "time to train",
-            format_duration(run["wall_time_s"]),
-            labels.format_range(bounds["wall_time_s"], format_duration),
-        ),
-        (
-            "goodput",
-            labels.goodput_percent(run["goodput"]),
-            labels.format_range(bounds["goodput"], labels.goodput_percent),
-        ),
-        (
-            f"{unit}/s/device",
-            labels.format_rate(best["tokens_per_s_per_gpu"]),
-            f"MFU {percent(best['mfu'], 1)}, HFU {percent(best['hfu'], 1)}",
-        ),
+        (name, show(run[key]), labels.format_range(bounds[key], show))
+        for name, key, show in (
+            ("time to train", "wall_time_s", format_duration),
+            ("goodput", "goodput", labels.goodput_percent),
+            ("energy", "energy_joules", labels.format_energy),
+            ("carbon (CO2e)", "carbon_kg", labels.format_mass),
+            ("money", "cost_usd", labels.format_money),
+        )
+        if run[key] is not None
     ]
-    for name, key, say in (
-        ("energy", "energy_joules", labels.format_energy),
-        ("carbon (CO2e)", "carbon_kg", labels.format_mass),
-        ("money", "cost_usd", labels.format_money),
-    ):
-        if run[key] is not None:
-            tiles.append((name, say(run[key]), labels.format_range(bounds[key], say)))
+    rate = f"MFU {percent(best['mfu'], 1)}, HFU {percent(best['hfu'], 1)}"
+    tiles.insert(2, (f"{unit}/s/device", labels.format_rate(best["tokens_per_s_per_gpu"]), rate))
     drawn = (
         f"<div class=tile><span>{escape(n)}</span><b>{escape(v)}</b><span>{escape(b)}</span></div>" for n, v, b in tiles
     )

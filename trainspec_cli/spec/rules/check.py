@@ -183,9 +183,7 @@ def _source_path(source: str, path: str | None, where: str) -> Iterator[Problem]
     if source in WITHOUT_PATH:
         if path is not None:
             message = f"`{where}.path` is {path}, but {chosen} reads no file of yours"
-            yield Problem(
-                code="unsupported", path=f"{where}.path", message=message, hint=f"type {WITHOUT_PATH[source]}"
-            )
+            yield Problem("unsupported", message, f"{where}.path", f"type {WITHOUT_PATH[source]}")
     elif path is None:
         message = f"`{where}.path` is null; {chosen} reads a file, folder or glob"
         hint = f"type {where}.path=<path>"
@@ -233,12 +231,8 @@ def uncertainty(spec: RunSpec) -> Iterator[Problem]:
                 yield Problem(code="unknown_key", path=path, message=message, hint=f"type ~{path}")
             elif factor < 1:
                 message = f"`{path}` is {factor:g}; a factor of at least 1 is needed (2: between half and twice)"
-                yield Problem(
-                    code="out_of_range",
-                    path=path,
-                    message=message,
-                    hint=f"type {path}={1 / factor:g}" if factor > 0 else "",
-                )
+                hint = f"type {path}={1 / factor:g}" if factor > 0 else ""
+                yield Problem("out_of_range", message, path, hint)
 
 
 def ownership(spec: RunSpec) -> Iterator[Problem]:
