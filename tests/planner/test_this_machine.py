@@ -19,8 +19,8 @@ from trainspec_cli.spec.recipe.layout import LayoutSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
-from trainspec_cli.spec.results.local import LocalPrediction
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.prediction import LocalPrediction
 from trainspec_cli.spec.results.probe import Curve, MachineProbe, MatmulCurves, Passes, Reference
 
 MODEL = DecoderModel(4, 64, 2, 2, 32, 128, 512, tied_embeddings=True)

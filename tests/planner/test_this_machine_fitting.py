@@ -10,8 +10,8 @@ from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
-from trainspec_cli.spec.results.local import LocalPrediction
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.prediction import LocalPrediction
 
 SPEC = RunSpec(
     model=DecoderModel(4, 64, 2, 2, 32, 128, 512, tied_embeddings=True),

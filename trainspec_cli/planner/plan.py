@@ -15,6 +15,7 @@ from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec, PipelineSchedul
 from trainspec_cli.spec.recipe.run import Recompute, RunSpec
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.rules.elastic import wanted_groups, whole_hosts
+from trainspec_cli.spec.rules.layout import size_of
 
 MAX_MICRO_BATCH_TOKENS = 8192
 """`micro_batch_size: auto` takes the largest divisor of a rank's batch whose tokens stay below this."""
@@ -120,7 +121,7 @@ def resolve_compute(spec: RunSpec, machine: Machine) -> Literal["bf16", "fp32"]:
 def resolve_layout(wanted: LayoutSpec, world_size: int) -> Layout:
     """Axes left open beside data parallelism are 1; what they leave goes to dp_shard, or without sharding asked for to
     dp_replicate (DDP)."""
-    cp, tp, pp, ep, etp = (_or_one(getattr(wanted, axis)) for axis in ("cp", "tp", "pp", "ep", "etp"))
+    cp, tp, pp, ep, etp = (size_of(wanted, axis) for axis in ("cp", "tp", "pp", "ep", "etp"))
     data_parallel = _divide(world_size, cp * tp * pp, "layout", "cp x tp x pp")
     replicate, shard = wanted.dp_replicate, wanted.dp_shard
     if replicate == AUTO and shard == AUTO:
@@ -151,10 +152,6 @@ def resolve_layout(wanted: LayoutSpec, world_size: int) -> Layout:
         hint = f"make the axes' product {world_size}, or leave one of them auto"
         raise RecipeError(Problem("not_divisible", message, "layout", hint))
     return layout
-
-
-def _or_one(size: int | str) -> int:
-    return 1 if size == AUTO else int(size)
 
 
 def resolve_batch(spec: RunSpec, layout: Layout) -> tuple[int, int]:

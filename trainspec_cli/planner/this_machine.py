@@ -17,8 +17,8 @@ from trainspec_cli.planner.time.local import step_parts_s
 from trainspec_cli.planner.time.step import estimate_step, micro_batch
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.model import DecoderModel, ModelSpec
-from trainspec_cli.spec.results.local import LocalPrediction
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.prediction import LocalPrediction
 from trainspec_cli.spec.results.probe import MachineProbe
 
 # The CPU

@@ -18,8 +18,8 @@ from trainspec_cli.planner.this_machine import (
 from trainspec_cli.report.text import describe_prediction
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.results.local import LocalPrediction
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.prediction import LocalPrediction
 from trainspec_cli.spec.results.probe import MachineProbe
 from trainspec_cli.units import format_bytes
 

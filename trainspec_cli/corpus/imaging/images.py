@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
+from trainspec_cli.corpus.manifest import Split
 from trainspec_cli.corpus.split import hold_out
 from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.reading.files import ANY_DAMAGE, check_regular
@@ -40,7 +40,7 @@ class ImageFolder:
         _check_reader([path for path, _ in files])
         self._load(files[0][0])
 
-    def count(self, split: Literal["train", "heldout"]) -> int:
+    def count(self, split: Split) -> int:
         return len(self._files[split])
 
     def train(self, index: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

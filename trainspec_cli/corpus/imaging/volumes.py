@@ -7,10 +7,11 @@ Two-dimensional slices are kept in the same way.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from trainspec_cli.corpus.manifest import Split
 from trainspec_cli.corpus.split import hold_out
 from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.reading.files import ANY_DAMAGE, check_regular
@@ -35,7 +36,7 @@ class VolumeFolder:
             "heldout": [pair for pair in pairs if pair[0].name in held],
         }
 
-    def count(self, split: Literal["train", "heldout"]) -> int:
+    def count(self, split: Split) -> int:
         return len(self._pairs[split])
 
     def train(self, index: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

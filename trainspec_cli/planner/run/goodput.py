@@ -17,7 +17,7 @@ from functools import partial
 
 from trainspec_cli.policy import recovery, reliability, run_state
 from trainspec_cli.policy.reliability import Durations
-from trainspec_cli.spec.recipe.reliability import ReliabilitySpec
+from trainspec_cli.spec.recipe.cluster import ReliabilitySpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 
 MAX_FAILURES = 1000

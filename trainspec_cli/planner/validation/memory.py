@@ -28,17 +28,17 @@ def memory_figure(row: Row, setup: Setup) -> tuple[float | None, float | None]:
     """-> (predicted, measured) in bytes, or (None, None) where the row measures no memory."""
     if number(row, "peak_mem_gib"):
         return predicted_as(row.get("mem_kind") or "", setup), number(row, "peak_mem_gib", 0.0) * GIB  # type: ignore[operator]
-    value, metric, unit = number_or_none(row), (row.get("metric") or "").lower(), (row.get("unit") or "")
+    value, metric, unit = (
+        number(row, "value") if row.get("metric") else None,
+        (row.get("metric") or "").lower(),
+        (row.get("unit") or ""),
+    )
     if value is None:
         return None, None
     if unit == "%":
         return relative_activations(setup), value / 100
     scale = 1e9 if unit == "GB" and "litgpt" in framework_of(row) else UNITS.get(unit, GIB)
     return predicted_as(metric, setup), value * scale
-
-
-def number_or_none(row: Row) -> float | None:
-    return number(row, "value") if row.get("metric") else None
 
 
 def predicted_as(metric: str, setup: Setup) -> float:

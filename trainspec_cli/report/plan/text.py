@@ -44,9 +44,9 @@ def render_plan(plan: Json, width: int = WIDE) -> RenderableType:
 
 def render_sweep(sweep: Json) -> RenderableType:
     """One line for each value of the swept key."""
-    points = sweep["points"]
+    points, unit = sweep["points"], labels.unit_of(sweep["points"][0]["plan"]["model"])
     first = next((point["plan"] for point in points if point["plan"]["best"]), None)
-    table = _table(sweep["key"], "devices", "best layout", "step", f"{_unit(points)}/s", "scaling", "MFU", "memory")
+    table = _table(sweep["key"], "devices", "best layout", "step", f"{unit}/s", "scaling", "MFU", "memory")
     for heading in ("goodput", "time", "energy", "money"):
         table.add_column(heading, justify="right")
     for point in points:
@@ -242,10 +242,6 @@ def _sweep_row(point: Json, first: Json | None) -> Iterator[RenderableType]:
 def scaling(plan: Json, first: Json) -> float:
     """Throughput a device, over that of the first point that fits."""
     return float(plan["best"]["tokens_per_s_per_gpu"] / first["best"]["tokens_per_s_per_gpu"])
-
-
-def _unit(points: Sequence[Json]) -> str:
-    return labels.unit_of(points[0]["plan"]["model"])
 
 
 def bar(part: float, width: int) -> str:

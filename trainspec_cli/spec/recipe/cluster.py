@@ -1,15 +1,12 @@
-"""The hardware: this machine, or a described cluster of nodes, accelerators and links."""
+"""The hardware: this machine, or a described cluster: accelerators, links, failures, power and price, and Slurm."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from trainspec_cli.spec.auto import AUTO, Auto, AutoInt
-from trainspec_cli.spec.numbers import NonNegativeFloat, PositiveFloat, PositiveInt
-from trainspec_cli.spec.recipe.cost import CostSpec, PowerSpec, SiteSpec
-from trainspec_cli.spec.recipe.reliability import ReliabilitySpec
-from trainspec_cli.spec.recipe.slurm import SlurmSpec
+from trainspec_cli.spec.numbers import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 
 
 @dataclass(frozen=True)
@@ -50,6 +47,131 @@ class AcceleratorSpec:
     """An observed price of one device; 0: not known."""
     sources: dict[str, str] | None = None
     """The source of each value by key; `default` for the rest."""
+
+
+@dataclass(frozen=True)
+class ReliabilitySpec:
+    """Failures hit all devices equally and without memory (a Poisson process); the rest are mean durations."""
+
+    mtbf_device_hours: PositiveFloat = 50_677.0
+    """Device-hours between failures that end a synchronous job (a cluster of n devices fails n times as often)."""
+    job_wide_fraction: Fraction = 0.129
+    """Fraction of the failures that no replica group survives, such as a bug in the software."""
+    detect_s: NonNegativeFloat = 60.0
+    """The time until a failure is detected and diagnosed."""
+    swap_s: NonNegativeFloat = 120.0
+    """The time until a spare node has replaced the failed one."""
+    start_s: NonNegativeFloat = 300.0
+    """Processes, communicators and compilation, up to the first step; reading the checkpoint comes on top."""
+    repair_s: NonNegativeFloat = 86_400.0
+    """The time until a failed node is a spare again."""
+    spare_nodes: NonNegativeInt | None = None
+    """Nodes on standby; null: one whenever it is needed."""
+    shrink_stall_s: NonNegativeFloat = 30.0
+    """Elastic: how long the survivors stall, from the failure until they continue without the failed replica group."""
+    rejoin_stall_s: NonNegativeFloat = 15.0
+    """Elastic: how long they stall when the healed replica group joins."""
+    heal_gb_per_s: PositiveFloat = 10.0
+    """Elastic: the rate at which a device of the new replica group copies its state from a healthy peer."""
+    known_within: dict[str, float] = field(default_factory=dict)
+    """The uncertainty of each value: 2 means between half and twice the value with a probability of 90%."""
+    sources: dict[str, str] = field(default_factory=dict)
+    unverified: tuple[str, ...] = ()
+    """Keys whose value was not checked against its source."""
+
+
+@dataclass(frozen=True)
+class SiteSpec:
+    """The building and the grid behind it."""
+
+    name: str = "world average"
+    pue: Annotated[float, Range(1)] = 1.2
+    """Power usage effectiveness: power into the building over power into the machines."""
+    carbon_g_per_kwh: NonNegativeFloat = 475.0
+    """Intensity of the local grid (purchased certificates are not counted)."""
+    electricity_usd_per_kwh: NonNegativeFloat = 0.08
+    """Paid for owned machines; a rent includes it."""
+    known_within: dict[str, float] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    unverified: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PowerSpec:
+    """Power of a node, as fractions of the thermal design power (TDP) of its accelerators."""
+
+    busy: NonNegativeFloat = 0.9
+    """An accelerator that computes."""
+    waiting: NonNegativeFloat = 0.5
+    """One that waits for a collective, a pipeline stage or data."""
+    idle: NonNegativeFloat = 0.15
+    """One without work: the job is down."""
+    host: NonNegativeFloat = 0.45
+    """The rest of the node (CPUs, switches, NICs, fans), whatever the accelerators do."""
+    known_within: dict[str, float] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    unverified: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CostSpec:
+    """Money: a rent, or a share of the purchase."""
+
+    price_usd_per_device_hour: NonNegativeFloat | None = None
+    """Rent; null: the accelerator's own."""
+    owned: bool = False
+    """Bought machines: their price over their useful hours, plus electricity and operation."""
+    device_price_usd: NonNegativeFloat | None = None
+    """owned: one device with its share of node, network and storage."""
+    useful_years: PositiveFloat = 4.0
+    utilisation: Annotated[float, Range(0, 1, includes_low=False)] = 0.8
+    """Fraction of those years in which some job pays for the device."""
+    operation_ratio: NonNegativeFloat = 0.08
+    """Staff, space and repairs per year, over the price."""
+    known_within: dict[str, float] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    unverified: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SlurmSpec:
+    """The Slurm options of a job; null leaves an option to the site's default."""
+
+    job_name: str | None = None
+    """null: trainspec-<recipe>."""
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time: str | None = None
+    """`2:00:00` or `3-00:00:00`; text, so quote it in YAML."""
+    gpus_per_node: str | None = None
+    """`h100:8`; null: `cluster.devices_per_node`, if the device is cuda."""
+    cpus_per_task: PositiveInt | None = None
+    """CPUs per node; null: all of a whole node (see `exclusive`)."""
+    mem: str | None = None
+    """Memory per node, such as `512G`; `0G` is all of it."""
+    exclusive: bool = True
+    """Take whole nodes."""
+    constraint: str | None = None
+    exclude: str | None = None
+    """Nodes to avoid, such as `node[3,7]`."""
+    dependency: str | None = None
+    """`afterok:1234`, `singleton`."""
+    array_parallel: PositiveInt | None = None
+    """Jobs of a sweep's array that may run at once; null: all."""
+    container_image: str | None = None
+    """For srun with the pyxis plugin; trainspec must be installed outside it too, at the same path."""
+    container_mounts: str | None = None
+    sbatch_lines: tuple[str, ...] = ()
+    """Further options, copied verbatim after `#SBATCH` into job.sbatch."""
+    setup: tuple[str, ...] = ()
+    """Shell commands before the job begins, such as `module load cuda` or `export NCCL_IB_HCA=mlx5`. They run as you:
+    `trainspec sbatch` shows them, and submits those of a file that another user owns, or that everyone may write, only
+    with --allow-setup. The same goes for `sbatch_lines`."""
+    warn_s: NonNegativeInt = 120
+    """How long before the time limit (or a preemption that sends the job's signal) the run saves and ends."""
+    max_requeues: NonNegativeInt = 10
+    """How often a job that met its time limit, was preempted or lost a node is requeued and resumes."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from trainspec_cli.spec.numbers import NonNegativeInt, PositiveInt, Range
 
@@ -42,7 +42,8 @@ class PhantomSpec:
     seed: NonNegativeInt = 0
 
 
-SAMPLE_SOURCES = ("phantom", "images", "volumes")
+SampleSource = Literal["phantom", "images", "volumes"]
+SAMPLE_SOURCES = get_args(SampleSource)
 """Sources of convolutional networks, whose samples are images or volumes. All other sources become tokens."""
 
 
@@ -50,21 +51,7 @@ SAMPLE_SOURCES = ("phantom", "images", "volumes")
 class DataSpec:
     seq_len: PositiveInt
     """Tokens per sample; 1 for images and volumes."""
-    source: Literal[
-        "python_stdlib",
-        "text",
-        "jsonl",
-        "parquet",
-        "arrow",
-        "chat",
-        "tokens",
-        "nanogpt",
-        "megatron",
-        "mixture",
-        "phantom",
-        "images",
-        "volumes",
-    ]
+    source: Literal[Documents, "mixture", SampleSource]
     """`tokens` is a folder that `trainspec data prepare` wrote; text is prepared at launch and cached.
 
     `arrow` is a Hugging Face dataset as `save_to_disk` writes it; `nanogpt` and `megatron` are files of token ids, read
