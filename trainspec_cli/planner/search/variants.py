@@ -23,7 +23,7 @@ def plan_on_what_divides(spec: RunSpec, machine: Machine | None = None) -> tuple
     """-> (`spec` on the nodes that work, its plan). Where no layout is legal on all nodes, the fastest of the largest
     counts of nodes on which one is; the others become spares."""
     fabric = describe_fabric(spec.cluster, machine)
-    if _divides(spec, fabric):
+    if any(True for _ in Space(spec, fabric.num_devices, fabric.scaleup_devices).layouts()):
         return spec, plan_capacity(spec, machine)
     smaller = [_leave_spares(spec, nodes) for nodes in _fewer_nodes(fabric, spec.cluster.num_nodes)]
     planned = [(changed, plan_capacity(changed, machine)) for changed in smaller]
@@ -32,11 +32,6 @@ def plan_on_what_divides(spec: RunSpec, machine: Machine | None = None) -> tuple
         return spec, plan_capacity(spec, machine)
     changed, plan = max(fitting, key=lambda pair: pair[1].best.tokens_per_s if pair[1].best else 0.0)
     return changed, replace(plan, assumptions=(_note(spec, changed), *plan.assumptions))
-
-
-def _divides(spec: RunSpec, fabric: Fabric) -> bool:
-    """Return True if any layout is legal on all devices."""
-    return any(True for _ in Space(spec, fabric.num_devices, fabric.scaleup_devices).layouts())
 
 
 def _fewer_nodes(fabric: Fabric, num_nodes: int) -> list[int]:

@@ -162,16 +162,12 @@ def _unit_collectives_s(plan: Plan, params: int, probe: MachineProbe, *, is_bloc
     layout, seconds = plan.layout, 0.0
     reduced_bytes = params * COMPUTE_BYTES[plan.spec.precision.reduce]
     if layout.dp_shard > 1:
-        gathers = _gathers(plan, is_block=is_block)
-        seconds += gathers * probe.all_gather.at(params * COMPUTE_BYTES[plan.compute])
+        again = is_block and layout.zero_stage == 3  # freed after its forward, and gathered again in the backward
+        seconds += (
+            plan.grad_accum_steps * (2 if again else 1) * probe.all_gather.at(params * COMPUTE_BYTES[plan.compute])
+        )
         exchanges = plan.grad_accum_steps if layout.exchanges_every_backward else 1
         seconds += exchanges * probe.reduce_scatter.at(reduced_bytes)
     if layout.dp_replicate > 1:
         seconds += probe.all_reduce.beyond_call(reduced_bytes / layout.dp_shard)
     return seconds
-
-
-def _gathers(plan: Plan, *, is_block: bool) -> int:
-    """Gathers of one unit in a step: a block freed after its forward (ZeRO-3) is gathered again in the backward."""
-    again = is_block and plan.layout.zero_stage == 3
-    return plan.grad_accum_steps * (2 if again else 1)

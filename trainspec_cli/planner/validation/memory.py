@@ -53,7 +53,8 @@ def predicted_as(metric: str, setup: Setup) -> float:
     if "reserved" in metric:
         return resident_bytes(fullest, setup) - outside_bytes(fullest, setup)
     if "torch" in metric or "lora max" in metric or "allocated" in metric:
-        return tensors_bytes(fullest, setup)
+        tensors = fullest.total_bytes - fullest.fragmentation_bytes - outside_bytes(fullest, setup)
+        return tensors * (1 + DEFAULT_MEMORY.reserve)  # the same reserve as the whole
     return resident_bytes(fullest, setup)
 
 
@@ -66,12 +67,6 @@ def resident_bytes(memory: MemoryBreakdown, setup: Setup) -> float:
 def outside_bytes(memory: MemoryBreakdown, setup: Setup) -> float:
     """Bytes that PyTorch's allocator does not see: the device's context and NCCL's own buffers."""
     return memory.context_bytes + DEFAULT_MEMORY.group_bytes * communicators(setup)
-
-
-def tensors_bytes(memory: MemoryBreakdown, setup: Setup) -> float:
-    """Bytes that PyTorch's allocator hands out, with the same reserve as the whole."""
-    tensors = memory.total_bytes - memory.fragmentation_bytes - outside_bytes(memory, setup)
-    return tensors * (1 + DEFAULT_MEMORY.reserve)
 
 
 def relative_activations(setup: Setup) -> float:

@@ -78,6 +78,36 @@ def micro_batch_label(candidate: Json) -> str:
     return f"{candidate['micro_batch_size']:g} x {candidate['grad_accum_steps']}"
 
 
+def candidate_cells(candidate: Json) -> tuple[str, ...]:
+    """(layout, micro-batch, recompute, step, units/s/device, MFU, HFU)"""
+    rate = format_rate(candidate["tokens_per_s_per_gpu"])
+    how = layout_label(candidate), micro_batch_label(candidate), candidate["recompute"]
+    return (
+        *how,
+        format_duration(candidate["step_time_s"]),
+        rate,
+        percent(candidate["mfu"], 1),
+        percent(candidate["hfu"], 1),
+    )
+
+
+def sweep_figures(plan: Json, first: Json) -> tuple[str, ...]:
+    """(step, units/s, scaling, MFU, goodput, time, energy, money); scaling is the throughput a device, over that of
+    `first`."""
+    best, run = plan["best"], plan["run"]
+    scaling = best["tokens_per_s_per_gpu"] / first["best"]["tokens_per_s_per_gpu"]
+    return (
+        format_duration(best["step_time_s"]),
+        format_rate(best["tokens_per_s"]),
+        percent(scaling),
+        percent(best["mfu"], 1),
+        goodput_percent(run["goodput"]),
+        format_duration(run["wall_time_s"]),
+        format_energy(run["energy_joules"]) if run["energy_joules"] else "unknown",
+        format_money(run["cost_usd"]) if run["cost_usd"] else "unknown",
+    )
+
+
 def devices_label(cluster: Json) -> str:
     nodes = cluster["num_nodes"]
     return f"{cluster['world_size']:,} {cluster['accelerator']} on {nodes:,} node{'s' * (nodes != 1)}"

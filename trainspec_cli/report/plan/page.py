@@ -9,7 +9,7 @@ from pathlib import Path
 from trainspec_cli.printable import printable
 from trainspec_cli.report.plan import labels
 from trainspec_cli.report.plan.labels import Json, percent
-from trainspec_cli.report.plan.text import assumption_row, run_rows, scaling
+from trainspec_cli.report.plan.text import assumption_row, run_rows
 from trainspec_cli.report.svg import LineSeries, Segment, render_bar, render_legend, render_lines
 from trainspec_cli.units import format_bytes, format_count, format_duration
 
@@ -129,13 +129,7 @@ def _candidate_row(rank: int, candidate: Json) -> str:
     peak, limit = labels.gib(candidate["peak_memory_bytes"]), labels.gib(candidate["memory_limit_bytes"])
     cells = [
         _cell(str(rank)),
-        _cell(labels.layout_label(candidate), "name"),
-        _cell(labels.micro_batch_label(candidate)),
-        _cell(candidate["recompute"]),
-        _cell(format_duration(candidate["step_time_s"]), "number"),
-        _cell(labels.format_rate(candidate["tokens_per_s_per_gpu"]), "number"),
-        _cell(percent(candidate["mfu"], 1), "number"),
-        _cell(percent(candidate["hfu"], 1), "number"),
+        *map(_cell, labels.candidate_cells(candidate), ("name", "", "", "number", "number", "number", "number")),
         f'<td class="meter">{render_bar([used], 1.0)}<small>{peak} of {limit} GiB</small></td>',
     ]
     return f"<tr{' class=best' if rank == 1 and candidate['fits'] else ''}>{''.join(cells)}</tr>"
@@ -272,20 +266,11 @@ def _scaling_chart(fitting: Sequence[Json]) -> str:
 
 
 def _scaling_row(point: Json, fitting: Sequence[Json]) -> str:
-    plan, best, run = point["plan"], point["plan"]["best"], point["plan"]["run"]
+    plan, best = point["plan"], point["plan"]["best"]
     start = _cell(point["value"]) + _cell(f"{plan['cluster']['world_size']:,}", "number")
     if not best:
         return f'<tr>{start}<td colspan="9">nothing fits: {escape("; ".join(plan["advice"][:1]))}</td></tr>'
-    figures = (
-        format_duration(best["step_time_s"]),
-        labels.format_rate(best["tokens_per_s"]),
-        percent(scaling(plan, fitting[0]["plan"])),
-        percent(best["mfu"], 1),
-        labels.goodput_percent(run["goodput"]),
-        format_duration(run["wall_time_s"]),
-        labels.format_energy(run["energy_joules"]) if run["energy_joules"] else "unknown",
-        labels.format_money(run["cost_usd"]) if run["cost_usd"] else "unknown",
-    )
+    figures = labels.sweep_figures(plan, fitting[0]["plan"])
     return f"<tr>{start}{_cell(labels.layout_label(best))}{''.join(_cell(text, 'number') for text in figures)}</tr>"
 
 

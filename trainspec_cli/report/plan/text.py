@@ -46,8 +46,8 @@ def render_sweep(sweep: Json) -> RenderableType:
     """One line for each value of the swept key."""
     points, unit = sweep["points"], labels.unit_of(sweep["points"][0]["plan"]["model"])
     first = next((point["plan"] for point in points if point["plan"]["best"]), None)
-    table = _table(sweep["key"], "devices", "best layout", "step", f"{unit}/s", "scaling", "MFU", "memory")
-    for heading in ("goodput", "time", "energy", "money"):
+    table = _table(sweep["key"], "devices", "best layout", "step", f"{unit}/s", "scaling", "MFU")
+    for heading in ("goodput", "time", "energy", "money", "memory"):
         table.add_column(heading, justify="right")
     for point in points:
         table.add_row(*_sweep_row(point, first))
@@ -72,7 +72,12 @@ def _candidates(plan: Json) -> RenderableType:
     table = _table("", "layout", "micro-batch", "recompute", "step", f"{unit}/s/device", "MFU", "HFU")
     table.add_column(f"memory of {limit}" if limit else "memory", no_wrap=True)
     for rank, candidate in enumerate(shown, 1):
-        table.add_row(*_candidate_row(rank, candidate), style="bold" if rank == 1 and candidate["fits"] else "")
+        table.add_row(
+            str(rank),
+            *labels.candidate_cells(candidate),
+            _memory_cell(candidate),
+            style="bold" if rank == 1 and candidate["fits"] else "",
+        )
     return Group(_count(plan), table)
 
 
@@ -95,18 +100,6 @@ def _candidates_narrow(plan: Json) -> RenderableType:
 def _count(plan: Json) -> Text:
     kept = sum(candidate["fits"] for candidate in plan["candidates"])
     return Text(f"Layouts  {kept} kept of {plan['considered']:,} considered", style="bold")
-
-
-def _candidate_row(rank: int, candidate: Json) -> Iterator[RenderableType]:
-    yield str(rank)
-    yield labels.layout_label(candidate)
-    yield labels.micro_batch_label(candidate)
-    yield candidate["recompute"]
-    yield format_duration(candidate["step_time_s"])
-    yield labels.format_rate(candidate["tokens_per_s_per_gpu"])
-    yield percent(candidate["mfu"], 1)
-    yield percent(candidate["hfu"], 1)
-    yield _memory_cell(candidate)
 
 
 def _memory_cell(candidate: Json) -> RenderableType:
@@ -226,22 +219,9 @@ def _sweep_row(point: Json, first: Json | None) -> Iterator[RenderableType]:
     if not best or not first:
         yield Text("nothing fits: " + "; ".join(plan["advice"][:1]), style="red")
         return
-    run = plan["run"]
     yield labels.layout_label(best)
-    yield format_duration(best["step_time_s"])
-    yield labels.format_rate(best["tokens_per_s"])
-    yield percent(scaling(plan, first))
-    yield percent(best["mfu"], 1)
+    yield from labels.sweep_figures(plan, first)
     yield f"{labels.gib(best['peak_memory_bytes'])} GiB"
-    yield labels.goodput_percent(run["goodput"])
-    yield format_duration(run["wall_time_s"])
-    yield labels.format_energy(run["energy_joules"]) if run["energy_joules"] else "unknown"
-    yield labels.format_money(run["cost_usd"]) if run["cost_usd"] else "unknown"
-
-
-def scaling(plan: Json, first: Json) -> float:
-    """Throughput a device, over that of the first point that fits."""
-    return float(plan["best"]["tokens_per_s_per_gpu"] / first["best"]["tokens_per_s_per_gpu"])
 
 
 def bar(part: float, width: int) -> str:
