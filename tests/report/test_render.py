@@ -12,7 +12,7 @@ from trainspec_cli.report.collect import collect
 from trainspec_cli.report.render import render_report, render_summary
 from trainspec_cli.rundir.accounting import WallTime
 from trainspec_cli.rundir.event_types import PARTS
-from trainspec_cli.spec.results.local import LocalPrediction
+from trainspec_cli.spec.results.prediction import LocalPrediction
 
 EXPECTED = Path(__file__).parent / "expected"
 """Whole texts, read through once by a person; each figure follows from those of the run."""

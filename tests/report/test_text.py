@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from trainspec_cli.report.backtest_text import render_backtest
+from trainspec_cli.report.backtest import render_backtest
 from trainspec_cli.report.certificate_text import render_certificate
 from trainspec_cli.report.doctor_text import render_diagnosis
 from trainspec_cli.report.progress import Progress

@@ -5,6 +5,7 @@ import types
 import typing
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.numbers import Range, ranges_of
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.rules.check import check, check_machine
 from trainspec_cli.spec.rules.engine import check_engine, close_axes
-from trainspec_cli.spec.rules.ranges import RANGES, holds, replace_at, value_at
 from trainspec_cli.spec.structure import build, sections_of, structure
 from trainspec_cli.spec.unknown import UNKNOWN
 
@@ -60,19 +61,31 @@ def test_ranges(make_spec, path: str, value: Any, message: str, hint: str) -> No
     assert told(check(make_spec({path: value}))) == [("out_of_range", path, message, hint)]
 
 
-def numbers_below(cls: type, prefix: str = "") -> Iterator[str]:
-    """Dotted paths of all fields that hold a number, those of optional sections and of every model family too."""
+def sections_below(cls: type, prefix: str = "") -> Iterator[tuple[str, type]]:
+    """Every section with the prefix of its paths, optional ones and those of every model family too."""
+    yield prefix, cls
+    for name, hint in typing.get_type_hints(cls).items():
+        for section in sections_of(hint):
+            yield from sections_below(section, f"{prefix}{name}.")
+
+
+def numbers_of(cls: type) -> Iterator[str]:
+    """The fields that hold a number, or a list of them."""
     for name, hint in typing.get_type_hints(cls).items():
         members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
         members += tuple(typing.get_args(member)[0] for member in members if typing.get_origin(member) is tuple)
         if {int, float} & set(members):
-            yield f"{prefix}{name}"
-        for section in sections_of(hint):
-            yield from numbers_below(section, f"{prefix}{name}.")
+            yield name
+
+
+NUMBER_PATHS = sorted(
+    {f"{prefix}{name}" for prefix, section in sections_below(RunSpec) for name in numbers_of(section)}
+)
 
 
 def test_every_number_of_a_spec_has_a_range() -> None:
-    assert set(numbers_below(RunSpec)) == set(RANGES)
+    for _, section in sections_below(RunSpec):
+        assert set(numbers_of(section)) == set(ranges_of(section)), section
 
 
 DIVISION = [
@@ -209,17 +222,32 @@ LAYOUT = {"layout.pp": 2, "layout.tp": 2, "layout.cp": 2, "layout.ep": 2}
 
 @pytest.mark.parametrize("model", [None, *MODELS])
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(wrong=st.dictionaries(st.sampled_from(sorted(RANGES)), NUMBERS, min_size=1, max_size=3), spread=st.booleans())
+@given(wrong=st.dictionaries(st.sampled_from(NUMBER_PATHS), NUMBERS, min_size=1, max_size=3), spread=st.booleans())
 def test_no_rule_stumbles_over_a_number_and_none_out_of_range_is_passed_over(make_spec, model, wrong, spread) -> None:
     spec = make_spec(LAYOUT if spread else {})
     if model:
         spec = replace(spec, model=structure({**to_plain(spec), "model": MODELS[model]})[0].model)  # type: ignore[union-attr]
+    out_of_range = set()
     for path, number in wrong.items():
-        held = value_at(spec, path)
-        if held is not None:
-            spec = replace_at(spec, path.split("."), (number, 1) if isinstance(held, tuple) else number)
-    found = {problem.path for problem in [*check(spec), *check_engine(spec)]}
-    assert {path for path in wrong if not holds(spec, path)} <= found
+        names = path.split(".")
+        *_, section = above = sections_above(spec, names)
+        ranges = ranges_of(type(section)) if section is not None else {}
+        if names[-1] in ranges and getattr(section, names[-1]) is not None:
+            is_list = isinstance(getattr(section, names[-1]), tuple)
+            spec = replaced(above, names, (number, 1) if is_list else number)
+            out_of_range |= set() if ranges[names[-1]].holds(number) else {path}
+    assert out_of_range <= {problem.path for problem in [*check(spec), *check_engine(spec)]}
+
+
+def sections_above(spec: RunSpec, names: list[str]) -> list[Any]:
+    """The sections that lead to a value; None for those that are left out, or of a kind without it."""
+    return list(accumulate(names[:-1], lambda section, name: getattr(section, name, None), initial=spec))
+
+
+def replaced(above: list[Any], names: list[str], value: Any) -> Any:
+    for section, name in zip(reversed(above), reversed(names), strict=True):
+        value = replace(section, **{name: value})
+    return value
 
 
 def test_a_family_may_do_without_some_sizes(make_spec) -> None:
@@ -291,14 +319,15 @@ NUMBERS_OF_KINDS = [
 
 @pytest.mark.parametrize(("path", "allowed", "refused"), NUMBERS_OF_KINDS)
 def test_the_ends_of_a_range(make_spec, path: str, allowed: list[float], refused: list[float]) -> None:
-    assert [holds(make_spec({path: number}), path) for number in allowed] == [True] * len(allowed)
-    assert [holds(make_spec({path: number}), path) for number in refused] == [False] * len(refused)
+    for number in (*allowed, *refused):
+        found = [problem.path for problem in check(make_spec({path: number})) if problem.code == "out_of_range"]
+        assert (path in found) == (number in refused), number
 
 
 def test_what_divides_may_not_be_0_and_what_may_be_left_out_may() -> None:
     """Sizes and counts that others are divided by, or that a run cannot do without."""
     needed = """
-        model.num_layers model.hidden_size model.num_heads model.num_kv_heads model.head_dim model.vocab_size
+        model.num_layers model.hidden_size model.head_dim model.vocab_size
         data.seq_len batching.global_batch_size batching.micro_batch_size cluster.num_nodes cluster.devices_per_node
         layout.tp layout.pp layout.cp layout.ep layout.dp_shard layout.dp_replicate model.experts.num_experts
         model.experts.top_k model.mamba_groups model.mamba_head_dim resilience.replica_groups lora.alpha
@@ -309,8 +338,17 @@ def test_what_divides_may_not_be_0_and_what_may_be_left_out_may() -> None:
         cluster.site.carbon_g_per_kwh model.attention_layers model.experts.shared_experts
         resilience.max_restarts_per_hour
     """
-    assert [path for path in needed.split() if RANGES[path].holds(0) or not RANGES[path].holds(1)] == []
-    assert [path for path in optional.split() if not RANGES[path].holds(0) or RANGES[path].holds(-1)] == []
+    ranges = dict(ranges_below(RunSpec))
+    assert [path for path in needed.split() if ranges[path].holds(0) or not ranges[path].holds(1)] == []
+    assert [path for path in optional.split() if not ranges[path].holds(0) or ranges[path].holds(-1)] == []
+
+
+def ranges_below(cls: type, prefix: str = "") -> Iterator[tuple[str, Range]]:
+    """Dotted path and range of every number, those of optional sections and of every model family too."""
+    yield from ((f"{prefix}{name}", allowed) for name, allowed in ranges_of(cls).items())
+    for name, hint in typing.get_type_hints(cls).items():
+        for section in sections_of(hint):
+            yield from ranges_below(section, f"{prefix}{name}.")
 
 
 def test_what_a_machine_lacks_for_tables_fp8_and_memory_copies(make_spec, monkeypatch, tmp_path) -> None:

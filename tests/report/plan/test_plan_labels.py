@@ -4,44 +4,44 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.report.plan import words
+from trainspec_cli.report.plan import labels
 
 
 def test_a_layout_names_what_is_not_one(plan: dict[str, Any]) -> None:
-    said = [words.layout_words(candidate) for candidate in plan["candidates"]]
+    said = [labels.layout_label(candidate) for candidate in plan["candidates"]]
     assert said == ["replicate 2 · shard 2 · tp 2 · pp 2 · 1f1b · zero 1", "shard 16 · zero 3"]
 
 
 def test_a_layout_of_one_device_says_so(plan: dict[str, Any]) -> None:
     alone = dict.fromkeys(plan["best"]["layout"], 1)
-    assert words.layout_words({"layout": alone}) == "one device"
+    assert labels.layout_label({"layout": alone}) == "one device"
 
 
 @pytest.mark.parametrize(
     ("kilograms", "said"), [(0.0004, "0.4 g"), (12.34, "12.3 kg"), (2500, "2.5 t"), (11_390_000, "11,400 t")]
 )
 def test_masses(kilograms: float, said: str) -> None:
-    assert words.mass_words(kilograms) == said
+    assert labels.format_mass(kilograms) == said
 
 
 @pytest.mark.parametrize(("joules", "said"), [(3600, "1 Wh"), (3.6e9, "1 MWh"), (9.9e13, "27.5 GWh")])
 def test_energies(joules: float, said: str) -> None:
-    assert words.energy_words(joules) == said
+    assert labels.format_energy(joules) == said
 
 
 @pytest.mark.parametrize(("usd", "said"), [(0.5, "$0.50"), (2_041_335, "$2.04M")])
 def test_money(usd: float, said: str) -> None:
-    assert words.money_words(usd) == said
+    assert labels.format_money(usd) == said
 
 
 def test_parts_too_small_to_see_are_left_out(plan: dict[str, Any]) -> None:
-    parts = words.present({"matmul_s": 1.0, "host_s": 1e-6, "data_s": 0.0}, words.TIME_PARTS)
+    parts = labels.present({"matmul_s": 1.0, "host_s": 1e-6, "data_s": 0.0}, labels.TIME_PARTS)
     assert parts == [("matmul_s", "matrix products", 1.0)]
 
 
 def test_experts_are_told_apart_from_all_parameters() -> None:
     model = {"name": "mixtral", "family": "decoder", "params": 46.7e9, "active_params": 12.9e9}
-    assert words.model_words(model) == "mixtral, 46.7B parameters, 12.9B active"
+    assert labels.model_label(model) == "mixtral, 46.7B parameters, 12.9B active"
 
 
 @pytest.mark.parametrize(
@@ -55,46 +55,46 @@ def test_experts_are_told_apart_from_all_parameters() -> None:
     ],
 )
 def test_another_way_of_recovering(other: dict[str, Any], said: str) -> None:
-    assert words.alternative_words(other) == said
+    assert labels.alternative_label(other) == said
 
 
 def test_a_pipeline_of_several_chunks_a_rank() -> None:
     layout = {"pp": 8, "tp": 2, "dp_shard": 1, "pipeline_schedule": "zero_bubble", "virtual_stages": 2}
-    assert words.layout_words({"layout": layout}) == "tp 2 · pp 8 · zero-bubble x2"
+    assert labels.layout_label({"layout": layout}) == "tp 2 · pp 8 · zero-bubble x2"
 
 
 @pytest.mark.parametrize(("value", "said"), [(99.94, "99.9"), (100, "100"), (2810.4, "2,810"), (0.12345, "0.123")])
 def test_rates(value: float, said: str) -> None:
-    assert words.rate_words(value) == said
+    assert labels.format_rate(value) == said
 
 
 def test_units_of_a_model_and_its_devices() -> None:
-    assert (words.unit_of({"family": "conv"}), words.unit_of({"family": "hybrid"})) == ("samples", "tokens")
+    assert (labels.unit_of({"family": "conv"}), labels.unit_of({"family": "hybrid"})) == ("samples", "tokens")
     cluster = {"num_nodes": 1, "world_size": 8, "accelerator": "H100"}
-    assert words.devices_words(cluster) == "8 H100 on 1 node"
-    assert words.devices_words(cluster | {"num_nodes": 1200, "world_size": 9600}) == "9,600 H100 on 1,200 nodes"
+    assert labels.devices_label(cluster) == "8 H100 on 1 node"
+    assert labels.devices_label(cluster | {"num_nodes": 1200, "world_size": 9600}) == "9,600 H100 on 1,200 nodes"
     dense = {"name": "", "family": "decoder", "params": 8e9, "active_params": 8e9}
-    assert words.model_words(dense) == "decoder, 8B parameters"
+    assert labels.model_label(dense) == "decoder, 8B parameters"
 
 
 def test_quantities() -> None:
-    assert (words.money_words(999.5), words.money_words(1000)) == ("$999.50", "$1k")
-    assert (words.mass_words(1), words.mass_words(999), words.mass_words(1000)) == ("1 kg", "999 kg", "1 t")
-    assert (words.percent(0.1234), words.percent(0.1234, 2), words.goodput_percent(0.9876)) == (
+    assert (labels.format_money(999.5), labels.format_money(1000)) == ("$999.50", "$1k")
+    assert (labels.format_mass(1), labels.format_mass(999), labels.format_mass(1000)) == ("1 kg", "999 kg", "1 t")
+    assert (labels.percent(0.1234), labels.percent(0.1234, 2), labels.goodput_percent(0.9876)) == (
         "12%",
         "12.34%",
         "98.8%",
     )
-    assert words.range_words([1.0, 2.0], words.money_words) == "$1.00 to $2.00"
-    assert words.range_words(None, words.money_words) == ""
-    assert (words.format_grouped(11390.0), words.format_grouped(0.5), words.gib(1.5 * 2**30)) == (
+    assert labels.format_range([1.0, 2.0], labels.format_money) == "$1.00 to $2.00"
+    assert labels.format_range(None, labels.format_money) == ""
+    assert (labels.format_grouped(11390.0), labels.format_grouped(0.5), labels.gib(1.5 * 2**30)) == (
         "11,400",
         "0.5",
         "1.5",
     )
-    assert words.micro_batch_words({"micro_batch_size": 2, "grad_accum_steps": 8}) == "2 x 8"
+    assert labels.micro_batch_label({"micro_batch_size": 2, "grad_accum_steps": 8}) == "2 x 8"
 
 
 def test_parts_of_nothing_are_none() -> None:
-    assert words.present({"matmul_s": 0.0}, words.TIME_PARTS) == []
-    assert words.present({}, words.TIME_PARTS) == []
+    assert labels.present({"matmul_s": 0.0}, labels.TIME_PARTS) == []
+    assert labels.present({}, labels.TIME_PARTS) == []

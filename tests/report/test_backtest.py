@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree
 
-from trainspec_cli.report.scatter import render_scatter
+from trainspec_cli.report.backtest import render_scatter
 
 DOT = r'<circle cx="([\d.]+)" cy="([\d.]+)" r="2.2"'
 
