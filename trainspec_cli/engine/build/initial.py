@@ -12,8 +12,8 @@ from torch import Tensor
 
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.checkpoint.manifest import read_manifest, verify_files
-from trainspec_cli.engine.checkpoint.weights import load_weights
-from trainspec_cli.engine.comm.joint_errors import errors_together
+from trainspec_cli.engine.checkpoint.store import load_weights
+from trainspec_cli.engine.comm.json_collectives import errors_together
 from trainspec_cli.engine.finite import NOT_FINITE, count_not_finite, is_finite
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.errors import MachineError, Problem

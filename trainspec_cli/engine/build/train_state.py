@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from trainspec_cli.engine.build.kernel_loading import apply_kernels, load_kernel
 from trainspec_cli.engine.checkpoint.parts import Held
 from trainspec_cli.engine.comm.exchange import Peers
 from trainspec_cli.engine.mesh import Mesh, build_mesh
-from trainspec_cli.engine.models.build import build_model
 from trainspec_cli.engine.models.experts import sort_by_expert
 from trainspec_cli.engine.models.lora import apply_lora
 from trainspec_cli.engine.observe.clock import StepClock
@@ -30,6 +30,7 @@ from trainspec_cli.engine.parallel.tensor import apply_tensor_parallel, partial_
 from trainspec_cli.engine.shares import Cut, Share
 from trainspec_cli.policy.pipeline import cut_layers
 from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.model import ModelSpec
 from trainspec_cli.spec.results.plan import Plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -74,7 +75,6 @@ class TrainState:
 
     @property
     def parts(self) -> list[Any]:
-        """This rank's stages of the model."""
         return list(self.stages.parts.values())
 
     @property
@@ -207,3 +207,8 @@ def _late_sums(
     twins = [share for share in shares if _is_twin(plan, share.name) and share.is_trained]
     sums = ((partials, mesh.group("tp")), (twins, mesh.ends))
     return [LateSum(summed, Peers(group, clock.collective)) for summed, group in sums if summed]
+
+
+def build_model(model: ModelSpec, seq_len: int, layers: range | None = None) -> Any:
+    """Build the whole model, or the pipeline stage with `layers`."""
+    return import_module(model.record.builder).build(model, seq_len, layers)

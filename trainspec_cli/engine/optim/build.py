@@ -7,9 +7,13 @@ from typing import Any
 
 import torch
 
-from trainspec_cli.engine.optim.adamw import fused
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.spec.recipe.optim import OptimSpec
+
+
+def fused(groups: Sequence[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
+    """One kernel for all parameters, clipping and the guard in it (`update.guarded_update`)."""
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
 def build_optimizer(

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainspec_cli.engine.checkpoint.weights import read_weights
+from trainspec_cli.engine.checkpoint.store import read_weights
 from trainspec_cli.huggingface.adapters import ADAPTERS, adapters_of
 from trainspec_cli.huggingface.safetensors import DTYPE_BYTES, INDEX, SINGLE, make_header
 from trainspec_cli.huggingface.tensors import Parameter, Piece, parameters

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainspec_cli.engine.kernels.inputs import Call, Inputs, checked, make_inputs
+from trainspec_cli.engine.kernels.inputs import OPERATIONS, Call, Inputs, make_inputs
 from trainspec_cli.engine.kernels.reference import REFERENCES
 from trainspec_cli.engine.observe.device import synchronise
 from trainspec_cli.engine.optim.build import build_optimizer
@@ -75,7 +75,7 @@ def operation(
     inputs = [make_inputs(op, call, dtype, device, chunk).with_gradients() for call in calls]
 
     def error_of(kernel: Kernel) -> float:
-        return max(call_error(op, kernel, checked(op, call), dtype, device, chunk) for call in calls)
+        return max(call_error(op, kernel, OPERATIONS[op].reduce(call), dtype, device, chunk) for call in calls)
 
     def works_of(kernel: Kernel) -> list[tuple[Work, int]]:
         return [(_both_passes(kernel, one), times) for one, times in zip(inputs, calls.values(), strict=True)]
