@@ -27,8 +27,7 @@ from trainspec_cli.engine.checkpoint.manifest import (
 from trainspec_cli.engine.checkpoint.parts import Held, TensorPart, choose_owners
 from trainspec_cli.engine.checkpoint.saver import Saver
 from trainspec_cli.engine.checkpoint.store import fill_parts, load_newest, load_weights, read_weights
-from trainspec_cli.engine.optim.build import build_optimizer
-from trainspec_cli.engine.optim.update import guarded_update
+from trainspec_cli.engine.optim.optimizer import build_optimizer, guarded_update
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.rundir.paths import RunDir

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -17,13 +18,12 @@ from trainspec_cli.engine.mesh import Mesh, build_mesh
 from trainspec_cli.engine.models.experts import sort_by_expert
 from trainspec_cli.engine.models.lora import apply_lora
 from trainspec_cli.engine.observe.clock import StepClock
-from trainspec_cli.engine.optim.build import build_optimizer
+from trainspec_cli.engine.optim.optimizer import build_optimizer
 from trainspec_cli.engine.parallel.balance import routers_of, sum_over_sequence
 from trainspec_cli.engine.parallel.context import apply_context_parallel, held_positions
 from trainspec_cli.engine.parallel.data_parallel import DataParallel, apply_data_parallel
 from trainspec_cli.engine.parallel.expert import apply_expert_parallel
 from trainspec_cli.engine.parallel.float8 import apply_float8
-from trainspec_cli.engine.parallel.materialise import allocate, materialise
 from trainspec_cli.engine.parallel.pipeline import Hidden, Lines, WeightQueue
 from trainspec_cli.engine.parallel.recompute import apply_recompute
 from trainspec_cli.engine.parallel.tensor import apply_tensor_parallel, partial_parameters
@@ -212,3 +212,35 @@ def _late_sums(
 def build_model(model: ModelSpec, seq_len: int, layers: range | None = None) -> Any:
     """Build the whole model, or the pipeline stage with `layers`."""
     return import_module(model.record.builder).build(model, seq_len, layers)
+
+
+def allocate(model: nn.Module, device: torch.device, *, offload: bool) -> None:
+    """Move the model from meta to `device`; with `offload` its parameters go to host memory."""
+    model.to_empty(device="cpu" if offload else device)
+    if offload:
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, torch.empty_like(buffer, device=device))
+
+
+@torch.no_grad()
+def materialise(
+    model: Any, shares: Sequence[Share], device: torch.device, seed: int, positions_S: Tensor | None = None
+) -> None:
+    """Fill `model`, allocated, of which `shares` are the parameters; `positions_S` where it sees part of a sequence.
+
+    Each parameter has a generator of its own, seeded by the run's seed and its name, so that its values depend
+    neither on the layout nor on the order; one full parameter at a time is held.
+    """
+    for share in shares:
+        full = torch.empty(share.full_shape, dtype=share.parameter.dtype, device=device)
+        model.init_parameter(share.name, full, parameter_generator(seed, share.name, device))
+        share.local.copy_(share.part_of(full))
+    model.init_buffers()
+    if positions_S is not None:
+        model.positions_S = positions_S.to(device)
+
+
+def parameter_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)

@@ -30,6 +30,8 @@ CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+"""A dtype -> its name in safetensors."""
+DTYPES = {code: dtype for dtype, code in CODES.items()}
 ALIGNMENT = 8
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainspec_cli.engine.batch import IGNORED_TARGET
+from trainspec_cli.engine.kernels import reference
 
 Shape = tuple[int, ...]
 Call = tuple[Shape | float | None, ...]
@@ -156,14 +157,16 @@ class TriedOperation:
     make: Callable[..., Inputs]
     reduce: Callable[[Call], Call]
     """Reduces a call to two samples of at most `CHECKED_TOKENS`, for the comparison with fp64."""
+    reference: Callable[..., Tensor]
+    """The operation in fp64."""
 
 
 OPERATIONS = {
-    "attention": TriedOperation(_attention, _check_attention),
-    "rms_norm": TriedOperation(_rms_norm, _check_samples),
-    "swiglu": TriedOperation(_swiglu, _check_samples),
-    "rope": TriedOperation(_rope, _check_samples),
-    "linear_cross_entropy": TriedOperation(_linear_cross_entropy, _check_rows),
-    "grouped_matmul": TriedOperation(_grouped_matmul, _check_rows),
-    "ssd_scan": TriedOperation(_ssd_scan, _check_samples),
+    "attention": TriedOperation(_attention, _check_attention, reference.attention),
+    "rms_norm": TriedOperation(_rms_norm, _check_samples, reference.rms_norm),
+    "swiglu": TriedOperation(_swiglu, _check_samples, reference.swiglu),
+    "rope": TriedOperation(_rope, _check_samples, reference.rope),
+    "linear_cross_entropy": TriedOperation(_linear_cross_entropy, _check_rows, reference.linear_cross_entropy),
+    "grouped_matmul": TriedOperation(_grouped_matmul, _check_rows, reference.grouped_matmul),
+    "ssd_scan": TriedOperation(_ssd_scan, _check_samples, reference.ssd_scan),
 }

@@ -101,7 +101,7 @@ KERNELS: dict[str, dict[str, Backend]] = {
         "fla": Backend("kernels.fla:ssd_scan", on="cuda", package="fla", extra="kernels"),
     },
     "adamw": {
-        TORCH: Backend("optim.build:fused"),
+        TORCH: Backend("optim.optimizer:fused"),
         "foreach": Backend("kernels.adamw:foreach", more_memory=True),
         "for_loop": Backend("kernels.adamw:for_loop"),
         "torchao": Backend("kernels.adamw:torchao", package="torchao", extra="float8", compiles=True),
