@@ -84,12 +84,7 @@ def _all_checks(max_processes: int) -> Iterator[ClauseCheck]:
             yield ClauseCheck("CKPT-2", Run(Case(family, after, optimizer="adamw"), gradients=False, continues=source))
 
 
-KEPT = (
-    Layout(dp_shard=2),
-    Layout(tp=2),
-    Layout(pp=2, pipeline_schedule="zbv"),
-    Layout(dp_shard=2, ep=2),
-)
+KEPT = (Layout(dp_shard=2), Layout(tp=2), Layout(pp=2, pipeline_schedule="zbv"), Layout(dp_shard=2, ep=2))
 """Repeated, and stopped and resumed."""
 MOVES = (
     (Layout(dp_shard=2), Layout(tp=2)),

@@ -304,11 +304,7 @@ def _write_scaling(scaling: RopeScaling) -> dict[str, Any]:
     }
     if scaling.kind == "llama3":
         return fields | {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-    return fields | {
-        "beta_fast": scaling.beta_fast,
-        "beta_slow": scaling.beta_slow,
-        "truncate": scaling.whole_bounds,
-    }
+    return fields | {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.whole_bounds}
 
 
 def _unsupported(message: str) -> RecipeError:

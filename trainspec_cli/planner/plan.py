@@ -157,10 +157,7 @@ def resolve_layout(wanted: LayoutSpec, world_size: int) -> Layout:
 def resolve_batch(spec: RunSpec, layout: Layout) -> tuple[int, int]:
     """-> (micro_batch_size, grad_accum_steps) of one rank."""
     per_rank = _divide(
-        spec.batching.global_batch_size,
-        layout.data_parallel_size,
-        "batching.global_batch_size",
-        "data-parallel ranks",
+        spec.batching.global_batch_size, layout.data_parallel_size, "batching.global_batch_size", "data-parallel ranks"
     )
     micro = spec.batching.micro_batch_size
     if micro == AUTO:

@@ -72,10 +72,7 @@ def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]
     """Dots from `start` to `end`, both included."""
     steps = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
     return [
-        (
-            start[0] + round((end[0] - start[0]) * step / steps),
-            start[1] + round((end[1] - start[1]) * step / steps),
-        )
+        (start[0] + round((end[0] - start[0]) * step / steps), start[1] + round((end[1] - start[1]) * step / steps))
         for step in range(steps + 1)
     ]
 

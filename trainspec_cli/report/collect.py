@@ -12,14 +12,7 @@ from pathlib import Path
 from trainspec_cli.report.history import History, read_history
 from trainspec_cli.report.runs import status_of
 from trainspec_cli.rundir.accounting import WallTime, account, measure_throughput
-from trainspec_cli.rundir.event_types import (
-    PARTS,
-    CheckpointEvent,
-    EvalEvent,
-    SampleEvent,
-    StepEvent,
-    WarningEvent,
-)
+from trainspec_cli.rundir.event_types import PARTS, CheckpointEvent, EvalEvent, SampleEvent, StepEvent, WarningEvent
 from trainspec_cli.rundir.events import read_log, read_sound
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
@@ -169,10 +162,7 @@ def _measure_speed(histories: dict[int, History]) -> Speed | None:
         return None
     begin = start.begin
     throughput = measure_throughput(
-        start.steps,
-        flops_per_token=begin.flops_per_token,
-        peak_flops=begin.peak_flops,
-        world_size=begin.world_size,
+        start.steps, flops_per_token=begin.flops_per_token, peak_flops=begin.peak_flops, world_size=begin.world_size
     )
     steady = start.steps[throughput.left_out :]
     means = _mean_parts_s(histories, {event.step for event in steady})

@@ -48,10 +48,7 @@ class Progress:
     def _measure(self, begin: StartEvent) -> None:
         recent = list(self._recent)
         throughput = measure_throughput(
-            recent,
-            flops_per_token=begin.flops_per_token,
-            peak_flops=begin.peak_flops,
-            world_size=begin.world_size,
+            recent, flops_per_token=begin.flops_per_token, peak_flops=begin.peak_flops, world_size=begin.world_size
         )
         steady = recent[WARMUP_STEPS:]
         step_time_s = sum(step.step_time_s for step in steady) / len(steady)

@@ -51,8 +51,7 @@ def render_report(report: Report) -> RenderableType:
         _chart(report.grad_norm, "gradient norm", height=5),
         _speed(report.speed, report.world_size or 1, report.predicted) if report.speed else None,
         _lines(
-            _heldout_title(report),
-            [f"step {event.step}: {describe_evaluation(event)}" for event in report.evaluations],
+            _heldout_title(report), [f"step {event.step}: {describe_evaluation(event)}" for event in report.evaluations]
         ),
         _wall_time(report),
         _lines("checkpoints", map(describe_event, report.checkpoints)),

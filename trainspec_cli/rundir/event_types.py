@@ -241,10 +241,7 @@ EVENT_TYPES: dict[str, type[Event]] = {
     "failure": FailureMark,
     "ended": EndedMark,
 }
-_ONE_OF = {
-    "step": ("tokens", "samples"),
-    "eval": ("heldout_bits_per_byte", "heldout_accuracy", "heldout_dice"),
-}
+_ONE_OF = {"step": ("tokens", "samples"), "eval": ("heldout_bits_per_byte", "heldout_accuracy", "heldout_dice")}
 """At least one of these must be there."""
 
 

@@ -136,11 +136,7 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(model.num_heads)) if model.attention_sinks else None
 
     def forward(
-        self,
-        x_BSD: Tensor,
-        cos_SE: Tensor | None = None,
-        sin_SE: Tensor | None = None,
-        mask_B1SS: Tensor | None = None,
+        self, x_BSD: Tensor, cos_SE: Tensor | None = None, sin_SE: Tensor | None = None, mask_B1SS: Tensor | None = None
     ) -> Tensor:
         heads = (*x_BSD.shape[:2], -1, self.head_dim)
         q_BSHE, k_BSKE, v_BSKE = (project(x_BSD).view(heads) for project in (self.q, self.k, self.v))

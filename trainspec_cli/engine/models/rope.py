@@ -14,11 +14,7 @@ from trainspec_cli.spec.recipe.model_parts import RopeScaling
 
 
 def rope_angles(
-    seq_len: int,
-    head_dim: int,
-    theta: float,
-    device: torch.device | None = None,
-    scaling: RopeScaling | None = None,
+    seq_len: int, head_dim: int, theta: float, device: torch.device | None = None, scaling: RopeScaling | None = None
 ) -> Tensor:
     """Return the angles of the pairs (eq. 15): (S, E/2), fp32."""
     frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)

@@ -128,10 +128,7 @@ def write_result(
     memory = torch.tensor(peak_memory_bytes(state.device), dtype=torch.int64, device=state.device)
     dist.all_reduce(memory, dist.ReduceOp.MAX)
     throughput = measure_throughput(
-        tally.steps,
-        flops_per_token=plan.flops_per_token,
-        peak_flops=tally.peak.flops,
-        world_size=plan.world_size,
+        tally.steps, flops_per_token=plan.flops_per_token, peak_flops=tally.peak.flops, world_size=plan.world_size
     )
     time_s = account_run(run_dir, now=time.time())
     if dist.get_rank() == 0 and (status == "done" or may_stop(run_dir)):

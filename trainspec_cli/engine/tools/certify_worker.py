@@ -30,13 +30,7 @@ from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.results.tools import (
-    CertifyRequest,
-    CertifyResult,
-    CertifyRun,
-    CertifyRunResult,
-    TrainedSteps,
-)
+from trainspec_cli.spec.results.tools import CertifyRequest, CertifyResult, CertifyRun, CertifyRunResult, TrainedSteps
 
 
 def run(request: CertifyRequest) -> CertifyResult:

@@ -151,12 +151,7 @@ class SmallRun:
             self.steps.append(self.state.clock.cut().parts_s())
 
     def _step(self) -> None:
-        train_step(
-            self.state,
-            [(self.tokens, self.tokens)],
-            global_tokens=self.plan.tokens_per_step,
-            clip_norm=1.0,
-        )
+        train_step(self.state, [(self.tokens, self.tokens)], global_tokens=self.plan.tokens_per_step, clip_norm=1.0)
 
     def parts_s(self) -> dict[str, float]:
         """The mean step's parts; the slowest tenth, where something else broke in, is left out."""

@@ -75,13 +75,7 @@ def build_job(plan: Plan, root: Path, machine: Machine, worker: Sequence[str] = 
     )
 
 
-def build_node_job(
-    plan: Plan,
-    root: Path,
-    machine: Machine,
-    node: int,
-    record: GenerationRecord,
-) -> Job:
+def build_node_job(plan: Plan, root: Path, machine: Machine, node: int, record: GenerationRecord) -> Job:
     """Return the part of one node in a job of several, whose generation `record` describes.
 
     Raises MachineError where the first node's name is not known here.

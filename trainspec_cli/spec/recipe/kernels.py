@@ -88,10 +88,7 @@ KERNELS: dict[str, dict[str, Backend]] = {
         "full": Backend("kernels.cross_entropy:full", more_memory=True, whole_vocabulary=True),
         "liger": _liger("linear_cross_entropy", whole_vocabulary=True),
     },
-    "grouped_matmul": {
-        TORCH: Backend("models.experts:grouped_matmul"),
-        "loop": Backend("kernels.grouped_matmul:loop"),
-    },
+    "grouped_matmul": {TORCH: Backend("models.experts:grouped_matmul"), "loop": Backend("kernels.grouped_matmul:loop")},
     "ssd_scan": {
         TORCH: Backend("models.mamba2:selective_scan"),
         "block_32": Backend("models.mamba2:selective_scan", options={"block": 32}),
