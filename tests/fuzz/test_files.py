@@ -18,7 +18,7 @@ from lab.published import MODELS, SIZES
 from trainspec_cli.certify.certificate import digest
 from trainspec_cli.corpus import bpe
 from trainspec_cli.errors import TrainspecError
-from trainspec_cli.huggingface import template_process
+from trainspec_cli.huggingface import chat_template
 from trainspec_cli.huggingface.chat_template import ChatTemplate
 from trainspec_cli.huggingface.config import read_model
 from trainspec_cli.huggingface.safetensors import make_header, open_checkpoint
@@ -90,7 +90,7 @@ def test_headers_of_weights(project: Path) -> None:
 )
 def test_templates_that_fail_or_do_not_end(monkeypatch: pytest.MonkeyPatch, source: str, words: str) -> None:
     if "more than 1 s" in words:
-        monkeypatch.setattr(template_process, "CPU_LIMIT_S", 1.0)
+        monkeypatch.setattr(chat_template, "CPU_LIMIT_S", 1.0)
     template = ChatTemplate(source, {})
     for _ in range(2):  # and the process is there again for the next conversation
         with ends(), pytest.raises(ValueError, match="the chat template failed") as refused:
@@ -99,7 +99,7 @@ def test_templates_that_fail_or_do_not_end(monkeypatch: pytest.MonkeyPatch, sour
 
 
 def test_a_template_that_is_never_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_process, "CPU_LIMIT_S", 1.0)
+    monkeypatch.setattr(chat_template, "CPU_LIMIT_S", 1.0)
     with ends(), pytest.raises(TrainspecError, match="more than 1 s"):
         ChatTemplate("{{ 9 ** (9 ** 9) }}", {}).render(TALK)
 

@@ -11,8 +11,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from trainspec_cli.report.backtest import render_backtest
-from trainspec_cli.report.certificate_text import render_certificate
-from trainspec_cli.report.doctor_text import render_diagnosis
+from trainspec_cli.report.findings import render_certificate, render_diagnosis
 from trainspec_cli.report.progress import Progress
 from trainspec_cli.report.text import describe_event, describe_progress
 from trainspec_cli.rundir.event_types import (

@@ -20,7 +20,7 @@ from trainspec_cli.certify.runs import measure
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.errors import Problem, RecipeError, WorkerError, closest
 from trainspec_cli.launch.job.machine import detect
-from trainspec_cli.report.certificate_text import render_certificate
+from trainspec_cli.report.findings import render_certificate
 from trainspec_cli.session.console import PrintableConsole, make_console
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.cluster import Machine

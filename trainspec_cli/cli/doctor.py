@@ -16,7 +16,7 @@ from trainspec_cli.errors import MachineError
 from trainspec_cli.launch.backend.nodes.backend import Reach, agent_command
 from trainspec_cli.launch.slurm import commands as slurm
 from trainspec_cli.launch.slurm.script import srun_command
-from trainspec_cli.report.doctor_text import render_diagnosis
+from trainspec_cli.report.findings import render_diagnosis
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.load import Loaded, load, plan_for, this_machine
 from trainspec_cli.spec.json_text import json_text

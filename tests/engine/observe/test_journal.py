@@ -1,9 +1,9 @@
 """The events of a run, as every tracker has them."""
 
 import pytest
+from trainspec_cli.engine.observe.trackers import scalars_of
 
 from trainspec_cli.engine.observe.journal import Journal
-from trainspec_cli.engine.observe.trackers import scalars_of
 from trainspec_cli.rundir.event_types import EvalEvent, SampleEvent, SetFigures, StepEvent
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.planner.assumptions import gather_assumptions
+from trainspec_cli.planner.memory.frameworks import DEFAULT_MEMORY, MemoryModel
 from trainspec_cli.planner.run import goodput
 from trainspec_cli.planner.run.cost import expect_carbon, expect_energy, expect_money, occupation
 from trainspec_cli.planner.run.uncertainty import propagate, within
@@ -14,8 +16,9 @@ from trainspec_cli.policy import cadence, reliability
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.recipe.resilience import RecoveryMode, ResilienceSpec
 from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.results.forecast import Goodput, Interval, RunForecast
+from trainspec_cli.spec.results.forecast import Assumption, Goodput, Interval, RunForecast
 from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
+from trainspec_cli.units import GIB
 
 SEEDS = 24
 STEP_TIME_KNOWN_WITHIN = 1.21
@@ -24,6 +27,17 @@ within 20.6% (tests/bench/planner_generality.py, 1092 published runs); of those 
 CHECKPOINT_BYTES = {"adamw": 12.0, "sgd": 4.0}
 FROZEN_BYTES = 4.0
 """A parameter: fp32 values, and AdamW's two moments. Published checkpoints weigh 12.8 to 13.2."""
+RESTART_KEYS = ("mtbf_device_hours", "detect_s", "swap_s", "start_s")
+ELASTIC_KEYS = ("job_wide_fraction", "shrink_stall_s", "rejoin_stall_s", "heal_gb_per_s")
+SITE_KEYS = ("pue", "carbon_g_per_kwh")
+POWER_KEYS = ("busy", "waiting", "idle", "host")
+OWNED_KEYS = ("device_price_usd", "useful_years", "utilisation", "operation_ratio")
+MEMORY_KNOWN_WITHIN = 1.1
+MEMORY_SOURCE = (
+    "predicted, {reserve:.0%} added for the spread between like runs; {fragmentation:.0%} of the activations held idle"
+    " by the allocator, {context:.1f} GiB for the device's context, {group:.2f} GiB for each communicator"
+)
+STORAGE_SOURCE = "a node, to checkpoint storage; BLOOM wrote 2.3 TB in 40 s from 48 nodes (stas00/ml-engineering)"
 
 
 def forecast_run(
@@ -183,3 +197,68 @@ def _scale_lost(parts: list[dict[str, float]], total: float) -> dict[str, float]
     mean = {cause: sum(part.get(cause, 0.0) for part in parts) / len(parts) for cause in causes}
     whole = sum(mean.values())
     return {cause: value * total / whole if whole else 0.0 for cause, value in mean.items() if value > 0}
+
+
+def gather_assumptions(spec: RunSpec, candidate: Candidate, step_time_known_within: float) -> tuple[Assumption, ...]:
+    """Return the assumptions that `forecast_run` uses, in the order of time, energy, money."""
+    cluster = spec.cluster
+    step_time = Assumption(
+        "step_time_s", candidate.step_time_s, step_time_known_within, "predicted; see trainspec backtest"
+    )
+    memory = Assumption("peak_memory_bytes", candidate.peak_memory_bytes, MEMORY_KNOWN_WITHIN, memory_source())
+    storage = Assumption("cluster.storage_gb_per_s", cluster.storage_gb_per_s, source=STORAGE_SOURCE)
+    elastic = ELASTIC_KEYS if candidate.layout.dp_replicate > 1 else ()
+    spares = ("spare_nodes", "repair_s") if cluster.reliability.spare_nodes is not None else ()
+    return (
+        step_time,
+        memory,
+        storage,
+        *_of("cluster.reliability", cluster.reliability, (*RESTART_KEYS, *spares, *elastic)),
+        *_of_accelerator(spec, "tdp_w"),
+        *_of("cluster.power", cluster.power, POWER_KEYS),
+        *_of("cluster.site", cluster.site, SITE_KEYS),
+        *_of_price(spec),
+    )
+
+
+def memory_source(constants: MemoryModel = DEFAULT_MEMORY) -> str:
+    """Name what a peak counts besides the tensors."""
+    return MEMORY_SOURCE.format(
+        reserve=constants.reserve,
+        fragmentation=constants.fragmentation,
+        context=constants.context_bytes / GIB,
+        group=constants.group_bytes / GIB,
+    )
+
+
+def _of(path: str, spec: Any, keys: Iterable[str]) -> list[Assumption]:
+    return [
+        Assumption(
+            key=f"{path}.{key}",
+            value=getattr(spec, key),
+            known_within=spec.known_within.get(key, 1.0),
+            source=spec.sources.get(key, ""),
+            verified=key not in spec.unverified,
+        )
+        for key in keys
+    ]
+
+
+def _of_accelerator(spec: RunSpec, key: str, known_within: float = 1.0) -> list[Assumption]:
+    accelerator = spec.cluster.accelerator
+    if accelerator is None or not getattr(accelerator, key):
+        return []
+    sources = accelerator.sources or {}
+    source = sources.get(key, sources.get("default", ""))
+    return [Assumption(f"cluster.accelerator.{key}", getattr(accelerator, key), known_within, source)]
+
+
+def _of_price(spec: RunSpec) -> list[Assumption]:
+    cluster = spec.cluster
+    if cluster.cost.owned:
+        electricity = _of("cluster.site", cluster.site, ("electricity_usd_per_kwh",))
+        return _of("cluster.cost", cluster.cost, OWNED_KEYS) + electricity
+    if cluster.cost.price_usd_per_device_hour is not None:
+        return _of("cluster.cost", cluster.cost, ("price_usd_per_device_hour",))
+    within = cluster.cost.known_within.get("price_usd_per_device_hour", 1.0)
+    return _of_accelerator(spec, "price_usd_per_hour", within)

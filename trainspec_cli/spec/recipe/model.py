@@ -5,12 +5,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from trainspec_cli.spec.numbers import NonNegativeInt, PositiveFloat, PositiveInt
-from trainspec_cli.spec.recipe.family import FamilyRecord
 from trainspec_cli.spec.recipe.model_parts import Activation, ExpertSpec, LatentAttentionSpec, Layer, Mixer, RopeScaling
+
+
+@dataclass(frozen=True)
+class FamilyRecord:
+    """Where the work, memory and layers of a family are written, and what it cannot be used with. The modules are named
+    and not imported: the planner imports its own, and the engine, which alone imports torch, its own."""
+
+    work: str
+    """Module of the planner: parameters, FLOPs and the work of the layers (`planner.workload.FamilyWork`)."""
+    builder: str
+    """Module of the engine: `build(model, seq_len, layers)` makes the torch module."""
+    memory: str = ""
+    """Module of the planner: `replay(run, pipeline_rank)` counts a step's memory tensor by tensor. Empty: the planner
+    estimates it as it does for other frameworks."""
+    refuses: Mapping[str, str] = field(default_factory=dict)
+    """What the engine cannot do with such a model, and why: an axis of the layout, or one of `FEATURES`."""
+
+
+FEATURES = ("lora", "fp8", "compile", "elastic")
 
 
 @dataclass(frozen=True)
