@@ -199,15 +199,13 @@ def _rows(manifest: ShardManifest) -> dict[str, Any]:
         f" (the text is too small to fill the {manifest.vocab_size_asked} asked for)"
     )  # fmt: skip
     xz = manifest.xz_bits_per_byte
-    unknown = (
-        "unknown: conversations are not judged so" if manifest.learns_parts else "unknown: this Python has no lzma"
-    )
+    why = "conversations are not judged so" if manifest.learns_parts else "this Python has no lzma"
     return {
         "train": _describe_split(manifest.train),
         "held out": _describe_split(manifest.heldout),
         "bytes per token": f"{manifest.bytes_per_token:.3f}",
         "vocabulary": f"{manifest.vocab_size}{fewer}",
-        "xz on held out": f"{xz:.3f} bits per byte" if xz is not None else unknown,
+        "xz on held out": f"{xz:.3f} bits per byte" if xz is not None else f"unknown: {why}",
     }
 
 

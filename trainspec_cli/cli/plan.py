@@ -98,10 +98,8 @@ def _trace(spec: RunSpec, capacity: CapacityPlan) -> dict[str, Any]:
     candidate = next((candidate for candidate in capacity.candidates if is_run(candidate, spec)), None)
     if candidate is None:
         reasons = "; ".join(dict.fromkeys(problem.message for problem in check_built(spec)))
-        message = (
-            f"the engine builds none of the layouts that are shown, so none can be traced{reasons and ': '}{reasons}"
-        )
-        raise PlanError(Problem("unsupported", message, hint="pin a layout, such as layout.tp=1 layout.pp=1"))
+        got = f"the engine builds none of the layouts that are shown, so none can be traced{reasons and ': '}{reasons}"
+        raise PlanError(Problem("unsupported", got, hint="pin a layout, such as layout.tp=1 layout.pp=1"))
     compute: Literal["bf16", "fp32"] = "fp32" if spec.precision.compute == "fp32" else "bf16"
     traced = as_plan(spec, candidate, capacity, compute)
     return trace_as_json(candidate, capacity, trace_plan(traced), tensors_by_cause(traced))

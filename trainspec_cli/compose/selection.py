@@ -37,7 +37,6 @@ class Selection:
     problems: list[Problem] = field(default_factory=list)
 
     def overrides(self) -> list[str]:
-        """Return the overrides to pass to Hydra."""
         recipe = assign(RECIPE, self.recipe) if self.recipe else f"~{RECIPE}"
         return [recipe, *(assign(group, option) for group, option in self.forced.items())]
 

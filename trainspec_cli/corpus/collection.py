@@ -31,8 +31,6 @@ class CorpusPart:
 
 @dataclass(frozen=True)
 class EvaluationText:
-    """A text that the model is evaluated on."""
-
     rows: Rows
     bytes: int
     """Bytes of UTF-8, or 0 if unknown."""

@@ -94,9 +94,8 @@ class Packed:
         self._starts = index.starts
         self._lengths = np.minimum(np.diff(index.starts) - 1, seq_len)
         """Targets per document: all its tokens but the first."""
-        self._counts = index.learnt_before(index.starts[:-1] + 1 + self._lengths) - index.learnt_before(
-            index.starts[:-1] + 1
-        )
+        first_targets = index.starts[:-1] + 1
+        self._counts = index.learnt_before(first_targets + self._lengths) - index.learnt_before(first_targets)
         self._learnt = index
         self.cut = int((np.diff(index.starts) - 1 > seq_len).sum())
         """The number of documents that lost their end."""

@@ -90,10 +90,8 @@ def find_template(tokenizer: Path | None, wanted: str | None) -> ChatTemplate:
         beside = folder / CHAT_TEMPLATE
         source = _read_template(beside) if exists(beside) else _default(config.get("chat_template"))
     if source is None:
-        where = (
-            f"there is no chat template beside {tokenizer}" if tokenizer else "there is no tokenizer with a template"
-        )
-        raise RecipeError(Problem("missing_file", where, "data.chat_template", _HINT))
+        got = f"there is no chat template beside {tokenizer}" if tokenizer else "there is no tokenizer with a template"
+        raise RecipeError(Problem("missing_file", got, "data.chat_template", _HINT))
     return ChatTemplate(source, tokens)
 
 

@@ -30,8 +30,6 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The location of a tensor."""
-
     file: Path
     dtype: str
     shape: tuple[int, ...]

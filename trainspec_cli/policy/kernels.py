@@ -25,9 +25,8 @@ def judge(ranks: Sequence[KernelTrials]) -> dict[str, dict[str, KernelFigure]]:
 
 def judge_operation(ranks: Sequence[dict[str, KernelTrial]]) -> dict[str, KernelFigure]:
     figures = {backend: _judge(backend, [rank[backend] for rank in ranks]) for backend in ranks[0]}
-    faster = {
-        backend: figure.ratio for backend, figure in figures.items() if figure.verdict == "chosen" and figure.ratio
-    }
+    chosen = {backend: figure for backend, figure in figures.items() if figure.verdict == "chosen"}
+    faster = {backend: figure.ratio for backend, figure in chosen.items() if figure.ratio}
     best = min(faster, key=lambda backend: faster[backend], default=TORCH)
     beaten = {backend for backend in faster if backend != best}
     return {

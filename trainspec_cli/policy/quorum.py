@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ConnectedGroup:
-    """A replica group that is connected."""
-
     heard_at_s: float
     asked_at_s: float = math.inf
     """The time when it asked to take part in the next step; infinite while it computes."""

@@ -83,11 +83,16 @@ def render_scatter(points: Sequence[Point]) -> str:
     high = math.ceil(math.log10(max(max(p[0], p[1]) for p in points)))
     scale = _Scale(low, max(high, low + 1))
     groups = sorted({group for _, _, group in points})
-    parts = [*_frame(scale), *_dots(points, groups, scale), *_legend(groups)]
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SIZE} {SIZE}" font-family="sans-serif" font-size="11">'
-    )
-    return printable("\n".join([head, f'<rect width="{SIZE}" height="{SIZE}" fill="white"/>', *parts, "</svg>", ""]))
+    dots = [
+        f'<circle cx="{scale.x(measured)}" cy="{scale.y(predicted)}" r="2.2" fill="{_colour(groups.index(group))}" '
+        f'fill-opacity="0.6"/>'
+        for measured, predicted, group in points
+    ]
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SIZE} {SIZE}" font-family="sans-serif" font-size="11">',
+        f'<rect width="{SIZE}" height="{SIZE}" fill="white"/>',
+    ]
+    return printable("\n".join([*parts, *_frame(scale), *dots, *_legend(groups), "</svg>", ""]))
 
 
 class _Scale:
@@ -124,14 +129,6 @@ def _frame(scale: _Scale) -> list[str]:
 
 def _line(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:
     return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{colour}"/>'
-
-
-def _dots(points: Sequence[Point], groups: Sequence[str], scale: _Scale) -> list[str]:
-    return [
-        f'<circle cx="{scale.x(measured)}" cy="{scale.y(predicted)}" r="2.2" fill="{_colour(groups.index(group))}" '
-        f'fill-opacity="0.6"/>'
-        for measured, predicted, group in points
-    ]
 
 
 def _legend(groups: Sequence[str]) -> list[str]:

@@ -28,8 +28,6 @@ Curve = tuple[tuple[int, float | None], ...]
 
 @dataclass(frozen=True)
 class PartTime:
-    """One part of a step."""
-
     name: str
     mean_s: float
     """Over steps and ranks."""

@@ -147,10 +147,6 @@ class Attempt:
     def last_time(self) -> float:
         return (self.events[-1] if self.events else self.begin).time
 
-    @property
-    def ended_in_order(self) -> bool:
-        return any(isinstance(event, EndEvent) for event in self.events)
-
 
 def account_run(run: RunDir, now: float | None = None) -> WallTime:
     """Account for a run folder's time; `now` is the time of a run that is still going."""
@@ -163,7 +159,7 @@ def account(events: Iterable[Event], marks: Sequence[Event], now: float | None =
     attempts = _split(events, marks)
     for index, attempt in enumerate(attempts):
         until_begin_s = attempt.begin.time - attempt.launched
-        if index > 0 and not attempts[index - 1].ended_in_order:
+        if index > 0 and not any(isinstance(event, EndEvent) for event in attempts[index - 1].events):
             whole.recovery += until_begin_s
         else:
             whole.start_up += until_begin_s

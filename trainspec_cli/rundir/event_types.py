@@ -91,8 +91,6 @@ class StepEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetFigures:
-    """One validation set."""
-
     loss: float | None
     bits_per_byte: float | None
     """None where the number of bytes is not known."""

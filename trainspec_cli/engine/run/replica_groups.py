@@ -148,16 +148,10 @@ class ReplicaGroups:
     # What the step takes and exchanges
 
     def take(self, progress: TrainProgress) -> StepSamples:
-        batching, present = self._spec.batching, self._taking_part
-        self._portion = take_portion(
-            batching,
-            self._reader.unit_samples,
-            self._run.plan.replica_groups,
-            progress.samples,
-            present.rank,
-            len(present.groups),
-        )
-        taken, portion = self._portion.step_samples, self._portion
+        batching, present, groups = self._spec.batching, self._taking_part, self._run.plan.replica_groups
+        place = (progress.samples, present.rank, len(present.groups))
+        self._portion = portion = take_portion(batching, self._reader.unit_samples, groups, *place)
+        taken = portion.step_samples
         with self._run.state.clock.part("data_wait"):
             micro_batches = self._reader.take(portion)
         return StepSamples(

@@ -33,7 +33,9 @@ def run(request: ExportRequest) -> ExportResult:
 def export(plan: Plan, request: ExportRequest) -> int:
     """Write the safetensors files of `plan`'s model, and their index, into the folder; return their number."""
     files = list(_files(_parameters(plan), request))
-    names = [SINGLE] if len(files) == 1 else [_part_name(number, len(files)) for number in range(1, len(files) + 1)]
+    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    if len(files) == 1:
+        names = [SINGLE]
     where: dict[str, str] = {}
     for name, held in zip(names, files, strict=True):
         write_file(Path(request.output) / name, held, read(plan, Path(request.checkpoint), held), request.dtype)
@@ -57,10 +59,6 @@ def _files(wanted: Sequence[Parameter], request: ExportRequest) -> Iterator[list
         held.append(parameter)
         size += added
     yield held
-
-
-def _part_name(number: int, count: int) -> str:
-    return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def export_adapters(plan: Plan, request: ExportRequest) -> int:

@@ -54,7 +54,9 @@ def try_kernels(kernels: Mapping[str, Kernel], workload: Workload) -> dict[str, 
             error = default_error if name == TORCH else workload.error_of(kernel)
             if error <= allowed:
                 works[name] = workload.works_of(kernel)
-                warm_up(works[name])
+                for work, _ in works[name]:  # compiles and allocates
+                    work()
+                    work()
             trials[name] = KernelTrial(error=error, allowed_error=allowed)
         except Exception as raised:  # whatever a library raises is reported, and the backend is out
             works.pop(name, None)
@@ -126,13 +128,6 @@ def _both_passes(kernel: Kernel, inputs: Inputs) -> Work:
 # Fast
 
 
-def warm_up(works: Sequence[tuple[Work, int]]) -> None:
-    """Compiles and allocates."""
-    for work, _ in works:
-        work()
-        work()
-
-
 def time_in_turns(
     works: Mapping[str, Sequence[tuple[Work, int]]], device: torch.device
 ) -> dict[str, tuple[float, ...]]:
@@ -153,7 +148,6 @@ def time_in_turns(
 
 
 def _seconds(work: Work, repeats: int, device: torch.device) -> float:
-    """Return the seconds of one call."""
     synchronise(device)
     started = clock()
     for _ in range(repeats):

@@ -46,7 +46,7 @@ class NodeProcesses:
     def stop(self, group: int | None = None) -> None:
         """Ask workers to stop, as `RunBackend.stop` does."""
         if group is None:
-            note_stop(self._job.run, generation_of(self._job))
+            note_stop(self._job.run, int(self._job.environment[GENERATION]))
             self._family.ask_to_stop()
         elif group in self._starts:
             self._starts[group].family.ask_to_stop()
@@ -146,11 +146,6 @@ def close_family(family: Family, guarding: subprocess.Popen[bytes]) -> tuple[int
     with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
         guarding.communicate(guard.DONE, timeout=processes.KILL_TIMEOUT_S)
     return tuple(process.pid for process in left)
-
-
-def generation_of(job: Job) -> int:
-    """Return the number of a job's start, among all of the run's."""
-    return int(job.environment[GENERATION])
 
 
 def group_job(job: Job, plan: Plan | None, group: int, number: int, place: NodePlace | None = None) -> Job:

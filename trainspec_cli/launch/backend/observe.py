@@ -122,9 +122,8 @@ class RendezvousWatch:
 
     def __init__(self, rendezvous: Rendezvous, run: RunDir, plan: Plan):
         self._rendezvous, self._events = rendezvous, EventTail(run.events(0))
-        self._kill_at_steps = sorted(
-            fault.step for fault in parse_faults(plan.spec.fault) if fault.kind == "lighthouse"
-        )
+        faults = parse_faults(plan.spec.fault)
+        self._kill_at_steps = sorted(fault.step for fault in faults if fault.kind == "lighthouse")
 
     def poll(self) -> list[run_state.Event]:
         step = newest_step(self._events.read())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.planner.memory.frameworks import DEFAULT_MEMORY, MemoryModel
+from trainspec_cli.planner.memory.frameworks import DEFAULT_MEMORY
 from trainspec_cli.planner.run import goodput
 from trainspec_cli.planner.run.cost import expect_carbon, expect_energy, expect_money, occupation
 from trainspec_cli.planner.run.uncertainty import propagate, within
@@ -29,14 +29,8 @@ FROZEN_BYTES = 4.0
 """A parameter: fp32 values, and AdamW's two moments. Published checkpoints weigh 12.8 to 13.2."""
 RESTART_KEYS = ("mtbf_device_hours", "detect_s", "swap_s", "start_s")
 ELASTIC_KEYS = ("job_wide_fraction", "shrink_stall_s", "rejoin_stall_s", "heal_gb_per_s")
-SITE_KEYS = ("pue", "carbon_g_per_kwh")
-POWER_KEYS = ("busy", "waiting", "idle", "host")
 OWNED_KEYS = ("device_price_usd", "useful_years", "utilisation", "operation_ratio")
 MEMORY_KNOWN_WITHIN = 1.1
-MEMORY_SOURCE = (
-    "predicted, {reserve:.0%} added for the spread between like runs; {fragmentation:.0%} of the activations held idle"
-    " by the allocator, {context:.1f} GiB for the device's context, {group:.2f} GiB for each communicator"
-)
 STORAGE_SOURCE = "a node, to checkpoint storage; BLOOM wrote 2.3 TB in 40 s from 48 nodes (stas00/ml-engineering)"
 
 
@@ -73,7 +67,7 @@ def forecast_run(
         alternatives=tuple(others),
         energy_parts_joules=energy_parts,
         cost_parts_usd=money_parts,
-        assumptions=gather_assumptions(spec, candidate, STEP_TIME_KNOWN_WITHIN),
+        assumptions=gather_assumptions(spec, candidate),
         notes=tuple(_notes(spec, candidate, chosen)),
     )
 
@@ -199,35 +193,30 @@ def _scale_lost(parts: list[dict[str, float]], total: float) -> dict[str, float]
     return {cause: value * total / whole if whole else 0.0 for cause, value in mean.items() if value > 0}
 
 
-def gather_assumptions(spec: RunSpec, candidate: Candidate, step_time_known_within: float) -> tuple[Assumption, ...]:
+def gather_assumptions(spec: RunSpec, candidate: Candidate) -> tuple[Assumption, ...]:
     """Return the assumptions that `forecast_run` uses, in the order of time, energy, money."""
     cluster = spec.cluster
-    step_time = Assumption(
-        "step_time_s", candidate.step_time_s, step_time_known_within, "predicted; see trainspec backtest"
-    )
-    memory = Assumption("peak_memory_bytes", candidate.peak_memory_bytes, MEMORY_KNOWN_WITHIN, memory_source())
-    storage = Assumption("cluster.storage_gb_per_s", cluster.storage_gb_per_s, source=STORAGE_SOURCE)
     elastic = ELASTIC_KEYS if candidate.layout.dp_replicate > 1 else ()
     spares = ("spare_nodes", "repair_s") if cluster.reliability.spare_nodes is not None else ()
     return (
-        step_time,
-        memory,
-        storage,
+        Assumption("step_time_s", candidate.step_time_s, STEP_TIME_KNOWN_WITHIN, "predicted; see trainspec backtest"),
+        Assumption("peak_memory_bytes", candidate.peak_memory_bytes, MEMORY_KNOWN_WITHIN, _memory_source()),
+        Assumption("cluster.storage_gb_per_s", cluster.storage_gb_per_s, source=STORAGE_SOURCE),
         *_of("cluster.reliability", cluster.reliability, (*RESTART_KEYS, *spares, *elastic)),
         *_of_accelerator(spec, "tdp_w"),
-        *_of("cluster.power", cluster.power, POWER_KEYS),
-        *_of("cluster.site", cluster.site, SITE_KEYS),
+        *_of("cluster.power", cluster.power, ("busy", "waiting", "idle", "host")),
+        *_of("cluster.site", cluster.site, ("pue", "carbon_g_per_kwh")),
         *_of_price(spec),
     )
 
 
-def memory_source(constants: MemoryModel = DEFAULT_MEMORY) -> str:
+def _memory_source() -> str:
     """Name what a peak counts besides the tensors."""
-    return MEMORY_SOURCE.format(
-        reserve=constants.reserve,
-        fragmentation=constants.fragmentation,
-        context=constants.context_bytes / GIB,
-        group=constants.group_bytes / GIB,
+    memory = DEFAULT_MEMORY
+    return (
+        f"predicted, {memory.reserve:.0%} added for the spread between like runs; {memory.fragmentation:.0%} of the "
+        f"activations held idle by the allocator, {memory.context_bytes / GIB:.1f} GiB for the device's context, "
+        f"{memory.group_bytes / GIB:.2f} GiB for each communicator"
     )
 
 

@@ -78,10 +78,9 @@ def simulate_many(
 
     Sorted by goodput, worst first. The draws of a seed are the same for every job, so that jobs compare.
     """
-    outcomes = [
-        simulate(job, draw(cluster, random.Random(f"inputs {seed}")), resilience, seed) for seed in range(seeds)
-    ]
-    return sorted(outcomes, key=lambda outcome: outcome.goodput)
+    rates = [draw(cluster, random.Random(f"inputs {seed}")) for seed in range(seeds)]
+    runs = [simulate(job, drawn, resilience, seed) for seed, drawn in enumerate(rates)]
+    return sorted(runs, key=lambda run: run.goodput)
 
 
 def draw(cluster: ReliabilitySpec, chance: random.Random) -> ReliabilitySpec:

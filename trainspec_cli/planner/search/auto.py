@@ -54,6 +54,5 @@ def as_plan(spec: RunSpec, candidate: Candidate, capacity: CapacityPlan, compute
 
 
 def is_run(candidate: Candidate, spec: RunSpec) -> bool:
-    """Return True if the engine runs the candidate."""
     pinned = {field.name: getattr(candidate.layout, field.name) for field in fields(LayoutSpec)}
     return not check_built(replace(spec, layout=LayoutSpec(**pinned)))

@@ -34,8 +34,6 @@ SLOWER = "slower than those shown"
 
 @dataclass(frozen=True)
 class Estimated:
-    """One layout, predicted."""
-
     setup: Setup
     recompute: str
     step_time_s: float

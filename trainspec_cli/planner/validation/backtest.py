@@ -19,8 +19,6 @@ from trainspec_cli.planner.validation.table import Row, RowRefused, Stated, numb
 
 @dataclass(frozen=True)
 class Prediction:
-    """One row, predicted or refused."""
-
     row: Row
     setup: Setup | None = None
     step_time_s: float | None = None

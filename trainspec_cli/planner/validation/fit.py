@@ -31,8 +31,6 @@ STEP = 0.05
 
 @dataclass(frozen=True)
 class FittedRow:
-    """One measured run."""
-
     setup: Setup
     step_time_s: float
     weight: float = 1.0

@@ -19,7 +19,6 @@ TABLED_CANDIDATES = 20
 
 
 def render_plan_page(plan: Json) -> str:
-    """The page of one plan."""
     return _page(_title(plan), "".join([_heading(plan), *_body(plan)]))
 
 

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan, MemoryBreakdown
+from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
 from trainspec_cli.spec.results.tools import TraceResult
 from trainspec_cli.units import format_bytes, format_duration, format_si
 
@@ -20,7 +20,12 @@ def trace_as_json(
     """`estimated` is the planner's, of what the trace counts: tensors, without the allocator's holes, the collectives'
     own buffers and the device's context. `counted`: the engine's, by cause, where the planner counts it."""
     memory = max(candidate.memory, key=lambda stage: stage.total_bytes)
-    by_cause = _by_cause(memory)
+    by_cause = {
+        "parameters": memory.parameters_bytes,
+        "gradients": memory.gradients_bytes,
+        "optimizer": memory.optimizer_bytes,
+        "activations": memory.activations_bytes + memory.logits_bytes,
+    }
     if counted is not None:
         by_cause = {cause: sum(counted.get(part, 0.0) for part in parts) for cause, parts in GROUPS.items()}
     model_flops = capacity.flops_per_token * capacity.tokens_per_step / capacity.world_size
@@ -41,15 +46,6 @@ GROUPS = {
     "activations": ("activations", "temporaries"),
 }
 """The planner's causes -> the trace's."""
-
-
-def _by_cause(memory: MemoryBreakdown) -> dict[str, float]:
-    return {
-        "parameters": memory.parameters_bytes,
-        "gradients": memory.gradients_bytes,
-        "optimizer": memory.optimizer_bytes,
-        "activations": memory.activations_bytes + memory.logits_bytes,
-    }
 
 
 def render_trace(trace: dict[str, Any]) -> RenderableType:

@@ -114,8 +114,6 @@ class CapacityPlan:
 
 @dataclass(frozen=True)
 class LocalPrediction:
-    """A run on this machine."""
-
     time_s: dict[str, float]
     """A step's parts, named as in the step events."""
     memory: dict[str, float]

@@ -259,10 +259,8 @@ def gpus(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
 def fp8_units(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
     """A GPU has them or not; a CPU emulates them."""
     if spec.precision.matmul == "fp8" and spec.cluster.device != "cpu" and machine.gpu_names and not machine.fp8:
-        message = (
-            f"`precision.matmul` is fp8, which {machine.gpu_names[0]} does not multiply (Ada, Hopper and later do)"
-        )
-        yield _lacking("no_fp8", "precision.matmul", message, "type precision.matmul=compute")
+        got = f"`precision.matmul` is fp8, which {machine.gpu_names[0]} does not multiply (Ada, Hopper and later do)"
+        yield _lacking("no_fp8", "precision.matmul", got, "type precision.matmul=compute")
 
 
 def packages(spec: RunSpec) -> Iterator[Problem]:

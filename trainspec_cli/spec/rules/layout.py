@@ -57,10 +57,8 @@ def adapters(spec: RunSpec) -> Iterator[Problem]:
         message = f"{reason}, and `model.family` is {spec.model.family}"
         yield Problem("unsupported", message, "lora.rank", "type lora.rank=0")
     if pipeline_of(spec.layout).splits_backward:
-        message = (
-            f"`layout.pipeline_schedule` {spec.layout.pipeline_schedule} splits backwards, which adapters have not"
-        )
-        yield Problem("unsupported", message, "layout.pipeline_schedule", "type layout.pipeline_schedule=1f1b")
+        got = f"`layout.pipeline_schedule` {spec.layout.pipeline_schedule} splits backwards, which adapters have not"
+        yield Problem("unsupported", got, "layout.pipeline_schedule", "type layout.pipeline_schedule=1f1b")
     if spec.precision.matmul == "fp8":
         message = "layers with adapters do not multiply in fp8"
         yield Problem("unsupported", message, "precision.matmul", "type precision.matmul=compute")
@@ -136,11 +134,9 @@ def _virtual_stages(spec: RunSpec) -> Iterator[Problem]:
         message = f"the interleaved schedule needs 2 virtual stages or more, `layout.virtual_stages` is {chunks}"
         yield Problem("illegal_layout", message, "layout.virtual_stages", "type layout.virtual_stages=2")
     if schedule != "interleaved" and chunks > 1:
-        message = (
-            f"`layout.virtual_stages` is {chunks}; the schedule {schedule} has one chunk of layers a rank of its own"
-        )
+        got = f"`layout.virtual_stages` is {chunks}; the schedule {schedule} has one chunk of layers a rank of its own"
         hint = "type layout.pipeline_schedule=interleaved, or layout.virtual_stages=1"
-        yield Problem("illegal_layout", message, "layout.virtual_stages", hint)
+        yield Problem("illegal_layout", got, "layout.virtual_stages", hint)
 
 
 def _stage_layers(spec: RunSpec) -> Iterator[Problem]:
