@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.reading.files import UnreadableFileError
-from trainspec_cli.reading.json_file import Kind, describe_kind, is_kind, parse_json, read_object
+from trainspec_cli.reading.files import Kind, UnreadableFileError, describe_kind, is_kind, parse_json, read_object
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from typing import Any, Literal
 from trainspec_cli.certify.judge import Finding
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.launch.job.provenance import versions
-from trainspec_cli.reading.files import UnreadableFileError
-from trainspec_cli.reading.json_file import Kind, check_field, read_object
+from trainspec_cli.reading.files import Kind, UnreadableFileError, check_field, read_object
 from trainspec_cli.spec.canonical import canonical_json, to_plain
 from trainspec_cli.spec.recipe.cluster import Machine
 

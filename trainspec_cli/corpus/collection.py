@@ -15,8 +15,7 @@ from trainspec_cli.corpus.rows import JoinedRows, Packed, Rows, open_rows
 from trainspec_cli.corpus.samples import Mixed, SampleOrder, Shuffled
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.errors import MachineError, Problem, RecipeError
-from trainspec_cli.reading.files import expand
-from trainspec_cli.reading.json_file import check_field, read_object
+from trainspec_cli.reading.files import check_field, expand, read_object
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.data import DataSpec
 

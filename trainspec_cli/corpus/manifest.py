@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainspec_cli.errors import MachineError, Problem, RecipeError
-from trainspec_cli.reading.json_file import read_object
+from trainspec_cli.reading.files import read_object
 from trainspec_cli.spec.json_text import json_text
 
 SCHEMA = 1

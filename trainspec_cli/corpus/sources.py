@@ -17,8 +17,7 @@ from typing import Any
 from trainspec_cli.corpus.chat import FIELDS, Conversation, parse_record, template_of
 from trainspec_cli.corpus.source_files import TABLE_SUFFIXES, cannot_read
 from trainspec_cli.errors import MachineError, Problem, RecipeError
-from trainspec_cli.reading.files import check_regular, open_regular
-from trainspec_cli.reading.json_file import parse_json
+from trainspec_cli.reading.files import check_regular, open_regular, parse_json
 from trainspec_cli.spec.recipe.data import DataSpec
 
 TABLE_ROWS_AT_ONCE = 1024

@@ -19,8 +19,7 @@ from typing import Any
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.huggingface.folder import CHAT_TEMPLATE, TOKENIZER_CONFIG
-from trainspec_cli.reading.files import UnreadableFileError, exists, expand, read_text
-from trainspec_cli.reading.json_file import read_object
+from trainspec_cli.reading.files import UnreadableFileError, exists, expand, read_object, read_text
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"

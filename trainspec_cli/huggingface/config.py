@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.reading.json_file import Kind, describe_kind, is_kind, show_kind
+from trainspec_cli.reading.files import Kind, describe_kind, is_kind, show_kind
 from trainspec_cli.spec.recipe.model import DecoderModel, ModelSpec
 from trainspec_cli.spec.recipe.model_parts import RopeScaling
 

@@ -11,8 +11,7 @@ from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.huggingface.config import model_type
 from trainspec_cli.huggingface.safetensors import StoredTensor, open_checkpoint
 from trainspec_cli.huggingface.tensors import HEAD, parameters
-from trainspec_cli.reading.files import UnreadableFileError
-from trainspec_cli.reading.json_file import read_object
+from trainspec_cli.reading.files import UnreadableFileError, read_object
 from trainspec_cli.spec.recipe.model import DecoderModel
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainspec_cli.errors import MachineError, Problem, RecipeError
-from trainspec_cli.reading.files import UnreadableFileError, open_regular
-from trainspec_cli.reading.json_file import parse_json, read_object, show_kind
+from trainspec_cli.reading.files import UnreadableFileError, open_regular, parse_json, read_object, show_kind
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""

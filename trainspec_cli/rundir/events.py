@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from trainspec_cli.reading.files import open_regular, unreadable
-from trainspec_cli.reading.json_file import parse_json
+from trainspec_cli.reading.files import open_regular, parse_json, unreadable
 from trainspec_cli.rundir.event_types import Event, parse_event
 from trainspec_cli.rundir.fields import FieldError
 from trainspec_cli.rundir.paths import RunDir

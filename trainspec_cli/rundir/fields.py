@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Annotated, Any, TypeVar
 
-from trainspec_cli.reading.json_file import show_kind
+from trainspec_cli.reading.files import show_kind
 from trainspec_cli.spec.canonical import Absent
 from trainspec_cli.spec.structure import is_required, key_of
 

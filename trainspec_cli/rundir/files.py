@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from trainspec_cli.reading.json_file import read_json, read_object
+from trainspec_cli.reading.files import read_json, read_object
 from trainspec_cli.spec.json_text import json_text
 
 __all__ = ["read_json", "read_object", "write_json", "write_text"]

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from trainspec_cli.errors import RecipeError
-from trainspec_cli.reading.files import unreadable
-from trainspec_cli.reading.json_file import check_field, read_object, show_kind
+from trainspec_cli.reading.files import check_field, read_object, show_kind, unreadable
 from trainspec_cli.rundir.accounting import Recovery, WallTime
 from trainspec_cli.rundir.event_types import SetFigures
 from trainspec_cli.rundir.fields import Count, FieldError, number, read_record

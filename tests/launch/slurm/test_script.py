@@ -21,7 +21,7 @@ from trainspec_cli.launch.slurm.script import check_folder, render_script
 from trainspec_cli.printable import is_printable
 from trainspec_cli.spec.recipe.cluster import SlurmSpec
 from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.rules.text import slurm_text
+from trainspec_cli.spec.rules.values import slurm_text
 
 
 def options(text: str) -> list[str]:

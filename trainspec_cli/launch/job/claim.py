@@ -20,8 +20,7 @@ from typing import Any
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.launch.backend import processes
 from trainspec_cli.launch.slurm import commands as slurm
-from trainspec_cli.reading.files import unreadable
-from trainspec_cli.reading.json_file import parse_json, read_object
+from trainspec_cli.reading.files import parse_json, read_object, unreadable
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.json_text import json_text
 

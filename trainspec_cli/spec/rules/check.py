@@ -22,8 +22,7 @@ from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.rules.elastic import ELASTIC_RULES, fixed_groups
 from trainspec_cli.spec.rules.kernels import KERNEL_RULES, check_kernels, find_compiler
 from trainspec_cli.spec.rules.model import MODEL_RULES, divisors
-from trainspec_cli.spec.rules.ranges import forget_out_of_range
-from trainspec_cli.spec.rules.text import TEXT_RULES
+from trainspec_cli.spec.rules.values import TEXT_RULES, forget_out_of_range
 from trainspec_cli.spec.unknown import UnknownTouched
 
 WITHOUT_PATH = {"python_stdlib": "data=text or data=jsonl", "phantom": "data=images or data=volumes"}

@@ -30,7 +30,7 @@ from trainspec_cli.launch.job.machine import detect
 from trainspec_cli.launch.job.place import NodePlace
 from trainspec_cli.launch.signals import PatientRequests, on_stop_signal
 from trainspec_cli.node import node_name
-from trainspec_cli.reading.json_file import parse_json
+from trainspec_cli.reading.files import parse_json
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.generations import GenerationRecord, read_secret

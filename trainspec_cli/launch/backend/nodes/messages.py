@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainspec_cli.reading.json_file import parse_json
+from trainspec_cli.reading.files import parse_json
 from trainspec_cli.spec.canonical import canonical_json, from_plain, to_plain
 from trainspec_cli.spec.results.doctor import NodeReport
 

@@ -1,13 +1,16 @@
-"""The range of each number by itself, as its field's type states it."""
+"""Rules on a value by itself: a number's range, and text that becomes a line of a batch script or a folder's path."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from trainspec_cli.errors import Problem
+from trainspec_cli.printable import is_printable, on_one_line
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.numbers import Range, ranges_of
+from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.unknown import UNKNOWN
 
 
@@ -38,3 +41,32 @@ def _out_of_range(path: str, value: float | tuple[float, ...], allowed: Range) -
     fits = value <= allowed.low and allowed.includes_low
     hint = f"type {path}={allowed.low:g} or more" if fits else ""
     return Problem("out_of_range", f"`{path}` is {kind} of {allowed.describe()} is needed", path, hint)
+
+
+def slurm_text(spec: RunSpec) -> Iterator[Problem]:
+    """A line break would begin a line of its own in job.sbatch; other control characters could hide what stands there.
+
+    `setup` is shell, which may have several lines.
+    """
+    slurm = spec.cluster.slurm
+    for field in fields(slurm):
+        value, path = getattr(slurm, field.name), f"cluster.slurm.{field.name}"
+        for text in value if isinstance(value, tuple) else (value,):
+            yield from _check_text(path, text, may_have_lines=field.name == "setup")
+
+
+def run_folder(spec: RunSpec) -> Iterator[Problem]:
+    yield from _check_text("run.dir", spec.run.dir)
+
+
+def _check_text(path: str, text: object, *, may_have_lines: bool = False) -> Iterator[Problem]:
+    if not isinstance(text, str):  # a number, or of a wrong type, which is reported elsewhere
+        return
+    if is_printable(text) if may_have_lines else text == on_one_line(text):
+        return
+    what = "control characters" if may_have_lines else "line breaks or other control characters"
+    message = f"`{path}` is `{on_one_line(text)}`; it cannot hold {what}"
+    yield Problem("bad_text", message, path, "take out what is shown with a backslash")
+
+
+TEXT_RULES = (slurm_text, run_folder)
