@@ -13,8 +13,7 @@ from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
 from trainspec_cli.spec.recipe.optim import OptimSpec, ScheduleSpec
-from trainspec_cli.spec.recipe.precision import PrecisionSpec
-from trainspec_cli.spec.recipe.run import Offload, Recompute, RunSpec, TrainSection
+from trainspec_cli.spec.recipe.run import Offload, PrecisionSpec, Recompute, RunSpec, TrainSection
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.rules.engine import check_engine
 

@@ -200,7 +200,7 @@ def _set(config: DictConfig, argument: Argument) -> Problem | None:
     try:
         OmegaConf.update(config, argument.key, argument.value, merge=True, force_add=True)
     except (OmegaConfBaseException, RecursionError) as error:
-        return problem_at(argument.number, "bad_override", _first_line(error), path=argument.key)
+        return problem_at(argument.number, "bad_override", str(error).partition("\n")[0], path=argument.key)
     return None
 
 
@@ -231,28 +231,24 @@ def _scalar_above(config: DictConfig, key: str) -> str | None:
 def resolve(config: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
     """Return a plain dict, with `???` for values that are open or failed to resolve, and the problems."""
     written = _as_written(config)
+    resolver, keys = Resolver(written, {SHIPPED: find_shipped}), list(_flatten(written, ""))
     problems: list[Problem] = []
-    plain = _resolve_section(
-        Resolver(written, {SHIPPED: find_shipped}), written, (), problems, list(_flatten(written, ""))
-    )
-    return plain, problems
 
+    def resolve_section(section: dict[str, Any], above: tuple[str, ...]) -> dict[str, Any]:
+        plain: dict[str, Any] = {}
+        for key, value in section.items():
+            path = (*above, key)
+            if isinstance(value, dict):
+                plain[str(key)] = resolve_section(value, path)
+                continue
+            try:
+                plain[str(key)] = resolver.value(path)
+            except InterpolationError as error:
+                plain[str(key)] = MISSING
+                problems.append(_bad_interpolation(value, ".".join(map(str, path)), str(error), keys))
+        return plain
 
-def _resolve_section(
-    resolver: Resolver, written: dict[str, Any], above: tuple[str, ...], problems: list[Problem], keys: list[str]
-) -> dict[str, Any]:
-    plain: dict[str, Any] = {}
-    for key, value in written.items():
-        path = (*above, key)
-        if isinstance(value, dict):
-            plain[str(key)] = _resolve_section(resolver, value, path, problems, keys)
-            continue
-        try:
-            plain[str(key)] = resolver.value(path)
-        except InterpolationError as error:
-            plain[str(key)] = MISSING
-            problems.append(_bad_interpolation(value, ".".join(map(str, path)), str(error), keys))
-    return plain
+    return resolve_section(written, ()), problems
 
 
 def _bad_interpolation(value: Any, path: str, reason: str, keys: Iterable[str]) -> Problem:
@@ -272,7 +268,3 @@ def _flatten(plain: dict[str, Any], prefix: str) -> Iterator[str]:
 def _as_written(config: DictConfig) -> dict[str, Any]:
     """Return a plain dict with interpolations unresolved."""
     return OmegaConf.to_container(config, resolve=False)  # type: ignore[return-value]
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]

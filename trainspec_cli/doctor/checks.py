@@ -39,15 +39,8 @@ def check_node(folder: Path, device: str) -> list[Check]:
     chips = [*check_chips(device), *(check_gpus() if device == "cuda" else ())]
     links = [*check_rdma(), *check_links(), *check_clock()]
     python = f"Python {platform.python_version()}, torch {versions().get('torch', 'unknown')}"
-    return [
-        Check("versions", "ok", python),
-        *chips,
-        *check_memory(),
-        *links,
-        *check_shm(),
-        *check_limits(),
-        *check_disk(folder),
-    ]
+    system = [*check_shm(), *check_limits(), *check_disk(folder)]
+    return [Check("versions", "ok", python), *chips, *check_memory(), *links, *system]
 
 
 def check_chips(device: str) -> Iterator[Check]:
@@ -79,9 +72,8 @@ def check_gpus(needed_bytes: float = 0.0) -> Iterator[Check]:
 
 def driver() -> str:
     try:
-        return str(
-            re.findall(r"Kernel Module\s+(?:for \S+\s+)?(\S+)", Path("/proc/driver/nvidia/version").read_text())[0]
-        )
+        version = Path("/proc/driver/nvidia/version").read_text()
+        return str(re.findall(r"Kernel Module\s+(?:for \S+\s+)?(\S+)", version)[0])
     except (OSError, IndexError):
         return "unknown"
 

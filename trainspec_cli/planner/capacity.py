@@ -16,7 +16,7 @@ from trainspec_cli.planner.search.space import Space
 from trainspec_cli.planner.setup import Setup, Software
 from trainspec_cli.planner.time.step import estimate_step
 from trainspec_cli.planner.validation.prose import usual_gbit
-from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, Machine
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
 from trainspec_cli.spec.recipe.run import RunSpec

@@ -9,7 +9,7 @@ from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner import workload
 from trainspec_cli.planner.hardware.catalogue import find_accelerator
 from trainspec_cli.planner.search.auto import best_candidate, is_searched
-from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec, PipelineSchedule
 from trainspec_cli.spec.recipe.run import Recompute, RunSpec

@@ -5,14 +5,23 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
-from trainspec_cli.report.history import History, read_history
 from trainspec_cli.report.runs import status_of
 from trainspec_cli.rundir.accounting import WallTime, account, measure_throughput
-from trainspec_cli.rundir.event_types import PARTS, CheckpointEvent, EvalEvent, SampleEvent, StepEvent, WarningEvent
+from trainspec_cli.rundir.event_types import (
+    PARTS,
+    CheckpointEvent,
+    EvalEvent,
+    Event,
+    SampleEvent,
+    StartEvent,
+    StepEvent,
+    WarningEvent,
+)
 from trainspec_cli.rundir.events import read_log, read_sound
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
@@ -24,6 +33,8 @@ from trainspec_cli.spec.results.prediction import LocalPrediction
 
 Curve = tuple[tuple[int, float | None], ...]
 """(step, value); None where the value was not finite."""
+BesideSteps = EvalEvent | CheckpointEvent | SampleEvent
+Kind = TypeVar("Kind", EvalEvent, CheckpointEvent, SampleEvent)
 
 
 @dataclass(frozen=True)
@@ -210,3 +221,69 @@ def _summarise_parts(means: dict[int, dict[str, float]]) -> tuple[PartTime, ...]
         PartTime(name, mean_s[name], mean_s[name] / whole_s if whole_s else 0.0, min(values), max(values))
         for name, values in by_part.items()
     )
+
+
+@dataclass
+class Start:
+    """The events of a rank from one start to the next."""
+
+    begin: StartEvent | None
+    """None where it was lost."""
+    steps: list[StepEvent] = field(default_factory=list)
+    others: list[BesideSteps] = field(default_factory=list)
+
+    def forget_beyond(self, step: int) -> None:
+        self.steps = [event for event in self.steps if event.step <= step]
+        self.others = [event for event in self.others if event.step <= step]
+
+
+@dataclass
+class History:
+    starts: list[Start] = field(default_factory=list)
+    warnings: list[WarningEvent] = field(default_factory=list)
+    first_time: float = 0.0
+    last_time: float = 0.0
+    """Unix seconds of the first and the last event."""
+
+    @property
+    def steps(self) -> list[StepEvent]:
+        return [event for start in self.starts for event in start.steps]
+
+    @property
+    def last_working_start(self) -> Start | None:
+        """The newest start that made a step."""
+        return next((start for start in reversed(self.starts) if start.steps), None)
+
+    @property
+    def begin(self) -> StartEvent | None:
+        return self.starts[-1].begin if self.starts else None
+
+    def of_kind(self, kind: type[Kind]) -> list[Kind]:
+        return [event for start in self.starts for event in start.others if isinstance(event, kind)]
+
+
+def read_history(events: Iterable[Event]) -> History:
+    """Sort events, which are in the order they were written, by start. A resume goes on from a checkpoint: what an
+    earlier start made beyond it is made again, and forgotten here."""
+    history = History()
+    for event in events:
+        history.last_time = event.time
+        history.first_time = history.first_time or event.time
+        if isinstance(event, StartEvent):
+            for earlier in history.starts:
+                earlier.forget_beyond(event.step)
+            history.starts.append(Start(event))
+        elif isinstance(event, WarningEvent):
+            history.warnings.append(event)
+        else:
+            _file(history, event)
+    return history
+
+
+def _file(history: History, event: Event) -> None:
+    if not history.starts:
+        history.starts.append(Start(None))
+    if isinstance(event, StepEvent):
+        history.starts[-1].steps.append(event)
+    elif isinstance(event, BesideSteps):
+        history.starts[-1].others.append(event)

@@ -59,12 +59,9 @@ def load(arguments: Sequence[str], cwd: Path | None = None) -> Loaded:
 def load_for_planning(arguments: Sequence[str], cwd: Path | None = None) -> Loaded:
     """Load a run that is planned and not started: its data need not be here, nor this engine able to run it."""
     examined = examine(arguments, cwd, to_run=False)
-    require([problem for problem in examined.problems if not _lacks_data(problem)])
+    lacks_data = [p for p in examined.problems if p.path in DATA_PATHS and p.code in ("missing_file", "missing_value")]
+    require([problem for problem in examined.problems if problem not in lacks_data])
     return Loaded(examined.draft, examined.composed)
-
-
-def _lacks_data(problem: Problem) -> bool:
-    return problem.path in DATA_PATHS and problem.code in ("missing_file", "missing_value")
 
 
 def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool = True) -> Examined:

@@ -13,7 +13,7 @@ from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.trust import check_tree
 

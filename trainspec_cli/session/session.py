@@ -40,8 +40,8 @@ from trainspec_cli.session.data import prepare_data
 from trainspec_cli.session.load import Loaded
 from trainspec_cli.session.predict import predict
 from trainspec_cli.session.select_kernels import select_kernels
-from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.kernels import KernelTable

@@ -26,7 +26,7 @@ from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.data import prepare_data
 from trainspec_cli.session.load import Loaded, load, plan_for
-from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.plan import Plan

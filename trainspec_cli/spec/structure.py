@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, Literal, TypeVar, Union
 
 from trainspec_cli.errors import Problem, closest
-from trainspec_cli.spec.numbers import LARGEST, largest_of
+from trainspec_cli.spec.field_types import LARGEST, largest_of
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.unknown import UNKNOWN
 

@@ -21,8 +21,7 @@ from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import LayoutSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
-from trainspec_cli.spec.recipe.precision import PrecisionSpec
-from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
+from trainspec_cli.spec.recipe.run import PrecisionSpec, RunSpec, TrainSection
 
 CPU = torch.device("cpu")
 TOKENS, LR = 16, 0.5

@@ -13,10 +13,10 @@ from trainspec_cli.engine.run.checkpoints import MEASURING_STEPS, Cadence, Check
 from trainspec_cli.errors import MachineError
 from trainspec_cli.rundir.event_types import CheckpointEvent, WarningEvent
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.recipe.checkpoint import CheckpointSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, ReliabilitySpec
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
+from trainspec_cli.spec.recipe.run import CheckpointSpec
 
 pytestmark = pytest.mark.usefixtures("one_process")
 CPU = torch.device("cpu")

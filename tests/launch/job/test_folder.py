@@ -16,8 +16,8 @@ from trainspec_cli.launch.job.folder import LaunchOrigin, check_free, make_folde
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.canonical import digest, from_plain
+from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.results.plan import Plan
 
 MakePlan = Callable[..., Plan]

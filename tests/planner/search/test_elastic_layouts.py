@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainspec_cli.planner.search.space import Space
-from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec

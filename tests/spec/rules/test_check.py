@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.numbers import Range, ranges_of
+from trainspec_cli.spec.field_types import Range, ranges_of
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.rules.check import check, check_machine

@@ -42,11 +42,8 @@ class UlyssesCore(nn.Module):
 
     def forward(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: None = None) -> Tensor:
         assert mask is None, "documents' masks with cp are refused before launch"
-        whole = [self._to_heads(x) for x in (q_BSHE, k_BSKE, v_BSKE)]
+        whole = [exchange(x, self._sequence_to_heads, self._heads_to_sequence) for x in (q_BSHE, k_BSKE, v_BSKE)]
         return exchange(self.core(*whole), self._heads_to_sequence, self._sequence_to_heads)
-
-    def _to_heads(self, x_BSHE: Tensor) -> Tensor:
-        return exchange(x_BSHE, self._sequence_to_heads, self._heads_to_sequence)
 
     def _sequence_to_heads(self, x_BSHE: Tensor) -> Tensor:
         """(B, S, H, E) -> (B, n S, H / n, E)."""

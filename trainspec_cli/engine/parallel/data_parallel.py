@@ -37,10 +37,6 @@ class DataParallel:
     replicas: Peers
     time_collective: TimeCollective
 
-    @property
-    def mixed_precision(self) -> MixedPrecisionPolicy:
-        return MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=self.reduce)
-
     def offload_policy(self, device_type: str) -> OffloadPolicy:
         return CPUOffloadPolicy(pin_memory=device_type == "cuda") if self.offload else OffloadPolicy()
 
@@ -61,7 +57,7 @@ def _shard(module: nn.Module, mesh: DeviceMesh, how: DataParallel, *, free: bool
     fully_shard(
         module,
         mesh=mesh,
-        mp_policy=how.mixed_precision,
+        mp_policy=MixedPrecisionPolicy(param_dtype=how.compute, reduce_dtype=how.reduce),
         offload_policy=how.offload_policy(mesh.device_type),
         reshard_after_forward=free and mesh.size() > 1,
         shard_placement_fn=(lambda _parameter: Shard(dim)) if dim else None,

@@ -23,8 +23,8 @@ from trainspec_cli.rundir.event_types import CadenceEvent, CheckpointEvent, Warn
 from trainspec_cli.rundir.fields import read_record
 from trainspec_cli.rundir.memory import make_memory_folder
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.canonical import ABSENT, to_plain
+from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.results.plan import Plan
 
 MEASURING_STEPS = 10

@@ -21,8 +21,8 @@ from trainspec_cli.rundir import memory
 from trainspec_cli.rundir.files import write_json, write_text
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import Resume, RunRecord, read_run_record, write_run_record
-from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.canonical import Absent, digest, to_plain
+from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.init import InitSpec
 from trainspec_cli.spec.recipe.kernels import KernelTable
 from trainspec_cli.spec.results.plan import Plan

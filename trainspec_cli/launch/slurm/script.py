@@ -19,6 +19,9 @@ from trainspec_cli.spec.results.plan import Plan
 DRIVER = "trainspec_cli.session.slurm_job"
 """The module that the script finally executes."""
 
+ASKED = ("partition", "account", "qos", "time", "gpus_per_node")
+ASKED += ("cpus_per_task", "mem", "constraint", "exclude", "dependency")
+"""Fields of `cluster.slurm` that are options of sbatch by the same names."""
 _PLAIN_WORD = re.compile(r"[\w.,:;/@%+=*&|()\[\]{}^~!?<>$-]+", re.ASCII)
 
 KEPT = (CACHE,)
@@ -90,19 +93,8 @@ def _options(plan: Plan, roots: Sequence[Path], recipe: str) -> Iterator[str]:
 def _asked(plan: Plan) -> Iterator[str]:
     slurm = plan.spec.cluster.slurm
     gpus = slurm.gpus_per_node or (str(plan.devices_per_node) if plan.device == "cuda" else None)
-    given = {
-        "partition": slurm.partition,
-        "account": slurm.account,
-        "qos": slurm.qos,
-        "time": slurm.time,
-        "gpus-per-node": gpus,
-        "cpus-per-task": slurm.cpus_per_task,
-        "mem": slurm.mem,
-        "constraint": slurm.constraint,
-        "exclude": slurm.exclude,
-        "dependency": slurm.dependency,
-    }
-    yield from (_option(name, str(value)) for name, value in given.items() if value is not None)
+    given = {name: getattr(slurm, name) for name in ASKED} | {"gpus_per_node": gpus}
+    yield from (_option(name.replace("_", "-"), str(value)) for name, value in given.items() if value is not None)
 
 
 def _option(name: str, value: str) -> str:

@@ -13,7 +13,7 @@ from trainspec_cli.planner.run import goodput
 from trainspec_cli.planner.run.cost import expect_carbon, expect_energy, expect_money, occupation
 from trainspec_cli.planner.run.uncertainty import propagate, within
 from trainspec_cli.policy import cadence, reliability
-from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.resilience import RecoveryMode, ResilienceSpec
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.forecast import Assumption, Goodput, Interval, RunForecast

@@ -7,7 +7,7 @@ from typing import Literal
 
 from trainspec_cli.planner.capacity import plan_capacity
 from trainspec_cli.planner.hardware.catalogue import find_accelerator
-from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.layout import LayoutSpec
 from trainspec_cli.spec.recipe.run import RunSpec

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec, PipelineSchedule, ZeroStage
 from trainspec_cli.spec.recipe.model import ModelSpec
 from trainspec_cli.spec.recipe.run import RunSpec

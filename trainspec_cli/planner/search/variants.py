@@ -8,7 +8,7 @@ from dataclasses import replace
 from trainspec_cli.planner.capacity import describe_fabric, efficiency_of, find_fastest, plan_capacity
 from trainspec_cli.planner.hardware.topology import Fabric
 from trainspec_cli.planner.search.space import Space
-from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.layout import LayoutSpec
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -17,6 +17,8 @@ from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
 ODD_PARTS = (1, 3, 5, 7, 9, 11, 13, 15)
 """Device counts that are tried are a power of two times one of these, which pipeline stages or the batch may take."""
 TRIED = 4
+PINNED = ("cp", "tp", "pp", "ep", "etp", "pipeline_schedule", "virtual_stages")
+"""What replica groups keep of a layout."""
 
 
 def plan_on_what_divides(spec: RunSpec, machine: Machine | None = None) -> tuple[RunSpec, CapacityPlan]:
@@ -82,17 +84,5 @@ def in_replica_groups(spec: RunSpec, machine: Machine | None, best: Candidate) -
 
 
 def _open_data_parallelism(wanted: LayoutSpec, best: Candidate) -> LayoutSpec:
-    layout = best.layout
-    return replace(
-        wanted,
-        dp_replicate=AUTO,
-        dp_shard=AUTO,
-        zero_stage=AUTO,
-        cp=layout.cp,
-        tp=layout.tp,
-        pp=layout.pp,
-        ep=layout.ep,
-        etp=layout.etp,
-        pipeline_schedule=layout.pipeline_schedule,
-        virtual_stages=layout.virtual_stages,
-    )
+    pinned = {name: getattr(best.layout, name) for name in PINNED}
+    return replace(wanted, dp_replicate=AUTO, dp_shard=AUTO, zero_stage=AUTO, **pinned)

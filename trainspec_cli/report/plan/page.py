@@ -16,6 +16,11 @@ from trainspec_cli.units import format_bytes, format_count, format_duration
 STYLE = Path(__file__).with_name("page.css")
 CHARTED_CANDIDATES = 8
 TABLED_CANDIDATES = 20
+FOOTER = (
+    "<footer>Planned by trainspec. MFU counts model FLOPs, attention over its causal half, over the peak of the "
+    "format that the matrix products run in; HFU counts what is executed, recomputation included. A GiB is 2<sup>30"
+    "</sup> bytes. Bounds hold nine times in ten.</footer>"
+)
 
 
 def render_plan_page(plan: Json) -> str:
@@ -36,15 +41,7 @@ def _page(title: str, body: str) -> str:
     return printable(
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>\n{STYLE.read_text()}</style></head>\n<body><main>{body}{_footer()}</main></body></html>\n"
-    )
-
-
-def _footer() -> str:
-    return (
-        "<footer>Planned by trainspec. MFU counts model FLOPs, attention over its causal half, over the peak of the "
-        "format that the matrix products run in; HFU counts what is executed, recomputation included. A GiB is 2<sup>30"
-        "</sup> bytes. Bounds hold nine times in ten.</footer>"
+        f"<style>\n{STYLE.read_text()}</style></head>\n<body><main>{body}{FOOTER}</main></body></html>\n"
     )
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trainspec_cli.spec.auto import AUTO, AutoInt
-from trainspec_cli.spec.numbers import PositiveInt
+from trainspec_cli.spec.field_types import AUTO, AutoInt, PositiveInt
 
 OnLoss = Literal["keep", "shrink"]
 ShrinkRule = Literal["linear", "sqrt", "none"]

@@ -5,8 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from trainspec_cli.spec.auto import AUTO, Auto, AutoInt
-from trainspec_cli.spec.numbers import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
+from trainspec_cli.spec.field_types import (
+    AUTO,
+    Auto,
+    AutoInt,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, get_args
 
-from trainspec_cli.spec.numbers import NonNegativeInt, PositiveInt, Range
+from trainspec_cli.spec.field_types import NonNegativeInt, PositiveInt, Range
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import importlib.util
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
-from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.field_types import AUTO
 
 TORCH = "torch"
 """The engine's default backend."""

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from trainspec_cli.spec.auto import AUTO, Auto, AutoInt
-from trainspec_cli.spec.numbers import PositiveInt
+from trainspec_cli.spec.field_types import AUTO, Auto, AutoInt, PositiveInt
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Outermost first: neighbouring ranks share the innermost axis, which needs the fastest links."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainspec_cli.spec.numbers import NonNegativeInt, PositiveFloat
+from trainspec_cli.spec.field_types import NonNegativeInt, PositiveFloat
 
 TARGETS = ("q", "k", "v", "out", "gate", "up", "down")
 """The matrices of attention and feed-forward, as the engine names them."""

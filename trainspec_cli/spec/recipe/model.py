@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from trainspec_cli.spec.numbers import NonNegativeInt, PositiveFloat, PositiveInt
+from trainspec_cli.spec.field_types import NonNegativeInt, PositiveFloat, PositiveInt
 from trainspec_cli.spec.recipe.model_parts import Activation, ExpertSpec, LatentAttentionSpec, Layer, Mixer, RopeScaling
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from trainspec_cli.spec.numbers import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
+from trainspec_cli.spec.field_types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 
 SINK_DIMS = 8
 """By so much heads grow where a sink's logit travels with the queries: kernels want multiples of 8."""

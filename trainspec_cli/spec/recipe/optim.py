@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from trainspec_cli.spec.numbers import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, Range
+from trainspec_cli.spec.field_types import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, Range
 
 
 @dataclass(frozen=True)

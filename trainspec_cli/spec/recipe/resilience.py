@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trainspec_cli.spec.auto import AUTO, AutoInt
-from trainspec_cli.spec.numbers import NonNegativeInt, PositiveFloat, PositiveInt
+from trainspec_cli.spec.field_types import AUTO, AutoInt, NonNegativeInt, PositiveFloat, PositiveInt
 
 RecoveryMode = Literal["restart", "elastic", "none"]
 

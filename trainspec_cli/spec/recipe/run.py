@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trainspec_cli.spec.auto import AUTO, Auto
-from trainspec_cli.spec.numbers import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from trainspec_cli.spec.field_types import (
+    AUTO,
+    Auto,
+    AutoInt,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 from trainspec_cli.spec.recipe.batching import BatchingSpec
-from trainspec_cli.spec.recipe.checkpoint import CheckpointSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.init import InitSpec
@@ -17,11 +23,42 @@ from trainspec_cli.spec.recipe.layout import LayoutSpec
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import ModelSpec
 from trainspec_cli.spec.recipe.optim import OptimSpec
-from trainspec_cli.spec.recipe.precision import PrecisionSpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer"]
+ComputeFormat = Literal["bf16", "fp16", "fp32", "tf32"]
+MatmulFormat = Literal["compute", "fp8", "mxfp8", "nvfp4"]
+
+
+@dataclass(frozen=True)
+class CheckpointSpec:
+    interval_steps: AutoInt | None = None
+    """Steps between checkpoints; null writes one only at the end (and on a stop).
+
+    auto: as often as the checkpoints' measured cost and the cluster's failure rate ask for (Daly 2006).
+    """
+    mode: Literal["async", "sync"] = "async"
+    """async: training waits for a copy in memory, which is then written in the background; sync: until it is on
+    disk."""
+    memory_interval_steps: PositiveInt | None = None
+    """Steps between copies in the nodes' memory (/dev/shm), each node also keeping its predecessor's; null: none.
+
+    They outlive the workers: a run that restarts on the same nodes, or with one of them replaced, resumes from them.
+    They take twice the state's size (four times with two nodes or more) until the run has ended normally.
+    """
+    keep_last: PositiveInt = 2
+    """Older whole checkpoints are removed."""
+
+
+@dataclass(frozen=True)
+class PrecisionSpec:
+    compute: ComputeFormat | Auto = AUTO
+    """auto: bf16 if the chip multiplies it natively, else fp32."""
+    reduce: Literal["bf16", "fp32"] = "fp32"
+    """The format in which gradients are summed across ranks."""
+    matmul: MatmulFormat = "compute"
+    """The format in which linear layers multiply; `compute` is the compute format."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trainspec_cli.errors import Problem
 from trainspec_cli.reading.files import expand
-from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.layout import MESH_AXES
 from trainspec_cli.spec.recipe.run import RunSpec

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from trainspec_cli.errors import Problem
-from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.fault import FaultSyntaxError, parse_faults
 
 if TYPE_CHECKING:

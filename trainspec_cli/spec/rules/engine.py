@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any, cast
 
 from trainspec_cli.errors import Problem
-from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.model import TextModel
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.rules.check import Rule, apply

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 
 from trainspec_cli.errors import Problem, closest
-from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.kernels import IN_BLOCKS, KERNELS, TORCH, Backend
 from trainspec_cli.spec.recipe.run import RunSpec

@@ -8,8 +8,7 @@ from typing import Any
 
 from trainspec_cli.errors import Problem
 from trainspec_cli.printable import is_printable, on_one_line
-from trainspec_cli.spec.auto import AUTO
-from trainspec_cli.spec.numbers import Range, ranges_of
+from trainspec_cli.spec.field_types import AUTO, Range, ranges_of
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.unknown import UNKNOWN
 

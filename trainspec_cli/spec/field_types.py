@@ -1,4 +1,4 @@
-"""The numbers in a recipe: kinds with a range, which a field's type states, and the largest that are accepted."""
+"""Types of a recipe's fields: numbers with a range, the largest that are accepted, and `auto`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ NonNegativeInt = Annotated[int, Range(0)]
 PositiveFloat = Annotated[float, Range(0, includes_low=False)]
 NonNegativeFloat = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
+
+AUTO: Literal["auto"] = "auto"
+"""A value that the planner resolves before launch. A worker never sees one."""
+Auto = Literal["auto"]
+AutoInt = PositiveInt | Auto
 
 
 @cache
