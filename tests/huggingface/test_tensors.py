@@ -9,9 +9,8 @@ import pytest
 
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.huggingface import folder as checkpoint
-from trainspec_cli.huggingface.adapters import adapter_config, adapters_of
 from trainspec_cli.huggingface.safetensors import StoredTensor, make_header
-from trainspec_cli.huggingface.tensors import Parameter, Piece, parameters
+from trainspec_cli.huggingface.tensors import Parameter, Piece, adapter_config, adapters_of, parameters
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.model_parts import ExpertSpec

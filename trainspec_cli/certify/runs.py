@@ -108,13 +108,13 @@ def measure(
     Raises MachineError where a job fails, Interrupted where a stop was requested.
     """
     wanted = list(dict.fromkeys(runs))
+
+    def report_done() -> None:
+        on_progress(sum((folder / run.name / "result.json").is_file() for run in wanted))
+
     for batch in _batches(wanted):
-        _run_batch(batch, folder, machine, tool, lambda: on_progress(_count_done(wanted, folder)))
+        _run_batch(batch, folder, machine, tool, report_done)
     return {run: Measured(folder / run.name) for run in wanted}
-
-
-def _count_done(runs: Sequence[Run], folder: Path) -> int:
-    return sum((folder / run.name / "result.json").is_file() for run in runs)
 
 
 def _batches(runs: Sequence[Run]) -> list[list[Run]]:

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainspec_cli.compose import hydra_session
 from trainspec_cli.compose.arguments import Argument, parse_arguments, problem_at, value_paths
-from trainspec_cli.compose.folders import SHIPPED, find_folders, find_shipped
+from trainspec_cli.compose.folders import SHIPPED, find_folders, shipped_data
 from trainspec_cli.compose.hydra_session import GroupChoice
 from trainspec_cli.compose.interpolation import MISSING, InterpolationError, Resolver
 from trainspec_cli.compose.origins import COMMAND_LINE, RECIPE, Origin, Origins, locate, show_path
@@ -231,7 +231,7 @@ def _scalar_above(config: DictConfig, key: str) -> str | None:
 def resolve(config: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
     """Return a plain dict, with `???` for values that are open or failed to resolve, and the problems."""
     written = _as_written(config)
-    resolver, keys = Resolver(written, {SHIPPED: find_shipped}), list(_flatten(written, ""))
+    resolver, keys = Resolver(written, {SHIPPED: lambda name: str(shipped_data() / name)}), list(_flatten(written, ""))
     problems: list[Problem] = []
 
     def resolve_section(section: dict[str, Any], above: tuple[str, ...]) -> dict[str, Any]:

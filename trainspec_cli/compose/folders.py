@@ -64,10 +64,6 @@ def shipped_data() -> Path:
     return installed if installed.is_dir() else package.parent
 
 
-def find_shipped(name: str) -> str:
-    return str(shipped_data() / name)
-
-
 def _existing(*folders: Path) -> tuple[Path, ...]:
     return tuple(dict.fromkeys(folder.resolve() for folder in folders if folder.is_dir()))
 

@@ -56,15 +56,10 @@ def write_conversations(
 
 def _encode(batch: Sequence[Conversation], tokenizer: Tokenizer) -> list[Encoding]:
     """Encode a batch with offsets. Templates already contain special tokens; completions get the tokenizer's own."""
-    encodings = {
-        is_chat: iter(
-            tokenizer.encode_batch(
-                [conversation.text for conversation in batch if conversation.is_chat == is_chat],
-                add_special_tokens=not is_chat,
-            )
-        )
-        for is_chat in (True, False)
-    }
+    encodings = {}
+    for is_chat in (True, False):
+        texts = [conversation.text for conversation in batch if conversation.is_chat == is_chat]
+        encodings[is_chat] = iter(tokenizer.encode_batch(texts, add_special_tokens=not is_chat))
     return [next(encodings[conversation.is_chat]) for conversation in batch]
 
 

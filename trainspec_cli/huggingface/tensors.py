@@ -1,7 +1,8 @@
 """The tensors of a Hugging Face checkpoint that make up each parameter of the engine's decoder.
 
 The table serves both directions: loading fills parameters from tensors, exporting cuts parameters into them. Most
-tensors are a whole parameter; a routed expert's matrices are parts of one, and transposed.
+tensors are a whole parameter; a routed expert's matrices are parts of one, and transposed. LoRA adapters have PEFT's
+names, and an adapter_config.json.
 """
 
 from __future__ import annotations
@@ -9,13 +10,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.model_parts import ExpertSpec
 
 Shape = tuple[int, ...]
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ADAPTERS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_PEFT_PREFIX = "base_model.model."
+_PROJECTIONS = {
+    "q": "q_proj",
+    "k": "k_proj",
+    "v": "v_proj",
+    "out": "o_proj",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+}
 
 
 @dataclass(frozen=True)
@@ -117,3 +131,34 @@ def _experts(model: DecoderModel, experts: ExpertSpec, ours: str, layer: str) ->
 
 def _whole(name: str, tensor: str, shape: Shape) -> Parameter:
     return Parameter(name, shape, (Piece(tensor, (0,) * len(shape), shape),))
+
+
+def adapters_of(parameter: Parameter, lora: LoraSpec) -> list[Parameter]:
+    """Return the two halves of a matrix's adapter, (R, D) and (F, R); none if it has no adapter."""
+    owner, _, leaf = parameter.name.rpartition(".")
+    if not lora.rank or leaf != "weight" or not owner.startswith("blocks."):
+        return []
+    if owner.rpartition(".")[2] not in lora.targets or len(parameter.shape) != 2:
+        return []
+    outputs, inputs = parameter.shape
+    name = f"{_PEFT_PREFIX}{parameter.pieces[0].tensor.removesuffix('.weight')}"
+    shapes = {"lora_a": ("lora_A", (lora.rank, inputs)), "lora_b": ("lora_B", (outputs, lora.rank))}
+    return [
+        Parameter(f"{owner}.{ours}", shape, (Piece(f"{name}.{theirs}.weight", (0, 0), shape),))
+        for ours, (theirs, shape) in shapes.items()
+    ]
+
+
+def adapter_config(lora: LoraSpec, base: str | None) -> dict[str, Any]:
+    """Return the content of adapter_config.json. `base` names the frozen weights, as from_pretrained takes it."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": [_PROJECTIONS[target] for target in lora.targets],
+        "bias": "none",
+        "inference_mode": True,
+    }

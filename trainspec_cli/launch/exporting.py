@@ -12,9 +12,9 @@ from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.corpus.manifest import read_manifest
 from trainspec_cli.corpus.publish import publishing
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.huggingface.adapters import ADAPTER_CONFIG, adapter_config
 from trainspec_cli.huggingface.config import write_config
 from trainspec_cli.huggingface.folder import CONFIG, GENERATION, SMALL_FILES, TOKENIZER, TOKENIZER_CONFIG, read_config
+from trainspec_cli.huggingface.tensors import ADAPTER_CONFIG, adapter_config
 from trainspec_cli.launch.tools import EXPORT, run_tool
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir

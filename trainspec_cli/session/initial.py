@@ -16,9 +16,8 @@ from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_data_dir, read_section
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.data import SAMPLE_SOURCES
-from trainspec_cli.spec.recipe.init import InitSpec
 from trainspec_cli.spec.recipe.model import DecoderModel, ModelSpec
-from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.recipe.run import InitSpec, RunSpec
 from trainspec_cli.spec.structure import build, choose_section
 from trainspec_cli.spec.unknown import UNKNOWN
 from trainspec_cli.trust import check_tree

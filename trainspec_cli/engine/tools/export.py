@@ -14,9 +14,8 @@ from torch import Tensor
 
 from trainspec_cli.engine.checkpoint.image import DTYPES
 from trainspec_cli.engine.checkpoint.store import read_weights
-from trainspec_cli.huggingface.adapters import ADAPTERS, adapters_of
 from trainspec_cli.huggingface.safetensors import DTYPE_BYTES, INDEX, SINGLE, make_header
-from trainspec_cli.huggingface.tensors import Parameter, Piece, parameters
+from trainspec_cli.huggingface.tensors import ADAPTERS, Parameter, Piece, adapters_of, parameters
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.json_text import json_text

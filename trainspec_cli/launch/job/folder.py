@@ -23,8 +23,8 @@ from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import Resume, RunRecord, read_run_record, write_run_record
 from trainspec_cli.spec.canonical import Absent, digest, to_plain
 from trainspec_cli.spec.field_types import AUTO
-from trainspec_cli.spec.recipe.init import InitSpec
 from trainspec_cli.spec.recipe.kernels import KernelTable
+from trainspec_cli.spec.recipe.run import InitSpec
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.trust import PRIVATE_FOLDER, check_folder, private_files
 

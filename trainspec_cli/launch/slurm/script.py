@@ -19,8 +19,10 @@ from trainspec_cli.spec.results.plan import Plan
 DRIVER = "trainspec_cli.session.slurm_job"
 """The module that the script finally executes."""
 
-ASKED = ("partition", "account", "qos", "time", "gpus_per_node")
-ASKED += ("cpus_per_task", "mem", "constraint", "exclude", "dependency")
+ASKED = (
+    *("partition", "account", "qos", "time", "gpus_per_node"),
+    *("cpus_per_task", "mem", "constraint", "exclude", "dependency"),
+)
 """Fields of `cluster.slurm` that are options of sbatch by the same names."""
 _PLAIN_WORD = re.compile(r"[\w.,:;/@%+=*&|()\[\]{}^~!?<>$-]+", re.ASCII)
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from trainspec_cli.planner.capacity import describe_fabric, efficiency_of, find_fastest, plan_capacity
-from trainspec_cli.planner.hardware.topology import Fabric
 from trainspec_cli.planner.search.space import Space
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine
@@ -27,18 +26,14 @@ def plan_on_what_divides(spec: RunSpec, machine: Machine | None = None) -> tuple
     fabric = describe_fabric(spec.cluster, machine)
     if any(True for _ in Space(spec, fabric.num_devices, fabric.scaleup_devices).layouts()):
         return spec, plan_capacity(spec, machine)
-    smaller = [_leave_spares(spec, nodes) for nodes in _fewer_nodes(fabric, spec.cluster.num_nodes)]
+    counts = set(_counts(fabric.num_devices, fabric.devices_per_node)) - {spec.cluster.num_nodes}
+    smaller = [_leave_spares(spec, nodes) for nodes in sorted(counts, reverse=True)[:TRIED]]
     planned = [(changed, plan_capacity(changed, machine)) for changed in smaller]
     fitting = [(changed, plan) for changed, plan in planned if plan.best]
     if not fitting:
         return spec, plan_capacity(spec, machine)
     changed, plan = max(fitting, key=lambda pair: pair[1].best.tokens_per_s if pair[1].best else 0.0)
     return changed, replace(plan, assumptions=(_note(spec, changed), *plan.assumptions))
-
-
-def _fewer_nodes(fabric: Fabric, num_nodes: int) -> list[int]:
-    """Some counts below the cluster's own, the largest first."""
-    return sorted(set(_counts(fabric.num_devices, fabric.devices_per_node)) - {num_nodes}, reverse=True)[:TRIED]
 
 
 def _counts(devices: int, per_node: int) -> Iterator[int]:
@@ -53,9 +48,8 @@ def _counts(devices: int, per_node: int) -> Iterator[int]:
 def _leave_spares(spec: RunSpec, nodes: int) -> RunSpec:
     cluster = spec.cluster
     spares = (cluster.reliability.spare_nodes or 0) + cluster.num_nodes - nodes
-    return replace(
-        spec, cluster=replace(cluster, num_nodes=nodes, reliability=replace(cluster.reliability, spare_nodes=spares))
-    )
+    reliability = replace(cluster.reliability, spare_nodes=spares)
+    return replace(spec, cluster=replace(cluster, num_nodes=nodes, reliability=reliability))
 
 
 def _note(spec: RunSpec, changed: RunSpec) -> str:

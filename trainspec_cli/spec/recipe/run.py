@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
+from trainspec_cli.reading.files import expand
 from trainspec_cli.spec.field_types import (
     AUTO,
     Auto,
@@ -17,7 +19,6 @@ from trainspec_cli.spec.field_types import (
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec
 from trainspec_cli.spec.recipe.data import DataSpec
-from trainspec_cli.spec.recipe.init import InitSpec
 from trainspec_cli.spec.recipe.kernels import KernelSpec
 from trainspec_cli.spec.recipe.layout import LayoutSpec
 from trainspec_cli.spec.recipe.lora import LoraSpec
@@ -29,6 +30,7 @@ Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer"]
 ComputeFormat = Literal["bf16", "fp16", "fp32", "tf32"]
 MatmulFormat = Literal["compute", "fp8", "mxfp8", "nvfp4"]
+HUGGING_FACE = "hf:"
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,25 @@ class PrecisionSpec:
     """The format in which gradients are summed across ranks."""
     matmul: MatmulFormat = "compute"
     """The format in which linear layers multiply; `compute` is the compute format."""
+
+
+@dataclass(frozen=True)
+class InitSpec:
+    from_: str | None = None
+    """`hf:FOLDER`, a Hugging Face checkpoint, or the folder of a run of trainspec; null: drawn from the seed.
+
+    Only weights are loaded: the optimizer, the step and the data start from the beginning.
+    """
+
+    @property
+    def hugging_face(self) -> Path | None:
+        if self.from_ is None or not self.from_.startswith(HUGGING_FACE):
+            return None
+        return expand(self.from_.removeprefix(HUGGING_FACE))
+
+    @property
+    def run(self) -> Path | None:
+        return None if self.from_ is None or self.hugging_face else expand(self.from_)
 
 
 @dataclass(frozen=True)
