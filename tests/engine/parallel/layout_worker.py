@@ -1,7 +1,7 @@
 """`layout_worker.py FILE RANK`: one of two ranks that compute a step's gradients in each layout; beside them, alone.
 
-Prints for each layout the loss, how far off the gradient of each parameter that the rank holds is (relative, Euclidean),
-and its share of the squared norm.
+For each layout it prints the loss, this rank's share of the squared norm, and the relative error (Euclidean) of the
+gradient of each parameter that the rank holds.
 """
 
 from __future__ import annotations
