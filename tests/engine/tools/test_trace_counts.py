@@ -128,3 +128,35 @@ def test_a_grouped_product_has_the_sizes_of_one_product_of_all_rows() -> None:
     x.grad = None
     with_frozen.sum().backward()
     assert x.grad is not None and x.grad.shape == x.shape
+
+
+def test_a_ranks_state_gradients_and_exchanges_are_counted_by_cause_and_axis() -> None:
+    """Two shards and two of tp: a rank has a quarter of what tp cuts, and half of the norms."""
+    layout = Layout(dp_shard=2, tp=2)
+    plan = build_plan(Case("dense", layout, optimizer="adamw", micro_batch_size=1), "cpu")
+    found = trace.trace_rank(plan, 2)
+    norms = 4 * (2 * 64 + 2 * 16) + 64
+    matrices = 4 * (64 * (4 + 2 + 2 + 4) * 16 + 3 * 64 * 128) + 2 * 256 * 64
+    held = matrices / 4 + norms / 2
+    tables = 2 * 64 * 16 * 4 + 64 * 8
+    assert found.rank == 2
+    assert found.peak_by_cause["parameters"] == 4 * held + tables
+    assert found.peak_by_cause["gradients"] == 4 * held
+    assert found.peak_by_cause["optimizer"] == pytest.approx(8 * held, rel=1e-3), "and a count of steps each"
+    assert found.state_bytes == pytest.approx(12 * held + tables, rel=1e-3)
+    assert found.peak_memory_bytes == sum(found.peak_by_cause.values()) > found.state_bytes
+    assert found.peak_by_cause["activations"] > 4 * 64 * 64 * 4 > found.peak_by_cause["gathered"] > 0
+    whole = matrices / 2 + norms
+    assert found.comm_bytes["dp_shard reduce_scatter"] == 4 * 4 * whole, "four micro-batches of fp32"
+    root = 2 * 256 * 64 / 2 + 64
+    assert found.comm_bytes["dp_shard all_gather"] == 4 * 4 * (2 * (whole - root) + root), "the root is kept"
+    assert found.comm_bytes["tp all_gather"] == found.comm_bytes["tp reduce_scatter"] == 4 * 4 * 64 * 64 * (4 * 4 + 2)
+    assert found.comm_bytes["all all_reduce"] == 4 * 8, "loss, norm and two flags"
+    assert set(found.comm_bytes) == {
+        *("dp_shard all_gather", "dp_shard reduce_scatter", "all all_reduce"),
+        *("tp all_gather", "tp reduce_scatter", "tp all_reduce"),
+    }
+    products = 4 * 64 * 6 * (matrices - 256 * 64) / 2
+    scores = 4 * 4 * 2 * (2 * 64 * 64 * 16)
+    assert found.flops == products + 3.5 * scores, "two products over the causal half, five in the backward"
+    assert replace(found, rank=0) == trace.trace_rank(replace(plan, spec=replace(plan.spec, compile=True)), 0)
