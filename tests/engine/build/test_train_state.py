@@ -159,6 +159,18 @@ def test_formats_and_offload_reach_the_sharding(precision: tuple[str, torch.dtyp
         assert type(block._fsdp_param_group.offload_policy).__name__ == "OffloadPolicy"
 
 
+def test_exchanges_of_shards_are_timed_and_one_rank_reduces_nothing() -> None:
+    for layout, gathers, reduces in (
+        (Layout(dp_shard=2), "_TimedCollective", "_TimedCollective"),
+        (Layout(), "DefaultAllGather", "_NothingToReduce"),
+    ):
+        with built(plan_of("dense", layout), 0) as state:
+            for part in (state.parts[0], *state.parts[0].block_modules()):
+                group = part._get_fsdp_state()._fsdp_param_group
+                assert type(group._all_gather_comm).__name__ == gathers
+                assert type(group._reduce_scatter_comm).__name__ == reduces
+
+
 def test_the_weights_are_the_same_whatever_the_rank() -> None:
     """Stages and parts are filled from the run's seed by name."""
     with built(plan_of("dense", Layout()), 0) as state:

@@ -73,6 +73,19 @@ def test_what_autograd_saves_are_activations_until_the_backward() -> None:
         assert ledger.by_cause["activations"] == 0
 
 
+def test_a_saved_view_of_a_parameter_counts_as_gathered() -> None:
+    """FSDP2 sets what it gathered as the module's parameter: it is freed by another than autograd."""
+    with Ledger() as ledger:
+        weight, x = nn.Parameter(torch.ones(4, 4)), torch.ones(2, 4, requires_grad=True)
+        hidden = x + 1
+        out = hidden @ weight.T
+        assert out.requires_grad
+        assert (ledger.by_cause["gathered"], ledger.by_cause["activations"]) == (64, 32)
+        again = (hidden.view(4, 2) * 2).view(2, 4).t().exp()
+        assert again.requires_grad
+        assert (ledger.by_cause["gathered"], ledger.by_cause["activations"]) == (64, 64)
+
+
 def test_products_and_attention_are_counted() -> None:
     q = torch.randn(2, 3, 8, 4, requires_grad=True)
     with Ledger() as ledger:

@@ -145,10 +145,10 @@ def test_a_ranks_state_gradients_and_exchanges_are_counted_by_cause_and_axis() -
     assert found.peak_by_cause["optimizer"] == pytest.approx(8 * held, rel=1e-3), "and a count of steps each"
     assert found.state_bytes == pytest.approx(12 * held + tables, rel=1e-3)
     assert found.peak_memory_bytes == sum(found.peak_by_cause.values()) > found.state_bytes
-    assert found.peak_by_cause["activations"] > 4 * 64 * 64 * 4 > found.peak_by_cause["gathered"] > 0
     whole = matrices / 2 + norms
     assert found.comm_bytes["dp_shard reduce_scatter"] == 4 * 4 * whole, "four micro-batches of fp32"
     root = 2 * 256 * 64 / 2 + 64
+    assert found.peak_by_cause["activations"] > found.peak_by_cause["gathered"] == 4 * root
     assert found.comm_bytes["dp_shard all_gather"] == 4 * 4 * (2 * (whole - root) + root), "the root is kept"
     assert found.comm_bytes["tp all_gather"] == found.comm_bytes["tp reduce_scatter"] == 4 * 4 * 64 * 64 * (4 * 4 + 2)
     assert found.comm_bytes["all all_reduce"] == 4 * 8, "loss, norm and two flags"
