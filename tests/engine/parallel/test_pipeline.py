@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from trainspec_cli.engine.parallel import pipeline
 from trainspec_cli.engine.parallel.pipeline import Hidden, Message, WeightQueue, message_after
-from trainspec_cli.policy.pipeline import Action, Kind
+from trainspec_cli.policy.pipeline import Action, Kind, actions
 from trainspec_cli.spec.recipe.layout import Layout
 
 
@@ -94,3 +97,25 @@ def test_an_input_without_a_gradient_gets_none() -> None:
     queue.apply(split)
     split(torch.ones(1, 6, dtype=torch.float64)).sum().backward()
     assert all(parameter.grad is not None for parameter in split.parameters())
+
+
+def test_messages_come_from_their_senders_and_go_by_the_line_of_their_direction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The middle one of three ranks."""
+    asked: list[tuple[Any, ...]] = []
+    done = SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
+    calls = SimpleNamespace(
+        irecv=lambda tensor, group, group_src: asked.append(("receive", group, group_src)) or done,
+        isend=lambda tensor, group, group_dst: asked.append(("send", group, group_dst)) or done,
+    )
+    monkeypatch.setattr(pipeline, "dist", calls)
+    layout, up = Layout(pp=3), SimpleNamespace(rank=lambda: 1)
+    lines = pipeline.Lines(up, "down", torch.device("cpu"))  # type: ignore[arg-type]
+    mail = pipeline.Mailbox(layout, actions(layout, 1), lines, torch.empty(2, device="meta"), nullcontext)
+    mail.receive(Message(1, 0, is_gradient=False))
+    mail.send(Message(2, 0, is_gradient=False), torch.ones(2))
+    mail.receive(Message(1, 0, is_gradient=True))
+    mail.send(Message(0, 0, is_gradient=True), torch.ones(2))
+    mail.end()
+    assert asked == [("receive", up, 0), ("send", up, 2), ("receive", "down", 2), ("send", "down", 0)]
