@@ -3,14 +3,9 @@ import hashlib
 import pytest
 import torch
 
-from trainspec_cli.engine.build.train_state import allocate, materialise
+from trainspec_cli.engine.build.train_state import allocate, materialise, parameter_generator
 from trainspec_cli.engine.models.decoder import Decoder
-<<<<<<<< HEAD:tests/engine/parallel/test_materialise.py
-from trainspec_cli.engine.parallel.materialise import allocate, materialise, parameter_generator
 from trainspec_cli.engine.shares import Cut, Share
-========
-from trainspec_cli.engine.shares import Share
->>>>>>>> main:tests/engine/build/test_train_state.py
 from trainspec_cli.spec.recipe.model import DecoderModel
 
 CPU = torch.device("cpu")
