@@ -60,7 +60,7 @@ def test_copies_are_the_ranks_that_hold_the_same_part() -> None:
     ],
 )
 def test_partial_gradients_are_summed_over_tp(sequence_parallel: bool, partial: set[str]) -> None:
-    layout = Layout(dp_shard=2, tp=2, sequence_parallel=sequence_parallel)
+    layout = Layout(dp_shard=4, tp=2, sequence_parallel=sequence_parallel)
     with built(plan_of("dense", layout), 1) as state:
         (late,) = state.late_sums
         assert ranks_of(late.peers.group) == [0, 1]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trainspec_cli.engine.data.heldout import HeldoutLoss, summarise, total
+from trainspec_cli.engine.data.heldout import HeldoutLoss, total
 
 
 def test_bits_per_byte_of_all_sets_need_the_bytes_of_each():
@@ -21,16 +21,3 @@ def test_bits_per_byte_are_nats_over_ln_2_and_bytes():
     assert loss.bits_per_byte == pytest.approx(4.0)
     assert loss.nats_per_token == pytest.approx(3 * math.log(2))
     assert HeldoutLoss(0.0, 0, 0).nats_per_token == 0.0
-
-
-def test_a_texts_loss_counts_the_tokens_that_its_rows_predict():
-    counted = [7, 7, 2]
-
-    class Rows:
-        def __len__(self) -> int:
-            return len(counted)
-
-        def counted(self, index: int) -> int:
-            return counted[index]
-
-    assert summarise(5.0, Rows(), 9) == HeldoutLoss(5.0, 16, 9)

@@ -9,7 +9,7 @@ import torch
 from engine.kernels.shapes import CALLS
 
 from trainspec_cli.engine.batch import IGNORED_TARGET
-from trainspec_cli.engine.kernels.inputs import checked, describe_call, make_inputs
+from trainspec_cli.engine.kernels.inputs import OPERATIONS, describe_call, make_inputs
 
 CPU = torch.device("cpu")
 LEAVES = {
@@ -98,4 +98,4 @@ def test_a_call_is_described_by_its_shapes() -> None:
     ],
 )
 def test_what_is_checked_is_a_part_of_the_call(op: str, call: Any, reduced: Any) -> None:
-    assert checked(op, call) == reduced
+    assert OPERATIONS[op].reduce(call) == reduced

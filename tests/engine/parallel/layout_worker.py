@@ -17,7 +17,7 @@ from torch import Tensor
 from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.engine.build.train_state import build_train_state
 from trainspec_cli.engine.comm.joining import leave_processes
-from trainspec_cli.engine.optim.update import squared_norm
+from trainspec_cli.engine.optim.optimizer import squared_norm
 from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.shares import unique_shares
 from trainspec_cli.engine.tools.certify_worker import drawn_batch

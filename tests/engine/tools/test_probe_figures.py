@@ -77,7 +77,8 @@ def test_an_empty_step_and_block_follow_from_two_depths(monkeypatch: pytest.Monk
     taken: dict[str, Any] = {}
     monkeypatch.setattr(probe, "SmallRun", Trained)
     monkeypatch.setattr(probe, "scheduled_s", lambda: next(times))
-    monkeypatch.setattr(probe, "resident_bytes", lambda: 12345.0)
+    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=12345))
+    monkeypatch.setattr(probe, "psutil", SimpleNamespace(Process=lambda: process))
     monkeypatch.setattr(
         probe, "operations", lambda dtype: {name: lambda name=name: f"{dtype} {name}" for name in names}
     )

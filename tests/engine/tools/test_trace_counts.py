@@ -68,15 +68,16 @@ def test_a_step_is_counted_from_where_it_begins() -> None:
         peak_bytes=12,
         flops=3.5,
     )
-    asked: list[int] = []
+    asked: list[Any] = []
 
-    def one_step(plan: Any, state: Any, micro_batches: int) -> None:
-        asked.append(micro_batches)
+    def train_step(state: Any, micro_batches: Any, *, global_tokens: int, clip_norm: float | None) -> None:
+        asked.append((micro_batches, global_tokens, clip_norm))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trace, "one_step", one_step)
+        patch.setattr(trace, "train_step", train_step)
+        patch.setattr(trace, "fake_batch", lambda plan, state: "a batch")
         found = trace.count_step(PLAN, None, ledger, 5)  # type: ignore[arg-type]
-    assert asked == [5]
+    assert asked == [(["a batch"] * 5, 8 * 64, None)]
     assert found == TraceResult(0, 0.0, 12.0, {"parameters": 4.0}, 3.5, {"tp all_reduce": 9.0})
 
 
@@ -119,12 +120,12 @@ def test_norms_are_one_kernel_on_a_gpu_and_as_before_afterwards() -> None:
 
 def test_a_grouped_product_has_the_sizes_of_one_product_of_all_rows() -> None:
     x, weight = torch.ones(6, 4, requires_grad=True), torch.ones(3, 4, 5, requires_grad=True)
-    out = trace._one_product(x, weight, torch.tensor([1, 2, 3]))
+    out = trace._GroupedProduct.multiply(x, weight, torch.tensor([1, 2, 3]))
     assert out.shape == (6, 5)
     out.sum().backward()
     assert x.grad is not None and weight.grad is not None
     assert (x.grad.shape, weight.grad.shape) == (x.shape, weight.shape)
-    with_frozen = trace._one_product(x, weight.detach(), torch.tensor([6, 0, 0]))
+    with_frozen = trace._GroupedProduct.multiply(x, weight.detach(), torch.tensor([6, 0, 0]))
     x.grad = None
     with_frozen.sum().backward()
     assert x.grad is not None and x.grad.shape == x.shape

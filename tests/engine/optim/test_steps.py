@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainspec_cli.engine.optim.build import build_optimizer, set_learning_rate
-from trainspec_cli.engine.optim.update import guarded_update, squared_norm
+from trainspec_cli.engine.optim.optimizer import build_optimizer, guarded_update, set_learning_rate, squared_norm
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.spec.recipe.optim import OptimSpec
 
