@@ -93,14 +93,14 @@ def test_an_unknown_source_is_a_usage_error(tmp_path):
 
 def test_every_source_that_launch_serves_is_served_here():
     """A mixture by its recipe."""
-    served = {source.value for source in Source} | {"mixture"}
+    served = set(get_args(Source)) | {"mixture"}
     assert served == set(get_args(get_type_hints(DataSpec)["source"]))
 
 
 @pytest.mark.parametrize("source", list(READY))
 def test_what_needs_no_preparing_is_said_in_a_line(source):
-    assert run("prepare", "--source", source.value).startswith("nothing to prepare: ")
-    assert json.loads(run("prepare", "--source", source.value, "--json"))["path"] is None
+    assert run("prepare", "--source", source).startswith("nothing to prepare: ")
+    assert json.loads(run("prepare", "--source", source, "--json"))["path"] is None
 
 
 @pytest.fixture

@@ -4,21 +4,12 @@ import math
 
 import pytest
 
-from trainspec_cli.policy.reliability import capacity, durations, lost_work_s, rollback_mtbf_s
-from trainspec_cli.spec.recipe.reliability import ReliabilitySpec
+from trainspec_cli.policy.reliability import durations, rollback_mtbf_s
+from trainspec_cli.spec.recipe.cluster import ReliabilitySpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 
 RESTART = ResilienceSpec(mode="restart")
 ELASTIC = ResilienceSpec(mode="elastic", min_groups=2)
-
-
-def test_a_lost_state_loses_all_since_the_checkpoint_and_a_shrink_the_step_alone() -> None:
-    assert lost_work_s(True, since_checkpoint_s=900, since_step_s=4) == 900
-    assert lost_work_s(False, since_checkpoint_s=900, since_step_s=4) == 4
-
-
-def test_groups_that_are_away_take_their_share_of_the_rate() -> None:
-    assert capacity(active_groups=6, replica_groups=8) == 0.75
 
 
 def test_healing_takes_as_long_as_copying_the_state() -> None:

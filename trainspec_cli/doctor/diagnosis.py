@@ -115,12 +115,13 @@ def _too_slow(comparison: Comparison) -> Problem:
 
 def judge_links(links: LinksResult | None) -> list[Check]:
     """Return the all-reduce's rates, each pair's, and the nodes that reach no other at the usual rate."""
-    return [*map(_all_reduce, links.all_reduce), *_pairs(links.pairs)] if links else []
-
-
-def _all_reduce(rate: AllReduceRate) -> Check:
-    found = f"{format_bytes(rate.bytes)} in {_milliseconds(rate)}, {format_si(rate.bus_bytes_per_s, 'B/s')}"
-    return Check("all-reduce", "ok", found)
+    if links is None:
+        return []
+    checks = []
+    for rate in links.all_reduce:
+        found = f"{format_bytes(rate.bytes)} in {_milliseconds(rate)}, {format_si(rate.bus_bytes_per_s, 'B/s')}"
+        checks.append(Check("all-reduce", "ok", found))
+    return [*checks, *_pairs(links.pairs)]
 
 
 def _pairs(pairs: Sequence[PairRate]) -> Iterator[Check]:

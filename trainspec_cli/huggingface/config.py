@@ -14,9 +14,6 @@ from trainspec_cli.spec.recipe.model_parts import RopeScaling
 
 Config = Mapping[str, Any]
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
-"""Types of which the engine's decoder can hold every tensor."""
-
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -25,6 +22,9 @@ _ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+MODEL_TYPES = tuple(_ARCHITECTURES)
+"""Types of which the engine's decoder can hold every tensor."""
+
 _EXPECTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", None),
     "mlp_bias": (False, None),
@@ -93,17 +93,11 @@ def read_model(config: Config, where: str) -> dict[str, Any]:
 
 def _check_kinds(fields: Config, kinds: Mapping[str, Kind], where: str) -> None:
     """Raise RecipeError with every key whose kind transformers would not write, and every number below 0."""
-    wrong = [
-        Problem(
-            code="wrong_type",
-            message=f"{where} has {show_kind(fields[key])} as `{key}`; {describe_kind(kind)} is needed, not below 0",
-            path="init.from",
-            hint="name a folder that transformers has written",
-            file=where,
-        )
-        for key, kind in kinds.items()
-        if key in fields and not _fits(fields[key], kind)
-    ]
+    wrong, hint = [], "name a folder that transformers has written"
+    for key, kind in kinds.items():
+        if key in fields and not _fits(fields[key], kind):
+            message = f"{where} has {show_kind(fields[key])} as `{key}`; {describe_kind(kind)} is needed, not below 0"
+            wrong.append(Problem("wrong_type", message, "init.from", hint, file=where))
     if wrong:
         raise RecipeError(wrong)
 

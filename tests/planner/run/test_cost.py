@@ -10,7 +10,7 @@ from trainspec_cli.planner.run.cost import (
     ownership_usd,
     rent_usd,
 )
-from trainspec_cli.spec.recipe.cost import CostSpec, PowerSpec, SiteSpec
+from trainspec_cli.spec.recipe.cluster import CostSpec, PowerSpec, SiteSpec
 
 HOUR_S = 3600.0
 MWH = 3.6e9

@@ -14,13 +14,11 @@ from trainspec_cli.planner.run.cost import occupation
 from trainspec_cli.planner.run.forecast import CHECKPOINT_BYTES, forecast_run
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.checkpoint import CheckpointSpec
-from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec
-from trainspec_cli.spec.recipe.cost import CostSpec, SiteSpec
+from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, CostSpec, ReliabilitySpec, SiteSpec
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
-from trainspec_cli.spec.recipe.reliability import ReliabilitySpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
 from trainspec_cli.spec.results.forecast import Interval, RunForecast
