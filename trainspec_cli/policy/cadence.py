@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from trainspec_cli.spec.sizes import LARGEST_WHOLE
+from trainspec_cli.spec.numbers import LARGEST_WHOLE
 
 
 def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:

@@ -16,7 +16,7 @@ from trainspec_cli.engine.run.checkpoints import MEASURING_STEPS, Cadence, Check
 from trainspec_cli.errors import MachineError
 from trainspec_cli.rundir import memory
 from trainspec_cli.rundir.event_types import CadenceEvent, CheckpointEvent, WarningEvent
-from trainspec_cli.rundir.files import write_json
+from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.checkpoint import CheckpointSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, ReliabilitySpec
@@ -115,6 +115,8 @@ def test_between_checkpoints_copies_are_kept_in_memory_until_the_run_has_ended(t
     assert memory.newest_copy(run_dir) == 6
     take_steps(again, [8])
     assert run_dir.checkpoint_steps() == [4, 8]
+    marks = memory.memory_folder(run_dir).glob("slot*/rank*.json")
+    assert sorted(read_json(mark)["about"]["step"] for mark in marks) == [6, 8], "what it resumed from stays meanwhile"
     again.save_last(9, 72)
     assert run_dir.checkpoint_steps() == [4, 8, 9]
     assert memory.find_copies(run_dir) is None
