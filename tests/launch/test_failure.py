@@ -75,8 +75,7 @@ def test_a_lost_node_goes_before_the_words_of_the_workers(job: Job) -> None:
     write_error(job.run.node_error(1), lost)
     first, second = find_failures(job)
     assert (first.who, first.summary, first.self_reported) == ("node 1", lost.message, False)
-    assert first.is_of_node(1) and not first.is_of_node(0)
-    assert (second.who, second.is_of_node(0)) == ("rank 0", False)
+    assert (first.whole_node, second.whole_node, second.who) == (True, False, "rank 0")
 
 
 def test_who_torchrun_had_to_end_is_not_the_cause(job: Job) -> None:

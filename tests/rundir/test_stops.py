@@ -8,8 +8,8 @@ import pytest
 
 from trainspec_cli.environment_names import GENERATION
 from trainspec_cli.rundir.files import read_json
+from trainspec_cli.rundir.generations import may_stop, note_stop, was_stop_noted
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.stops import may_stop, note_stop, was_stop_noted
 
 
 def test_a_stop_is_noted_for_one_start_alone(tmp_path: Path) -> None:

@@ -26,12 +26,9 @@ from trainspec_cli.engine.checkpoint.manifest import (
     read_manifest,
 )
 from trainspec_cli.engine.checkpoint.parts import Held, TensorPart, choose_owners
-from trainspec_cli.engine.checkpoint.reading import files_needed, fill_parts
 from trainspec_cli.engine.checkpoint.saver import Saver
-from trainspec_cli.engine.checkpoint.store import load_newest
-from trainspec_cli.engine.checkpoint.weights import load_weights, read_weights
-from trainspec_cli.engine.optim.build import build_optimizer
-from trainspec_cli.engine.optim.update import guarded_update
+from trainspec_cli.engine.checkpoint.store import files_needed, fill_parts, load_newest, load_weights, read_weights
+from trainspec_cli.engine.optim.optimizer import build_optimizer, guarded_update
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.environment_names import GENERATION
 from trainspec_cli.errors import MachineError, RecipeError, WorkerError
@@ -432,9 +429,11 @@ def test_a_manifest_names_files_of_its_own_folder_alone(tmp_path, name):
     told = {"name": name, "bytes": 1, "sha256": "0"}
     with pytest.raises((ValueError, TypeError, RecipeError)):
         manifest.part_from({"file": told, "tensors": {}})
+    told = {"name": "rank00000.safetensors", "bytes": 1, "sha256": "0"}
+    manifest.part_from({"file": told, "tensors": {}})
     chunk = {"file": name, "offsets": [0], "shape": [1]}
     with pytest.raises((ValueError, TypeError, RecipeError)):
-        manifest.entries_from({"w": {"shape": [1], "dtype": "F32", "chunks": [chunk]}})
+        manifest.part_from({"file": told, "tensors": {"w": {"shape": [1], "dtype": "F32", "chunks": [chunk]}}})
 
 
 # Names
@@ -502,10 +501,17 @@ def test_a_file_that_is_not_safetensors_is_refused_by_name(tmp_path, content):
         fill_parts(tmp_path, whole, [TensorPart.whole("w", torch.zeros(2))])
 
 
-@pytest.mark.parametrize("sizes", [{"offsets": [-1], "shape": [1]}, {"offsets": [0], "shape": [-1]}])
-def test_a_negative_size_is_refused(sizes):
+@pytest.mark.parametrize("wrong", [("offsets", -1), ("shape", -1), ("full", -1), (None, 0)])
+def test_a_negative_size_is_refused(wrong):
+    sizes = {"offsets": 0, "shape": 1, "full": 1} | dict([wrong] if wrong[0] else [])
+    chunk = {"file": NAME, "offsets": [sizes["offsets"]], "shape": [sizes["shape"]]}
+    tensors = {"w": {"shape": [sizes["full"]], "dtype": "F32", "chunks": [chunk]}}
+    content = {"file": {"name": NAME, "bytes": 1, "sha256": "0"}, "tensors": tensors}
+    if wrong[0] is None:
+        assert manifest.part_from(content).tensors["w"].shape == (1,)
+        return
     with pytest.raises(ValueError, match="holds a negative size"):
-        manifest.entries_from({"w": {"shape": [1], "dtype": "F32", "chunks": [{"file": NAME, **sizes}]}})
+        manifest.part_from(content)
 
 
 def test_the_files_that_hold_some_of_the_parts_are_needed_and_no_others():

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from trainspec_cli.engine.observe.journal import TRACKERS, GroupJournal, Journal
-from trainspec_cli.engine.observe.scalars import scalars_of
-from trainspec_cli.engine.observe.tensorboard import TensorBoardLog
+from trainspec_cli.engine.observe.trackers import TensorBoardLog, scalars_of
 from trainspec_cli.environment_names import GENERATION
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.rundir import generations

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from trainspec_cli.engine.checkpoint import files
-from trainspec_cli.engine.checkpoint.manifest import MANIFEST
+from trainspec_cli.engine.checkpoint.manifest import MANIFEST, About
 from trainspec_cli.engine.checkpoint.memory import CopyLocation
 from trainspec_cli.engine.checkpoint.parts import Held, TensorPart
+from trainspec_cli.engine.checkpoint.saver import Saved
 from trainspec_cli.engine.run import checkpoints as module
 from trainspec_cli.engine.run.checkpoints import MEASURING_STEPS, Cadence, Checkpoints
 from trainspec_cli.errors import MachineError
@@ -217,7 +218,7 @@ def test_auto_begins_to_count_at_the_step_that_a_run_resumes_from():
 def test_where_no_failure_throws_the_run_back_only_the_first_is_written():
     cadence = Cadence(plan_of(CheckpointSpec(interval_steps="auto"), mtbf_device_hours=math.inf))
     cadence.note_step(0.5, writing=True)
-    chosen = cadence.learn((1.0, 2.0))
+    chosen = cadence.learn(saved(1.0, 2.0))
     assert (chosen.mtbf_s, chosen.step_time_s, chosen.drag_s) == (None, 0.5, 0.0)
     assert not any(cadence.is_due(step) for step in range(1, 10_000))
 
@@ -225,8 +226,12 @@ def test_where_no_failure_throws_the_run_back_only_the_first_is_written():
 def test_a_fixed_interval_is_not_learned():
     cadence = Cadence(plan_of(CheckpointSpec(interval_steps=7)))
     cadence.note_step(0.5, writing=False)
-    assert cadence.learn((1.0, 2.0)) is None
+    assert cadence.learn(saved(1.0, 2.0)) is None
     assert [step for step in range(1, 22) if cadence.is_due(step)] == [7, 14, 21]
+
+
+def saved(blocked_s: float, written_s: float) -> Saved:
+    return Saved(About(MEASURING_STEPS, 0, 0, ""), 1, blocked_s, written_s)
 
 
 def test_auto_measures_one_and_then_goes_by_its_cost_and_the_failure_rate():
@@ -237,7 +242,7 @@ def test_auto_measures_one_and_then_goes_by_its_cost_and_the_failure_rate():
         cadence.note_step(0.5, writing=False)
     for _ in range(4):
         cadence.note_step(0.75, writing=True)
-    chosen = cadence.learn((1.0, 3.0))
+    chosen = cadence.learn(saved(1.0, 3.0))
     assert chosen.drag_s == pytest.approx(1.0)
     assert chosen.step_time_s == 0.5
     assert 235 <= chosen.interval_steps <= 245
@@ -252,19 +257,19 @@ def test_auto_counts_the_slower_steps_beside_each_checkpoint_once():
             cadence.note_step(0.5, writing=False)
         for _ in range(slow_steps):
             cadence.note_step(0.75, writing=True)
-        chosen = cadence.learn((1.0, 3.0))
+        chosen = cadence.learn(saved(1.0, 3.0))
         assert chosen.drag_s == pytest.approx(0.25 * slow_steps)
 
 
 def test_auto_never_writes_oftener_than_one_takes_to_be_whole():
     cadence = Cadence(plan_of(CheckpointSpec(interval_steps="auto"), mtbf_device_hours=0.01))
     cadence.note_step(0.5, writing=False)
-    assert cadence.learn((0.001, 60.0)).interval_steps == 120
+    assert cadence.learn(saved(0.001, 60.0)).interval_steps == 120
 
 
 def test_auto_keeps_its_interval_when_one_fails_and_tells_only_of_changes():
     cadence = Cadence(plan_of(replace(CheckpointSpec(), interval_steps="auto")))
     cadence.note_step(0.5, writing=False)
-    assert cadence.learn(None) is None
-    assert cadence.learn((1.0, 2.0)) is not None
-    assert cadence.learn((1.0, 2.0)) is None
+    assert cadence.learn(replace(saved(1.0, 2.0), error=MachineError("no room"))) is None
+    assert cadence.learn(saved(1.0, 2.0)) is not None
+    assert cadence.learn(saved(1.0, 2.0)) is None
