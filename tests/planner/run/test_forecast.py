@@ -11,13 +11,24 @@ from trainspec_cli.errors import RecipeError
 from trainspec_cli.planner.run import forecast as forecast_module
 from trainspec_cli.planner.run import goodput
 from trainspec_cli.planner.run.cost import occupation
-from trainspec_cli.planner.run.forecast import CHECKPOINT_BYTES, forecast_run
+from trainspec_cli.planner.run.elastic import in_replica_groups
+from trainspec_cli.planner.run.forecast import (
+    CHECKPOINT_BYTES,
+    checkpoint_bytes,
+    checkpoint_times,
+    describe_job,
+    expect_goodput,
+    expect_wall_time,
+    forecast_run,
+    recovery_modes,
+)
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.checkpoint import CheckpointSpec
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec
 from trainspec_cli.spec.recipe.cost import CostSpec, SiteSpec
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.recipe.reliability import ReliabilitySpec
@@ -205,3 +216,100 @@ def test_time_in_checkpoints_and_stalls_is_waiting_and_not_work() -> None:
     useful = replace(forecast().goodput, lost={"checkpoint": 0.2, "stall": 0.1, "restart": 0.15, "shrunk": 0.05})
     spent = occupation(useful, StepTime(matmul_s=3.0, dp_comm_s=1.0))
     assert (spent.busy, spent.waiting, spent.idle) == pytest.approx((0.5 * 0.75, 0.5 * 0.25 + 0.3, 0.2))
+
+
+SIZE = 12 * 405_853_388_800
+
+
+def test_a_checkpoint_holds_weights_and_moments_and_of_frozen_weights_no_moments() -> None:
+    assert checkpoint_bytes(SPEC, 1000) == 12_000
+    assert checkpoint_bytes(replace(SPEC, optim=OptimSpec(lr=1.0, name="sgd")), 1000) == 4000
+    assert checkpoint_bytes(replace(SPEC, lora=LoraSpec(rank=8)), 1000) == 4000
+
+
+def test_nodes_share_the_writing_and_devices_the_copying() -> None:
+    beside = checkpoint_times(replace(SPEC, checkpoint=CheckpointSpec(mode="async")), PLAN)
+    assert beside.written_s == pytest.approx(SIZE / (2048 * 1.2e9))
+    assert beside.blocked_s == pytest.approx(SIZE / (16_384 * 50e9))
+    at_once = checkpoint_times(replace(SPEC, checkpoint=CheckpointSpec(mode="sync")), PLAN)
+    assert at_once.blocked_s == at_once.written_s == beside.written_s
+
+
+def test_the_simulated_job_is_the_recipes() -> None:
+    spec = replace(SPEC, checkpoint=CheckpointSpec(interval_steps=1000))
+    job, times = describe_job(spec, PLAN, CANDIDATE, spec.resilience), checkpoint_times(spec, PLAN)
+    assert (job.work_s, job.step_time_s, job.devices, job.replica_groups) == (1_200_000, 6, 16_384, 128)
+    assert (job.interval_s, job.blocked_s, job.written_s) == (6000, times.blocked_s, times.written_s)
+    assert job.load_s == times.written_s
+    assert job.state_bytes_per_device == SIZE / 128
+
+
+def test_a_run_reports_its_own_interval_and_times() -> None:
+    spec = replace(SPEC, checkpoint=CheckpointSpec(interval_steps=1000), resilience=ResilienceSpec(mode="elastic"))
+    run = forecast_run(spec, PLAN, CANDIDATE)
+    useful, times = run.goodput, checkpoint_times(spec, PLAN)
+    assert (useful.mode, useful.checkpoint_interval_s, useful.checkpoint_interval_steps) == ("elastic", 6000, 1000)
+    assert (useful.checkpoint_s, useful.checkpoint_bytes) == (times.blocked_s, SIZE)
+    assert useful.mtbf_s == pytest.approx(50_677 * 3600 / 16_384)
+    assert useful.restart_s == pytest.approx(60 + 120 + 300 + times.written_s)
+    assert useful.wall_time_s == pytest.approx(1_200_000 / useful.goodput.value)
+    assert (run.steps, run.notes) == (200_000, ())
+    assert [other.mode for other in run.alternatives] == ["restart"]
+
+
+def test_an_interval_that_is_left_open_is_noted_with_the_one_that_is_counted_on() -> None:
+    run = forecast(checkpoint=CheckpointSpec(interval_steps=None))
+    steps = run.goodput.checkpoint_interval_steps
+    assert run.notes == (f"checkpoint.interval_steps is null; this counts on {steps}, the best interval",)
+    assert run.goodput.checkpoint_interval_s == 6 * steps
+    assert abs(run.goodput.optimal_interval_s - 6 * steps) <= 3, "the nearest whole number of steps"
+    auto = forecast(checkpoint=CheckpointSpec(interval_steps="auto"))
+    assert auto.notes[0].startswith("checkpoint.interval_steps is auto;")
+
+
+def test_one_group_can_only_restart_and_several_can_do_either() -> None:
+    for mode, other in (("restart", "elastic"), ("elastic", "restart")):
+        wanted = ResilienceSpec(mode=mode, min_groups=3)  # type: ignore[arg-type]
+        assert [item.mode for item in recovery_modes(wanted, 4)] == [mode, other]
+        assert recovery_modes(wanted, 1) == (ResilienceSpec(mode="restart", min_groups=3),)
+        assert recovery_modes(wanted, 2)[0] == wanted
+
+
+def test_the_same_work_in_groups_is_set_beside_it_with_its_layout() -> None:
+    sharded = replace(CANDIDATE, layout=Layout(dp_shard=128, tp=8, pp=16))
+    run = forecast_run(SPEC, PLAN, sharded, elastic=CANDIDATE)
+    (other,) = run.alternatives
+    assert (run.goodput.mode, run.goodput.layout) == ("restart", "")
+    assert (other.mode, other.layout) == ("elastic", "pp=16 dp_replicate=128 tp=8")
+
+
+def test_the_median_run_and_nine_in_ten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the ordered runs quantiles are linear; mean losses are scaled to what the median run lost."""
+    lost = ({"restart": 40.0, "rework": 10.0}, {"restart": 40.0, "stall": 0.0}, {"rework": 20.0})
+    runs = [
+        goodput.SimulatedRun(100.0, kept_s, parts, 3) for kept_s, parts in zip((50.0, 60.0, 80.0), lost, strict=True)
+    ]
+    monkeypatch.setattr(goodput, "simulate_many", lambda job, cluster, resilience, seeds: runs)
+    useful = expect_goodput(SPEC, PLAN, CANDIDATE, SPEC.resilience)
+    assert useful is not None
+    interval = useful.goodput
+    assert (interval.low, interval.value, interval.high) == pytest.approx((0.51, 0.6, 0.78))
+    assert useful.lost == pytest.approx({"restart": 0.4 * 80 / 110, "rework": 0.4 * 30 / 110})
+    assert useful.failures == pytest.approx(useful.wall_time_s / useful.mtbf_s)
+    runs[0] = goodput.SimulatedRun(100.0, -10.0, {"rework": 110.0}, 3)
+    assert expect_goodput(SPEC, PLAN, CANDIDATE, SPEC.resilience) is None
+
+
+def test_wall_time_is_known_as_well_as_a_step_and_the_goodput() -> None:
+    exact = expect_wall_time(100, 2.0, Interval(0.5, 0.5, 0.5))
+    assert (exact.low, exact.value, exact.high) == pytest.approx((400 / 1.21, 400, 400 * 1.21))
+    wide = expect_wall_time(100, 2.0, Interval(0.5, 0.25, 1.0))
+    assert wide.high == pytest.approx(400 * math.exp(math.hypot(math.log(2), math.log(1.21))))
+
+
+def test_what_is_in_groups_restarts_not_or_is_one_node_needs_no_groups() -> None:
+    """Only the refusals: what groups the search finds is tested with it."""
+    sharded = replace(CANDIDATE, layout=Layout(dp_shard=2048, tp=8))
+    assert in_replica_groups(SPEC, None, CANDIDATE) is None
+    assert in_replica_groups(replace(SPEC, resilience=ResilienceSpec(mode="none")), None, sharded) is None
+    assert in_replica_groups(replace(SPEC, cluster=replace(CLUSTER, num_nodes=1)), None, sharded) is None
