@@ -27,7 +27,7 @@ from trainspec_cli.spec.recipe.checkpoint import CheckpointSpec
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec
 from trainspec_cli.spec.recipe.cost import CostSpec, SiteSpec
 from trainspec_cli.spec.recipe.data import DataSpec
-from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
@@ -79,6 +79,12 @@ PLAN = CapacityPlan(
     tokens_per_step=2048 * 8192,
     candidates=(CANDIDATE,),
 )
+
+
+@pytest.fixture(autouse=True)
+def few_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparisons hold for any number of simulated runs, which draw the same chances; more only take longer."""
+    monkeypatch.setattr(forecast_module, "SEEDS", 8)
 
 
 def forecast(cluster: ClusterSpec = CLUSTER, **changes: object) -> RunForecast:
@@ -307,9 +313,31 @@ def test_wall_time_is_known_as_well_as_a_step_and_the_goodput() -> None:
     assert wide.high == pytest.approx(400 * math.exp(math.hypot(math.log(2), math.log(1.21))))
 
 
-def test_what_is_in_groups_restarts_not_or_is_one_node_needs_no_groups() -> None:
-    """Only the refusals: what groups the search finds is tested with it."""
+def test_groups_are_for_runs_that_restart_on_several_nodes_and_have_none() -> None:
     sharded = replace(CANDIDATE, layout=Layout(dp_shard=2048, tp=8))
     assert in_replica_groups(SPEC, None, CANDIDATE) is None
     assert in_replica_groups(replace(SPEC, resilience=ResilienceSpec(mode="none")), None, sharded) is None
     assert in_replica_groups(replace(SPEC, cluster=replace(CLUSTER, num_nodes=1)), None, sharded) is None
+
+
+def test_the_same_work_is_cut_into_groups_and_stays_as_it_was() -> None:
+    """The recipe leaves open or wants otherwise what the best layout has settled."""
+    chip = replace(H100, link_gb_per_s=450.0, link_kind="nvswitch")
+    spec = replace(
+        SPEC,
+        model=DecoderModel(4, 1024, 8, 8, 128, 4096, 8192),
+        data=DataSpec(seq_len=2048, source="python_stdlib"),
+        batching=BatchingSpec(global_batch_size=64),
+        cluster=ClusterSpec(num_nodes=2, devices_per_node=8, accelerator=chip),
+        layout=LayoutSpec(tp="auto", pp="auto", cp="auto", pipeline_schedule="auto", virtual_stages="auto"),
+        recompute="full",
+    )
+    layout = Layout(dp_shard=4, tp=2, pp=2, pipeline_schedule="gpipe")
+    best = replace(CANDIDATE, layout=layout, micro_batch_size=2, recompute="none")
+    found = in_replica_groups(spec, None, best)
+    assert found is not None and found.fits
+    axes = found.layout
+    assert (axes.tp, axes.pp, axes.cp, axes.pipeline_schedule, axes.virtual_stages) == (2, 2, 1, "gpipe", 1)
+    assert axes.dp_replicate >= 2 and axes.data_parallel_size == 4
+    assert (found.micro_batch_size, found.recompute) == (2, "none")
+    assert in_replica_groups(spec, None, replace(best, layout=Layout(dp_replicate=2, dp_shard=2, tp=2, pp=2))) is None

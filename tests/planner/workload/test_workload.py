@@ -210,6 +210,13 @@ def one(
     return m, n, k, count, wide
 
 
+def test_work_that_says_nothing_is_none() -> None:
+    """A layer passes no bytes and holds no parameters but those that it names."""
+    fixed = {"attention_head_dim": 128.0, "tensor_bytes": 1e9, "expert_copies": 1}
+    assert {item.name: getattr(Work(), item.name) for item in fields(Work) if getattr(Work(), item.name)} == fixed
+    assert (Gemm(2, 3, 5).flops, Gemm(2, 3, 5, 7).flops) == (60, 420)
+
+
 CUT = Layout(tp=2, cp=2)
 NOT_SPLIT = Layout(tp=2, sequence_parallel=False)
 LLAMA_ATTENTION = {
