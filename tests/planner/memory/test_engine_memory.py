@@ -16,6 +16,7 @@ from lab.tracing import Trace
 from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.launch.measuring import traced_ranks
 from trainspec_cli.planner.memory.engine import engine_peak, is_counted, run_of
+from trainspec_cli.planner.memory.engine.run import CAUSES, outer_peaks
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
@@ -214,6 +215,26 @@ def test_arithmetic_comes_to_what_the_step_takes(run: Run, trace: Trace) -> None
 @pytest.mark.parametrize("run", [run for runs in FAMILIES.values() for run in runs], ids=lambda run: run.name)
 def test_it_does_for_layouts_and_sizes_of_every_family(run: Run, trace: Trace) -> None:
     assert MOST_UNDER <= error_of(run, trace) <= MOST_OVER
+
+
+COUNTED = Path(__file__).parents[2] / "data" / "engine_memory.csv"
+
+
+def test_no_count_changes_unnoticed(tmp_path: Path) -> None:
+    """Bytes by cause of every run above, on the first and the last rank of its pipeline.
+
+    Traces allow some percent, and most of them are slow. Where a change of the engine or of its count is meant, run the
+    slow tests, and replace the table by the one that this test names.
+    """
+    found = [",".join(("run", "rank", *CAUSES))]
+    for run in (*DEFAULT_RUNS, *(run for runs in FAMILIES.values() for run in runs)):
+        for rank, peak in enumerate(outer_peaks(run_of(plan_of(run)))):
+            found.append(",".join((run.name, str(rank), *(f"{peak.by_cause[cause]:.0f}" for cause in CAUSES))))
+    table = tmp_path / COUNTED.name
+    table.write_text("\n".join(found) + "\n")
+    wanted = COUNTED.read_text().splitlines()
+    changed = [line for line in found if line not in wanted]
+    assert found == wanted, f"{len(changed)} counts differ, the first {changed[:1]}; all are in {table}"
 
 
 def test_sixty_runs_are_held_against_traces() -> None:
