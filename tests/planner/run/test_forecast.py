@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainspec_cli.errors import RecipeError
+from trainspec_cli.planner.assumptions import gather_assumptions
 from trainspec_cli.planner.run import forecast as forecast_module
 from trainspec_cli.planner.run import goodput
 from trainspec_cli.planner.run.cost import occupation
@@ -341,3 +342,54 @@ def test_the_same_work_is_cut_into_groups_and_stays_as_it_was() -> None:
     assert axes.dp_replicate >= 2 and axes.data_parallel_size == 4
     assert (found.micro_batch_size, found.recompute) == (2, "none")
     assert in_replica_groups(spec, None, replace(best, layout=Layout(dp_replicate=2, dp_shard=2, tp=2, pp=2))) is None
+
+
+TIME = ["step_time_s", "peak_memory_bytes", "cluster.storage_gb_per_s"]
+FAILING = [f"cluster.reliability.{key}" for key in ("mtbf_device_hours", "detect_s", "swap_s", "start_s")]
+SPARES = [f"cluster.reliability.{key}" for key in ("spare_nodes", "repair_s")]
+GROUPS = [
+    f"cluster.reliability.{key}" for key in ("job_wide_fraction", "shrink_stall_s", "rejoin_stall_s", "heal_gb_per_s")
+]
+POWER = [f"cluster.power.{key}" for key in ("busy", "waiting", "idle", "host")]
+SITE = ["cluster.site.pue", "cluster.site.carbon_g_per_kwh"]
+PRICE, TDP = ["cluster.accelerator.price_usd_per_hour"], ["cluster.accelerator.tdp_w"]
+OWNED = [f"cluster.cost.{key}" for key in ("device_price_usd", "useful_years", "utilisation", "operation_ratio")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "groups", "keys"),
+    [
+        ({}, 128, [*TIME, *FAILING, *GROUPS, *TDP, *POWER, *SITE, *PRICE]),
+        ({}, 1, [*TIME, *FAILING, *TDP, *POWER, *SITE, *PRICE]),
+        ({"reliability": ReliabilitySpec(spare_nodes=0)}, 1, [*TIME, *FAILING, *SPARES, *TDP, *POWER, *SITE, *PRICE]),
+        ({"accelerator": None}, 1, [*TIME, *FAILING, *POWER, *SITE]),
+        ({"accelerator": replace(H100, tdp_w=0.0)}, 1, [*TIME, *FAILING, *POWER, *SITE, *PRICE]),
+        ({"cost": CostSpec(price_usd_per_device_hour=1.0)}, 1,
+         [*TIME, *FAILING, *TDP, *POWER, *SITE, "cluster.cost.price_usd_per_device_hour"]),
+        ({"cost": CostSpec(owned=True)}, 1,
+         [*TIME, *FAILING, *TDP, *POWER, *SITE, *OWNED, "cluster.site.electricity_usd_per_kwh"]),
+    ],
+    ids=["groups", "one group", "spares", "no accelerator", "no power", "own price", "owned"],
+)  # fmt: skip
+def test_a_forecast_lists_what_it_rests_on(changes: dict[str, object], groups: int, keys: list[str]) -> None:
+    candidate = replace(CANDIDATE, layout=Layout(dp_replicate=groups, tp=8, pp=16))
+    spec = replace(SPEC, cluster=replace(CLUSTER, **changes))  # type: ignore[arg-type]
+    found = gather_assumptions(spec, candidate, 1.21)
+    assert [assumption.key for assumption in found] == keys
+    by_key = {assumption.key: assumption for assumption in found}
+    step, memory = by_key["step_time_s"], by_key["peak_memory_bytes"]
+    assert (step.value, step.known_within, memory.value, memory.known_within) == (6.0, 1.21, 70e9, 1.1)
+    assert by_key["cluster.storage_gb_per_s"].value == 1.2
+    assert "6% added" in memory.source and "25% of the activations" in memory.source
+    assert "1.2 GiB" in memory.source and "0.30 GiB" in memory.source
+
+
+def test_sources_of_an_accelerators_figures() -> None:
+    def source(sources: dict[str, str] | None) -> str:
+        chip = replace(H100, sources=sources)
+        found = gather_assumptions(replace(SPEC, cluster=replace(CLUSTER, accelerator=chip)), CANDIDATE, 1.0)
+        return next(each.source for each in found if each.key == "cluster.accelerator.tdp_w")
+
+    assert [source(None), source({"default": "sheet"}), source({"default": "sheet", "tdp_w": "meter"})] == [
+        "", "sheet", "meter"
+    ]  # fmt: skip
