@@ -52,8 +52,8 @@ def pytest_configure() -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Two processes or more for the whole suite, most of which waits; none for files that somebody names."""
-    return max(2, (os.cpu_count() or 2) // 2) if config.args_source is config.ArgsSource.TESTPATHS else 0
+    """Three processes or more for the whole suite, much of which waits; none for files that somebody names."""
+    return max(3, (os.cpu_count() or 2) // 2) if config.args_source is config.ArgsSource.TESTPATHS else 0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -69,7 +69,7 @@ def is_run(block: Block, *, slow: bool) -> bool:
     return block.language == "console" and wanted and block.remark("not run") is None
 
 
-def run_page(page: Path, folder: Path, *, slow: bool) -> None:
+def run_page(page: Path, folder: Path, cache: Path, *, slow: bool) -> None:
     for block in blocks(page):
         if (path := block.remark("file")) is not None:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -77,16 +77,17 @@ def run_page(page: Path, folder: Path, *, slow: bool) -> None:
         elif is_run(block, slow=slow):
             where = CHECKOUT if block.remark("needs the checkout") is not None else folder
             for command, printed in block.commands():
-                check_command(command, printed, block, where)
+                check_command(command, printed, block, where, cache)
 
 
-def check_command(command: str, printed: list[str], block: Block, folder: Path) -> None:
+def check_command(command: str, printed: list[str], block: Block, folder: Path, cache: Path) -> None:
     name, *arguments = shlex.split(command)
     assert name == "trainspec", command
+    places = {"PYTHONPATH": str(CHECKOUT), "TRAINSPEC_CACHE": str(cache)}
     ran = subprocess.run(
         [sys.executable, "-m", "trainspec_cli", *arguments],
         cwd=folder,
-        env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1", "PYTHONPATH": str(CHECKOUT)},
+        env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1"} | places,
         capture_output=True,
         text=True,
         timeout=900,
@@ -128,14 +129,14 @@ def page_name(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_the_commands_of_a_page_print_what_it_shows(page: Path, tmp_path: Path) -> None:
-    run_page(page, tmp_path, slow=False)
+def test_the_commands_of_a_page_print_what_it_shows(page: Path, tmp_path: Path, measured_cache: Path) -> None:
+    run_page(page, tmp_path, measured_cache, slow=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if any(is_run(block, slow=True) for block in blocks(page))])
-def test_the_long_commands_of_a_page_too(page: Path, tmp_path: Path) -> None:
-    run_page(page, tmp_path, slow=True)
+def test_the_long_commands_of_a_page_too(page: Path, tmp_path: Path, measured_cache: Path) -> None:
+    run_page(page, tmp_path, measured_cache, slow=True)
 
 
 def commands_on(page: Path) -> list[str]:

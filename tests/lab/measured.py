@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from trainspec_cli.launch.measuring import probe_machine
+from trainspec_cli.launch.measuring import probe_machine, probe_path
+from trainspec_cli.rundir.files import write_json
 from trainspec_cli.session.load import load, plan_on, this_machine
+from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.probe import MachineProbe
@@ -25,6 +29,10 @@ def measured_cache(factory: pytest.TempPathFactory) -> Path:
     return cache
 
 
+DAY_S = 86400.0
+MOST_PROCESSES = 4
+
+
 def probed() -> tuple[Plan, Machine]:
     """What most runs of the tests are planned as, in as far as a probe depends on it."""
     loaded = load(("recipe=tiny",))
@@ -37,4 +45,24 @@ def read_probe(cache: Path) -> MachineProbe:
     with (cache / "lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:
         fcntl.flock(lock, fcntl.LOCK_EX)
         patch.setenv("TRAINSPEC_CACHE", str(cache))
-        return probe_machine(*probed(), lambda: None)
+        plan, machine = probed()
+        started: list[bool] = []
+        probe = probe_machine(plan, machine, lambda: started.append(True))
+        if started:
+            _serve_all(probe, plan, machine)
+        return probe
+
+
+def _serve_all(probe: MachineProbe, plan: Plan, machine: Machine) -> None:
+    """Let the probe stand for runs of other sizes and number formats too, and let it hold for a day though tests beside
+    it have disturbed it: what runs do once they are predicted is what tests look at."""
+    own = probe_path(plan, machine)
+    others = (
+        probe_path(replace(plan, devices_per_node=processes, compute=compute), machine)
+        for processes in range(1, MOST_PROCESSES + 1)
+        for compute in ("bf16", "fp32")
+    )
+    for path in {own, *others}:
+        if path != own:
+            write_json(path, to_plain(probe))
+        os.utime(path, times=(later := time.time() + DAY_S, later))
