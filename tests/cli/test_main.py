@@ -19,9 +19,9 @@ from trainspec_cli.report.style import Style
 def test_help_names_every_command_and_exit_code(capsys, arguments: list[str]) -> None:
     assert __main__.run(arguments) == 0
     text = capsys.readouterr().out
-    for name, command in main.COMMANDS.items():
+    for name, summary in main.COMMANDS.items():
         assert name in text
-        assert command.summary in text
+        assert summary in text
     for code, meaning in EXIT_CODES.items():
         assert f"{code}  {meaning}" in text
 

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from typer.main import get_command
 
-from trainspec_cli.cli.main import COMMANDS
+from trainspec_cli.cli.main import COMMANDS, load_command
 from trainspec_cli.spec.recipe.run import RunSpec
 
 CHECKOUT = Path(__file__).parents[2]
@@ -163,9 +162,7 @@ def test_commands_and_options_exist(page: Path) -> None:
 
 
 def options_of(name: str, arguments: list[str]) -> set[str]:
-    import importlib
-
-    command: Any = get_command(importlib.import_module(COMMANDS[name].module).app)
+    command = load_command(name)
     while hasattr(command, "commands") and arguments and arguments[0] in command.commands:
         command = command.commands[arguments.pop(0)]
     return {"--help", *(option for parameter in command.params for option in parameter.opts)}

@@ -8,7 +8,7 @@ import pytest
 from trainspec_cli.planner.run.goodput import SimulatedJob, simulate
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.recipe.reliability import ReliabilitySpec
+from trainspec_cli.spec.recipe.cluster import ReliabilitySpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 
 INTERVAL_STEPS, STEPS = 15, 60

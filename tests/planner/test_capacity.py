@@ -22,17 +22,16 @@ from trainspec_cli.planner.capacity import (
 from trainspec_cli.planner.hardware.catalogue import find_accelerator
 from trainspec_cli.planner.hardware.rates import Efficiency, peak_flops_per_s
 from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
-from trainspec_cli.planner.search.spares import plan_on_what_divides
+from trainspec_cli.planner.search.variants import plan_on_what_divides
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.recipe.batching import BatchingSpec
-from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, Machine
+from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, Machine, ReliabilitySpec
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import LayoutSpec
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.recipe.precision import PrecisionSpec
-from trainspec_cli.spec.recipe.reliability import ReliabilitySpec
 from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
 
 CHIP = AcceleratorSpec(

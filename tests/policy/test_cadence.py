@@ -8,9 +8,18 @@ from trainspec_cli.policy.cadence import (
     checkpoint_interval_s,
     checkpoint_interval_steps,
     daly_interval_s,
-    expected_efficiency,
     young_interval_s,
 )
+
+
+def expected_efficiency(interval_s: float, checkpoint_s: float, restart_s: float, mtbf_s: float) -> float:
+    """Return the exact useful fraction of the time of a run that restarts on every failure (Daly 2006, eq. 20).
+
+    interval / (M e^(R/M) (e^((interval + C)/M) - 1)), for failures without memory, which occur during checkpoints and
+    restarts too. `restart_s` (R) is the time from a failure to the first new work.
+    """
+    wall_s = mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((interval_s + checkpoint_s) / mtbf_s)
+    return interval_s / wall_s
 
 
 def test_young_is_the_root_of_two_c_m() -> None:

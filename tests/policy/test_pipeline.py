@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from trainspec_cli.policy.pipeline import (
     Action,
     actions,
     cut_layers,
+    layers_per_rank,
 )
 from trainspec_cli.spec.recipe.layout import Layout
 
@@ -123,3 +126,11 @@ def test_layers_are_cut_evenly_or_as_asked():
     assert cut_layers(8, Layout(pp=4)) == (range(2), range(2, 4), range(4, 6), range(6, 8))
     assert [len(layers) for layers in cut_layers(10, Layout(pp=4))] == [3, 3, 2, 2]
     assert cut_layers(5, Layout(pp=2, stage_layers=(4, 1))) == (range(4), range(4, 5))
+
+
+def test_a_rank_holds_the_layers_of_all_its_stages() -> None:
+    assert layers_per_rank(10, Layout(pp=4)) == (3, 3, 2, 2)
+    interleaved = Layout(pp=2, pipeline_schedule="interleaved", virtual_stages=2)
+    assert layers_per_rank(10, interleaved) == (5, 5)
+    assert layers_per_rank(10, replace(interleaved, stage_layers=(4, 3, 2, 1))) == (6, 4)
+    assert layers_per_rank(10, Layout(pp=2, pipeline_schedule="zbv")) == (5, 5)

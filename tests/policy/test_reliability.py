@@ -5,7 +5,7 @@ import math
 import pytest
 
 from trainspec_cli.policy.reliability import capacity, durations, job_mtbf_s, lost_work_s, rollback_mtbf_s
-from trainspec_cli.spec.recipe.reliability import ReliabilitySpec
+from trainspec_cli.spec.recipe.cluster import ReliabilitySpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 
 RESTART = ResilienceSpec(mode="restart")

@@ -14,8 +14,7 @@ from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.batching import BatchingSpec
-from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec
-from trainspec_cli.spec.recipe.cost import SiteSpec
+from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, SiteSpec
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.model import DecoderModel

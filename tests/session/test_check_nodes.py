@@ -16,8 +16,8 @@ from trainspec_cli.planner.run.forecast import checkpoint_bytes
 from trainspec_cli.session.check_nodes import check_nodes
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.spec.results.doctor import Check, NodeReport
-from trainspec_cli.spec.results.local import LocalPrediction
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.prediction import LocalPrediction
 from trainspec_cli.spec.results.probe import MachineProbe
 
 Usage = namedtuple("Usage", "total used free")

@@ -22,8 +22,8 @@ from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.load import load, plan_on
 from trainspec_cli.session.session import Session, rehearse, start
 from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.results.local import LocalPrediction
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.prediction import LocalPrediction
 
 MakeRun = Callable[..., RunDir]
 PREDICTION = LocalPrediction(time_s={"forward": 1.0}, memory={"parameters": 1.0})

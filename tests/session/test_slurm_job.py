@@ -17,7 +17,7 @@ from trainspec_cli.rundir.generations import FENCED
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session import slurm_job
 from trainspec_cli.session.session import Session
-from trainspec_cli.spec.recipe.slurm import SlurmSpec
+from trainspec_cli.spec.recipe.cluster import SlurmSpec
 
 MakeRun = Callable[..., RunDir]
 

@@ -126,7 +126,7 @@ def cases(max_processes: int) -> dict[str, list[Case]]:
         if spread not in COMBINED:
             continue
         by_clause["NUM-3"].append(Case(family, spread, compute="bf16"))
-        if family == FP8_FAMILY and has_float8():
+        if family == FP8_FAMILY and importlib.util.find_spec("torchao") is not None:
             by_clause["NUM-3"].append(Case(family, spread, compute="fp8"))
         by_clause["NUM-4"] += [Case(family, spread, recompute=again) for again in ("selective", "full")]
         by_clause["NUM-4"].append(Case(family, spread, offload="optimizer"))
@@ -136,10 +136,6 @@ def cases(max_processes: int) -> dict[str, list[Case]]:
 
 
 FP8_FAMILY = "dense"
-
-
-def has_float8() -> bool:
-    return importlib.util.find_spec("torchao") is not None
 
 
 def spreads(family: str, max_processes: int) -> list[Layout]:

@@ -80,7 +80,10 @@ def write_certificate(findings: Sequence[Finding], machine: Machine, *, date: st
         "whole": whole,
         "verdict": verdict(findings),
         "clauses": [_summarise(clause, findings) for clause in read_clauses()],
-        "findings": [_as_json(finding) for finding in findings],
+        "findings": [
+            {**asdict(finding), "figures": {name: _number(value) for name, value in finding.figures.items()}}
+            for finding in findings
+        ],
     }
     return {**body, "digest": digest(body)}
 
@@ -104,10 +107,6 @@ def _summarise(id: str, findings: Sequence[Finding]) -> dict[str, Any]:
         "bound": worst.bound if worst else None,
         "worst_case": worst.case if worst else None,
     }
-
-
-def _as_json(finding: Finding) -> dict[str, Any]:
-    return {**asdict(finding), "figures": {name: _number(value) for name, value in finding.figures.items()}}
 
 
 def _number(value: float | str) -> float | str:

@@ -49,7 +49,7 @@ class ClauseCheck:
         if self.clause == "NUM-3":
             return (self.run, _own_format(self.run.case), _in_fp64(self.run.case))
         if self.clause == "NUM-6":
-            return (self.run, _again(self.run))
+            return (self.run, replace(self.run, take=1))
         if self.clause == "CKPT-1":
             return (self.run,)
         reference = Run(self.run.case.reference)
@@ -112,10 +112,6 @@ def _own_format(case: Case) -> Run:
     return Run(case.reference, losses=False)
 
 
-def _again(run: Run) -> Run:
-    return replace(run, take=1)
-
-
 def judge(check: ClauseCheck, results: Results) -> Finding:
     return _JUDGES[check.clause](check, results)
 
@@ -154,7 +150,7 @@ def _judge_format(check: ClauseCheck, results: Results) -> Finding:
 
 
 def _judge_repetition(check: ClauseCheck, results: Results) -> Finding:
-    first, second = (results[run].result.trained.weights_sha256 for run in (check.run, _again(check.run)))
+    first, second = (results[run].result.trained.weights_sha256 for run in check.runs)
     return Finding(check.clause, check.run.name, first == second, {"sha256": first, "again": second})
 
 

@@ -22,10 +22,7 @@ from trainspec_cli.report.backtest_text import render_backtest
 from trainspec_cli.report.scatter import render_scatter
 from trainspec_cli.spec.json_text import json_text
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
 def backtest(
     file: Annotated[Path, typer.Argument(help="The table: columns as in tests/data/measured/throughput.csv.")],
     as_json: AsJson = False,

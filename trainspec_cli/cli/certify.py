@@ -25,8 +25,6 @@ from trainspec_cli.session.console import PrintableConsole, make_console
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.cluster import Machine
 
-app = typer.Typer(add_completion=False)
-
 Only = Annotated[
     list[str] | None,
     typer.Option(help="A clause (NUM-1), a family (dense) or a case; * stands for anything. May be given again."),
@@ -40,7 +38,6 @@ Output = Annotated[Path | None, typer.Option(help="Write the certificate to this
 Listed = Annotated[bool, typer.Option("--list", help="Name the cases, and run none.")]
 
 
-@app.command()
 def certify(
     only: Only = None,
     processes: Processes = None,

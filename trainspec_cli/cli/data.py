@@ -6,13 +6,13 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from trainspec_cli.cli.options import check_new, not_empty
 from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.corpus.manifest import ShardManifest, SplitSummary
 from trainspec_cli.corpus.prepare import prepare as prepare_data
@@ -23,7 +23,7 @@ from trainspec_cli.errors import Problem, RecipeError, TrainspecError
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.load import load
 from trainspec_cli.spec.json_text import json_text
-from trainspec_cli.spec.recipe.data import SAMPLE_SOURCES, DataSpec, TokenizerSpec
+from trainspec_cli.spec.recipe.data import SAMPLE_SOURCES, DataSpec, Documents, SampleSource, TokenizerSpec
 from trainspec_cli.units import format_bytes, format_count
 
 app = typer.Typer(add_completion=False, help="Turn text into token shards, and inspect them.", no_args_is_help=True)
@@ -41,28 +41,14 @@ OPTIONS = {
 """A recipe's keys, and what they are called here."""
 
 
-class Source(StrEnum):
-    TEXT = "text"
-    JSONL = "jsonl"
-    PARQUET = "parquet"
-    ARROW = "arrow"
-    CHAT = "chat"
-    PYTHON_STDLIB = "python_stdlib"
-    TOKENS = "tokens"
-    NANOGPT = "nanogpt"
-    MEGATRON = "megatron"
-    PHANTOM = "phantom"
-    IMAGES = "images"
-    VOLUMES = "volumes"
-
-
-READY = {
-    Source.TOKENS: "such a folder is prepared",
-    Source.NANOGPT: "such files are read where they lie",
-    Source.MEGATRON: "such files are read where they lie",
-    Source.PHANTOM: "phantoms are made on the spot",
-    Source.IMAGES: "pictures are read as they are",
-    Source.VOLUMES: "volumes are read as they are",
+Source = Literal[Documents, SampleSource]
+READY: dict[str, str] = {
+    "tokens": "such a folder is prepared",
+    "nanogpt": "such files are read where they lie",
+    "megatron": "such files are read where they lie",
+    "phantom": "phantoms are made on the spot",
+    "images": "pictures are read as they are",
+    "volumes": "volumes are read as they are",
 }
 """Why nothing has to be prepared."""
 
@@ -97,13 +83,13 @@ def prepare(
         prepare_recipe(arguments, as_json)
         return
     if source in READY:
-        _tell_ready(source.value, READY[source], as_json)
+        _tell_ready(source, READY[source], as_json)
         return
     if source is None or output is None:
         raise typer.BadParameter("give --source and --output, or a recipe", param_hint="--source")
     data = DataSpec(
         seq_len=1,  # the shards do not depend on it
-        source=cast(Literal["text"], source.value),
+        source=source,
         path=path,
         text_field=text_field,
         chat_template=chat_template,
@@ -127,7 +113,7 @@ def prepare_recipe(arguments: list[str], as_json: bool) -> None:
     """Prepare a recipe's data as `launch` would: into the cache, where `launch` finds it."""
     data = load(arguments).spec.data
     if data.source in SAMPLE_SOURCES:
-        _tell_ready(data.source, READY[Source(data.source)], as_json)
+        _tell_ready(data.source, READY[data.source], as_json)
         return
     with _progress() as on_progress:
         folder = prepare_data(data, on_progress)
@@ -165,19 +151,11 @@ def info(
 @contextmanager
 def _into_new(output: Path) -> Iterator[None]:
     """Refuses an output that holds something, before the work and after it."""
+    check_new(output)
     try:
-        if output.exists() and (not output.is_dir() or any(output.iterdir())):
-            raise FileExistsError
         yield
     except FileExistsError as error:
-        raise RecipeError(
-            Problem(
-                code="output_exists",
-                message=f"{output} exists and is not empty",
-                path="--output",
-                hint=f"choose another folder, or remove it first: rm -r {shlex.quote(str(output))}",
-            )
-        ) from error
+        raise not_empty(output) from error
 
 
 @contextmanager

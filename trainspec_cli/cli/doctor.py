@@ -23,8 +23,6 @@ from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.trust import private_files
 
-app = typer.Typer(add_completion=False)
-
 DEFAULT_RECIPE = "recipe=quickstart"
 SHARED = Path("runs")
 
@@ -34,7 +32,6 @@ Arguments = Annotated[
 ]
 
 
-@app.command()
 def doctor(arguments: Arguments = None, as_json: AsJson = False) -> int:
     """Check this node: its hardware, its settings, its speed, and the links between its processes.
 

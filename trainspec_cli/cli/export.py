@@ -2,42 +2,28 @@
 
 from __future__ import annotations
 
-import shlex
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from trainspec_cli.cli.options import AsJson, RunArgument
-from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.cli.options import AsJson, RunArgument, check_new
 from trainspec_cli.launch.exporting import Export, find_checkpoint, write_adapters, write_folder
 from trainspec_cli.session.find import find_own_run
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.units import format_bytes
 
-app = typer.Typer(add_completion=False)
 
-
-class Format(StrEnum):
-    HF = "hf"
-    PEFT = "peft"
-
-
-class Dtype(StrEnum):
-    FP32 = "fp32"
-    BF16 = "bf16"
-    FP16 = "fp16"
-
-
-@app.command()
 def export(
     run: RunArgument,
     output: Annotated[Path, typer.Option(help="Folder to make.")],
     format_: Annotated[
-        Format, typer.Option("--format", help="hf: what from_pretrained reads, LoRA merged; peft: LoRA adapters alone.")
-    ] = Format.HF,
-    dtype: Annotated[Dtype, typer.Option(help="Type of the weights; the run trains in fp32.")] = Dtype.FP32,
+        Literal["hf", "peft"],
+        typer.Option("--format", help="hf: what from_pretrained reads, LoRA merged; peft: LoRA adapters alone."),
+    ] = "hf",
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"], typer.Option(help="Type of the weights; the run trains in fp32.")
+    ] = "fp32",
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint; the newest if not given.")] = None,
     max_file_gb: Annotated[float, typer.Option(help="Larger models are cut into files of this size.")] = 5.0,
     as_json: AsJson = False,
@@ -45,11 +31,9 @@ def export(
     """Write a run's weights, config, tokenizer and generation config; transformers loads them with no code of ours."""
     run_dir = find_own_run(run)
     chosen = find_checkpoint(run_dir, step)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        hint = f"choose another folder, or remove it first: rm -r {shlex.quote(str(output))}"
-        raise RecipeError(Problem("output_exists", f"{output} exists and is not empty", "--output", hint))
-    wanted = Export(run_dir, chosen, dtype.value, round(max_file_gb * 1e9))
-    what = (write_folder if format_ == Format.HF else write_adapters)(wanted, output)
+    check_new(output)
+    wanted = Export(run_dir, chosen, dtype, round(max_file_gb * 1e9))
+    what = (write_folder if format_ == "hf" else write_adapters)(wanted, output)
     _report(output, wanted.step, what, as_json)
 
 

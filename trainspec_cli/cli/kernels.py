@@ -15,12 +15,9 @@ from trainspec_cli.session.select_kernels import measure
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 
-app = typer.Typer(add_completion=False)
-
 Again = Annotated[bool, typer.Option("--again", help="Measure although it was done before.")]
 
 
-@app.command()
 def kernels(arguments: RecipeArguments, again: Again = False, as_json: AsJson = False) -> None:
     """Measure every kernel that runs here, against fp64 and against torch's default, at the recipe's own shapes.
 

@@ -9,12 +9,9 @@ import typer
 from trainspec_cli.cli.options import AsJson, Endpoint, Force, NodeRank, NumNodes, RecipeArguments
 from trainspec_cli.launch.signals import interrupt, on_stop_signal
 
-app = typer.Typer(add_completion=False)
-
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show command, environment and plan; start nothing.")]
 
 
-@app.command()
 def launch(
     arguments: RecipeArguments,
     dry_run: DryRun = False,

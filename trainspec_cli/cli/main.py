@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from trainspec_cli import __version__
 from trainspec_cli.errors import EXIT_CODES, Problem, RecipeError, closest
 from trainspec_cli.report.style import Style
 
-
-@dataclass(frozen=True)
-class Command:
-    """A module that holds `app`, a typer.Typer."""
-
-    module: str
-    summary: str
-
-
 COMMANDS = {
-    "plan": Command("trainspec_cli.cli.plan", "rank the layouts of a run, and forecast its time and cost"),
-    "launch": Command("trainspec_cli.cli.launch", "train a recipe on this machine"),
-    "sbatch": Command("trainspec_cli.cli.sbatch", "train a recipe as a Slurm job, on one node or several"),
-    "resume": Command("trainspec_cli.cli.resume", "continue a run from its newest checkpoint"),
-    "runs": Command("trainspec_cli.cli.runs", "list the runs below ./runs"),
-    "report": Command("trainspec_cli.cli.report", "show how a run went, and where its time was spent"),
-    "export": Command("trainspec_cli.cli.export", "write a run's weights as a Hugging Face folder"),
-    "backtest": Command("trainspec_cli.cli.backtest", "predict a table of measured runs, and show the errors"),
-    "doctor": Command("trainspec_cli.cli.doctor", "check that this node, or each of a Slurm job, is fit to train"),
-    "kernels": Command("trainspec_cli.cli.kernels", "measure which kernels are fastest here, for a recipe"),
-    "certify": Command("trainspec_cli.cli.certify", "test this engine, on these chips, against the open training spec"),
-    "validate": Command("trainspec_cli.cli.validate", "find all problems of a recipe at once"),
-    "show": Command("trainspec_cli.cli.show", "print a composed recipe, or what differs from another"),
-    "recipes": Command("trainspec_cli.cli.recipes", "list what there is to run"),
-    "data": Command("trainspec_cli.cli.data", "prepare text for training, and inspect it"),
+    "plan": "rank the layouts of a run, and forecast its time and cost",
+    "launch": "train a recipe on this machine",
+    "sbatch": "train a recipe as a Slurm job, on one node or several",
+    "resume": "continue a run from its newest checkpoint",
+    "runs": "list the runs below ./runs",
+    "report": "show how a run went, and where its time was spent",
+    "export": "write a run's weights as a Hugging Face folder",
+    "backtest": "predict a table of measured runs, and show the errors",
+    "doctor": "check that this node, or each of a Slurm job, is fit to train",
+    "kernels": "measure which kernels are fastest here, for a recipe",
+    "certify": "test this engine, on these chips, against the open training spec",
+    "validate": "find all problems of a recipe at once",
+    "show": "print a composed recipe, or what differs from another",
+    "recipes": "list what there is to run",
+    "data": "prepare text for training, and inspect it",
 }
+"""A command, which is a function in a module of its name -> what it does."""
 HELP_OPTIONS = ("--help", "-h", "help")
 
 
@@ -57,7 +48,7 @@ def dispatch(arguments: Sequence[str], style: Style) -> int:
 def _run(name: str, arguments: Sequence[str]) -> int:
     import typer
 
-    command = typer.main.get_command(importlib.import_module(COMMANDS[name].module).app)
+    command = load_command(name)
     try:
         with command.make_context(f"trainspec {name}", list(arguments)) as context:
             result = command.invoke(context)
@@ -68,6 +59,17 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     except _usage_error() as error:
         raise RecipeError(_usage_problem(name, error)) from error
     return result if isinstance(result, int) else 0
+
+
+def load_command(name: str) -> Any:
+    """Import a command, as an object of click's; `data` has an `app` with commands of its own."""
+    import typer
+
+    module = importlib.import_module(f"trainspec_cli.cli.{name}")
+    app = getattr(module, "app", None) or typer.Typer(add_completion=False)
+    if not app.registered_commands:
+        app.command()(getattr(module, name))
+    return typer.main.get_command(app)
 
 
 def _usage_error() -> type[Exception]:
@@ -101,7 +103,7 @@ def _unknown_command(name: str, rest: Sequence[str]) -> Problem:
 
 def render_help(style: Style) -> str:
     width = max(map(len, COMMANDS))
-    commands = [f"  {style.bold(name.ljust(width))}  {command.summary}" for name, command in COMMANDS.items()]
+    commands = [f"  {style.bold(name.ljust(width))}  {summary}" for name, summary in COMMANDS.items()]
     codes = [f"  {code:>3}  {meaning}" for code, meaning in EXIT_CODES.items()]
     return "\n".join([
         "Launcher, planner and engine for training large models under an open training spec.",

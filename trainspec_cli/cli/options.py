@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -31,6 +33,17 @@ Force = Annotated[bool, typer.Option("--force", help="Train although the plan is
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's folder, or `last` for the newest below ./runs.")
 ]
+
+
+def check_new(output: Path) -> None:
+    """Raise RecipeError for an output folder that holds something."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise not_empty(output)
+
+
+def not_empty(output: Path) -> RecipeError:
+    hint = f"choose another folder, or remove it first: rm -r {shlex.quote(str(output))}"
+    return RecipeError(Problem("output_exists", f"{output} exists and is not empty", "--output", hint))
 
 
 def read_sweep(sweep: str) -> tuple[str, list[str]]:

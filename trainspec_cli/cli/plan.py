@@ -16,10 +16,9 @@ from trainspec_cli.errors import PlanError, Problem, RecipeError, TrainspecError
 from trainspec_cli.launch.measuring import trace_plan
 from trainspec_cli.planner.capacity import accelerator_of
 from trainspec_cli.planner.memory.engine import tensors_by_cause
-from trainspec_cli.planner.run.elastic import in_replica_groups
 from trainspec_cli.planner.run.forecast import forecast_run
 from trainspec_cli.planner.search.auto import as_plan, is_run
-from trainspec_cli.planner.search.spares import plan_on_what_divides
+from trainspec_cli.planner.search.variants import in_replica_groups, plan_on_what_divides
 from trainspec_cli.report.plan.json import plan_as_json, sweep_as_json
 from trainspec_cli.report.plan.page import render_plan_page, render_sweep_page
 from trainspec_cli.report.plan.text import render_plan, render_sweep
@@ -45,10 +44,7 @@ Trace = Annotated[
 PIPED_WIDTH = 150
 """Columns where there is no terminal to ask."""
 
-app = typer.Typer()
 
-
-@app.command()
 def plan(
     arguments: RecipeArguments, as_json: AsJson = False, html: Html = None, sweep: Sweep = None, trace: Trace = False
 ) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import typer
-
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.compose.folders import find_folders
 from trainspec_cli.compose.origins import show_path
@@ -15,10 +13,7 @@ from trainspec_cli.errors import RecipeError
 from trainspec_cli.report.style import Style
 from trainspec_cli.spec.json_text import json_text
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
 def recipes(as_json: AsJson = False) -> None:
     """List the recipes there are: your own in ./recipes first, then those that ship."""
     found = _find()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import typer
-
 from trainspec_cli.cli.options import AsJson, RunArgument
 from trainspec_cli.report.render import render_report
 from trainspec_cli.session.console import PrintableConsole
@@ -11,10 +9,7 @@ from trainspec_cli.session.find import collect_run
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
 def report(run: RunArgument, as_json: AsJson = False) -> None:
     """Show how a run ended (or stands), its curves, its speed and where the time went."""
     collected = collect_run(run)

@@ -9,15 +9,12 @@ import typer
 from trainspec_cli.cli.options import AsJson, Endpoint, Force, NodeRank, NumNodes, RunArgument
 from trainspec_cli.launch.signals import interrupt, on_stop_signal
 
-app = typer.Typer(add_completion=False)
-
 Changes = Annotated[
     list[str] | None,
     typer.Argument(metavar="key=value", help="What to change, such as train.max_steps=800.", show_default=False),
 ]
 
 
-@app.command()
 def resume(
     run: RunArgument,
     changes: Changes = None,

@@ -17,8 +17,6 @@ from trainspec_cli.session.find import runs_here, status_of_run
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.units import format_bytes, format_duration
 
-app = typer.Typer(add_completion=False)
-
 HEADINGS = ("recipe", "status", "step", "loss", "age", "path")
 COPIES_HEADINGS = ("size", "step", "on disk", "status", "run")
 
@@ -35,7 +33,6 @@ ClearMemory = Annotated[
 ]
 
 
-@app.command()
 def runs(memory: Memory = False, clear_memory: ClearMemory = False, as_json: AsJson = False) -> None:
     """List the runs below ./runs, newest first."""
     if memory or clear_memory:

@@ -10,8 +10,6 @@ import typer
 from trainspec_cli.cli.options import AsJson, Force, RecipeArguments, read_sweep
 from trainspec_cli.spec.json_text import json_text
 
-app = typer.Typer(add_completion=False)
-
 Submit = Annotated[bool, typer.Option("--submit", help="Give it to sbatch, and print the job's number.")]
 AllowSetup = Annotated[
     bool,
@@ -25,7 +23,6 @@ Sweeps = Annotated[
 ]
 
 
-@app.command()
 def sbatch(
     arguments: RecipeArguments,
     submit: Submit = False,

@@ -20,11 +20,9 @@ from trainspec_cli.spec.json_text import json_text
 if TYPE_CHECKING:
     from trainspec_cli.compose.compose import Composed
 
-app = typer.Typer(add_completion=False)
 WIDEST_CELL = 40
 
 
-@app.command()
 def show(
     arguments: RecipeArguments,
     diff: Annotated[

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import typer
-
 from trainspec_cli.cli.options import AsJson, RecipeArguments
 from trainspec_cli.report.problems import render_json
 from trainspec_cli.session.load import Loaded, examine, machine_of_draft, plan_on, require
@@ -11,10 +9,7 @@ from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.rules.check import check_machine
 from trainspec_cli.units import format_count
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
 def validate(arguments: RecipeArguments, as_json: AsJson = False) -> None:
     """Find every problem of a recipe at once: keys, types, sizes that do not divide, files and GPUs that lack."""
     examined = examine(arguments)

@@ -65,7 +65,9 @@ def _parse(number: int, text: str) -> Argument | Problem:
         return _no_assignment(number, text)
     name = key.strip().lstrip("+~")
     if name in TEXTS:
-        return Argument(number, text, name, _unquote(value.strip()))
+        value = value.strip()
+        quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
+        return Argument(number, text, name, value[1:-1] if quoted else value)
     if not _KEY.fullmatch(name):
         return _bad_key(number, key)
     if name.partition(".")[0].partition("/")[0] == "hydra":
@@ -81,7 +83,10 @@ def _from_override(number: int, text: str, override: Override) -> Argument | Pro
     key = override.key_or_group
     if override.is_sweep_override():
         message = f"`{key}` is given several values; a run takes one"
-        return problem_at(number, "bad_override", message, _sweep_hint(key, text), key)
+        one = shlex.quote(assign(key, text.partition("=")[2]))
+        return problem_at(
+            number, "bad_override", message, f"start one run per value; if it is one text, type {one}", key
+        )
     value = override.value()
     if override.is_delete() and value is not None:
         return problem_at(number, "bad_override", f"`~{key}` takes no value", f"type ~{key}, or {key}=...", key)
@@ -94,18 +99,9 @@ def _too_long(number: int, key: str, text: str) -> Problem:
     return problem_at(number, "bad_override", message, "write the value into a recipe: recipe=FILE.yaml")
 
 
-def _sweep_hint(key: str, text: str) -> str:
-    value = text.partition("=")[2]
-    return f"start one run per value; if it is one text, type {_in_shell(key, value)}"
-
-
 def assign(key: str, text: str) -> str:
     """Return `key="text"`, quoted for Hydra's grammar."""
     return f"{key}={QuotedString(text, Quote.double).with_quotes()}"
-
-
-def _in_shell(key: str, text: str) -> str:
-    return shlex.quote(assign(key, text))
 
 
 def _no_assignment(number: int, text: str) -> Problem:
@@ -144,7 +140,7 @@ def _bad_value(number: int, key: str, value: str) -> Problem:
             number, "bad_override", f"`{unclosed}` is not closed in {value}", f"close the {unclosed}", key
         )
     message = f"the value {value} holds characters that must be quoted"
-    return problem_at(number, "bad_override", message, f"type {_in_shell(key, value)}", key)
+    return problem_at(number, "bad_override", message, f"type {shlex.quote(assign(key, value))}", key)
 
 
 def _unclosed(value: str) -> str | None:
@@ -166,11 +162,6 @@ def _unclosed(value: str) -> str | None:
 def _duplicate(path: str, first: Argument, second: Argument) -> Problem:
     message = f"`{path}` is given twice: {first.text} (argument {first.number}) and {second.text}"
     return problem_at(second.number, "duplicate_override", message, "keep one of them", path)
-
-
-def _unquote(value: str) -> str:
-    quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
-    return value[1:-1] if quoted else value
 
 
 def value_paths(key: str, value: Any) -> Iterator[str]:

@@ -39,7 +39,7 @@ class Folders:
     def find_config(self, name: str) -> Path | None:
         """Return the file of `model/llama_6m` or `recipe/tiny`; None if there is none, or the name leaves the
         folder."""
-        if not _is_name(name):
+        if not all(_MAY_BE_FILE.fullmatch(word) for word in name.split("/")):
             return None
         if name.startswith("recipe/"):
             return _first_file(self.recipes, name.removeprefix("recipe/"))
@@ -66,11 +66,6 @@ def shipped_data() -> Path:
 
 def find_shipped(name: str) -> str:
     return str(shipped_data() / name)
-
-
-def _is_name(name: str) -> bool:
-    """Return True if `name` consists of valid file names joined by slashes."""
-    return all(_MAY_BE_FILE.fullmatch(word) for word in name.split("/"))
 
 
 def _existing(*folders: Path) -> tuple[Path, ...]:

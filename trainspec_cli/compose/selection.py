@@ -179,15 +179,7 @@ def _check_parent(selection: Selection, entry: YamlEntry) -> Problem | None:
 
 def _entry_problem(entry: YamlEntry, code: str, message: str, hint: str) -> Problem:
     origin = entry.origin
-    return Problem(
-        code=code,
-        message=message,
-        hint=hint.strip(),
-        path="defaults",
-        file=origin.file,
-        line=origin.line,
-        column=origin.column,
-    )
+    return Problem(code, message, "defaults", hint.strip(), file=origin.file, line=origin.line, column=origin.column)
 
 
 def _drop_unreadable(selection: Selection, group: str) -> None:

@@ -40,7 +40,7 @@ def _delete(config: DictConfig, argument: Argument) -> Problem | None:
     parent_path, _, name = argument.key.rpartition(".")
     parent = OmegaConf.select(config, parent_path) if parent_path else config
     if not isinstance(parent, DictConfig) or name not in parent:
-        hint = did_you_mean(argument.key, _paths(config))
+        hint = did_you_mean(argument.key, _flatten(_as_written(config), ""))
         message = f"there is no `{argument.key}` to delete"
         return problem_at(argument.number, "unknown_key", message, hint, argument.key)
     del parent[name]
@@ -92,10 +92,6 @@ def _bad_interpolation(value: Any, path: str, reason: str, keys: Iterable[str]) 
     hint = did_you_mean(shown.strip("${}"), keys) if "not found" in reason else ""
     shown = shown if len(shown) <= SHOWN_CHARS else f"{shown[:SHOWN_CHARS]}..."
     return Problem(code="bad_interpolation", path=path, message=f"`{path}` is {shown}: {reason}", hint=hint)
-
-
-def _paths(config: Any) -> list[str]:
-    return list(_flatten(_as_written(config), ""))
 
 
 def _flatten(plain: dict[str, Any], prefix: str) -> Iterator[str]:

@@ -69,7 +69,7 @@ def _facts(data: DataSpec, files: list[Path]) -> dict[str, object]:
         "max_bytes": data.max_bytes,
         "tokenizer": _tokenizer_facts(data),
         **describe(data),
-        "files": [_file_facts(file) for file in files],
+        "files": [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files],
     }
 
 
@@ -79,8 +79,3 @@ def _tokenizer_facts(data: DataSpec) -> list[object]:
         return ["trained", spec.vocab_size]
     content = expand(spec.path).read_bytes()
     return ["given", hashlib.sha256(content).hexdigest(), spec.end_of_document]
-
-
-def _file_facts(file: Path) -> tuple[str, int, int]:
-    facts = file.stat()
-    return str(file.resolve()), facts.st_size, facts.st_mtime_ns

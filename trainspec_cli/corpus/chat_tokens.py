@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,8 @@ def write_conversations(
     dtype = choose_dtype(bpe.count_vocab(tokenizer))
     with ShardWriter(folder, "train", dtype) as train, ShardWriter(folder, "heldout", dtype) as heldout:
         written: dict[Split, _Written] = {"train": _Written(train), "heldout": _Written(heldout)}
-        for batch in _batches(conversations):
+        rest = iter(conversations)
+        while batch := list(islice(rest, BATCH)):
             for conversation, encoding in zip(batch, _encode(batch, tokenizer), strict=True):
                 train_text, _ = rule.parts(conversation.text)
                 _write(written["train" if train_text else "heldout"], conversation, encoding, end_id, special)
@@ -50,16 +52,6 @@ def write_conversations(
         if not any(mask.any() for mask in written["train"].masks):
             raise RecipeError(Problem("empty_data", "no conversation holds a reply to learn", "data.path", SHAPES))
         return {split: written[split].writer.finish() for split in SPLITS}
-
-
-def _batches(conversations: Iterable[Conversation]) -> Iterator[list[Conversation]]:
-    batch: list[Conversation] = []
-    for conversation in conversations:
-        batch.append(conversation)
-        if len(batch) == BATCH:
-            yield batch
-            batch = []
-    yield batch
 
 
 def _encode(batch: Sequence[Conversation], tokenizer: Tokenizer) -> list[Encoding]:

@@ -6,13 +6,14 @@ An image is (C, ...) of fp32 with mean 0 and variance 1; its label is a class, o
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from trainspec_cli.corpus.imaging.images import ImageFolder
 from trainspec_cli.corpus.imaging.phantom import Phantoms
 from trainspec_cli.corpus.imaging.volumes import VolumeFolder
+from trainspec_cli.corpus.manifest import Split
 from trainspec_cli.reading.files import expand
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.model import ConvModel
@@ -22,7 +23,7 @@ Labelled = tuple[np.ndarray, np.ndarray]
 
 
 class LabelledSamples(Protocol):
-    def count(self, split: Literal["train", "heldout"]) -> int: ...
+    def count(self, split: Split) -> int: ...
 
     def train(self, index: int, generator: np.random.Generator) -> Labelled:
         """Return training sample `index`; the generator chooses its crop."""

@@ -82,14 +82,9 @@ def read_manifest(folder: Path) -> ShardManifest:
     file = folder / MANIFEST_FILE
     if not file.is_file():
         got = "holds no manifest.json" if folder.is_dir() else "does not exist"
-        raise RecipeError(
-            Problem(
-                code="missing_file",
-                message=f"{folder.absolute()} {got}: not a token folder",
-                path="data.path",
-                hint="make one: trainspec data prepare --source text --path FILES --output FOLDER",
-            )
-        )
+        message = f"{folder.absolute()} {got}: not a token folder"
+        hint = "make one: trainspec data prepare --source text --path FILES --output FOLDER"
+        raise RecipeError(Problem("missing_file", message, "data.path", hint))
     from cattrs import structure
 
     try:

@@ -53,7 +53,7 @@ def prepare_into(data: DataSpec, folder: Path, on_progress: OnProgress | None = 
         if data.source in token_files.SOURCES:
             token_files.write_foreign(data, files, temporary)
         else:
-            write_tokens(data, files, temporary, on_progress or _ignore)
+            write_tokens(data, files, temporary, on_progress or (lambda phase, done: None))
 
 
 def check_options(data: DataSpec) -> None:
@@ -103,7 +103,3 @@ def _check_length(folder: TokenFolder, seq_len: int) -> None:
     if num_samples(tokens, seq_len) == 0:
         got = f"{tokens:,} training tokens are too few for one sample of {seq_len:,} and its last target"
         raise RecipeError(Problem("too_little_data", got, "data.seq_len", "lower data.seq_len, or give more text"))
-
-
-def _ignore(phase: str, done: float) -> None:
-    """Ignore progress."""

@@ -98,14 +98,8 @@ def _scan(data: DataSpec, files: list[Path], on_progress: OnProgress) -> SplitSc
     for document in _read(data, files, "reading", sum(file.stat().st_size for file in files), on_progress):
         scan.add(document.text)
     if not scan.documents:
-        raise RecipeError(
-            Problem(
-                code="empty_data",
-                message=f"there is no text in {data.path or data.source} ({len(files)} files, all empty)",
-                path="data.path",
-                hint="name files that hold text",
-            )
-        )
+        message = f"there is no text in {data.path or data.source} ({len(files)} files, all empty)"
+        raise RecipeError(Problem("empty_data", message, "data.path", "name files that hold text"))
     return scan
 
 

@@ -38,12 +38,16 @@ def check_node(folder: Path, device: str) -> list[Check]:
     """Make all checks, in the order they are shown; `folder` is where the run is kept."""
     chips = [*check_chips(device), *(check_gpus() if device == "cuda" else ())]
     links = [*check_rdma(), *check_links(), *check_clock()]
-    return [*check_versions(), *chips, *check_memory(), *links, *check_shm(), *check_limits(), *check_disk(folder)]
-
-
-def check_versions() -> Iterator[Check]:
-    installed = versions()
-    yield Check("versions", "ok", f"Python {platform.python_version()}, torch {installed.get('torch', 'unknown')}")
+    python = f"Python {platform.python_version()}, torch {versions().get('torch', 'unknown')}"
+    return [
+        Check("versions", "ok", python),
+        *chips,
+        *check_memory(),
+        *links,
+        *check_shm(),
+        *check_limits(),
+        *check_disk(folder),
+    ]
 
 
 def check_chips(device: str) -> Iterator[Check]:

@@ -74,7 +74,8 @@ def find_template(tokenizer: Path | None, wanted: str | None) -> ChatTemplate:
     """
     folder = tokenizer.parent if tokenizer else None
     config = _read_config(folder / TOKENIZER_CONFIG) if folder else {}
-    tokens = {key: _token_text(config[key]) for key in SPECIAL_KEYS if config.get(key)}
+    special = {key: config[key] for key in SPECIAL_KEYS if config.get(key)}
+    tokens = {key: str(t.get("content", "") if isinstance(t, Mapping) else t) for key, t in special.items()}
     if wanted is not None:
         return ChatTemplate(_read_wanted(wanted), tokens)
     source = None
@@ -123,10 +124,6 @@ def _default(template: Any) -> str | None:
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
-
-
-def _token_text(token: Any) -> str:
-    return str(token.get("content", "")) if isinstance(token, Mapping) else str(token)
 
 
 def _bad_template(message: str) -> RecipeError:

@@ -14,9 +14,6 @@ from trainspec_cli.spec.recipe.model_parts import RopeScaling
 
 Config = Mapping[str, Any]
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
-"""Types of which the engine's decoder can hold every tensor."""
-
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -25,6 +22,9 @@ _ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+MODEL_TYPES = tuple(_ARCHITECTURES)
+"""Types of which the engine's decoder can hold every tensor."""
+
 _EXPECTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", None),
     "mlp_bias": (False, None),

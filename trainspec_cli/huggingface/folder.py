@@ -65,7 +65,8 @@ def _check_count(model: DecoderModel) -> None:
 def find_faults(entries: Mapping[str, StoredTensor], model: DecoderModel, folder: Path) -> list[Problem]:
     wanted = {piece.tensor: piece.tensor_shape for parameter in parameters(model) for piece in parameter.pieces}
     missing = [name for name in wanted if name not in entries]
-    extra = [name for name in entries if name not in wanted and not _is_redundant(name, model)]
+    known = wanted.keys() | ({HEAD} if model.tied_embeddings else set())
+    extra = [name for name in entries if name not in known and not _COMPUTED.search(name)]
     misshapen = [
         f"{name} is {_show(entries[name].shape)} and should be {_show(shape)}"
         for name, shape in wanted.items()
@@ -80,10 +81,6 @@ def find_faults(entries: Mapping[str, StoredTensor], model: DecoderModel, folder
 
 
 _HINT = "its tensors do not match its config.json: download it again, or name another folder"
-
-
-def _is_redundant(name: str, model: DecoderModel) -> bool:
-    return bool(_COMPUTED.search(name)) or (name == HEAD and model.tied_embeddings)
 
 
 def list_names(names: list[str]) -> str:

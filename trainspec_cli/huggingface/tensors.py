@@ -78,7 +78,8 @@ def _layer(model: DecoderModel, layer: int) -> Iterator[Parameter]:
     if model.experts is not None:
         yield from _experts(model, model.experts, f"{ours}.ffn", theirs)
         return
-    for matrix, shape in _matrices(hidden, model.ffn_size).items():
+    wide, tall = (model.ffn_size, hidden), (hidden, model.ffn_size)
+    for matrix, shape in {"gate": wide, "up": wide, "down": tall}.items():
         yield _whole(f"{ours}.ffn.{matrix}.weight", f"{theirs}.mlp.{matrix}_proj.weight", shape)
 
 
@@ -112,10 +113,6 @@ def _experts(model: DecoderModel, experts: ExpertSpec, ours: str, layer: str) ->
     yield _whole(f"{ours}.router.weight", f"{theirs}.gate.weight", (count, hidden))
     yield Parameter(f"{ours}.experts.up", (count, hidden, 2 * width), tuple(halves))
     yield Parameter(f"{ours}.experts.down", (count, width, hidden), tuple(downs))
-
-
-def _matrices(hidden: int, width: int) -> dict[str, Shape]:
-    return {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
 
 
 def _whole(name: str, tensor: str, shape: Shape) -> Parameter:

@@ -15,6 +15,7 @@ from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec, PipelineSchedul
 from trainspec_cli.spec.recipe.run import Recompute, RunSpec
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.rules.elastic import wanted_groups, whole_hosts
+from trainspec_cli.spec.rules.layout import size_of
 
 MAX_MICRO_BATCH_TOKENS = 8192
 """`micro_batch_size: auto` takes the largest divisor of a rank's batch whose tokens stay below this."""
@@ -120,7 +121,7 @@ def resolve_compute(spec: RunSpec, machine: Machine) -> Literal["bf16", "fp32"]:
 def resolve_layout(wanted: LayoutSpec, world_size: int) -> Layout:
     """Axes left open beside data parallelism are 1; what they leave goes to dp_shard, or without sharding asked for to
     dp_replicate (DDP)."""
-    cp, tp, pp, ep, etp = (_or_one(getattr(wanted, axis)) for axis in ("cp", "tp", "pp", "ep", "etp"))
+    cp, tp, pp, ep, etp = (size_of(wanted, axis) for axis in ("cp", "tp", "pp", "ep", "etp"))
     data_parallel = _divide(world_size, cp * tp * pp, "layout", "cp x tp x pp")
     replicate, shard = wanted.dp_replicate, wanted.dp_shard
     if replicate == AUTO and shard == AUTO:
@@ -147,20 +148,10 @@ def resolve_layout(wanted: LayoutSpec, world_size: int) -> Layout:
         context_method=wanted.context_method,
     )
     if layout.world_size != world_size:
-        raise RecipeError(
-            Problem(
-                code="not_divisible",
-                path="layout",
-                message=f"the layout {layout.describe()} takes {layout.world_size} processes, "
-                f"the cluster has {world_size}",
-                hint=f"make the axes' product {world_size}, or leave one of them auto",
-            )
-        )
+        message = f"the layout {layout.describe()} takes {layout.world_size} processes, the cluster has {world_size}"
+        hint = f"make the axes' product {world_size}, or leave one of them auto"
+        raise RecipeError(Problem("not_divisible", message, "layout", hint))
     return layout
-
-
-def _or_one(size: int | str) -> int:
-    return 1 if size == AUTO else int(size)
 
 
 def resolve_batch(spec: RunSpec, layout: Layout) -> tuple[int, int]:
@@ -191,25 +182,19 @@ def choose_micro_batch(per_rank: int, seq_len: int, layout: Layout) -> int:
 
 
 def _unturned(accum: int, layout: Layout) -> Problem:
-    return Problem(
-        code="not_divisible",
-        path="layout.pipeline_schedule",
-        message=f"interleaving takes micro-batches in turns of pp={layout.pp}, and a rank has {accum} of them",
-        hint=f"make batching.global_batch_size a multiple of {layout.pp * layout.data_parallel_size} x "
-        "batching.micro_batch_size, or type layout.pipeline_schedule=1f1b",
+    message = f"interleaving takes micro-batches in turns of pp={layout.pp}, and a rank has {accum} of them"
+    hint = (
+        f"make batching.global_batch_size a multiple of {layout.pp * layout.data_parallel_size} x "
+        "batching.micro_batch_size, or type layout.pipeline_schedule=1f1b"
     )
+    return Problem("not_divisible", message, "layout.pipeline_schedule", hint)
 
 
 def _divide(total: int, part: int, path: str, what: str) -> int:
     if total % part:
         divisors = [n for n in range(1, total + 1) if total % n == 0]
         near = sorted(divisors, key=lambda n: abs(n - part))[:3]
-        raise RecipeError(
-            Problem(
-                code="not_divisible",
-                path=path,
-                message=f"{total} does not divide by {part} ({what})",
-                hint=f"near sizes that divide {total}: {', '.join(map(str, sorted(near)))}",
-            )
-        )
+        message = f"{total} does not divide by {part} ({what})"
+        hint = f"near sizes that divide {total}: {', '.join(map(str, sorted(near)))}"
+        raise RecipeError(Problem("not_divisible", message, path, hint))
     return total // part

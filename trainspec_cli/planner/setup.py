@@ -108,7 +108,3 @@ class Setup:
     def tokens(self) -> float:
         """Tokens of a rank's micro-batch, after context parallelism."""
         return self.micro_batch_size * self.seq_len / self.layout.cp
-
-    @property
-    def samples_per_step(self) -> float:
-        return self.micro_batch_size * self.grad_accum * self.layout.data_parallel_size

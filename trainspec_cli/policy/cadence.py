@@ -39,13 +39,3 @@ def checkpoint_interval_steps(interval_s: float, step_time_s: float) -> int:
     if math.isinf(interval_s):
         return sys.maxsize
     return max(1, round(interval_s / step_time_s))
-
-
-def expected_efficiency(interval_s: float, checkpoint_s: float, restart_s: float, mtbf_s: float) -> float:
-    """Return the exact useful fraction of the time of a run that restarts on every failure (Daly 2006, eq. 20).
-
-    interval / (M e^(R/M) (e^((interval + C)/M) - 1)), for failures without memory, which occur during checkpoints and
-    restarts too. `restart_s` (R) is the time from a failure to the first new work.
-    """
-    wall_s = mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((interval_s + checkpoint_s) / mtbf_s)
-    return interval_s / wall_s

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median, quantiles
 
+from trainspec_cli.spec.json_text import finite_or_none
 from trainspec_cli.spec.recipe.kernels import TORCH, KernelFigure, KernelTrial, KernelTrials
 
 MARGIN = 0.03
@@ -28,13 +29,11 @@ def judge_operation(ranks: Sequence[dict[str, KernelTrial]]) -> dict[str, Kernel
         backend: figure.ratio for backend, figure in figures.items() if figure.verdict == "chosen" and figure.ratio
     }
     best = min(faster, key=lambda backend: faster[backend], default=TORCH)
-    return {backend: _unless_beaten(figure, backend, best) for backend, figure in figures.items()}
-
-
-def _unless_beaten(figure: KernelFigure, backend: str, best: str) -> KernelFigure:
-    if figure.verdict != "chosen" or backend == best:
-        return figure
-    return replace(figure, verdict="not faster", reason=best)
+    beaten = {backend for backend in faster if backend != best}
+    return {
+        backend: replace(figure, verdict="not faster", reason=best) if backend in beaten else figure
+        for backend, figure in figures.items()
+    }
 
 
 def _judge(backend: str, trials: Sequence[KernelTrial]) -> KernelFigure:
@@ -47,7 +46,7 @@ def _judge(backend: str, trials: Sequence[KernelTrial]) -> KernelFigure:
     allowed = min(trial.allowed_error or 0.0 for trial in trials)
     if not error <= allowed:  # also if it is NaN
         reason = f"its error against fp64 is {error:.2g}; {allowed:.2g} is allowed for the format"
-        return KernelFigure("wrong", reason, error=_finite(error), allowed_error=allowed)
+        return KernelFigure("wrong", reason, error=finite_or_none(error), allowed_error=allowed)
     ratios = [ratio for trial in trials for ratio in trial.ratios]
     ratio, spread = median(ratios), quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     quartiles = (spread[0], spread[2])
@@ -56,7 +55,3 @@ def _judge(backend: str, trials: Sequence[KernelTrial]) -> KernelFigure:
     if ratio > 1 - MARGIN or quartiles[1] >= 1:
         return KernelFigure("not faster", TORCH, ratio, quartiles, error, allowed)
     return KernelFigure("chosen", "", ratio, quartiles, error, allowed)
-
-
-def _finite(error: float) -> float | None:
-    return error if error < float("inf") else None

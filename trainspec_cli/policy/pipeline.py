@@ -1,7 +1,7 @@
 """Pipeline schedules: each rank's passes in order, as pure data.
 
-The engine runs these actions, and the planner's simulation times the same ones. Stages are chunks of consecutive
-layers, numbered along the model; a rank holds one of them, or several (interleaved, zbv).
+The engine runs these actions, and the planner's replay of its memory follows the same ones. Stages are chunks of
+consecutive layers, numbered along the model; a rank holds one of them, or several (interleaved, zbv).
 """
 
 from __future__ import annotations
@@ -30,6 +30,13 @@ def cut_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
     even, spare = divmod(num_layers, stages)
     counts = layout.stage_layers or tuple(even + (stage < spare) for stage in range(stages))
     return tuple(range(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
+
+
+@lru_cache(maxsize=4096)
+def layers_per_rank(num_layers: int, layout: Layout) -> tuple[int, ...]:
+    """Count the layers of each pipeline rank, over all of its stages."""
+    stages = cut_layers(num_layers, layout)
+    return tuple(sum(len(stages[stage]) for stage in layout.stages_of_rank(rank)) for rank in range(layout.pp))
 
 
 @lru_cache(maxsize=64)

@@ -19,7 +19,7 @@ def render_certificate(body: dict[str, Any]) -> RenderableType:
     for clause in body["clauses"]:
         if clause["cases"]:
             table.add_row(*_row(clause), style="red" if clause["failed"] else "")
-    broken = [_told(finding) for finding in body["findings"] if not finding["passed"]]
+    broken = [_describe_broken(finding) for finding in body["findings"] if not finding["passed"]]
     return Group(table, *([Text(), *broken] if broken else []), Text(), _verdict(body))
 
 
@@ -34,13 +34,12 @@ def _short(value: Any) -> str:
     return f"{value:.1e}" if isinstance(value, float) and value < 0.1 else f"{float(value):.2f}"
 
 
-def _told(finding: dict[str, Any]) -> Text:
-    figures = ", ".join(f"{name} {_figure(value)}" for name, value in finding["figures"].items())
+def _describe_broken(finding: dict[str, Any]) -> Text:
+    shown = {
+        name: f"{figure:.2e}" if isinstance(figure, float) else figure for name, figure in finding["figures"].items()
+    }
+    figures = ", ".join(f"{name} {figure}" for name, figure in shown.items())
     return Text(f"{finding['clause']} broken by {finding['case']}: {figures}", style="red")
-
-
-def _figure(value: Any) -> str:
-    return f"{value:.2e}" if isinstance(value, float) else str(value)
 
 
 def _verdict(body: dict[str, Any]) -> Text:

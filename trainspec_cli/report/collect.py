@@ -27,7 +27,7 @@ from trainspec_cli.rundir.record import read_plain_plan, read_result, read_run_r
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.json_text import finite_or_none
 from trainspec_cli.spec.recipe.kernels import KernelSpec, KernelTable
-from trainspec_cli.spec.results.local import LocalPrediction
+from trainspec_cli.spec.results.prediction import LocalPrediction
 
 Curve = tuple[tuple[int, float | None], ...]
 """(step, value); None where the value was not finite."""

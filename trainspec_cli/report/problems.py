@@ -35,14 +35,9 @@ def _paragraph(problem: Problem, style: Style, label: str) -> Iterator[str]:
         yield f"  {style.green('hint')}: {problem.hint}"
 
 
-def _split_at_column(problem: Problem) -> tuple[str, str]:
-    text = problem.excerpt.rstrip()
-    start = (problem.column or 1) - 1
-    return text[:start], text[start:]
-
-
 def _excerpt(problem: Problem, style: Style) -> Iterator[str]:
-    before, after = (on_one_line(part.replace("\t", " ")) for part in _split_at_column(problem))
+    line, column = problem.excerpt.rstrip().replace("\t", " "), (problem.column or 1) - 1
+    before, after = on_one_line(line[:column]), on_one_line(line[column:])
     text, start = before + after, len(before)
     number = f"{problem.line:>5}"
     width = 1 if problem.code in POINTED_AT_ONE_CHARACTER else max(1, len(text) - start)

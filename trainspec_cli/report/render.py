@@ -15,7 +15,7 @@ from trainspec_cli.report.kernels_text import describe_choice
 from trainspec_cli.report.rich_text import Text
 from trainspec_cli.report.text import describe_evaluation, describe_event, describe_speed
 from trainspec_cli.spec.canonical import ABSENT
-from trainspec_cli.spec.results.local import LocalPrediction
+from trainspec_cli.spec.results.prediction import LocalPrediction
 from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
 
 BAR_CELLS = 24

@@ -65,7 +65,7 @@ def render_lines(lines: Sequence[LineSeries], x_title: str, y_title: str, ticks:
     """Draw a chart on two logarithmic axes, on which even scaling is straight. `ticks` name places of the x axis."""
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
-    frame = _Frame(min(xs), max(xs), *_padded(min(ys), max(ys)))
+    frame = _Frame(min(xs), max(xs), min(ys) / 1.15, max(ys) * 1.15)
     parts = [_grid(frame, ticks), *(_draw(line, frame) for line in lines), _titles(x_title, y_title)]
     view = f'viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}"'
     return f'<svg class="chart" {view} role="img" aria-label="{escape(y_title)}">{"".join(parts)}</svg>'
@@ -89,10 +89,6 @@ class _Frame:
 
 def _log_part(value: float, low: float, high: float) -> float:
     return 0.5 if low == high else math.log(value / low) / math.log(high / low)
-
-
-def _padded(low: float, high: float) -> tuple[float, float]:
-    return low / 1.15, high * 1.15
 
 
 def _grid(frame: _Frame, ticks: Sequence[tuple[float, str]]) -> str:

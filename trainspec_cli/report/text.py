@@ -17,8 +17,8 @@ from trainspec_cli.rundir.event_types import (
     WarningEvent,
 )
 from trainspec_cli.spec.canonical import Absent
-from trainspec_cli.spec.results.local import LocalPrediction
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.prediction import LocalPrediction
 from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
 
 
@@ -80,15 +80,12 @@ def describe_saving(event: CheckpointEvent) -> str:
 
 def describe_cadence(event: CadenceEvent) -> str:
     """Describe what `checkpoint.interval_steps: auto` has chosen, and why."""
-    cost_s = event.blocked_s + event.drag_s
+    cost_s, mtbf_s = event.blocked_s + event.drag_s, event.mtbf_s
+    failures = "no failures are expected" if mtbf_s is None else f"failures come every {format_duration(mtbf_s)}"
     return (
         f"from here a checkpoint every {event.interval_steps:,} steps: one costs {format_duration(cost_s)} and is "
-        f"whole in {format_duration(event.written_s)}; {_describe_failures(event.mtbf_s)}"
+        f"whole in {format_duration(event.written_s)}; {failures}"
     )
-
-
-def _describe_failures(mtbf_s: float | None) -> str:
-    return "no failures are expected" if mtbf_s is None else f"failures come every {format_duration(mtbf_s)}"
 
 
 def describe_plan(plan: Plan) -> str:

@@ -6,14 +6,20 @@ from dataclasses import dataclass, replace
 
 from trainspec_cli.errors import MachineError, PlanError, Problem
 from trainspec_cli.launch.measuring import DISTURBED_HOLDS_S, probe_machine, probe_path, read_probe
-from trainspec_cli.planner.hardware.device import device_limit_bytes, is_known, predict_device
-from trainspec_cli.planner.local import is_predictable, predict_local
-from trainspec_cli.planner.search.fitting import Predict, suggest
+from trainspec_cli.planner.this_machine import (
+    Predict,
+    device_limit_bytes,
+    is_known,
+    is_predictable,
+    predict_device,
+    predict_local,
+    suggest,
+)
 from trainspec_cli.report.text import describe_prediction
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.results.local import LocalPrediction
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.prediction import LocalPrediction
 from trainspec_cli.spec.results.probe import MachineProbe
 from trainspec_cli.units import format_bytes
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from trainspec_cli.spec.numbers import PositiveInt
+
 AUTO: Literal["auto"] = "auto"
 Auto = Literal["auto"]
-AutoInt = int | Auto
+AutoInt = PositiveInt | Auto

@@ -15,8 +15,8 @@ from functools import cache
 from typing import Any, Literal, TypeVar, Union
 
 from trainspec_cli.errors import Problem, closest
+from trainspec_cli.spec.numbers import LARGEST, largest_of
 from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.sizes import LARGEST, largest_of
 from trainspec_cli.spec.unknown import UNKNOWN
 
 MISSING = "???"

@@ -12,9 +12,8 @@ from trainspec_cli.engine.run.checkpoints import MEASURING_STEPS, Cadence, Check
 from trainspec_cli.rundir.event_types import CheckpointEvent, WarningEvent
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.checkpoint import CheckpointSpec
-from trainspec_cli.spec.recipe.cluster import ClusterSpec
+from trainspec_cli.spec.recipe.cluster import ClusterSpec, ReliabilitySpec
 from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.recipe.reliability import ReliabilitySpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 
 pytestmark = pytest.mark.usefixtures("one_process")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.launch.slurm.script import check_folder, render_script
 from trainspec_cli.printable import is_printable
-from trainspec_cli.spec.recipe.slurm import SlurmSpec
+from trainspec_cli.spec.recipe.cluster import SlurmSpec
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.rules.text import slurm_text
 

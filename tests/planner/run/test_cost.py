@@ -17,9 +17,14 @@ from trainspec_cli.planner.run.cost import (
     rent_usd,
     rental_price,
 )
-from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec
-from trainspec_cli.spec.recipe.cost import CostSpec, PowerSpec, SiteSpec
-from trainspec_cli.spec.recipe.reliability import ReliabilitySpec
+from trainspec_cli.spec.recipe.cluster import (
+    AcceleratorSpec,
+    ClusterSpec,
+    CostSpec,
+    PowerSpec,
+    ReliabilitySpec,
+    SiteSpec,
+)
 from trainspec_cli.spec.results.forecast import Goodput, Interval
 from trainspec_cli.spec.results.prediction import StepTime
 

@@ -12,27 +12,24 @@ from trainspec_cli.planner.assumptions import gather_assumptions
 from trainspec_cli.planner.run import forecast as forecast_module
 from trainspec_cli.planner.run import goodput
 from trainspec_cli.planner.run.cost import occupation
-from trainspec_cli.planner.run.elastic import in_replica_groups
 from trainspec_cli.planner.run.forecast import (
     CHECKPOINT_BYTES,
     checkpoint_bytes,
     checkpoint_times,
     describe_job,
     expect_goodput,
-    expect_wall_time,
     forecast_run,
     recovery_modes,
 )
+from trainspec_cli.planner.search.variants import in_replica_groups
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.checkpoint import CheckpointSpec
-from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec
-from trainspec_cli.spec.recipe.cost import CostSpec, SiteSpec
+from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, CostSpec, ReliabilitySpec, SiteSpec
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
-from trainspec_cli.spec.recipe.reliability import ReliabilitySpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
 from trainspec_cli.spec.results.forecast import Interval, RunForecast
@@ -308,10 +305,13 @@ def test_the_median_run_and_nine_in_ten(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_wall_time_is_known_as_well_as_a_step_and_the_goodput() -> None:
-    exact = expect_wall_time(100, 2.0, Interval(0.5, 0.5, 0.5))
-    assert (exact.low, exact.value, exact.high) == pytest.approx((400 / 1.21, 400, 400 * 1.21))
-    wide = expect_wall_time(100, 2.0, Interval(0.5, 0.25, 1.0))
-    assert wide.high == pytest.approx(400 * math.exp(math.hypot(math.log(2), math.log(1.21))))
+    run = forecast()
+    useful = run.goodput.goodput
+    assert run.wall_time_s.value == pytest.approx(1_200_000 / useful.value)
+    slow = math.hypot(math.log(1.21), math.log(useful.value / useful.low))
+    quick = math.hypot(math.log(1.21), math.log(useful.high / useful.value))
+    assert run.wall_time_s.high / run.wall_time_s.value == pytest.approx(math.exp(slow))
+    assert run.wall_time_s.value / run.wall_time_s.low == pytest.approx(math.exp(quick))
 
 
 def test_groups_are_for_runs_that_restart_on_several_nodes_and_have_none() -> None:

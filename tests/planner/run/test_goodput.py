@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.planner.clock import Clock
-from trainspec_cli.planner.run.goodput import SimulatedJob, SimulatedRun, draw, simulate, simulate_many
-from trainspec_cli.policy.cadence import daly_interval_s, expected_efficiency
+from trainspec_cli.planner.run.goodput import Clock, SimulatedJob, SimulatedRun, draw, simulate, simulate_many
+from trainspec_cli.policy.cadence import daly_interval_s
 from trainspec_cli.policy.reliability import durations, job_mtbf_s
-from trainspec_cli.spec.recipe.reliability import ReliabilitySpec
+from trainspec_cli.spec.recipe.cluster import ReliabilitySpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 
 DAY_S = 86_400.0
@@ -46,7 +45,9 @@ def test_restarts_agree_with_dalys_closed_form(devices: int) -> None:
     job = make_job(devices, days=60)
     outcomes = [simulate(job, LLAMA3, RESTART, seed) for seed in range(60)]
     restart_s = durations(LLAMA3, job.state_bytes_per_device, job.load_s).restart_s
-    expected = expected_efficiency(job.interval_s, job.blocked_s, restart_s, job_mtbf_s(LLAMA3, devices))
+    mtbf_s = job_mtbf_s(LLAMA3, devices)  # Daly 2006, eq. 20
+    wall_s = mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((job.interval_s + job.blocked_s) / mtbf_s)
+    expected = job.interval_s / wall_s
     error = statistics.stdev(outcome.goodput for outcome in outcomes) / math.sqrt(len(outcomes))
     assert mean_goodput(outcomes) == pytest.approx(expected, abs=4 * error + 1e-4)
 
@@ -227,3 +228,25 @@ def test_no_draw_makes_more_than_every_failure_job_wide() -> None:
     cluster = replace(LLAMA3, job_wide_fraction=0.9, known_within={"job_wide_fraction": 10.0})
     drawn = [draw(cluster, random.Random(seed)).job_wide_fraction for seed in range(20)]
     assert max(drawn) == 1 and min(drawn) < 0.9
+
+
+def test_actions_come_in_the_order_of_time_and_then_of_scheduling() -> None:
+    clock, taken = Clock(), []
+    for name, delay_s in (("late", 5.0), ("first", 1.0), ("second", 1.0)):
+        clock.after(delay_s, lambda name=name: taken.append((name, clock.now_s)))
+    while clock.peek_s() < math.inf:
+        clock.step()
+    assert taken == [("first", 1.0), ("second", 1.0), ("late", 5.0)]
+
+
+def test_an_action_may_schedule_another() -> None:
+    clock, taken = Clock(), []
+    clock.after(2.0, lambda: clock.after(3.0, lambda: taken.append(clock.now_s)))
+    clock.step()
+    assert clock.peek_s() == 5.0
+    clock.step()
+    assert taken == [5.0]
+
+
+def test_the_same_seed_gives_the_same_chance() -> None:
+    assert Clock(3).random.random() == Clock(3).random.random() != Clock(4).random.random()

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.planner.hardware.device import device_limit_bytes, predict_device
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.planner.search.auto import best_candidate, is_run, is_searched
+from trainspec_cli.planner.this_machine import device_limit_bytes, predict_device
 from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import Machine

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from trainspec_cli.printable import is_printable
+from trainspec_cli.report.plan.labels import LOST_PARTS, MEMORY_PARTS, TIME_PARTS
 from trainspec_cli.report.plan.page import STYLE, render_plan_page, render_sweep_page
-from trainspec_cli.report.plan.words import LOST_PARTS, MEMORY_PARTS, TIME_PARTS
 
 
 class Balance(HTMLParser):

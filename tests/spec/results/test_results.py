@@ -13,9 +13,8 @@ from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
 from trainspec_cli.spec.results.doctor import Check, Diagnosis, NodeReport
-from trainspec_cli.spec.results.local import LocalPrediction
 from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan, MemoryBreakdown, StepTime
+from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan, LocalPrediction, MemoryBreakdown, StepTime
 from trainspec_cli.spec.results.probe import Curve, MachineProbe, MatmulCurves, Passes, Reference
 from trainspec_cli.spec.results.tools import SpeedResult
 

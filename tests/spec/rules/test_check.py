@@ -4,6 +4,7 @@ import types
 import typing
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -11,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.numbers import ranges_of
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.rules.check import check, check_machine
 from trainspec_cli.spec.rules.engine import check_engine
-from trainspec_cli.spec.rules.ranges import RANGES, holds, replace_at, value_at
 from trainspec_cli.spec.structure import build, sections_of, structure
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
@@ -52,19 +53,31 @@ def test_ranges(make_spec, path: str, value: Any, message: str, hint: str) -> No
     assert told(check(make_spec({path: value}))) == [("out_of_range", path, message, hint)]
 
 
-def numbers_below(cls: type, prefix: str = "") -> Iterator[str]:
-    """Dotted paths of all fields that hold a number, those of optional sections and of every model family too."""
+def sections_below(cls: type, prefix: str = "") -> Iterator[tuple[str, type]]:
+    """Every section with the prefix of its paths, optional ones and those of every model family too."""
+    yield prefix, cls
+    for name, hint in typing.get_type_hints(cls).items():
+        for section in sections_of(hint):
+            yield from sections_below(section, f"{prefix}{name}.")
+
+
+def numbers_of(cls: type) -> Iterator[str]:
+    """The fields that hold a number, or a list of them."""
     for name, hint in typing.get_type_hints(cls).items():
         members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
         members += tuple(typing.get_args(member)[0] for member in members if typing.get_origin(member) is tuple)
         if {int, float} & set(members):
-            yield f"{prefix}{name}"
-        for section in sections_of(hint):
-            yield from numbers_below(section, f"{prefix}{name}.")
+            yield name
+
+
+NUMBER_PATHS = sorted(
+    {f"{prefix}{name}" for prefix, section in sections_below(RunSpec) for name in numbers_of(section)}
+)
 
 
 def test_every_number_of_a_spec_has_a_range() -> None:
-    assert set(numbers_below(RunSpec)) == set(RANGES)
+    for _, section in sections_below(RunSpec):
+        assert set(numbers_of(section)) == set(ranges_of(section)), section
 
 
 DIVISION = [
@@ -201,17 +214,32 @@ LAYOUT = {"layout.pp": 2, "layout.tp": 2, "layout.cp": 2, "layout.ep": 2}
 
 @pytest.mark.parametrize("model", [None, *MODELS])
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(wrong=st.dictionaries(st.sampled_from(sorted(RANGES)), NUMBERS, min_size=1, max_size=3), spread=st.booleans())
+@given(wrong=st.dictionaries(st.sampled_from(NUMBER_PATHS), NUMBERS, min_size=1, max_size=3), spread=st.booleans())
 def test_no_rule_stumbles_over_a_number_and_none_out_of_range_is_passed_over(make_spec, model, wrong, spread) -> None:
     spec = make_spec(LAYOUT if spread else {})
     if model:
         spec = replace(spec, model=structure({**to_plain(spec), "model": MODELS[model]})[0].model)  # type: ignore[union-attr]
+    out_of_range = set()
     for path, number in wrong.items():
-        held = value_at(spec, path)
-        if held is not None:
-            spec = replace_at(spec, path.split("."), (number, 1) if isinstance(held, tuple) else number)
-    found = {problem.path for problem in [*check(spec), *check_engine(spec)]}
-    assert {path for path in wrong if not holds(spec, path)} <= found
+        names = path.split(".")
+        *_, section = above = sections_above(spec, names)
+        ranges = ranges_of(type(section)) if section is not None else {}
+        if names[-1] in ranges and getattr(section, names[-1]) is not None:
+            is_list = isinstance(getattr(section, names[-1]), tuple)
+            spec = replaced(above, names, (number, 1) if is_list else number)
+            out_of_range |= set() if ranges[names[-1]].holds(number) else {path}
+    assert out_of_range <= {problem.path for problem in [*check(spec), *check_engine(spec)]}
+
+
+def sections_above(spec: RunSpec, names: list[str]) -> list[Any]:
+    """The sections that lead to a value; None for those that are left out, or of a kind without it."""
+    return list(accumulate(names[:-1], lambda section, name: getattr(section, name, None), initial=spec))
+
+
+def replaced(above: list[Any], names: list[str], value: Any) -> Any:
+    for section, name in zip(reversed(above), reversed(names), strict=True):
+        value = replace(section, **{name: value})
+    return value
 
 
 def test_a_family_may_do_without_some_sizes(make_spec) -> None:

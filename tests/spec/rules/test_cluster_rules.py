@@ -7,12 +7,10 @@ import pytest
 import yaml
 
 from trainspec_cli.spec.recipe.batching import BatchingSpec
-from trainspec_cli.spec.recipe.cluster import ClusterSpec
-from trainspec_cli.spec.recipe.cost import CostSpec, PowerSpec, SiteSpec
+from trainspec_cli.spec.recipe.cluster import ClusterSpec, CostSpec, PowerSpec, ReliabilitySpec, SiteSpec
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
-from trainspec_cli.spec.recipe.reliability import ReliabilitySpec
 from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
 from trainspec_cli.spec.rules.check import check
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
+from trainspec_cli.corpus.manifest import Split
 from trainspec_cli.corpus.split import hold_out
 from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.reading.files import ANY_DAMAGE, check_regular
@@ -40,7 +40,7 @@ class ImageFolder:
         _check_reader([path for path, _ in files])
         self._load(files[0][0])
 
-    def count(self, split: Literal["train", "heldout"]) -> int:
+    def count(self, split: Split) -> int:
         return len(self._files[split])
 
     def train(self, index: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -114,13 +114,9 @@ def _check_reader(files: list[Path]) -> None:
     try:
         import PIL  # noqa: F401
     except ImportError as error:
-        problem = Problem(
-            code="missing_package",
-            message="pictures are read with Pillow, which is not installed",
-            path="data.source",
-            hint="type pip install 'trainspec[images]', or save them as .npy",
-            environment=True,
-        )
+        message = "pictures are read with Pillow, which is not installed"
+        hint = "type pip install 'trainspec[images]', or save them as .npy"
+        problem = Problem("missing_package", message, "data.source", hint, environment=True)
         raise MachineError(problem) from error
 
 

@@ -7,10 +7,10 @@ a U-Net every voxel is labelled with its tissue; for a classifier the sample is 
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import numpy as np
 
+from trainspec_cli.corpus.manifest import Split
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.model import ConvModel
 
@@ -30,7 +30,7 @@ class Phantoms:
             "heldout": max(1, round(data.phantom.samples * data.heldout_fraction)),
         }
 
-    def count(self, split: Literal["train", "heldout"]) -> int:
+    def count(self, split: Split) -> int:
         return self._counts[split]
 
     def train(self, index: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

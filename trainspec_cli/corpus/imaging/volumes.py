@@ -7,10 +7,11 @@ Two-dimensional slices are kept in the same way.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from trainspec_cli.corpus.manifest import Split
 from trainspec_cli.corpus.split import hold_out
 from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.reading.files import ANY_DAMAGE, check_regular
@@ -35,7 +36,7 @@ class VolumeFolder:
             "heldout": [pair for pair in pairs if pair[0].name in held],
         }
 
-    def count(self, split: Literal["train", "heldout"]) -> int:
+    def count(self, split: Split) -> int:
         return len(self._pairs[split])
 
     def train(self, index: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -157,12 +158,8 @@ def _nibabel() -> Any:
     try:
         import nibabel
     except ImportError as error:
-        problem = Problem(
-            code="missing_package",
-            message="NIfTI volumes are read with nibabel, which is not installed",
-            path="data.source",
-            hint="type pip install 'trainspec[nifti]', or save them as .npy",
-            environment=True,
-        )
+        message = "NIfTI volumes are read with nibabel, which is not installed"
+        hint = "type pip install 'trainspec[nifti]', or save them as .npy"
+        problem = Problem("missing_package", message, "data.source", hint, environment=True)
         raise MachineError(problem) from error
     return nibabel

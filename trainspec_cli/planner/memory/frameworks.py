@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.compute import EIGHT_BIT
-from trainspec_cli.planner.time.pipeline import stage_layers
 from trainspec_cli.planner.workload import embedding_work, head_work, layer_kinds
 from trainspec_cli.planner.workload.work import Work
+from trainspec_cli.policy.pipeline import layers_per_rank
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec
 from trainspec_cli.spec.results.prediction import MemoryBreakdown
 from trainspec_cli.units import GIB
@@ -230,8 +230,7 @@ def kept_activation_bytes(setup: Setup) -> float:
 
 def peak_of(setup: Setup, layer: LayerMemory, constants: MemoryModel = DEFAULT_MEMORY) -> float:
     """Bytes of the fullest stage, which is the first or the last."""
-    relief = 1.0 if setup.model.num_layers % setup.layout.pp else 0.0
-    counts = stage_layers(setup.model.num_layers, setup.layout, relief)
+    counts = layers_per_rank(setup.model.num_layers, setup.layout)
     ends = {0, len(counts) - 1}
     return max(stage_memory(setup, stage, counts[stage], layer, constants).total_bytes for stage in ends)
 
@@ -239,8 +238,7 @@ def peak_of(setup: Setup, layer: LayerMemory, constants: MemoryModel = DEFAULT_M
 def estimate_memory(setup: Setup, constants: MemoryModel = DEFAULT_MEMORY) -> tuple[MemoryBreakdown, ...]:
     """Estimate the memory of every pipeline stage, in bytes."""
     layer = mean_layer_memory(setup)
-    relief = 1.0 if setup.model.num_layers % setup.layout.pp else 0.0
-    counts = stage_layers(setup.model.num_layers, setup.layout, relief)
+    counts = layers_per_rank(setup.model.num_layers, setup.layout)
     return tuple(stage_memory(setup, stage, count, layer, constants) for stage, count in enumerate(counts))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainspec_cli.planner.workload.plan_sizes import COMPUTE_BYTES, micro_tokens, unit_params
+from trainspec_cli.planner.time.local import COMPUTE_BYTES, micro_tokens, unit_params
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.model_parts import loss_chunk_tokens
 from trainspec_cli.spec.results.plan import Plan

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from trainspec_cli.planner.run.uncertainty import propagate, within
-from trainspec_cli.spec.recipe.cluster import ClusterSpec
-from trainspec_cli.spec.recipe.cost import CostSpec, PowerSpec, SiteSpec
+from trainspec_cli.spec.recipe.cluster import ClusterSpec, CostSpec, PowerSpec, SiteSpec
 from trainspec_cli.spec.results.forecast import Goodput, Interval
 from trainspec_cli.spec.results.prediction import StepTime
 

@@ -43,7 +43,8 @@ def forecast_run(
         useful = expect_goodput(spec, plan, elastic, replace(spec.resilience, mode="elastic"))
         others += [replace(useful, layout=elastic.layout.describe())] if useful else []
     steps = spec.train.max_steps
-    wall_time_s = expect_wall_time(steps, candidate.step_time_s, chosen.goodput)
+    inputs = {"step_time_s": within(candidate.step_time_s, STEP_TIME_KNOWN_WITHIN), "goodput": chosen.goodput}
+    wall_time_s = propagate(lambda of: steps * of["step_time_s"] / of["goodput"], inputs)
     spent = occupation(chosen, candidate.time)
     energy, energy_parts = expect_energy(spec.cluster, plan.world_size, wall_time_s, spent)
     money, money_parts = expect_money(spec.cluster, plan.world_size, wall_time_s, energy)
@@ -156,11 +157,6 @@ def checkpoint_times(spec: RunSpec, plan: CapacityPlan) -> CheckpointTimes:
     written_s = size / (cluster.num_nodes * cluster.storage_gb_per_s * 1e9)
     copied_s = size / (plan.world_size * cluster.host_link_gb_per_s * 1e9)
     return CheckpointTimes(copied_s if spec.checkpoint.mode == "async" else written_s, written_s)
-
-
-def expect_wall_time(steps: int, step_time_s: float, useful: Interval) -> Interval:
-    inputs = {"step_time_s": within(step_time_s, STEP_TIME_KNOWN_WITHIN), "goodput": useful}
-    return propagate(lambda of: steps * of["step_time_s"] / of["goodput"], inputs)
 
 
 def _notes(spec: RunSpec, candidate: Candidate, useful: Goodput) -> list[str]:

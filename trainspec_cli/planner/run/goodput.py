@@ -8,16 +8,16 @@ What follows a failure is decided by `policy.recovery.next_action`, as in a runn
 from __future__ import annotations
 
 import heapq
+import itertools
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from trainspec_cli.planner.clock import Clock
 from trainspec_cli.policy import recovery, reliability, run_state
 from trainspec_cli.policy.reliability import Durations
-from trainspec_cli.spec.recipe.reliability import ReliabilitySpec
+from trainspec_cli.spec.recipe.cluster import ReliabilitySpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 
 MAX_FAILURES = 1000
@@ -90,6 +90,28 @@ def draw(cluster: ReliabilitySpec, chance: random.Random) -> ReliabilitySpec:
     factors = {key: within ** (chance.gauss(0, 1) / NORMAL_90) for key, within in cluster.known_within.items()}
     drawn = replace(cluster, **{key: getattr(cluster, key) * factor for key, factor in factors.items()})
     return replace(drawn, job_wide_fraction=min(1.0, drawn.job_wide_fraction))
+
+
+class Clock:
+    """Takes actions in the order of their time; those of one time in the order in which they were scheduled."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.now_s = 0.0
+        self.random = random.Random(seed)
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._counter = itertools.count()
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (self.now_s + delay_s, next(self._counter), action))
+
+    def peek_s(self) -> float:
+        """Time of the next action; infinity when none is left."""
+        return self._heap[0][0] if self._heap else float("inf")
+
+    def step(self) -> None:
+        """Move on to the next action and take it. Raises IndexError when none is left."""
+        self.now_s, _, action = heapq.heappop(self._heap)
+        action()
 
 
 class _Simulation:

@@ -71,7 +71,7 @@ class Search:
             base = self._setup(layout, micro, accum)
             for offload in self.offloads:
                 for name in self.recomputes:
-                    setup = base if name == "none" and not offload else _with(base, name, offload)
+                    setup = replace(base, recompute=RECOMPUTE[name], offload_optimizer=offload)
                     if self._try(setup, name, best):
                         break  # heavier recomputation of a layout that fits is only slower
         self.refused.update(space.refused)
@@ -147,10 +147,6 @@ class Search:
 def _cut(layout: Layout) -> tuple[object, ...]:
     """The axes that cut a layer."""
     return layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel
-
-
-def _with(setup: Setup, recompute: str, offload: bool) -> Setup:
-    return replace(setup, recompute=RECOMPUTE[recompute], offload_optimizer=offload)
 
 
 def recompute_names(wanted: str) -> tuple[str, ...]:

@@ -11,16 +11,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainspec_cli.planner.workload.plan_sizes import (
-    COMPUTE_BYTES,
-    block_matrices,
-    micro_tokens,
-    unit_params,
-)
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.model_parts import loss_chunk_tokens
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.probe import PROBED_HEAD_SIZES, PROBED_HEADS, PROBED_TOKENS, Curve, MachineProbe
+
+COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
+
+
+def block_matrices(model: DecoderModel) -> tuple[int, ...]:
+    """Elements of each matrix of a block."""
+    query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    hidden, ffn = model.hidden_size, model.ffn_size
+    return (hidden * query, hidden * key, hidden * key, query * hidden, hidden * ffn, hidden * ffn, ffn * hidden)
+
+
+def unit_params(plan: Plan, model: DecoderModel) -> tuple[int, int]:
+    """Parameters of a block, and of all that lies outside the blocks: the two kinds of sharded units."""
+    block = sum(block_matrices(model)) + 2 * model.hidden_size
+    return block, plan.params - model.num_layers * block
+
+
+def micro_tokens(plan: Plan) -> int:
+    return plan.micro_batch_size * plan.spec.data.seq_len
 
 
 @dataclass(frozen=True)
@@ -149,16 +162,12 @@ def _unit_collectives_s(plan: Plan, params: int, probe: MachineProbe, *, is_bloc
     layout, seconds = plan.layout, 0.0
     reduced_bytes = params * COMPUTE_BYTES[plan.spec.precision.reduce]
     if layout.dp_shard > 1:
-        gathers = _gathers(plan, is_block=is_block)
-        seconds += gathers * probe.all_gather.at(params * COMPUTE_BYTES[plan.compute])
+        again = is_block and layout.zero_stage == 3  # freed after its forward, and gathered again in the backward
+        seconds += (
+            plan.grad_accum_steps * (2 if again else 1) * probe.all_gather.at(params * COMPUTE_BYTES[plan.compute])
+        )
         exchanges = plan.grad_accum_steps if layout.exchanges_every_backward else 1
         seconds += exchanges * probe.reduce_scatter.at(reduced_bytes)
     if layout.dp_replicate > 1:
         seconds += probe.all_reduce.beyond_call(reduced_bytes / layout.dp_shard)
     return seconds
-
-
-def _gathers(plan: Plan, *, is_block: bool) -> int:
-    """Gathers of one unit in a step: a block freed after its forward (ZeRO-3) is gathered again in the backward."""
-    again = is_block and plan.layout.zero_stage == 3
-    return plan.grad_accum_steps * (2 if again else 1)

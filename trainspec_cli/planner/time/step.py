@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from trainspec_cli.planner.hardware.collectives import all_gather_s, all_reduce_s, all_to_all_s, send_s
@@ -10,9 +11,10 @@ from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import Group, axis_groups
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.compute import LayerTime, Rates, layer_time, rates_of, ungrouped
-from trainspec_cli.planner.time.pipeline import bubble_s, stage_layers
 from trainspec_cli.planner.workload import embedding_work, head_work, layer_kinds
 from trainspec_cli.planner.workload.work import Work
+from trainspec_cli.policy.pipeline import layers_per_rank
+from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.prediction import StepTime
 
 
@@ -117,7 +119,7 @@ def estimate_step(setup: Setup, eff: Efficiency) -> StepTime:
 def assemble_step(setup: Setup, once: MicroBatch, groups: dict[str, Group], eff: Efficiency) -> StepTime:
     """Assemble a whole step under the setup's layout from the parts of a micro-batch."""
     layout, rates = setup.layout, once.rates
-    counts = stage_layers_of(setup, once.layer, once.head)
+    counts = layers_per_rank(setup.model.num_layers, layout)
     stages = stage_parts(once, counts)
     times = [stage_s(part, setup) for part in stages]
     slowest = max(range(len(times)), key=times.__getitem__)
@@ -157,12 +159,6 @@ def with_prediction_layers(head: LayersPart, layer: LayersPart, setup: Setup) ->
     return head
 
 
-def stage_layers_of(setup: Setup, layer: LayersPart, head: LayersPart) -> tuple[int, ...]:
-    one = layer.time.forward + layer.time.backward
-    relief = round((head.time.forward + head.time.backward) / one, 1) if one else 0.0
-    return stage_layers(setup.model.num_layers, setup.layout, relief)
-
-
 def stage_parts(once: MicroBatch, counts: tuple[int, ...]) -> list[LayersPart]:
     whole = {count: LayersPart().plus(once.layer, count) for count in set(counts)}
     stages = [whole[count] for count in counts]
@@ -180,6 +176,23 @@ def own_work_s(part: LayersPart) -> float:
     """One micro-batch through it and back, nothing done again."""
     comm = part.comm
     return part.time.forward + part.time.backward + 2 * comm.tp + 3 * comm.cp + 2 * comm.ep
+
+
+def bubble_s(stage_s: Sequence[float], layout: Layout) -> float:
+    """Time a step's slowest stage waits while the pipeline fills and drains.
+
+    1F1B and GPipe: the other stages' one micro-batch; interleaved divides it by the chunks a stage holds
+    (arXiv:2104.04473); ZB-H1 fills it with weight gradients down to a third (arXiv:2401.10241).
+    """
+    if layout.pp == 1:
+        return 0.0
+    slowest = max(stage_s)
+    wait = sum(stage_s) - slowest
+    if layout.pipeline_schedule == "zero_bubble":
+        return wait / 3
+    if layout.pipeline_schedule == "interleaved" or layout.virtual_stages > 1:
+        return wait / layout.virtual_stages
+    return wait
 
 
 def pipeline_sends_s(setup: Setup, group: Group, eff: Efficiency) -> float:

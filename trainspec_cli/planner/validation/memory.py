@@ -28,17 +28,17 @@ def memory_figure(row: Row, setup: Setup) -> tuple[float | None, float | None]:
     """-> (predicted, measured) in bytes, or (None, None) where the row measures no memory."""
     if number(row, "peak_mem_gib"):
         return predicted_as(row.get("mem_kind") or "", setup), number(row, "peak_mem_gib", 0.0) * GIB  # type: ignore[operator]
-    value, metric, unit = number_or_none(row), (row.get("metric") or "").lower(), (row.get("unit") or "")
+    value, metric, unit = (
+        number(row, "value") if row.get("metric") else None,
+        (row.get("metric") or "").lower(),
+        (row.get("unit") or ""),
+    )
     if value is None:
         return None, None
     if unit == "%":
         return relative_activations(setup), value / 100
     scale = 1e9 if unit == "GB" and "litgpt" in framework_of(row) else UNITS.get(unit, GIB)
     return predicted_as(metric, setup), value * scale
-
-
-def number_or_none(row: Row) -> float | None:
-    return number(row, "value") if row.get("metric") else None
 
 
 def predicted_as(metric: str, setup: Setup) -> float:
@@ -53,7 +53,8 @@ def predicted_as(metric: str, setup: Setup) -> float:
     if "reserved" in metric:
         return resident_bytes(fullest, setup) - outside_bytes(fullest, setup)
     if "torch" in metric or "lora max" in metric or "allocated" in metric:
-        return tensors_bytes(fullest, setup)
+        tensors = fullest.total_bytes - fullest.fragmentation_bytes - outside_bytes(fullest, setup)
+        return tensors * (1 + DEFAULT_MEMORY.reserve)  # the same reserve as the whole
     return resident_bytes(fullest, setup)
 
 
@@ -66,12 +67,6 @@ def resident_bytes(memory: MemoryBreakdown, setup: Setup) -> float:
 def outside_bytes(memory: MemoryBreakdown, setup: Setup) -> float:
     """Bytes that PyTorch's allocator does not see: the device's context and NCCL's own buffers."""
     return memory.context_bytes + DEFAULT_MEMORY.group_bytes * communicators(setup)
-
-
-def tensors_bytes(memory: MemoryBreakdown, setup: Setup) -> float:
-    """Bytes that PyTorch's allocator hands out, with the same reserve as the whole."""
-    tensors = memory.total_bytes - memory.fragmentation_bytes - outside_bytes(memory, setup)
-    return tensors * (1 + DEFAULT_MEMORY.reserve)
 
 
 def relative_activations(setup: Setup) -> float:

@@ -10,11 +10,11 @@ from trainspec_cli.planner.hardware.catalogue import find_accelerator, find_mode
 from trainspec_cli.planner.hardware.topology import Fabric
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.validation.prose import network_of, recompute_of, software_of
+from trainspec_cli.spec.numbers import LARGEST_OF
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec
 from trainspec_cli.spec.recipe.layout import Layout, PipelineSchedule, ZeroStage
 from trainspec_cli.spec.recipe.model import DecoderModel, HybridModel, ModelSpec
 from trainspec_cli.spec.recipe.model_parts import ExpertSpec, LatentAttentionSpec
-from trainspec_cli.spec.sizes import LARGEST_OF
 
 Row = Mapping[str, str]
 ADAPTER_SHARE = 0.002

@@ -46,14 +46,10 @@ def matmul_params(model: DecoderModel, *, active: bool) -> int:
     return layers + model.prediction_layers * extra
 
 
-def embedding_params(model: DecoderModel) -> int:
-    tables = 1 if model.tied_embeddings else 2
-    return (tables * model.vocab_size + model.learned_positions) * model.hidden_size
-
-
 def count_params(model: DecoderModel, *, active: bool = False) -> int:
     """Every parameter once; tied embeddings count once."""
-    return embedding_params(model) + matmul_params(model, active=active) + vector_params(model)
+    rows = (1 if model.tied_embeddings else 2) * model.vocab_size + model.learned_positions
+    return rows * model.hidden_size + matmul_params(model, active=active) + vector_params(model)
 
 
 def vector_params(model: DecoderModel) -> int:

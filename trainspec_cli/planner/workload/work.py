@@ -74,10 +74,6 @@ class Work:
     """Its products are convolutions, whose kernels have rates of their own."""
 
     @property
-    def gemm_flops(self) -> float:
-        return sum(gemm.flops for gemm in self.gemms)
-
-    @property
     def all_params(self) -> float:
         return self.params + self.expert_params
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, fields
 from typing import Any
 
+from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.json_text import finite_or_none
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.forecast import Goodput, Interval, RunForecast
@@ -61,28 +61,19 @@ def _cluster(spec: RunSpec, plan: CapacityPlan) -> dict[str, Any]:
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
     heaviest = max(candidate.memory, key=lambda stage: stage.total_bytes, default=MemoryBreakdown())
+    plain = to_plain(candidate)
     return {
+        **plain,
         "layout": _layout(candidate.layout),
-        "micro_batch_size": candidate.micro_batch_size,
-        "grad_accum_steps": candidate.grad_accum_steps,
-        "recompute": candidate.recompute,
-        "step_time_s": candidate.step_time_s,
-        "tokens_per_s": candidate.tokens_per_s,
-        "tokens_per_s_per_gpu": candidate.tokens_per_s_per_gpu,
-        "mfu": candidate.mfu,
-        "hfu": candidate.hfu,
-        "peak_memory_bytes": candidate.peak_memory_bytes,
-        "memory_limit_bytes": candidate.memory_limit_bytes,
-        "memory": asdict(heaviest),
-        "memory_by_stage": [asdict(stage) for stage in candidate.memory],
-        "time": asdict(candidate.time),
+        "memory": to_plain(heaviest),
+        "memory_by_stage": plain["memory"],
         "fits": candidate.fits,
     }
 
 
 def _layout(layout: Layout) -> dict[str, Any]:
     """Describe a layout, without a schedule where there is no pipeline, and sequence parallelism where tp is 1."""
-    described = asdict(layout)
+    described = to_plain(layout)
     if layout.pp == 1:
         for key in ("pipeline_schedule", "virtual_stages", "stage_layers"):
             described.pop(key, None)
@@ -109,16 +100,15 @@ def _run(run: RunForecast) -> dict[str, Any]:
         "alternatives": [_goodput(other) for other in run.alternatives],
         "energy_parts_joules": run.energy_parts_joules,
         "cost_parts_usd": run.cost_parts_usd,
-        "assumptions": [asdict(assumption) for assumption in run.assumptions],
+        "assumptions": [to_plain(assumption) for assumption in run.assumptions],
         "notes": list(run.notes),
     }
 
 
 def _goodput(goodput: Goodput) -> dict[str, Any]:
-    plain = {field.name: getattr(goodput, field.name) for field in fields(goodput)}
-    if math.isinf(goodput.optimal_interval_s):
-        plain["optimal_interval_s"] = None
-    return plain | {"goodput": goodput.goodput.value, "interval": _bounds(goodput.goodput)}
+    best_s = finite_or_none(goodput.optimal_interval_s)
+    own = {"goodput": goodput.goodput.value, "interval": _bounds(goodput.goodput), "optimal_interval_s": best_s}
+    return to_plain(goodput) | own
 
 
 def _bounds(interval: Interval | None) -> list[float] | None:

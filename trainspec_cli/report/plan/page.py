@@ -7,9 +7,9 @@ from html import escape
 from pathlib import Path
 
 from trainspec_cli.printable import printable
-from trainspec_cli.report.plan import words
-from trainspec_cli.report.plan.text import assumption_row, run_rows, scaling
-from trainspec_cli.report.plan.words import Json, percent
+from trainspec_cli.report.plan import labels
+from trainspec_cli.report.plan.labels import Json, percent
+from trainspec_cli.report.plan.text import assumption_row, run_rows
 from trainspec_cli.report.svg import LineSeries, Segment, render_bar, render_legend, render_lines
 from trainspec_cli.units import format_bytes, format_count, format_duration
 
@@ -50,14 +50,14 @@ def _footer() -> str:
 
 
 def _title(plan: Json) -> str:
-    return f"{plan['model']['name'] or plan['model']['family']} on {words.devices_words(plan['cluster'])}"
+    return f"{plan['model']['name'] or plan['model']['family']} on {labels.devices_label(plan['cluster'])}"
 
 
 def _heading(plan: Json) -> str:
-    batching, unit = plan["batching"], words.unit_of(plan["model"])
+    batching, unit = plan["batching"], labels.unit_of(plan["model"])
     run = plan["run"]
     length = f"; {format_count(run['tokens'])} {unit} in {run['steps']:,} steps" if run else ""
-    text = f"{words.model_words(plan['model'])}; {batching['global_batch_size']:,} samples a step{length}"
+    text = f"{labels.model_label(plan['model'])}; {batching['global_batch_size']:,} samples a step{length}"
     return f'<h1>{escape(_title(plan))}</h1><p class="soft">{escape(text)}</p>'
 
 
@@ -90,27 +90,20 @@ def _advice(plan: Json) -> str:
 
 def _tiles(plan: Json) -> str:
     run, best, bounds = plan["run"], plan["best"], plan["run"]["intervals"]
-    unit = words.unit_of(plan["model"])
+    unit = labels.unit_of(plan["model"])
     tiles = [
-        (
-            "time to train",
-            format_duration(run["wall_time_s"]),
-            words.range_words(bounds["wall_time_s"], format_duration),
-        ),
-        ("goodput", words.goodput_percent(run["goodput"]), words.range_words(bounds["goodput"], words.goodput_percent)),
-        (
-            f"{unit}/s/device",
-            words.rate_words(best["tokens_per_s_per_gpu"]),
-            f"MFU {percent(best['mfu'], 1)}, HFU {percent(best['hfu'], 1)}",
-        ),
+        (name, show(run[key]), labels.format_range(bounds[key], show))
+        for name, key, show in (
+            ("time to train", "wall_time_s", format_duration),
+            ("goodput", "goodput", labels.goodput_percent),
+            ("energy", "energy_joules", labels.format_energy),
+            ("carbon (CO2e)", "carbon_kg", labels.format_mass),
+            ("money", "cost_usd", labels.format_money),
+        )
+        if run[key] is not None
     ]
-    for name, key, say in (
-        ("energy", "energy_joules", words.energy_words),
-        ("carbon (CO2e)", "carbon_kg", words.mass_words),
-        ("money", "cost_usd", words.money_words),
-    ):
-        if run[key] is not None:
-            tiles.append((name, say(run[key]), words.range_words(bounds[key], say)))
+    rate = f"MFU {percent(best['mfu'], 1)}, HFU {percent(best['hfu'], 1)}"
+    tiles.insert(2, (f"{unit}/s/device", labels.format_rate(best["tokens_per_s_per_gpu"]), rate))
     drawn = (
         f"<div class=tile><span>{escape(n)}</span><b>{escape(v)}</b><span>{escape(b)}</span></div>" for n, v, b in tiles
     )
@@ -118,7 +111,7 @@ def _tiles(plan: Json) -> str:
 
 
 def _candidates(plan: Json) -> str:
-    unit = words.unit_of(plan["model"])
+    unit = labels.unit_of(plan["model"])
     headings = ("", "layout", "micro-batch", "recompute", "#step", f"#{unit}/s/device", "#MFU", "#HFU", "memory")
     rows = [_candidate_row(rank, one) for rank, one in enumerate(plan["candidates"][:TABLED_CANDIDATES], 1)]
     considered = f"{plan['considered']:,} layouts were considered; " if plan["considered"] else ""
@@ -133,16 +126,10 @@ def _candidates(plan: Json) -> str:
 def _candidate_row(rank: int, candidate: Json) -> str:
     part = candidate["peak_memory_bytes"] / candidate["memory_limit_bytes"]
     used = Segment("c-used" if part <= 1 else "c-full", "peak", min(part, 1.0), percent(part))
-    peak, limit = words.gib(candidate["peak_memory_bytes"]), words.gib(candidate["memory_limit_bytes"])
+    peak, limit = labels.gib(candidate["peak_memory_bytes"]), labels.gib(candidate["memory_limit_bytes"])
     cells = [
         _cell(str(rank)),
-        _cell(words.layout_words(candidate), "name"),
-        _cell(words.micro_batch_words(candidate)),
-        _cell(candidate["recompute"]),
-        _cell(format_duration(candidate["step_time_s"]), "number"),
-        _cell(words.rate_words(candidate["tokens_per_s_per_gpu"]), "number"),
-        _cell(percent(candidate["mfu"], 1), "number"),
-        _cell(percent(candidate["hfu"], 1), "number"),
+        *map(_cell, labels.candidate_cells(candidate), ("name", "", "", "number", "number", "number", "number")),
         f'<td class="meter">{render_bar([used], 1.0)}<small>{peak} of {limit} GiB</small></td>',
     ]
     return f"<tr{' class=best' if rank == 1 and candidate['fits'] else ''}>{''.join(cells)}</tr>"
@@ -157,11 +144,11 @@ def _memory(best: Json) -> str:
         rows.append(
             (
                 name,
-                render_bar(_segments(stage, words.MEMORY_PARTS, format_bytes), scale, limit),
+                render_bar(_segments(stage, labels.MEMORY_PARTS, format_bytes), scale, limit),
                 format_bytes(sum(stage.values())),
             )
         )
-    legend = render_legend(_segments(best["memory"], words.MEMORY_PARTS, format_bytes))
+    legend = render_legend(_segments(best["memory"], labels.MEMORY_PARTS, format_bytes))
     text = f"Peak of the best layout, by cause; the dashed line is what a device has, {format_bytes(limit)}."
     return _section("Memory", text, _rows(rows) + legend)
 
@@ -171,24 +158,24 @@ def _step_times(plan: Json) -> str:
     scale = max(candidate["step_time_s"] for candidate in shown)
     rows = [
         (
-            f"{rank}  {words.layout_words(candidate)}",
-            render_bar(_segments(candidate["time"], words.TIME_PARTS, format_duration), scale),
+            f"{rank}  {labels.layout_label(candidate)}",
+            render_bar(_segments(candidate["time"], labels.TIME_PARTS, format_duration), scale),
             format_duration(candidate["step_time_s"]),
         )
         for rank, candidate in enumerate(shown, 1)
     ]
     text = "By phase: work is blue, communication that is not hidden behind it orange, waiting grey. Values: the first."
-    legend = render_legend(_segments(shown[0]["time"], words.TIME_PARTS, format_duration))
+    legend = render_legend(_segments(shown[0]["time"], labels.TIME_PARTS, format_duration))
     others = _absent_from_first(shown)
     return _section("Step time", text, _rows(rows) + legend + (render_legend(others, False) if others else ""))
 
 
 def _absent_from_first(candidates: Sequence[Json]) -> list[Segment]:
     """Phases that only other candidates have, for the legend."""
-    seen = {segment.kind for segment in _segments(candidates[0]["time"], words.TIME_PARTS, format_duration)}
+    seen = {segment.kind for segment in _segments(candidates[0]["time"], labels.TIME_PARTS, format_duration)}
     more = {}
     for candidate in candidates[1:]:
-        for segment in _segments(candidate["time"], words.TIME_PARTS, format_duration):
+        for segment in _segments(candidate["time"], labels.TIME_PARTS, format_duration):
             if segment.kind not in seen:
                 more[segment.kind] = segment
     return list(more.values())
@@ -198,7 +185,7 @@ def _goodput(run: Json) -> str:
     modes = [run["recovery"], *run["alternatives"]]
     scale = max(max(1 - mode["goodput"] for mode in modes), 1e-9) * 1.02
     rows = [
-        (words.MODES[mode["mode"]], render_bar(_losses(mode), scale), f"{percent(1 - mode['goodput'], 2)} lost")
+        (labels.MODES[mode["mode"]], render_bar(_losses(mode), scale), f"{percent(1 - mode['goodput'], 2)} lost")
         for mode in modes
     ]
     seen = {segment.kind: segment for mode in reversed(modes) for segment in _losses(mode)}
@@ -214,7 +201,7 @@ def _goodput(run: Json) -> str:
 def _losses(mode: Json) -> list[Segment]:
     return [
         Segment(f"c-{key}", name, mode["lost"][key], percent(mode["lost"][key], 2))
-        for key, name in words.LOST_PARTS.items()
+        for key, name in labels.LOST_PARTS.items()
         if mode["lost"].get(key, 0.0) > 0
     ]
 
@@ -254,7 +241,7 @@ def _assumptions(plan: Json) -> str:
 def _scaling(sweep: Json) -> str:
     fitting = [point for point in sweep["points"] if point["plan"]["best"]]
     chart = _scaling_chart(fitting) if len(fitting) > 1 else ""
-    unit = words.unit_of(sweep["points"][0]["plan"]["model"])
+    unit = labels.unit_of(sweep["points"][0]["plan"]["model"])
     figures = ("step", f"{unit}/s", "scaling", "MFU", "goodput", "time", "energy", "money")
     headings = (sweep["key"], "#devices", "best layout", *(f"#{name}" for name in figures))
     rows = [_scaling_row(point, fitting) for point in sweep["points"]]
@@ -271,33 +258,24 @@ def _scaling_chart(fitting: Sequence[Json]) -> str:
     (first_x, first_y), (last_x, _) = points[0], points[-1]
     lines = [
         LineSeries("c-ideal", "even scaling", [(first_x, first_y), (last_x, first_y * last_x / first_x)], marked=False),
-        LineSeries("c-measure", f"{words.unit_of(plans[0]['model'])} a second", points),
+        LineSeries("c-measure", f"{labels.unit_of(plans[0]['model'])} a second", points),
     ]
     ticks = [(x, f"{x:,}") for x, _ in points]
     legend = render_legend([Segment(line.kind, line.label, 0, "") for line in reversed(lines)])
-    return render_lines(lines, "devices", f"{words.unit_of(plans[0]['model'])} a second", ticks) + legend
+    return render_lines(lines, "devices", f"{labels.unit_of(plans[0]['model'])} a second", ticks) + legend
 
 
 def _scaling_row(point: Json, fitting: Sequence[Json]) -> str:
-    plan, best, run = point["plan"], point["plan"]["best"], point["plan"]["run"]
+    plan, best = point["plan"], point["plan"]["best"]
     start = _cell(point["value"]) + _cell(f"{plan['cluster']['world_size']:,}", "number")
     if not best:
         return f'<tr>{start}<td colspan="9">nothing fits: {escape("; ".join(plan["advice"][:1]))}</td></tr>'
-    figures = (
-        format_duration(best["step_time_s"]),
-        words.rate_words(best["tokens_per_s"]),
-        percent(scaling(plan, fitting[0]["plan"])),
-        percent(best["mfu"], 1),
-        words.goodput_percent(run["goodput"]),
-        format_duration(run["wall_time_s"]),
-        words.energy_words(run["energy_joules"]) if run["energy_joules"] else "unknown",
-        words.money_words(run["cost_usd"]) if run["cost_usd"] else "unknown",
-    )
-    return f"<tr>{start}{_cell(words.layout_words(best))}{''.join(_cell(text, 'number') for text in figures)}</tr>"
+    figures = labels.sweep_figures(plan, fitting[0]["plan"])
+    return f"<tr>{start}{_cell(labels.layout_label(best))}{''.join(_cell(text, 'number') for text in figures)}</tr>"
 
 
-def _segments(breakdown: Json, names: dict[str, str], say: words.Words) -> list[Segment]:
-    return [Segment(f"c-{key}", name, value, say(value)) for key, name, value in words.present(breakdown, names)]
+def _segments(breakdown: Json, names: dict[str, str], say: labels.Formatter) -> list[Segment]:
+    return [Segment(f"c-{key}", name, value, say(value)) for key, name, value in labels.present(breakdown, names)]
 
 
 def _section(title: str, text: str, content: str) -> str:

@@ -9,9 +9,9 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 
-from trainspec_cli.report.plan import words
+from trainspec_cli.report.plan import labels
+from trainspec_cli.report.plan.labels import Json, percent
 from trainspec_cli.report.plan.trace import render_trace
-from trainspec_cli.report.plan.words import Json, percent
 from trainspec_cli.report.rich_text import Text
 from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
 
@@ -22,7 +22,7 @@ SHOWN_REASONS = 8
 BAR_WIDTH = 28
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 COMPUTE, COMMUNICATION, WAITING = "cyan", "yellow", "bright_black"
-TIME_COLOURS = {key: COMMUNICATION for key in words.TIME_PARTS if "comm" in key} | dict.fromkeys(
+TIME_COLOURS = {key: COMMUNICATION for key in labels.TIME_PARTS if "comm" in key} | dict.fromkeys(
     ("bubble_s", "data_s", "host_s"), WAITING
 )
 
@@ -44,10 +44,10 @@ def render_plan(plan: Json, width: int = WIDE) -> RenderableType:
 
 def render_sweep(sweep: Json) -> RenderableType:
     """One line for each value of the swept key."""
-    points = sweep["points"]
+    points, unit = sweep["points"], labels.unit_of(sweep["points"][0]["plan"]["model"])
     first = next((point["plan"] for point in points if point["plan"]["best"]), None)
-    table = _table(sweep["key"], "devices", "best layout", "step", f"{_unit(points)}/s", "scaling", "MFU", "memory")
-    for heading in ("goodput", "time", "energy", "money"):
+    table = _table(sweep["key"], "devices", "best layout", "step", f"{unit}/s", "scaling", "MFU")
+    for heading in ("goodput", "time", "energy", "money", "memory"):
         table.add_column(heading, justify="right")
     for point in points:
         table.add_row(*_sweep_row(point, first))
@@ -56,10 +56,10 @@ def render_sweep(sweep: Json) -> RenderableType:
 
 def _header(plan: Json) -> RenderableType:
     model, cluster, batching, run = plan["model"], plan["cluster"], plan["batching"], plan["run"]
-    unit = words.unit_of(model)
+    unit = labels.unit_of(model)
     flops = f"{format_si(model['flops_per_token'], 'FLOP')} a {unit[:-1]} (attention counted causal)"
     step = f"{batching['global_batch_size']:,} samples a step"
-    lines = [("model", f"{words.model_words(model)}; {flops}"), ("cluster", words.devices_words(cluster))]
+    lines = [("model", f"{labels.model_label(model)}; {flops}"), ("cluster", labels.devices_label(cluster))]
     if run:
         lines.append(("run", f"{format_count(run['tokens'])} {unit} in {run['steps']:,} steps, {step}"))
     return _pairs(lines, bold=True)
@@ -68,26 +68,31 @@ def _header(plan: Json) -> RenderableType:
 def _candidates(plan: Json) -> RenderableType:
     shown = plan["candidates"][:SHOWN_CANDIDATES]
     limit = format_bytes(shown[0]["memory_limit_bytes"]) if shown else ""
-    unit = words.unit_of(plan["model"])
+    unit = labels.unit_of(plan["model"])
     table = _table("", "layout", "micro-batch", "recompute", "step", f"{unit}/s/device", "MFU", "HFU")
     table.add_column(f"memory of {limit}" if limit else "memory", no_wrap=True)
     for rank, candidate in enumerate(shown, 1):
-        table.add_row(*_candidate_row(rank, candidate), style="bold" if rank == 1 and candidate["fits"] else "")
+        table.add_row(
+            str(rank),
+            *labels.candidate_cells(candidate),
+            _memory_cell(candidate),
+            style="bold" if rank == 1 and candidate["fits"] else "",
+        )
     return Group(_count(plan), table)
 
 
 def _candidates_narrow(plan: Json) -> RenderableType:
     """Two lines for each layout, and fewer columns."""
-    table = _table("", "layout", "step", f"{words.unit_of(plan['model'])}/s", "MFU", "memory")
+    table = _table("", "layout", "step", f"{labels.unit_of(plan['model'])}/s", "MFU", "memory")
     for rank, candidate in enumerate(plan["candidates"][:SHOWN_CANDIDATES], 1):
-        how = f"{words.micro_batch_words(candidate)} samples, recompute {candidate['recompute']}"
+        how = f"{labels.micro_batch_label(candidate)} samples, recompute {candidate['recompute']}"
         table.add_row(
             str(rank),
-            Text.assemble(words.layout_words(candidate), "\n", (how, "bright_black")),
+            Text.assemble(labels.layout_label(candidate), "\n", (how, "bright_black")),
             format_duration(candidate["step_time_s"]),
-            words.rate_words(candidate["tokens_per_s_per_gpu"]),
+            labels.format_rate(candidate["tokens_per_s_per_gpu"]),
             percent(candidate["mfu"], 1),
-            f"{words.gib(candidate['peak_memory_bytes'])} GiB",
+            f"{labels.gib(candidate['peak_memory_bytes'])} GiB",
         )
     return Group(_count(plan), table)
 
@@ -97,23 +102,11 @@ def _count(plan: Json) -> Text:
     return Text(f"Layouts  {kept} kept of {plan['considered']:,} considered", style="bold")
 
 
-def _candidate_row(rank: int, candidate: Json) -> Iterator[RenderableType]:
-    yield str(rank)
-    yield words.layout_words(candidate)
-    yield words.micro_batch_words(candidate)
-    yield candidate["recompute"]
-    yield format_duration(candidate["step_time_s"])
-    yield words.rate_words(candidate["tokens_per_s_per_gpu"])
-    yield percent(candidate["mfu"], 1)
-    yield percent(candidate["hfu"], 1)
-    yield _memory_cell(candidate)
-
-
 def _memory_cell(candidate: Json) -> RenderableType:
     part = candidate["peak_memory_bytes"] / candidate["memory_limit_bytes"]
     colour = "red" if part > 1 else "yellow" if part > 0.95 else "green"
     return Text.assemble(
-        (bar(min(part, 1.0), 10), colour), f" {words.gib(candidate['peak_memory_bytes'])} GiB {percent(part)}"
+        (bar(min(part, 1.0), 10), colour), f" {labels.gib(candidate['peak_memory_bytes'])} GiB {percent(part)}"
     )
 
 
@@ -122,14 +115,14 @@ def _memory(best: Json) -> RenderableType:
     totals = [sum(stage.values()) for stage in stages]
     where = f", stage {totals.index(max(totals)) + 1} of {len(stages)}" if len(stages) > 1 else ""
     title = f"Memory of the best layout  {format_bytes(best['peak_memory_bytes'])} on the fullest device{where}"
-    parts = words.present(best["memory"], words.MEMORY_PARTS)
+    parts = labels.present(best["memory"], labels.MEMORY_PARTS)
     rows = [(name, value, format_bytes(value), "cyan") for _, name, value in parts]
     return _bars(title, rows, sum(best["memory"].values()))
 
 
 def _time(best: Json) -> RenderableType:
     title = f"Step of the best layout  {format_duration(best['step_time_s'])}, communication where it is not hidden"
-    parts = words.present(best["time"], words.TIME_PARTS)
+    parts = labels.present(best["time"], labels.TIME_PARTS)
     rows = [(name, value, format_duration(value), TIME_COLOURS.get(key, COMPUTE)) for key, name, value in parts]
     return _bars(title, rows, sum(best["time"].values()))
 
@@ -165,19 +158,19 @@ def run_rows(plan: Json) -> Iterator[tuple[str, str, str, str]]:
     """(what, expected value, bounds, where it goes) for each figure of the run."""
     run, cluster = plan["run"], plan["cluster"]
     recovery, bounds = run["recovery"], run["intervals"]
-    losses = words.present(recovery["lost"] | {"kept": run["goodput"]}, words.LOST_PARTS, 5e-5)
+    losses = labels.present(recovery["lost"] | {"kept": run["goodput"]}, labels.LOST_PARTS, 5e-5)
     lost = ", ".join(f"{name} {percent(value, 2)}" for _, name, value in losses)
-    yield "time", format_duration(run["wall_time_s"]), words.range_words(bounds["wall_time_s"], format_duration), ""
-    goodput = words.range_words(bounds["goodput"], words.goodput_percent)
-    yield "goodput", words.goodput_percent(run["goodput"]), goodput, lost
+    yield "time", format_duration(run["wall_time_s"]), labels.format_range(bounds["wall_time_s"], format_duration), ""
+    goodput = labels.format_range(bounds["goodput"], labels.goodput_percent)
+    yield "goodput", labels.goodput_percent(run["goodput"]), goodput, lost
     for other in run["alternatives"]:
-        kept = words.range_words(other["interval"], words.goodput_percent)
-        yield "", words.goodput_percent(other["goodput"]), kept, words.alternative_words(other)
+        kept = labels.format_range(other["interval"], labels.goodput_percent)
+        yield "", labels.goodput_percent(other["goodput"]), kept, labels.alternative_label(other)
     yield "failures", f"{recovery['failures']:.3g}", "", f"one every {format_duration(recovery['mtbf_s'])}"
     yield _checkpoint_row(recovery)
-    yield _cost_row("energy", run, "energy_joules", words.energy_words, _shares(run["energy_parts_joules"]))
-    yield _cost_row("carbon", run, "carbon_kg", words.mass_words, f"CO2e; grid: {cluster['site']}")
-    yield _cost_row("money", run, "cost_usd", words.money_words, _shares(run["cost_parts_usd"]))
+    yield _cost_row("energy", run, "energy_joules", labels.format_energy, _shares(run["energy_parts_joules"]))
+    yield _cost_row("carbon", run, "carbon_kg", labels.format_mass, f"CO2e; grid: {cluster['site']}")
+    yield _cost_row("money", run, "cost_usd", labels.format_money, _shares(run["cost_parts_usd"]))
 
 
 def _checkpoint_row(recovery: Json) -> tuple[str, str, str, str]:
@@ -195,7 +188,7 @@ def _cost_row(name: str, run: Json, key: str, say: Any, detail: str) -> tuple[st
     if run[key] is None:
         missing = "cluster.cost.price_usd_per_device_hour" if key == "cost_usd" else "cluster.accelerator.tdp_w"
         return name, "unknown", "", f"{missing} is not known"
-    return name, say(run[key]), words.range_words(run["intervals"][key], say), detail
+    return name, say(run[key]), labels.format_range(run["intervals"][key], say), detail
 
 
 def _shares(parts: Json) -> str:
@@ -216,7 +209,7 @@ def assumption_row(assumption: Json) -> tuple[str, str, str, str]:
     """A source that was not checked says so."""
     within = f"x{assumption['known_within']:.3g}" if assumption["known_within"] > 1 else ""
     unchecked = "" if assumption["verified"] else "unchecked: "
-    return assumption["key"], words.format_grouped(assumption["value"]), within, unchecked + assumption["source"]
+    return assumption["key"], labels.format_grouped(assumption["value"]), within, unchecked + assumption["source"]
 
 
 def _sweep_row(point: Json, first: Json | None) -> Iterator[RenderableType]:
@@ -226,26 +219,9 @@ def _sweep_row(point: Json, first: Json | None) -> Iterator[RenderableType]:
     if not best or not first:
         yield Text("nothing fits: " + "; ".join(plan["advice"][:1]), style="red")
         return
-    run = plan["run"]
-    yield words.layout_words(best)
-    yield format_duration(best["step_time_s"])
-    yield words.rate_words(best["tokens_per_s"])
-    yield percent(scaling(plan, first))
-    yield percent(best["mfu"], 1)
-    yield f"{words.gib(best['peak_memory_bytes'])} GiB"
-    yield words.goodput_percent(run["goodput"])
-    yield format_duration(run["wall_time_s"])
-    yield words.energy_words(run["energy_joules"]) if run["energy_joules"] else "unknown"
-    yield words.money_words(run["cost_usd"]) if run["cost_usd"] else "unknown"
-
-
-def scaling(plan: Json, first: Json) -> float:
-    """Throughput a device, over that of the first point that fits."""
-    return float(plan["best"]["tokens_per_s_per_gpu"] / first["best"]["tokens_per_s_per_gpu"])
-
-
-def _unit(points: Sequence[Json]) -> str:
-    return words.unit_of(points[0]["plan"]["model"])
+    yield labels.layout_label(best)
+    yield from labels.sweep_figures(plan, first)
+    yield f"{labels.gib(best['peak_memory_bytes'])} GiB"
 
 
 def bar(part: float, width: int) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainspec_cli.spec.auto import AUTO, AutoInt
+from trainspec_cli.spec.numbers import PositiveInt
 
 OnLoss = Literal["keep", "shrink"]
 ShrinkRule = Literal["linear", "sqrt", "none"]
@@ -13,7 +14,7 @@ ShrinkRule = Literal["linear", "sqrt", "none"]
 
 @dataclass(frozen=True)
 class BatchingSpec:
-    global_batch_size: int
+    global_batch_size: PositiveInt
     """Samples per step, over all ranks."""
     micro_batch_size: AutoInt = AUTO
     """Samples that a rank processes in one forward and backward; the rest is gradient accumulation."""

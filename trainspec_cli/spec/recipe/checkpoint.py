@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainspec_cli.spec.auto import AutoInt
+from trainspec_cli.spec.numbers import PositiveInt
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,11 @@ class CheckpointSpec:
     mode: Literal["async", "sync"] = "async"
     """async: training waits for a copy in memory, which is then written in the background; sync: until it is on
     disk."""
-    memory_interval_steps: int | None = None
+    memory_interval_steps: PositiveInt | None = None
     """Steps between copies in the nodes' memory (/dev/shm), each node also keeping its predecessor's; null: none.
 
     They outlive the workers: a run that restarts on the same nodes, or with one of them replaced, resumes from them.
     They take twice the state's size (four times with two nodes or more) until the run has ended normally.
     """
-    keep_last: int = 2
+    keep_last: PositiveInt = 2
     """Older whole checkpoints are removed."""

@@ -1,14 +1,12 @@
-"""The hardware: this machine, or a described cluster of nodes, accelerators and links."""
+"""The hardware: this machine, or a described cluster: accelerators, links, failures, power and price, and Slurm."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from trainspec_cli.spec.auto import AUTO, Auto, AutoInt
-from trainspec_cli.spec.recipe.cost import CostSpec, PowerSpec, SiteSpec
-from trainspec_cli.spec.recipe.reliability import ReliabilitySpec
-from trainspec_cli.spec.recipe.slurm import SlurmSpec
+from trainspec_cli.spec.numbers import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 
 
 @dataclass(frozen=True)
@@ -20,40 +18,165 @@ class AcceleratorSpec:
 
     name: str
     vendor: str
-    bf16_tflops: float
-    memory_gb: float
-    memory_tb_per_s: float
-    fp8_tflops: float = 0.0
-    fp4_tflops: float = 0.0
-    fp16_tflops: float = 0.0
+    bf16_tflops: PositiveFloat
+    memory_gb: PositiveFloat
+    memory_tb_per_s: PositiveFloat
+    fp8_tflops: NonNegativeFloat = 0.0
+    fp4_tflops: NonNegativeFloat = 0.0
+    fp16_tflops: NonNegativeFloat = 0.0
     """0: the same as bf16."""
-    tf32_tflops: float = 0.0
-    fp32_tflops: float = 0.0
+    tf32_tflops: NonNegativeFloat = 0.0
+    fp32_tflops: NonNegativeFloat = 0.0
     """The rate without tensor cores."""
-    matmul_bf16_tflops: float = 0.0
+    matmul_bf16_tflops: NonNegativeFloat = 0.0
     """The best measured rate of a large matrix product; 0: not known, the planner assumes a usual part of the peak."""
-    matmul_fp8_tflops: float = 0.0
-    tera_exponentials_per_s: float = 0.0
+    matmul_fp8_tflops: NonNegativeFloat = 0.0
+    tera_exponentials_per_s: NonNegativeFloat = 0.0
     """Exponentials of the special-function units, 1e12 a second, which softmax takes; 0: not known."""
-    load_store_tb_per_s: float = 0.0
+    load_store_tb_per_s: NonNegativeFloat = 0.0
     """Peak load and store rate of the multiprocessors' first-level caches; 0: not known."""
-    cache_mb: float = 40.0
+    cache_mb: NonNegativeFloat = 40.0
     """Last-level cache, which small activations never leave."""
-    link_gb_per_s: float = 0.0
+    link_gb_per_s: NonNegativeFloat = 0.0
     """Bandwidth to the other devices of its scale-up domain, all links together, one direction."""
     link_kind: Literal["nvswitch", "mesh", "bridge", "pcie", "torus"] = "pcie"
     """mesh and torus reach the full rate only with all peers at once; a bridge joins pairs."""
-    tdp_w: float = 0.0
-    """Board power limit."""
-    price_usd_per_hour: float = 0.0
+    tdp_w: NonNegativeFloat = 0.0
+    """Board power limit; 0: not known."""
+    price_usd_per_hour: NonNegativeFloat = 0.0
     """An observed price of one device; 0: not known."""
     sources: dict[str, str] | None = None
     """The source of each value by key; `default` for the rest."""
 
 
 @dataclass(frozen=True)
+class ReliabilitySpec:
+    """Failures hit all devices equally and without memory (a Poisson process); the rest are mean durations."""
+
+    mtbf_device_hours: PositiveFloat = 50_677.0
+    """Device-hours between failures that end a synchronous job (a cluster of n devices fails n times as often)."""
+    job_wide_fraction: Fraction = 0.129
+    """Fraction of the failures that no replica group survives, such as a bug in the software."""
+    detect_s: NonNegativeFloat = 60.0
+    """The time until a failure is detected and diagnosed."""
+    swap_s: NonNegativeFloat = 120.0
+    """The time until a spare node has replaced the failed one."""
+    start_s: NonNegativeFloat = 300.0
+    """Processes, communicators and compilation, up to the first step; reading the checkpoint comes on top."""
+    repair_s: NonNegativeFloat = 86_400.0
+    """The time until a failed node is a spare again."""
+    spare_nodes: NonNegativeInt | None = None
+    """Nodes on standby; null: one whenever it is needed."""
+    shrink_stall_s: NonNegativeFloat = 30.0
+    """Elastic: how long the survivors stall, from the failure until they continue without the failed replica group."""
+    rejoin_stall_s: NonNegativeFloat = 15.0
+    """Elastic: how long they stall when the healed replica group joins."""
+    heal_gb_per_s: PositiveFloat = 10.0
+    """Elastic: the rate at which a device of the new replica group copies its state from a healthy peer."""
+    known_within: dict[str, float] = field(default_factory=dict)
+    """The uncertainty of each value: 2 means between half and twice the value with a probability of 90%."""
+    sources: dict[str, str] = field(default_factory=dict)
+    unverified: tuple[str, ...] = ()
+    """Keys whose value was not checked against its source."""
+
+
+@dataclass(frozen=True)
+class SiteSpec:
+    """The building and the grid behind it."""
+
+    name: str = "world average"
+    pue: Annotated[float, Range(1)] = 1.2
+    """Power usage effectiveness: power into the building over power into the machines."""
+    carbon_g_per_kwh: NonNegativeFloat = 475.0
+    """Intensity of the local grid (purchased certificates are not counted)."""
+    electricity_usd_per_kwh: NonNegativeFloat = 0.08
+    """Paid for owned machines; a rent includes it."""
+    known_within: dict[str, float] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    unverified: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PowerSpec:
+    """Power of a node, as fractions of the thermal design power (TDP) of its accelerators."""
+
+    busy: NonNegativeFloat = 0.9
+    """An accelerator that computes."""
+    waiting: NonNegativeFloat = 0.5
+    """One that waits for a collective, a pipeline stage or data."""
+    idle: NonNegativeFloat = 0.15
+    """One without work: the job is down."""
+    host: NonNegativeFloat = 0.45
+    """The rest of the node (CPUs, switches, NICs, fans), whatever the accelerators do."""
+    known_within: dict[str, float] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    unverified: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CostSpec:
+    """Money: a rent, or a share of the purchase."""
+
+    price_usd_per_device_hour: NonNegativeFloat | None = None
+    """Rent; null: the accelerator's own."""
+    owned: bool = False
+    """Bought machines: their price over their useful hours, plus electricity and operation."""
+    device_price_usd: NonNegativeFloat | None = None
+    """owned: one device with its share of node, network and storage."""
+    useful_years: PositiveFloat = 4.0
+    utilisation: Annotated[float, Range(0, 1, includes_low=False)] = 0.8
+    """Fraction of those years in which some job pays for the device."""
+    operation_ratio: NonNegativeFloat = 0.08
+    """Staff, space and repairs per year, over the price."""
+    known_within: dict[str, float] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    unverified: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SlurmSpec:
+    """The Slurm options of a job; null leaves an option to the site's default."""
+
+    job_name: str | None = None
+    """null: trainspec-<recipe>."""
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time: str | None = None
+    """`2:00:00` or `3-00:00:00`; text, so quote it in YAML."""
+    gpus_per_node: str | None = None
+    """`h100:8`; null: `cluster.devices_per_node`, if the device is cuda."""
+    cpus_per_task: PositiveInt | None = None
+    """CPUs per node; null: all of a whole node (see `exclusive`)."""
+    mem: str | None = None
+    """Memory per node, such as `512G`; `0G` is all of it."""
+    exclusive: bool = True
+    """Take whole nodes."""
+    constraint: str | None = None
+    exclude: str | None = None
+    """Nodes to avoid, such as `node[3,7]`."""
+    dependency: str | None = None
+    """`afterok:1234`, `singleton`."""
+    array_parallel: PositiveInt | None = None
+    """Jobs of a sweep's array that may run at once; null: all."""
+    container_image: str | None = None
+    """For srun with the pyxis plugin; trainspec must be installed outside it too, at the same path."""
+    container_mounts: str | None = None
+    sbatch_lines: tuple[str, ...] = ()
+    """Further options, copied verbatim after `#SBATCH` into job.sbatch."""
+    setup: tuple[str, ...] = ()
+    """Shell commands before the job begins, such as `module load cuda` or `export NCCL_IB_HCA=mlx5`. They run as you:
+    `trainspec sbatch` shows them, and submits those of a file that another user owns, or that everyone may write, only
+    with --allow-setup. The same goes for `sbatch_lines`."""
+    warn_s: NonNegativeInt = 120
+    """How long before the time limit (or a preemption that sends the job's signal) the run saves and ends."""
+    max_requeues: NonNegativeInt = 10
+    """How often a job that met its time limit, was preempted or lost a node is requeued and resumes."""
+
+
+@dataclass(frozen=True)
 class ClusterSpec:
-    num_nodes: int = 1
+    num_nodes: PositiveInt = 1
     devices_per_node: AutoInt = AUTO
     """Processes per node, one per device; auto: every GPU, or two processes on a machine without GPUs."""
     device: Literal["cpu", "cuda"] | Auto = AUTO
@@ -61,18 +184,18 @@ class ClusterSpec:
     name: str = ""
     accelerator: AcceleratorSpec | None = None
     """null: the accelerator of this machine."""
-    scaleup_devices: int | None = None
+    scaleup_devices: PositiveInt | None = None
     """Devices joined by the fast links; null: those of a node. 72 in a GB200 NVL72 rack of 4-device nodes."""
-    link_gb_per_s: float | None = None
+    link_gb_per_s: NonNegativeFloat | None = None
     """One direction, per device; null: the accelerator's."""
-    nic_gbit_per_s: float = 0.0
+    nic_gbit_per_s: NonNegativeFloat = 0.0
     """Between nodes, one direction, per device (a node's NICs over its devices)."""
     nic_kind: Literal["infiniband", "roce", "efa", "omnipath", "ethernet"] = "infiniband"
-    host_link_gb_per_s: float = 50.0
+    host_link_gb_per_s: PositiveFloat = 50.0
     """Device to host memory, one direction, for offload."""
-    host_memory_gb: float = 2048.0
+    host_memory_gb: NonNegativeFloat = 2048.0
     """Memory of a node."""
-    storage_gb_per_s: float = 1.2
+    storage_gb_per_s: PositiveFloat = 1.2
     """Bandwidth to checkpoint storage, per node: 2.3 TB in 40 s from 48 nodes (BLOOM, stas00/ml-engineering, fault-
     tolerance)."""
     efficiency: dict[str, float] | None = None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Annotated, Literal, get_args
+
+from trainspec_cli.spec.numbers import NonNegativeInt, PositiveInt, Range
 
 
 @dataclass(frozen=True)
 class TokenizerSpec:
     """A byte-level BPE, trained on the data unless a file is named."""
 
-    vocab_size: int = 4096
+    vocab_size: Annotated[int, Range(257)] = 4096
     path: str | None = None
     """A `tokenizer.json` of the `tokenizers` library; `vocab_size` is then that file's."""
     end_of_document: str | None = None
@@ -35,34 +37,21 @@ class PartSpec:
 class PhantomSpec:
     """Synthetic MR images; the same for the same seed, whatever the run's own."""
 
-    samples: int = 1024
+    samples: PositiveInt = 1024
     """Training samples per epoch; held-out samples come on top."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
 
 
-SAMPLE_SOURCES = ("phantom", "images", "volumes")
+SampleSource = Literal["phantom", "images", "volumes"]
+SAMPLE_SOURCES = get_args(SampleSource)
 """Sources of convolutional networks, whose samples are images or volumes. All other sources become tokens."""
 
 
 @dataclass(frozen=True)
 class DataSpec:
-    seq_len: int
+    seq_len: PositiveInt
     """Tokens per sample; 1 for images and volumes."""
-    source: Literal[
-        "python_stdlib",
-        "text",
-        "jsonl",
-        "parquet",
-        "arrow",
-        "chat",
-        "tokens",
-        "nanogpt",
-        "megatron",
-        "mixture",
-        "phantom",
-        "images",
-        "volumes",
-    ]
+    source: Literal[Documents, "mixture", SampleSource]
     """`tokens` is a folder that `trainspec data prepare` wrote; text is prepared at launch and cached.
 
     `arrow` is a Hugging Face dataset as `save_to_disk` writes it; `nanogpt` and `megatron` are files of token ids, read
@@ -75,9 +64,9 @@ class DataSpec:
     text_field: str = "text"
     """The field of each JSON line, or the column of a table, that holds the text."""
     tokenizer: TokenizerSpec = field(default_factory=TokenizerSpec)
-    heldout_fraction: float = 0.02
+    heldout_fraction: Annotated[float, Range(0, 1, includes_low=False, includes_high=False)] = 0.02
     """Fraction of the documents or samples (chosen by a hash of each) held out for evaluation."""
-    max_bytes: int | None = None
+    max_bytes: PositiveInt | None = None
     """Read at most this much text."""
     phantom: PhantomSpec = field(default_factory=PhantomSpec)
     document_masks: bool = False

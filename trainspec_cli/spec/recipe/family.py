@@ -21,8 +21,6 @@ class FamilyRecord:
     estimates it as it does for other frameworks."""
     refuses: Mapping[str, str] = field(default_factory=dict)
     """What the engine cannot do with such a model, and why: an axis of the layout, or one of `FEATURES`."""
-    may_be_zero: frozenset[str] = frozenset()
-    """Sizes that this family can do without."""
 
 
 FEATURES = ("lora", "fp8", "compile", "elastic")

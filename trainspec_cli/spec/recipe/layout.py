@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainspec_cli.spec.auto import AUTO, Auto, AutoInt
+from trainspec_cli.spec.numbers import PositiveInt
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Outermost first: neighbouring ranks share the innermost axis, which needs the fastest links."""
@@ -40,7 +41,7 @@ class LayoutSpec:
     pipeline_schedule: PipelineSchedule | Auto = "1f1b"
     virtual_stages: AutoInt = 1
     """Chunks of layers a pipeline stage holds (the interleaved schedule needs 2 or more)."""
-    stage_layers: tuple[int, ...] | None = None
+    stage_layers: tuple[PositiveInt, ...] | None = None
     """Layers of each pipeline stage, if uneven; null spreads them evenly."""
     context_method: ContextMethod = "ring"
     """With cp: keys and values go round a ring (arXiv:2310.01889), or go all-to-all (Ulysses, arXiv:2309.14509)."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from trainspec_cli.spec.numbers import NonNegativeInt, PositiveFloat, PositiveInt
 from trainspec_cli.spec.recipe.family import FamilyRecord
 from trainspec_cli.spec.recipe.model_parts import Activation, ExpertSpec, LatentAttentionSpec, Layer, Mixer, RopeScaling
 
@@ -19,36 +20,36 @@ class DecoderModel:
     The fields below `norm_eps` describe deviations from that.
     """
 
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_size: int
+    num_layers: PositiveInt
+    hidden_size: PositiveInt
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: PositiveInt
+    ffn_size: PositiveInt
     """Width of the feed-forward (a gated one, SwiGLU, has three matrices of hidden_size x ffn_size)."""
-    vocab_size: int
+    vocab_size: PositiveInt
     family: Literal["decoder"] = "decoder"
     name: str = ""
     tied_embeddings: bool = False
     """Input embedding and output head share one matrix."""
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
+    rope_theta: PositiveFloat = 10_000.0
+    norm_eps: PositiveFloat = 1e-5
     gated_mlp: bool = True
     """False: two matrices (GPT, MPT, Nemotron) instead of three."""
-    learned_positions: int = 0
+    learned_positions: NonNegativeInt = 0
     """Rows of a learned position table; 0 for rotary or ALiBi."""
-    sliding_window: int | None = None
+    sliding_window: PositiveInt | None = None
     """Tokens that a windowed layer attends to; null: all before it."""
-    global_attention_every: int = 1
+    global_attention_every: NonNegativeInt = 1
     """With a window: every n-th layer attends to everything; 0: none does."""
     mla: LatentAttentionSpec | None = None
     experts: ExpertSpec | None = None
-    prediction_layers: int = 0
+    prediction_layers: NonNegativeInt = 0
     """Extra layers that predict further tokens (multi-token prediction, DeepSeek-V3). The planner counts them; the
     engine does not build them."""
     activation: Activation = "silu"
     """The activation of the feed-forward and the experts."""
-    gate_limit: float | None = None
+    gate_limit: PositiveFloat | None = None
     """Gate and linear half of the experts are clamped to it, the gate weighed by sigmoid(1.702 x), 1 added to the
     linear half (gpt_oss)."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
@@ -118,29 +119,29 @@ class HybridModel:
     Every layer is one mixer behind a norm: the counts below are of single layers, as in Nemotron-H.
     """
 
-    hidden_size: int
-    vocab_size: int
-    mamba_layers: int
-    attention_layers: int = 0
-    mlp_layers: int = 0
-    expert_layers: int = 0
-    num_heads: int = 0
-    num_kv_heads: int = 0
-    head_dim: int = 128
-    ffn_size: int = 0
+    hidden_size: PositiveInt
+    vocab_size: PositiveInt
+    mamba_layers: NonNegativeInt
+    attention_layers: NonNegativeInt = 0
+    mlp_layers: NonNegativeInt = 0
+    expert_layers: NonNegativeInt = 0
+    num_heads: NonNegativeInt = 0
+    num_kv_heads: NonNegativeInt = 0
+    head_dim: PositiveInt = 128
+    ffn_size: NonNegativeInt = 0
     gated_mlp: bool = False
     experts: ExpertSpec | None = None
-    mamba_expand: int = 2
+    mamba_expand: PositiveInt = 2
     """Inner width over hidden width."""
-    mamba_head_dim: int = 64
-    mamba_num_heads: int | None = None
+    mamba_head_dim: PositiveInt = 64
+    mamba_num_heads: PositiveInt | None = None
     """null: mamba_expand x hidden_size / mamba_head_dim."""
-    mamba_state_size: int = 128
-    mamba_groups: int = 8
+    mamba_state_size: PositiveInt = 128
+    mamba_groups: PositiveInt = 8
     family: Literal["hybrid"] = "hybrid"
     name: str = ""
     tied_embeddings: bool = False
-    norm_eps: float = 1e-5
+    norm_eps: PositiveFloat = 1e-5
     activation: Activation = "silu"
     """The activation of the feed-forward and the experts."""
     layer_pattern: str = ""
@@ -156,7 +157,6 @@ class HybridModel:
             "lora": "adapters are for decoders",
             "fp8": "it is built for decoders' linear layers alone",
         },
-        may_be_zero=frozenset({"num_heads", "num_kv_heads", "ffn_size"}),
     )
     is_built: ClassVar[bool] = True
     prediction_layers: ClassVar[int] = 0
@@ -223,16 +223,16 @@ class ConvModel:
 
     architecture: Literal["resnet", "retinanet", "maskrcnn", "unet"]
     """retinanet and maskrcnn are a resnet with a feature pyramid and detection heads on top; they can be planned."""
-    input_size: tuple[int, ...]
+    input_size: tuple[PositiveInt, ...]
     """Extent of one sample: (224, 224), or (128, 128, 128) for volumes."""
-    widths: tuple[int, ...]
+    widths: tuple[PositiveInt, ...]
     """Channels of each stage (of a resnet: inside its bottlenecks; of a U-Net: from top to bottom)."""
-    blocks: tuple[int, ...] = (3, 4, 6, 3)
+    blocks: tuple[PositiveInt, ...] = (3, 4, 6, 3)
     """Blocks a stage (resnet)."""
-    in_channels: int = 3
-    num_classes: int = 1000
+    in_channels: PositiveInt = 3
+    num_classes: PositiveInt = 1000
     """Classes of a sample, or for a U-Net of each voxel; class 0 of voxels is the background."""
-    groups: int = 1
+    groups: PositiveInt = 1
     """Groups of the 3x3 convolutions: 32 in ResNeXt-50 32x4d."""
     family: Literal["conv"] = "conv"
     name: str = ""

@@ -4,7 +4,9 @@ by and the planner counts by."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from trainspec_cli.spec.numbers import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 
 SINK_DIMS = 8
 """By so much heads grow where a sink's logit travels with the queries: kernels want multiples of 8."""
@@ -33,12 +35,12 @@ Activation = Literal["silu", "gelu", "relu2"]
 class LatentAttentionSpec:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values pass through a low-rank latent."""
 
-    kv_lora_rank: int
-    q_lora_rank: int = 0
+    kv_lora_rank: PositiveInt
+    q_lora_rank: NonNegativeInt = 0
     """0: the queries are projected directly."""
-    qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = 64
-    v_head_dim: int = 128
+    qk_nope_head_dim: PositiveInt = 128
+    qk_rope_head_dim: PositiveInt = 64
+    v_head_dim: PositiveInt = 128
 
 
 @dataclass(frozen=True)
@@ -48,15 +50,15 @@ class RopeScaling:
     kind: Literal["llama3", "yarn"]
     """llama3 (arXiv:2407.21783): long waves slowed down, short ones kept. yarn (arXiv:2309.00071): by turns within
     the original length, and softer scores."""
-    factor: float
-    original_seq_len: int
-    low_freq_factor: float = 1.0
+    factor: Annotated[float, Range(1)]
+    original_seq_len: PositiveInt
+    low_freq_factor: PositiveFloat = 1.0
     """llama3: waves longer than original_seq_len / this are slowed by the whole factor."""
-    high_freq_factor: float = 4.0
+    high_freq_factor: PositiveFloat = 4.0
     """llama3: waves shorter than original_seq_len / this are kept."""
-    beta_fast: float = 32.0
+    beta_fast: PositiveFloat = 32.0
     """yarn: what turns more often than this is kept."""
-    beta_slow: float = 1.0
+    beta_slow: PositiveFloat = 1.0
     """yarn: what turns less often than this is slowed by the whole factor."""
     whole_bounds: bool = True
     """yarn: the bounds between the two are rounded to whole frequencies (gpt_oss does not)."""
@@ -66,16 +68,16 @@ class RopeScaling:
 class ExpertSpec:
     """A mixture of experts instead of the feed-forward."""
 
-    num_experts: int
-    top_k: int
-    expert_ffn_size: int
-    shared_experts: int = 0
+    num_experts: PositiveInt
+    top_k: PositiveInt
+    expert_ffn_size: PositiveInt
+    shared_experts: NonNegativeInt = 0
     """Experts that every token visits, each of `shared_expert_ffn_size`."""
-    shared_expert_ffn_size: int | None = None
+    shared_expert_ffn_size: PositiveInt | None = None
     """null: as wide as a routed expert."""
-    first_dense_layers: int = 0
+    first_dense_layers: NonNegativeInt = 0
     """This many leading layers keep the plain feed-forward of `ffn_size`."""
-    every: int = 1
+    every: PositiveInt = 1
     """2 makes every second layer an expert layer, the others plain."""
     shared_gate: bool = False
     """The shared experts' output is scaled by a learned sigmoid of each token (Qwen2-MoE)."""
@@ -85,19 +87,19 @@ class ExpertSpec:
     """The function from the router's logits to scores; sigmoid scores every expert by itself (DeepSeek-V3)."""
     normalise_weights: bool = True
     """The chosen experts' weights sum to one."""
-    weight_scale: float = 1.0
+    weight_scale: PositiveFloat = 1.0
     """A factor on the weights after that (the routed scaling factor)."""
-    num_groups: int = 1
+    num_groups: PositiveInt = 1
     """Experts are divided into groups; a token's experts come from the `top_groups` groups whose two best score
     highest."""
-    top_groups: int = 1
-    balance_rate: float = 0.0
+    top_groups: PositiveInt = 1
+    balance_rate: NonNegativeFloat = 0.0
     """Balancing without a loss (arXiv:2408.15664): after each step the choice of an expert that was visited less than
     the mean is made likelier by so much, of the others less likely; 0: none."""
-    balance_loss: float = 0.0
+    balance_loss: NonNegativeFloat = 0.0
     """Coefficient of the loss that balances each sequence (DeepSeek-V3, eq. 17-20), weighed by the sequence's tokens;
     it steers the gradients and is no part of the loss that is shown."""
-    capacity_factor: float | None = None
+    capacity_factor: PositiveFloat | None = None
     """An expert takes at most this many times its even share of each sequence, the highest weights first; what is over
     is dropped. null: it takes all (dropless)."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainspec_cli.spec.auto import AUTO, AutoInt
+from trainspec_cli.spec.numbers import NonNegativeInt, PositiveFloat, PositiveInt
 
 RecoveryMode = Literal["restart", "elastic", "none"]
 
@@ -25,20 +26,20 @@ class ResilienceSpec:
 
     On several nodes each replica group takes whole nodes, or several share one. The first node, which runs the
     supervisor and the rendezvous server, must not be lost."""
-    min_groups: int = 1
+    min_groups: PositiveInt = 1
     """elastic: with fewer replica groups than this the run waits; if none can come back, it ends."""
-    max_restarts_per_hour: int = 6
+    max_restarts_per_hour: NonNegativeInt = 6
     """The limit for each replica group (elastic) or the whole run (restart); a group that fails more often stays
     down."""
-    hang_floor_s: float | None = 120.0
+    hang_floor_s: PositiveFloat | None = 120.0
     """A step that takes this long, and five times as long as the slowest before it, has hung; it ends the run with the
     ranks' stacks. null waits forever."""
-    heartbeat_timeout_s: float = 3.0
+    heartbeat_timeout_s: PositiveFloat = 3.0
     """elastic: a replica group silent for this long counts as dead (its node is off, cut off, or its process stopped).
 
     A killed one is noticed at once, by its closed connection. Heartbeats come from a Python thread, which a native call
     that holds the interpreter lock delays."""
-    exchange_timeout_s: float = 60.0
+    exchange_timeout_s: PositiveFloat = 60.0
     """elastic: how long a gradient exchange waits for a replica group that is alive but does not take part."""
-    sdc_check: int | None = None
+    sdc_check: PositiveInt | None = None
     """elastic: steps between comparisons of the groups' parameters (silent data corruption); null never compares."""

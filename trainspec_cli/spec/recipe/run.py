@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trainspec_cli.spec.auto import AUTO, Auto
+from trainspec_cli.spec.numbers import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.checkpoint import CheckpointSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec
@@ -25,15 +26,15 @@ Offload = Literal["none", "optimizer"]
 
 @dataclass(frozen=True)
 class TrainSection:
-    max_steps: int
-    seed: int = 0
-    max_skipped_steps: int = 10
+    max_steps: PositiveInt
+    seed: NonNegativeInt = 0
+    max_skipped_steps: PositiveInt = 10
     """A step whose loss or gradients are not finite updates nothing; this many in a row end the run."""
-    eval_interval_steps: int | None = None
+    eval_interval_steps: PositiveInt | None = None
     """Steps between evaluations on the held-out text; null: one at the end."""
-    sample_interval_steps: int | None = None
+    sample_interval_steps: PositiveInt | None = None
     """Steps between samples of text that the model writes (`sample`); null: one at the end."""
-    log_interval_steps: int = 10
+    log_interval_steps: PositiveInt = 10
     """Steps between log lines if the output is not a terminal."""
 
 
@@ -42,18 +43,18 @@ class SampleSection:
     """Text that the trained model writes at the end."""
 
     prompt: str = ""
-    max_new_tokens: int = 0
+    max_new_tokens: NonNegativeInt = 0
     """0 writes nothing."""
-    temperature: float = 0.8
+    temperature: NonNegativeFloat = 0.8
 
 
 @dataclass(frozen=True)
 class RunSection:
     dir: str | Auto = AUTO
     """The run folder; auto is runs/<recipe>/<time>."""
-    stop_grace_s: float = 60.0
+    stop_grace_s: PositiveFloat = 60.0
     """A worker that has not ended this long after a stop request is killed."""
-    node_timeout_s: float = 30.0
+    node_timeout_s: PositiveFloat = 30.0
     """On several nodes: a node that is silent for this long (off, hung, cut off) is lost, and the job ends."""
     preflight: bool = True
     """Before the workers start, refuse a node without enough memory or disk. Several nodes are each measured for some

@@ -8,7 +8,7 @@ from typing import Literal
 from trainspec_cli.spec.recipe.kernels import KernelSpec
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.run import Offload, Recompute, RunSpec
-from trainspec_cli.spec.results.local import LocalPrediction
+from trainspec_cli.spec.results.prediction import LocalPrediction
 
 
 @dataclass(frozen=True)

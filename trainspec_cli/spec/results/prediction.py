@@ -1,8 +1,8 @@
-"""The planner's predictions for a layout: memory by cause, step time by phase, and the ranked candidates."""
+"""Predictions: memory by cause and step time by phase of a layout, the ranked candidates, and a run on this machine."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from trainspec_cli.spec.recipe.layout import Layout
 
@@ -27,9 +27,8 @@ class MemoryBreakdown:
 
     @property
     def total_bytes(self) -> float:
-        states = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
-        work = self.activations_bytes + self.logits_bytes
-        return states + work + self.comm_buffers_bytes + self.fragmentation_bytes + self.context_bytes
+        total: float = sum(vars(self).values())
+        return total
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
-        total: float = sum(getattr(self, part.name) for part in fields(self))
+        total: float = sum(vars(self).values())
         return total
 
 
@@ -111,3 +110,27 @@ class CapacityPlan:
     @property
     def best(self) -> Candidate | None:
         return self.candidates[0] if self.candidates and self.candidates[0].fits else None
+
+
+@dataclass(frozen=True)
+class LocalPrediction:
+    """A run on this machine."""
+
+    time_s: dict[str, float]
+    """A step's parts, named as in the step events."""
+    memory: dict[str, float]
+    """Bytes of one process at its peak, by cause: what a run measures."""
+    beside: dict[str, float] = field(default_factory=dict)
+    """Bytes that a GPU needs beside what its allocator hands out, and a run does not measure."""
+
+    @property
+    def step_time_s(self) -> float:
+        return sum(self.time_s.values())
+
+    @property
+    def peak_memory_bytes(self) -> float:
+        return sum(self.memory.values())
+
+    @property
+    def needed_bytes(self) -> float:
+        return self.peak_memory_bytes + sum(self.beside.values())

@@ -20,10 +20,9 @@ from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.layout import MESH_AXES
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.rules.elastic import ELASTIC_RULES, fixed_groups
-from trainspec_cli.spec.rules.families import family_sizes
 from trainspec_cli.spec.rules.kernels import KERNEL_RULES, check_kernels, find_compiler
 from trainspec_cli.spec.rules.model import MODEL_RULES, divisors
-from trainspec_cli.spec.rules.ranges import check_ranges, forget_out_of_range
+from trainspec_cli.spec.rules.ranges import forget_out_of_range
 from trainspec_cli.spec.rules.text import TEXT_RULES
 from trainspec_cli.spec.unknown import UnknownTouched
 
@@ -41,7 +40,6 @@ def check(spec: RunSpec) -> list[Problem]:
     """All problems that can be found without a machine."""
     rules: list[Rule] = [
         *MODEL_RULES,
-        family_sizes,
         world_size,
         batch,
         schedule,
@@ -53,7 +51,7 @@ def check(spec: RunSpec) -> list[Problem]:
         ownership,
     ]
     rules += [memory_copies, *ELASTIC_RULES, *KERNEL_RULES, *TEXT_RULES]
-    return [*check_ranges(spec), *apply(rules, spec)]
+    return [*forget_out_of_range(spec)[1], *apply(rules, spec)]
 
 
 def check_machine(spec: RunSpec, machine: Machine) -> list[Problem]:
@@ -66,7 +64,7 @@ def check_machine(spec: RunSpec, machine: Machine) -> list[Problem]:
 def apply(rules: Iterable[Rule], spec: RunSpec) -> list[Problem]:
     """Apply `rules` to the values that are in range; `check` reports the others one by one."""
     problems: list[Problem] = []
-    known = forget_out_of_range(spec)
+    known, _ = forget_out_of_range(spec)
     for rule in rules:
         with contextlib.suppress(UnknownTouched):
             problems.extend(rule(known))
@@ -185,9 +183,7 @@ def _source_path(source: str, path: str | None, where: str) -> Iterator[Problem]
     if source in WITHOUT_PATH:
         if path is not None:
             message = f"`{where}.path` is {path}, but {chosen} reads no file of yours"
-            yield Problem(
-                code="unsupported", path=f"{where}.path", message=message, hint=f"type {WITHOUT_PATH[source]}"
-            )
+            yield Problem("unsupported", message, f"{where}.path", f"type {WITHOUT_PATH[source]}")
     elif path is None:
         message = f"`{where}.path` is null; {chosen} reads a file, folder or glob"
         hint = f"type {where}.path=<path>"
@@ -235,12 +231,8 @@ def uncertainty(spec: RunSpec) -> Iterator[Problem]:
                 yield Problem(code="unknown_key", path=path, message=message, hint=f"type ~{path}")
             elif factor < 1:
                 message = f"`{path}` is {factor:g}; a factor of at least 1 is needed (2: between half and twice)"
-                yield Problem(
-                    code="out_of_range",
-                    path=path,
-                    message=message,
-                    hint=f"type {path}={1 / factor:g}" if factor > 0 else "",
-                )
+                hint = f"type {path}={1 / factor:g}" if factor > 0 else ""
+                yield Problem("out_of_range", message, path, hint)
 
 
 def ownership(spec: RunSpec) -> Iterator[Problem]:

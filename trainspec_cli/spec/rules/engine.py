@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 from trainspec_cli.errors import Problem
 from trainspec_cli.spec.auto import AUTO
+from trainspec_cli.spec.recipe.model import TextModel
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.rules.check import Rule, apply
 from trainspec_cli.spec.rules.elastic import wanted_groups, whole_hosts
-from trainspec_cli.spec.rules.families import family_training
-from trainspec_cli.spec.rules.layout import LAYOUT_RULES
-from trainspec_cli.spec.rules.precision import float8
+from trainspec_cli.spec.rules.layout import LAYOUT_RULES, pipeline_of, size_of
+from trainspec_cli.spec.rules.model import family_training
 from trainspec_cli.spec.unknown import UNKNOWN
 
 TRAINED: dict[str, tuple[Any, ...]] = {
@@ -82,6 +82,43 @@ def elastic_model(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("unsupported", reason, "resilience.mode", "type resilience=restart")
 
 
+FP8_MULTIPLE = 16
+"""Kernels take matrices whose sides are multiples of it."""
+UNDO_FP8 = "precision.matmul=compute"
+
+
+def float8(spec: RunSpec) -> Iterator[Problem]:
+    if spec.precision.matmul != "fp8":
+        return
+    if reason := spec.model.record.refuses.get("fp8"):
+        yield _unsupported_in_fp8("precision.matmul", reason, f"type {UNDO_FP8}")
+        return
+    yield from _fp8_sizes(cast("TextModel", spec.model), size_of(spec.layout, "tp"))
+    if pipeline_of(spec.layout).splits_backward:
+        message = f"{spec.layout.pipeline_schedule} splits each linear layer's backward, which fp8 ones do in one"
+        yield _unsupported_in_fp8(
+            "layout.pipeline_schedule", message, f"type layout.pipeline_schedule=1f1b, or {UNDO_FP8}"
+        )
+
+
+def _fp8_sizes(model: TextModel, tp: int) -> Iterator[Problem]:
+    """Check the sizes of a rank's parts."""
+    sides = {
+        "model.hidden_size": model.hidden_size,
+        "model.ffn_size": model.ffn_size / tp,
+        "model.num_heads": model.num_heads * model.head_dim / tp,
+        "model.num_kv_heads": model.num_kv_heads * model.head_dim / tp,
+    }
+    for path, side in sides.items():
+        if side % FP8_MULTIPLE:
+            message = f"`{path}` gives a rank a matrix with a side of {side:g}, which is no multiple of {FP8_MULTIPLE}"
+            yield _unsupported_in_fp8(path, message, f"type {UNDO_FP8}")
+
+
+def _unsupported_in_fp8(path: str, message: str, hint: str) -> Problem:
+    return Problem("unsupported", f"`precision.matmul` is fp8: {message}", path, hint)
+
+
 BUILT: tuple[Rule, ...] = (data_of_its_kind, compiled_model, family_training, *LAYOUT_RULES, float8)
 
 
@@ -90,8 +127,5 @@ def trained_value(path: str, spec: RunSpec) -> Iterator[Problem]:
     if value not in allowed:
         choices = " or ".join(str(choice) for choice in allowed)
         message = f"`{path}` is {value}; this version trains with {choices}"
-        hint = f"type {path}={allowed[0]}, or {_PLAN}"
-        yield Problem(code="unsupported", path=path, message=message, hint=hint)
-
-
-_PLAN = "trainspec plan with the same arguments says what it would take"
+        hint = f"type {path}={allowed[0]}, or trainspec plan with the same arguments says what it would take"
+        yield Problem("unsupported", message, path, hint)

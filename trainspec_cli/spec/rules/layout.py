@@ -202,9 +202,8 @@ LAYOUT_RULES = (tensor_parallel, context_parallel, pipeline, expert_parallel, ca
 
 
 def _spread_alone(axis: str, reason: str) -> Problem:
-    return Problem(
-        "illegal_layout", f"`layout.{axis}` cannot be used here: {reason}", f"layout.{axis}", f"type layout.{axis}=1"
-    )
+    message = f"`layout.{axis}` cannot be used here: {reason}"
+    return Problem("illegal_layout", message, f"layout.{axis}", f"type layout.{axis}=1")
 
 
 def _indivisible(axis: str, parts: int, path: str, size: int) -> Problem:

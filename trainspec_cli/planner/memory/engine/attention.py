@@ -124,7 +124,7 @@ def whole(tape: Tape, q: Value, k: Value, v: Value, *, seq: Heads, share: float 
     if not seq.sinks:
         return flash(tape, q, k, v, rows)
     longer = 1 + 1 / (seq.length * share)
-    q, k, v = pad_front(tape, q, longer), sink_key(tape, pad_front(tape, k, longer)), pad_front(tape, v, longer)
+    q, k, v = pad_front(tape, q, longer), tape.copy_in_forward(pad_front(tape, k, longer)), pad_front(tape, v, longer)
     return tape.part(flash(tape, q, k, v, rows * longer), elements)
 
 
@@ -142,7 +142,7 @@ def windowed(tape: Tape, q: Value, k: Value, v: Value, seq: Heads) -> Value:
         q, k, v = (tape.copy(y) for y in (q, k, v))
     if seq.sinks:
         longer = 1 + 0.5 / window
-        k, v = sink_key(tape, pad_front(tape, k, longer)), pad_front(tape, v, longer)
+        k, v = tape.copy_in_forward(pad_front(tape, k, longer)), pad_front(tape, v, longer)
     rest = flash(tape, q, k, v, seq.rows * share * (blocks - 1), mask=2 * window * window)
     if first.elements + rest.elements > elements:
         rest = tape.part(rest, elements - first.elements)
@@ -156,10 +156,6 @@ def beside(tape: Tape, x: Value, share: float) -> Value:
 
 def pad_front(tape: Tape, x: Value, longer: float) -> Value:
     return tape.copy(x, x.elements * longer)
-
-
-def sink_key(tape: Tape, k: Value) -> Value:
-    return tape.copy_in_forward(k)
 
 
 def flash(tape: Tape, q: Value, k: Value, v: Value, rows: float, mask: float = 0.0) -> Value:

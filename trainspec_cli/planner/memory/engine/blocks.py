@@ -76,14 +76,10 @@ def with_bias(tape: Tape, mixed: Value, mixer: Mixer, shape: Shape) -> Value:
     return tape.copy_in_forward(mixed) if mixer == "attention" and shape.decoder.attention_bias == "all" else mixed
 
 
-def _in_region(part: Part) -> Part:
-    return partial(region, part=part)
-
-
 MIXERS: dict[Mixer, Part] = {
-    "attention": _in_region(attention),
-    "latent": _in_region(latent_attention),
-    "feed_forward": _in_region(feed_forward),
+    "attention": partial(region, part=attention),
+    "latent": partial(region, part=latent_attention),
+    "feed_forward": partial(region, part=feed_forward),
     "experts": mixture,
-    "mamba": _in_region(mamba),
+    "mamba": partial(region, part=mamba),
 }

@@ -11,14 +11,10 @@ from functools import lru_cache
 from itertools import pairwise
 from math import prod
 
-from trainspec_cli.planner.memory.engine.tape import Tape, Value
+from trainspec_cli.planner.memory.engine.tape import INDEX, PRECISE, Tape, Value
 from trainspec_cli.planner.memory.engine.units import Matrix, Unit
 from trainspec_cli.spec.recipe.model import ConvModel
 from trainspec_cli.spec.recipe.model_parts import STEM_CHANNELS
-
-PRECISE = 4.0
-"""Bytes of an element in which statistics are taken."""
-INDEX = 8.0
 
 
 class ConvTape(Tape):

@@ -11,11 +11,10 @@ from trainspec_cli.planner.memory.engine.blocks import BlockProfile, profile
 from trainspec_cli.planner.memory.engine.conv import ConvPart, ConvTape, network
 from trainspec_cli.planner.memory.engine.run import WIDTHS, Account, EngineRun
 from trainspec_cli.planner.memory.engine.sharding import MASTER_WIDTH, Sharded, Sharding
+from trainspec_cli.planner.memory.engine.tape import INDEX
 from trainspec_cli.planner.memory.engine.units import Unit
 from trainspec_cli.spec.recipe.model import ConvModel
 from trainspec_cli.spec.recipe.run import Recompute
-
-INDEX = 8.0
 
 
 @dataclass

@@ -9,12 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainspec_cli.planner.memory.engine.parts import Shape, activate, feed_forward_of, region
-from trainspec_cli.planner.memory.engine.tape import Tape, Value
-
-INDEX = 8.0
-"""Bytes of an index."""
-PRECISE = 4.0
-"""Bytes of a score."""
+from trainspec_cli.planner.memory.engine.tape import INDEX, PRECISE, Tape, Value
 
 
 def mixture(tape: Tape, x: Value, shape: Shape) -> Value:

@@ -9,11 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainspec_cli.planner.memory.engine.parts import Shape
-from trainspec_cli.planner.memory.engine.tape import Tape, Value
+from trainspec_cli.planner.memory.engine.tape import PRECISE, Tape, Value
 from trainspec_cli.spec.recipe.model_parts import CONV_TAPS, SCAN_BLOCK
-
-PRECISE = 4.0
-"""Bytes of a decay."""
 
 
 @dataclass(frozen=True)

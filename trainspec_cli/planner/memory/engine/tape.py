@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
+PRECISE = 4.0
+"""Bytes of an element in which scores, decays and statistics are taken."""
+INDEX = 8.0
+"""Bytes of an index."""
 Event = Literal["gather", "free", "gather_again", "reduce"]
 """Of experts that are sharded by themselves within a block: before and after their forward, and their backward."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -106,10 +106,6 @@ def _latent(model: DecoderModel, tp: int) -> Iterator[Matrix]:
     yield hidden, heads * mla.v_head_dim
 
 
-def _feed_forward(model: DecoderModel, tp: int) -> Iterator[Matrix]:
-    yield from _glu(model, model.ffn_size // tp)
-
-
 def _glu(model: DecoderModel, width: int) -> Iterator[Matrix]:
     yield from ((width, model.hidden_size),) * (2 if model.gated_mlp else 1)
     yield model.hidden_size, width
@@ -165,7 +161,11 @@ def _mamba(model: HybridModel, tp: int) -> Iterator[Matrix]:
     yield from ((heads, 1), (heads, 1), (heads, 1), (inner, 1), (hidden, inner))
 
 
-_MIXERS = {"attention": _attention, "latent": _latent, "feed_forward": _feed_forward}
+_MIXERS: dict[str, Callable[[DecoderModel, int], Iterator[Matrix]]] = {
+    "attention": _attention,
+    "latent": _latent,
+    "feed_forward": lambda model, tp: _glu(model, model.ffn_size // tp),
+}
 
 
 def outside_unit(model: TextModel, layout: Layout, first: bool, last: bool) -> Unit:

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.planner.local import is_predictable, predict_local
 from trainspec_cli.planner.memory.local import SPEED_TEST_BYTES, copy_bytes, parameter_bytes, step_bytes
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.planner.time.local import curve_parts_s
-from trainspec_cli.planner.workload.plan_sizes import block_matrices, micro_tokens, unit_params
+from trainspec_cli.planner.this_machine import is_predictable, predict_local
+from trainspec_cli.planner.time.local import block_matrices, curve_parts_s, micro_tokens, unit_params
 from trainspec_cli.rundir.event_types import PARTS
 from trainspec_cli.spec.canonical import from_plain, to_plain
 from trainspec_cli.spec.recipe.batching import BatchingSpec
@@ -23,8 +22,8 @@ from trainspec_cli.spec.recipe.model import DecoderModel, HybridModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.recipe.precision import PrecisionSpec
 from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
-from trainspec_cli.spec.results.local import LocalPrediction
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.prediction import LocalPrediction
 from trainspec_cli.spec.results.probe import Curve, MachineProbe, MatmulCurves, Passes, Reference
 
 MODEL = DecoderModel(4, 64, 2, 2, 32, 128, 512, tied_embeddings=True)

@@ -1,4 +1,4 @@
-"""The words of a plan: names of its parts in the order in which they are drawn, and quantities as people say them."""
+"""Labels of a plan: the names of its parts, in the order in which they are drawn, and its quantities as text."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from trainspec_cli.units import GIB, format_count, format_duration, format_si
 
 Json = Mapping[str, Any]
-Words = Callable[[float], str]
-"""Says a quantity."""
+Formatter = Callable[[float], str]
+"""Formats a quantity."""
 
 MEMORY_PARTS = {
     "parameters_bytes": "parameters",
@@ -61,7 +61,7 @@ def present(breakdown: Json, names: Mapping[str, str], least: float = 5e-4) -> l
     return [(key, name, breakdown[key]) for key, name in names.items() if breakdown.get(key, 0.0) / whole > least]
 
 
-def layout_words(candidate: Json) -> str:
+def layout_label(candidate: Json) -> str:
     """`replicate 32 · tp 8 · pp 8 interleaved x2 · zero 1`: what is not 1."""
     layout = candidate["layout"]
     words = [f"{name} {layout[axis]}" for axis, name in AXES if layout.get(axis, 1) > 1]
@@ -73,17 +73,47 @@ def layout_words(candidate: Json) -> str:
     return " · ".join(words) or "one device"
 
 
-def micro_batch_words(candidate: Json) -> str:
+def micro_batch_label(candidate: Json) -> str:
     """`2 x 8`: samples in a micro-batch, micro-batches in a step."""
     return f"{candidate['micro_batch_size']:g} x {candidate['grad_accum_steps']}"
 
 
-def devices_words(cluster: Json) -> str:
+def candidate_cells(candidate: Json) -> tuple[str, ...]:
+    """(layout, micro-batch, recompute, step, units/s/device, MFU, HFU)"""
+    rate = format_rate(candidate["tokens_per_s_per_gpu"])
+    how = layout_label(candidate), micro_batch_label(candidate), candidate["recompute"]
+    return (
+        *how,
+        format_duration(candidate["step_time_s"]),
+        rate,
+        percent(candidate["mfu"], 1),
+        percent(candidate["hfu"], 1),
+    )
+
+
+def sweep_figures(plan: Json, first: Json) -> tuple[str, ...]:
+    """(step, units/s, scaling, MFU, goodput, time, energy, money); scaling is the throughput a device, over that of
+    `first`."""
+    best, run = plan["best"], plan["run"]
+    scaling = best["tokens_per_s_per_gpu"] / first["best"]["tokens_per_s_per_gpu"]
+    return (
+        format_duration(best["step_time_s"]),
+        format_rate(best["tokens_per_s"]),
+        percent(scaling),
+        percent(best["mfu"], 1),
+        goodput_percent(run["goodput"]),
+        format_duration(run["wall_time_s"]),
+        format_energy(run["energy_joules"]) if run["energy_joules"] else "unknown",
+        format_money(run["cost_usd"]) if run["cost_usd"] else "unknown",
+    )
+
+
+def devices_label(cluster: Json) -> str:
     nodes = cluster["num_nodes"]
     return f"{cluster['world_size']:,} {cluster['accelerator']} on {nodes:,} node{'s' * (nodes != 1)}"
 
 
-def model_words(model: Json) -> str:
+def model_label(model: Json) -> str:
     active = f", {format_count(model['active_params'])} active" if model["active_params"] < model["params"] else ""
     return f"{model['name'] or model['family']}, {format_count(model['params'])} parameters{active}"
 
@@ -93,7 +123,7 @@ def unit_of(model: Json) -> str:
     return "samples" if model["family"] == "conv" else "tokens"
 
 
-def rate_words(value: float) -> str:
+def format_rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -105,24 +135,24 @@ def goodput_percent(part: float) -> str:
     return percent(part, 1)
 
 
-def alternative_words(other: Json) -> str:
+def alternative_label(other: Json) -> str:
     """Another way of recovering, and how long the run then takes."""
     layout = f" in {other['layout']}" if other["layout"] else ""
     return f"with resilience={other['mode']}{layout}: {format_duration(other['wall_time_s'])}"
 
 
-def energy_words(joules: float) -> str:
+def format_energy(joules: float) -> str:
     """Format an energy in watt-hours, which bills are in."""
     return format_si(joules / 3600, "Wh")
 
 
-def mass_words(kilograms: float) -> str:
+def format_mass(kilograms: float) -> str:
     if kilograms < 1:
         return f"{kilograms * 1000:.3g} g"
     return f"{kilograms:.3g} kg" if kilograms < 1000 else f"{format_grouped(kilograms / 1000)} t"
 
 
-def money_words(usd: float) -> str:
+def format_money(usd: float) -> str:
     if usd < 1000:
         return f"${usd:,.2f}"
     return f"${format_count(usd)}"
@@ -133,7 +163,7 @@ def format_grouped(value: float) -> str:
     return f"{float(f'{value:.3g}'):,.12g}"
 
 
-def range_words(bounds: list[float] | None, say: Words) -> str:
+def format_range(bounds: list[float] | None, say: Formatter) -> str:
     return f"{say(bounds[0])} to {say(bounds[1])}" if bounds else ""
 
 

@@ -1,7 +1,8 @@
-"""Predicts a run on this machine's GPUs: the capacity planner's estimates of the one layout that the run will have."""
+"""Predict a run on this machine: on its GPUs by the capacity planner, on its CPU by a probe; find what would fit."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from trainspec_cli.planner.capacity import describe_fabric, efficiency_of, software_of, template_of
@@ -9,12 +10,52 @@ from trainspec_cli.planner.hardware.catalogue import find_accelerator
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import axis_groups
 from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
+from trainspec_cli.planner.memory.local import peak_memory
 from trainspec_cli.planner.memory.predict import predict_memory
 from trainspec_cli.planner.setup import RECOMPUTE, Setup
+from trainspec_cli.planner.time.local import step_parts_s
 from trainspec_cli.planner.time.step import estimate_step, micro_batch
 from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.results.local import LocalPrediction
+from trainspec_cli.spec.recipe.model import DecoderModel, ModelSpec
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.prediction import LocalPrediction
+from trainspec_cli.spec.results.probe import MachineProbe
+
+# The CPU
+
+DEPARTURES = (
+    *("gated_mlp", "activation", "gate_limit", "learned_positions", "sliding_window", "mla", "experts"),
+    *("prediction_layers", "attention_bias", "qk_norm", "attention_sinks"),
+)
+"""Fields of a decoder by which its arithmetic is another than the llama's."""
+
+
+def is_predictable(plan: Plan) -> bool:
+    """A probe speaks of llamas on the CPU, trained whole, whose blocks are eager, kept whole, and spread by data
+    parallelism alone."""
+    layout = plan.layout
+    whole = (layout.cp, layout.tp, layout.pp, layout.ep) == (1, 1, 1, 1)
+    eager = not plan.spec.compile and plan.recompute == "none" and plan.offload == "none"
+    trained = plan.device == "cpu" and plan.num_nodes == 1 and not plan.spec.lora.rank
+    return trained and whole and eager and is_llama(plan.spec.model)
+
+
+def is_llama(model: ModelSpec) -> bool:
+    """A decoder that departs from the llama in nothing but its sizes and positions."""
+    if not isinstance(model, DecoderModel):
+        return False
+    plain = {name: DecoderModel.__dataclass_fields__[name].default for name in DEPARTURES}
+    return all(getattr(model, name) == value for name, value in plain.items())
+
+
+def predict_local(plan: Plan, probe: MachineProbe) -> LocalPrediction:
+    """Predict a plan that `is_predictable`."""
+    model = plan.spec.model
+    assert isinstance(model, DecoderModel), "other families are not predictable"
+    return LocalPrediction(time_s=step_parts_s(plan, model, probe), memory=peak_memory(plan, model, probe))
+
+
+# GPUs
 
 
 def is_known(plan: Plan, machine: Machine) -> bool:
@@ -27,7 +68,7 @@ def predict_device(plan: Plan, machine: Machine) -> LocalPrediction:
     setup, eff = setup_of(plan, machine), efficiency_of(plan.spec.cluster)
     memory = max(predict_memory(setup, plan.recompute), key=lambda stage: stage.total_bytes)
     return LocalPrediction(
-        time_s=step_parts_s(setup, eff),
+        time_s=gpu_parts_s(setup, eff),
         memory={
             "parameters": memory.parameters_bytes,
             "gradients": memory.gradients_bytes,
@@ -63,7 +104,7 @@ def setup_of(plan: Plan, machine: Machine) -> Setup:
     )
 
 
-def step_parts_s(setup: Setup, eff: Efficiency) -> dict[str, float]:
+def gpu_parts_s(setup: Setup, eff: Efficiency) -> dict[str, float]:
     """Seconds by part of a step, as the engine marks them on a GPU: gradients travel inside the backward."""
     time = estimate_step(setup, eff)
     once = micro_batch(setup, axis_groups(setup.layout, setup.fabric, eff), eff)
@@ -73,3 +114,24 @@ def step_parts_s(setup: Setup, eff: Efficiency) -> dict[str, float]:
     forward_s = work_s * forward / (forward + backward)
     parts = {"data_wait": time.data_s, "forward": forward_s, "optimizer": time.optimizer_s, "other": time.host_s}
     return parts | {"backward": time.total_s - sum(parts.values())}
+
+
+# What would fit
+
+Predict = Callable[[Plan], LocalPrediction]
+
+
+def suggest(plan: Plan, predict: Predict, limit_bytes: float) -> str:
+    """The first change, of those that keep the result the same, with which the plan fits; "" where none does.
+
+    `limit_bytes` is what one process may take.
+    """
+    per_rank = plan.micro_batch_size * plan.grad_accum_steps
+    ranks = plan.layout.data_parallel_size
+    sharded = replace(plan.layout, dp_replicate=1, dp_shard=ranks, zero_stage=3)
+    for layout, words in ((plan.layout, ""), (sharded, f"layout.dp_replicate=1 layout.dp_shard={ranks}")):
+        for micro in (size for size in range(plan.micro_batch_size, 0, -1) if per_rank % size == 0):
+            other = replace(plan, layout=layout, micro_batch_size=micro, grad_accum_steps=per_rank // micro)
+            if predict(other).needed_bytes <= limit_bytes:
+                return " ".join(filter(None, (words, f"batching.micro_batch_size={micro}")))
+    return ""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.planner.search.fitting import suggest
+from trainspec_cli.planner.this_machine import suggest
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
-from trainspec_cli.spec.results.local import LocalPrediction
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.prediction import LocalPrediction
 
 SPEC = RunSpec(
     model=DecoderModel(4, 64, 2, 2, 32, 128, 512, tied_embeddings=True),

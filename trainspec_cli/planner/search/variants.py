@@ -1,16 +1,18 @@
-"""Clusters over which nothing divides: as many of their nodes as something does work, the others are spares."""
+"""A run planned other than as asked: on fewer nodes, with spares, or in replica groups."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from trainspec_cli.planner.capacity import describe_fabric, plan_capacity
+from trainspec_cli.planner.capacity import describe_fabric, efficiency_of, find_fastest, plan_capacity
 from trainspec_cli.planner.hardware.topology import Fabric
 from trainspec_cli.planner.search.space import Space
+from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.layout import LayoutSpec
 from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.results.prediction import CapacityPlan
+from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
 
 ODD_PARTS = (1, 3, 5, 7, 9, 11, 13, 15)
 """Device counts that are tried are a power of two times one of these, which pipeline stages or the batch may take."""
@@ -21,7 +23,7 @@ def plan_on_what_divides(spec: RunSpec, machine: Machine | None = None) -> tuple
     """-> (`spec` on the nodes that work, its plan). Where no layout is legal on all nodes, the fastest of the largest
     counts of nodes on which one is; the others become spares."""
     fabric = describe_fabric(spec.cluster, machine)
-    if _divides(spec, fabric):
+    if any(True for _ in Space(spec, fabric.num_devices, fabric.scaleup_devices).layouts()):
         return spec, plan_capacity(spec, machine)
     smaller = [_leave_spares(spec, nodes) for nodes in _fewer_nodes(fabric, spec.cluster.num_nodes)]
     planned = [(changed, plan_capacity(changed, machine)) for changed in smaller]
@@ -30,11 +32,6 @@ def plan_on_what_divides(spec: RunSpec, machine: Machine | None = None) -> tuple
         return spec, plan_capacity(spec, machine)
     changed, plan = max(fitting, key=lambda pair: pair[1].best.tokens_per_s if pair[1].best else 0.0)
     return changed, replace(plan, assumptions=(_note(spec, changed), *plan.assumptions))
-
-
-def _divides(spec: RunSpec, fabric: Fabric) -> bool:
-    """Return True if any layout is legal on all devices."""
-    return any(True for _ in Space(spec, fabric.num_devices, fabric.scaleup_devices).layouts())
 
 
 def _fewer_nodes(fabric: Fabric, num_nodes: int) -> list[int]:
@@ -64,4 +61,38 @@ def _note(spec: RunSpec, changed: RunSpec) -> str:
     return (
         f"a batch of {spec.batching.global_batch_size:,} divides over no layout of all {spec.cluster.num_nodes:,} "
         f"nodes: {changed.cluster.num_nodes:,} work, {left:,} stand by as spares"
+    )
+
+
+def in_replica_groups(spec: RunSpec, machine: Machine | None, best: Candidate) -> Candidate | None:
+    """`best` with its data parallelism cut into groups that each hold the whole state, the fastest that fits.
+
+    None where it is in groups already, there is one node alone, or no group holds the state.
+    """
+    if spec.resilience.mode != "restart" or best.layout.dp_replicate > 1 or spec.cluster.num_nodes == 1:
+        return None
+    pinned = replace(
+        spec,
+        layout=_open_data_parallelism(spec.layout, best),
+        recompute=best.recompute,  # type: ignore[arg-type]
+        batching=replace(spec.batching, micro_batch_size=best.micro_batch_size),
+        resilience=replace(spec.resilience, mode="elastic"),
+    )
+    return find_fastest(pinned, describe_fabric(pinned.cluster, machine), efficiency_of(pinned.cluster))
+
+
+def _open_data_parallelism(wanted: LayoutSpec, best: Candidate) -> LayoutSpec:
+    layout = best.layout
+    return replace(
+        wanted,
+        dp_replicate=AUTO,
+        dp_shard=AUTO,
+        zero_stage=AUTO,
+        cp=layout.cp,
+        tp=layout.tp,
+        pp=layout.pp,
+        ep=layout.ep,
+        etp=layout.etp,
+        pipeline_schedule=layout.pipeline_schedule,
+        virtual_stages=layout.virtual_stages,
     )
