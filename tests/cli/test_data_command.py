@@ -99,8 +99,8 @@ def test_every_source_that_launch_serves_is_served_here():
 
 @pytest.mark.parametrize("source", list(READY))
 def test_what_needs_no_preparing_is_said_in_a_line(source):
-    assert run("prepare", "--source", source.value).startswith("nothing to prepare: ")
-    assert json.loads(run("prepare", "--source", source.value, "--json"))["path"] is None
+    assert run("prepare", "--source", source).startswith("nothing to prepare: ")
+    assert json.loads(run("prepare", "--source", source, "--json"))["path"] is None
 
 
 @pytest.fixture

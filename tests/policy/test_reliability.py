@@ -4,21 +4,12 @@ import math
 
 import pytest
 
-from trainspec_cli.policy.reliability import capacity, durations, job_mtbf_s, lost_work_s, rollback_mtbf_s
+from trainspec_cli.policy.reliability import durations, job_mtbf_s, rollback_mtbf_s
 from trainspec_cli.spec.recipe.cluster import ReliabilitySpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 
 RESTART = ResilienceSpec(mode="restart")
 ELASTIC = ResilienceSpec(mode="elastic", min_groups=2)
-
-
-def test_a_lost_state_loses_all_since_the_checkpoint_and_a_shrink_the_step_alone() -> None:
-    assert lost_work_s(True, since_checkpoint_s=900, since_step_s=4) == 900
-    assert lost_work_s(False, since_checkpoint_s=900, since_step_s=4) == 4
-
-
-def test_groups_that_are_away_take_their_share_of_the_rate() -> None:
-    assert capacity(active_groups=6, replica_groups=8) == 0.75
 
 
 def test_healing_takes_as_long_as_copying_the_state() -> None:
@@ -28,10 +19,9 @@ def test_healing_takes_as_long_as_copying_the_state() -> None:
 
 
 def test_each_way_back_takes_its_own_times() -> None:
-    spec = ReliabilitySpec(detect_s=1, swap_s=20, start_s=300, shrink_stall_s=4, rejoin_stall_s=5, heal_gb_per_s=2)
+    spec = ReliabilitySpec(detect_s=1, swap_s=20, start_s=300, heal_gb_per_s=2)
     takes = durations(spec, state_bytes_per_device=8e9, load_s=5000)
     assert (takes.restart_s, takes.group_return_s) == (5321, 325)
-    assert (takes.shrink_stall_s, takes.rejoin_stall_s) == (4, 5)
 
 
 def test_twice_the_devices_fail_twice_as_often() -> None:

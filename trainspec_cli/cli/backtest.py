@@ -18,8 +18,7 @@ from trainspec_cli.planner.validation.backtest import as_json as result_as_json
 from trainspec_cli.planner.validation.backtest import backtest as run_backtest
 from trainspec_cli.reading.files import exists, read_text
 from trainspec_cli.reading.yaml_file import read_yaml
-from trainspec_cli.report.backtest_text import render_backtest
-from trainspec_cli.report.scatter import render_scatter
+from trainspec_cli.report.backtest import render_backtest, render_scatter
 from trainspec_cli.spec.json_text import json_text
 
 

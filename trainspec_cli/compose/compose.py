@@ -154,13 +154,10 @@ def _hydra_problem(error: Exception, selection: Selection) -> Problem:
     shown = [line for line in lines if "search path" not in line.lower() and not line.startswith("provider=")]
     named = re.search(r"In '([^']+)'", " ".join(lines))
     file = selection.folders.find_config(named[1]) if named else None
-    return Problem(
-        code="bad_defaults",
-        message="; ".join(shown[:3]) or type(error).__name__,
-        path="defaults",
-        hint="see its defaults list" if file else "",
-        file=show_path(file, selection.cwd) if file else None,
-    )
+    message = "; ".join(shown[:3]) or type(error).__name__
+    if file is None:
+        return Problem("bad_defaults", message, "defaults")
+    return Problem("bad_defaults", message, "defaults", "see its defaults list", show_path(file, selection.cwd))
 
 
 def _origins(selection: Selection, parts: Sequence[GroupChoice], values: Sequence[Argument]) -> Origins:

@@ -179,7 +179,7 @@ def _check_parent(selection: Selection, entry: YamlEntry) -> Problem | None:
 
 def _entry_problem(entry: YamlEntry, code: str, message: str, hint: str) -> Problem:
     origin = entry.origin
-    return Problem(code, message, "defaults", hint.strip(), file=origin.file, line=origin.line, column=origin.column)
+    return Problem(code, message, "defaults", hint.strip(), origin.file, origin.line, origin.column)
 
 
 def _drop_unreadable(selection: Selection, group: str) -> None:
@@ -219,15 +219,8 @@ def _unknown_option(folders: Folders, group: str, option: str, origin: Origin) -
     if _has_yml([conf / group for conf in folders.conf], option):
         hint = f"its file must end in {SUFFIX}, not .yml: rename it. "
     message = f"`{group}` has no option `{option}`" if option else f"`{group}` is given no option"
-    return Problem(
-        code="unknown_option",
-        path=group,
-        message=message,
-        hint=f"{hint}{'O' if hint else 'o'}ptions: {', '.join(options)}",
-        file=origin.file,
-        line=origin.line,
-        column=origin.column,
-    )
+    hint = f"{hint}{'O' if hint else 'o'}ptions: {', '.join(options)}"
+    return Problem("unknown_option", message, group, hint, origin.file, origin.line, origin.column)
 
 
 def _read(selection: Selection, file: Path | None) -> YamlFile | None:

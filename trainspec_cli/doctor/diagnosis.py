@@ -113,12 +113,15 @@ def _too_slow(comparison: Comparison) -> Problem:
 # Links
 
 
-def judge_links(links: LinksResult | None) -> Iterator[Check]:
-    """Yield the all-reduce's rates, each pair's, and the nodes that reach no other at the usual rate."""
-    for rate in links.all_reduce if links else ():
+def judge_links(links: LinksResult | None) -> list[Check]:
+    """Return the all-reduce's rates, each pair's, and the nodes that reach no other at the usual rate."""
+    if links is None:
+        return []
+    checks = []
+    for rate in links.all_reduce:
         found = f"{format_bytes(rate.bytes)} in {_milliseconds(rate)}, {format_si(rate.bus_bytes_per_s, 'B/s')}"
-        yield Check("all-reduce", "ok", found)
-    yield from _pairs(links.pairs if links else ())
+        checks.append(Check("all-reduce", "ok", found))
+    return [*checks, *_pairs(links.pairs)]
 
 
 def _pairs(pairs: Sequence[PairRate]) -> Iterator[Check]:

@@ -93,17 +93,11 @@ def read_model(config: Config, where: str) -> dict[str, Any]:
 
 def _check_kinds(fields: Config, kinds: Mapping[str, Kind], where: str) -> None:
     """Raise RecipeError with every key whose kind transformers would not write, and every number below 0."""
-    wrong = [
-        Problem(
-            code="wrong_type",
-            message=f"{where} has {show_kind(fields[key])} as `{key}`; {describe_kind(kind)} is needed, not below 0",
-            path="init.from",
-            hint="name a folder that transformers has written",
-            file=where,
-        )
-        for key, kind in kinds.items()
-        if key in fields and not _fits(fields[key], kind)
-    ]
+    wrong, hint = [], "name a folder that transformers has written"
+    for key, kind in kinds.items():
+        if key in fields and not _fits(fields[key], kind):
+            message = f"{where} has {show_kind(fields[key])} as `{key}`; {describe_kind(kind)} is needed, not below 0"
+            wrong.append(Problem("wrong_type", message, "init.from", hint, file=where))
     if wrong:
         raise RecipeError(wrong)
 

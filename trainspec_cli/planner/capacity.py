@@ -90,20 +90,14 @@ def run_search(spec: RunSpec, fabric: Fabric, eff: Efficiency, keep: int) -> tup
 
 
 def efficiency_of(cluster: ClusterSpec) -> Efficiency:
-    """The planner's own, with the cluster's corrections."""
+    """The planner's own, with the cluster's corrections. Raises RecipeError for those it does not know."""
     known, given = Efficiency().as_dict(), cluster.efficiency or {}
-    unknown = [
-        Problem(
-            code="unknown_key",
-            path=f"cluster.efficiency.{name}",
-            message=f"the planner has no efficiency `{name}`",
-            hint=f"it has {', '.join(known)}",
-        )
-        for name in given
-        if name not in known
-    ]
-    if unknown:
-        raise RecipeError(unknown)
+    problems, hint = [], f"it has {', '.join(known)}"
+    for name in (name for name in given if name not in known):
+        message = f"the planner has no efficiency `{name}`"
+        problems.append(Problem("unknown_key", message, f"cluster.efficiency.{name}", hint))
+    if problems:
+        raise RecipeError(problems)
     return Efficiency(**given)
 
 
@@ -111,15 +105,11 @@ def check_accelerator(chip: AcceleratorSpec) -> None:
     """Raises RecipeError for rates that nothing can be computed with."""
     wanted = {"memory_gb": chip.memory_gb, "memory_tb_per_s": chip.memory_tb_per_s}
     wanted["bf16_tflops"] = chip.bf16_tflops or chip.fp16_tflops
-    problems = [
-        Problem(
-            code="out_of_range",
-            path=f"cluster.accelerator.{key}",
-            message=f"{chip.name}: `{key}` is {value:g}; more than 0 is needed",
-        )
-        for key, value in wanted.items()
-        if value <= 0
-    ]
+    problems = []
+    for key, value in wanted.items():
+        if value <= 0:
+            message = f"{chip.name}: `{key}` is {value:g}; more than 0 is needed"
+            problems.append(Problem("out_of_range", message, f"cluster.accelerator.{key}"))
     if problems:
         raise RecipeError(problems)
 

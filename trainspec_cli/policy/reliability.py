@@ -10,51 +10,21 @@ from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds that each way of coming back takes, for one job on one cluster."""
+    """Seconds that each way of coming back takes, for one job on one cluster, with a spare at hand."""
 
-    detect_s: float
-    swap_s: float
-    start_s: float
-    load_s: float
-    """Reading the checkpoint."""
+    restart_s: float
+    """From a failure to the first new work of a job that starts again, the checkpoint read."""
+    group_return_s: float
+    """From a failure until the failed group could join again, the state copied from a healthy one."""
     heal_s: float
-    """Copying the state from a healthy group."""
-    shrink_stall_s: float
-    rejoin_stall_s: float
-
-    @property
-    def restart_s(self) -> float:
-        """Seconds from a failure to the first new work of a job that starts again, with a spare at hand."""
-        return self.detect_s + self.swap_s + self.start_s + self.load_s
-
-    @property
-    def group_return_s(self) -> float:
-        """Seconds from a failure until the failed group could join again, with a spare at hand."""
-        return self.detect_s + self.swap_s + self.start_s + self.heal_s
+    """Of these, the copying."""
 
 
 def durations(cluster: ReliabilitySpec, state_bytes_per_device: float, load_s: float) -> Durations:
     """Return those of a job whose devices hold `state_bytes_per_device` of training state each."""
-    return Durations(
-        detect_s=cluster.detect_s,
-        swap_s=cluster.swap_s,
-        start_s=cluster.start_s,
-        load_s=load_s,
-        heal_s=state_bytes_per_device / (cluster.heal_gb_per_s * 1e9),
-        shrink_stall_s=cluster.shrink_stall_s,
-        rejoin_stall_s=cluster.rejoin_stall_s,
-    )
-
-
-def lost_work_s(state_is_lost: bool, since_checkpoint_s: float, since_step_s: float) -> float:
-    """Return the work that a failure undoes: all since the last whole checkpoint where no replica group holds the state
-    any more, else the step that was not committed."""
-    return since_checkpoint_s if state_is_lost else since_step_s
-
-
-def capacity(active_groups: int, replica_groups: int) -> float:
-    """Return the part of the full rate at which samples are consumed: each group that is away takes its share along."""
-    return active_groups / replica_groups
+    started_s = cluster.detect_s + cluster.swap_s + cluster.start_s
+    heal_s = state_bytes_per_device / (cluster.heal_gb_per_s * 1e9)
+    return Durations(started_s + load_s, started_s + heal_s, heal_s)
 
 
 def job_mtbf_s(cluster: ReliabilitySpec, devices: int) -> float:

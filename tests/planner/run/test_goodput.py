@@ -73,7 +73,7 @@ def test_shrinking_costs_the_stalls_and_the_shares_that_are_away() -> None:
     outcomes = [simulate(job, cluster, ELASTIC, seed) for seed in range(20)]
     takes = durations(cluster, job.state_bytes_per_device, job.load_s)
     failures_per_s = 1 / job_mtbf_s(cluster, job.devices)
-    stalled = failures_per_s * (takes.shrink_stall_s + takes.rejoin_stall_s)
+    stalled = failures_per_s * (cluster.shrink_stall_s + cluster.rejoin_stall_s)
     away = failures_per_s * takes.group_return_s / job.replica_groups
     assert mean_goodput(outcomes) == pytest.approx(1 - stalled - away, abs=5e-4)
 

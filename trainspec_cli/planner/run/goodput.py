@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from trainspec_cli.policy import recovery, reliability, run_state
-from trainspec_cli.policy.reliability import Durations
 from trainspec_cli.spec.recipe.cluster import ReliabilitySpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 
@@ -124,7 +123,7 @@ class _Simulation:
         failures: Sequence[tuple[float, int]] | None,
     ) -> None:
         self.job, self.cluster, self.resilience, self.clock = job, cluster, resilience, clock
-        self.takes: Durations = reliability.durations(cluster, job.state_bytes_per_device, job.load_s)
+        self.takes = reliability.durations(cluster, job.state_bytes_per_device, job.load_s)
         self.mtbf_s = reliability.job_mtbf_s(cluster, job.devices)
         self.progress = _Progress(job)
         self.started = _start_run(job, resilience)
@@ -197,7 +196,7 @@ class _Simulation:
         self._observe(run_state.GroupEnded(group, done=False, from_outside=True))
         self.clock.after(self.takes.group_return_s + wait_for_node_s, lambda: self._return(group, failure))
         if self.progress.paused_for != "restart":
-            self._pause("stall", self.takes.shrink_stall_s)
+            self._pause("stall", self.cluster.shrink_stall_s)
 
     def _return(self, group: int, failure: int) -> None:
         if self.away.get(group) != failure:
@@ -207,7 +206,7 @@ class _Simulation:
         self._observe(run_state.PresenceChanged(group, "there"))
         self._observe(run_state.Stepped(group))
         if self.progress.paused_for != "restart":
-            self._pause("stall", self.takes.rejoin_stall_s)
+            self._pause("stall", self.cluster.rejoin_stall_s)
 
     def _pause(self, reason: str, duration_s: float) -> None:
         self.event += 1
@@ -222,7 +221,7 @@ class _Simulation:
         active = self.job.replica_groups - len(self.away)
         enough = not self.away or recovery.enough_groups(self.resilience, active)
         self.progress.paused_for = None if enough else "stall"
-        self.progress.rate = reliability.capacity(active, self.job.replica_groups)
+        self.progress.rate = active / self.job.replica_groups
 
 
 def _start_run(job: SimulatedJob, resilience: ResilienceSpec) -> run_state.RunState:
@@ -270,12 +269,13 @@ class _Progress:
             self.saved_s = latest_s
 
     def lose(self, state_is_lost: bool) -> None:
-        """Undo what the failure undoes."""
+        """Undo all since the last whole checkpoint where no replica group holds the state, else the step that was not
+        committed."""
         if self.paused_for:
             since_step_s = 0.0
         else:
             since_step_s = self.rate * (min(self.position_s, self.job.interval_s) % self.job.step_time_s)
-        lost_s = reliability.lost_work_s(state_is_lost, self.work_s - self._whole_checkpoint_s(), since_step_s)
+        lost_s = self.work_s - self._whole_checkpoint_s() if state_is_lost else since_step_s
         self.work_s -= lost_s
         self.lost_s["rework"] += lost_s
         if state_is_lost:

@@ -138,16 +138,9 @@ def _candidate_row(rank: int, candidate: Json) -> str:
 def _memory(best: Json) -> str:
     stages, limit = best["memory_by_stage"], best["memory_limit_bytes"]
     scale = max(limit, *(sum(stage.values()) for stage in stages)) * 1.02
-    rows = []
-    for number, stage in enumerate(stages, 1):
-        name = f"stage {number}" if len(stages) > 1 else "each device"
-        rows.append(
-            (
-                name,
-                render_bar(_segments(stage, labels.MEMORY_PARTS, format_bytes), scale, limit),
-                format_bytes(sum(stage.values())),
-            )
-        )
+    names = [f"stage {number}" for number in range(1, len(stages) + 1)] if len(stages) > 1 else ["each device"]
+    bars = [render_bar(_segments(stage, labels.MEMORY_PARTS, format_bytes), scale, limit) for stage in stages]
+    rows = list(zip(names, bars, (format_bytes(sum(stage.values())) for stage in stages), strict=True))
     legend = render_legend(_segments(best["memory"], labels.MEMORY_PARTS, format_bytes))
     text = f"Peak of the best layout, by cause; the dashed line is what a device has, {format_bytes(limit)}."
     return _section("Memory", text, _rows(rows) + legend)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from trainspec_cli.report.scatter import render_scatter
+from trainspec_cli.report.backtest import render_scatter
 
 
 def test_names_are_text_alone() -> None:
