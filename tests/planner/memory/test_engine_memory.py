@@ -15,7 +15,7 @@ from lab.tracing import Trace
 
 from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.launch.measuring import traced_ranks
-from trainspec_cli.planner.memory.engine import engine_peak, is_counted, run_of
+from trainspec_cli.planner.memory.engine import engine_peak, is_counted, run_of, tensors_by_cause
 from trainspec_cli.planner.memory.engine.blocks import profile_block
 from trainspec_cli.planner.memory.engine.run import CAUSES, outer_peaks
 from trainspec_cli.planner.memory.engine.step import shape_of
@@ -274,3 +274,7 @@ def test_what_cannot_be_counted_is_said() -> None:
     assert is_counted(model, "none")
     assert not is_counted(model, "optimizer")
     assert not is_counted(replace(model, prediction_layers=1), "none")
+    staged = plan_of(Run("llama_6m", {"pp": 2}, micro_batches=4, seq_len=256))
+    assert tensors_by_cause(replace(staged, offload="optimizer")) is None
+    fullest = max((engine_peak(run_of(staged), rank) for rank in (0, 1)), key=lambda peak: peak.total_bytes)
+    assert tensors_by_cause(staged) == fullest.by_cause
