@@ -49,7 +49,7 @@ def check_folder(folder: Path, hint: str) -> None:
     except OSError as error:
         raise _refuse(f"{folder} cannot be examined: {error.strerror}", hint) from error
     for found in stats:
-        if reason := _distrust(found):
+        if reason := why_not_trusted(found):
             raise _refuse(f"{folder} {reason}", hint)
 
 
@@ -74,7 +74,7 @@ def check_tree(root: Path) -> None:
     check_folder(root, f"if you trust everyone who can write it, {copy}")
     for name, found in _walk(real):
         path = root / name.relative_to(real)
-        if reason := _distrust(found):
+        if reason := why_not_trusted(found):
             raise _refuse(f"{path} {reason}", f"if you trust its content, {copy}")
         if stat.S_ISLNK(found.st_mode):
             _check_link(path, name, real)
@@ -108,7 +108,7 @@ def _scan(folder: str) -> Iterator[tuple[str, os.stat_result]]:
                 yield entry.path, entry.stat(follow_symlinks=False)
 
 
-def _distrust(found: os.stat_result) -> str:
+def why_not_trusted(found: os.stat_result) -> str:
     """Return why a file of this owner and mode cannot be trusted; empty if it can."""
     if found.st_uid not in (os.geteuid(), 0):
         return f"belongs to {_user(found.st_uid)}"

@@ -12,7 +12,7 @@ from pytest import MonkeyPatch
 
 from trainspec_cli.engine.checkpoint import store
 from trainspec_cli.engine.comm import exchange
-from trainspec_cli.engine.optim import update
+from trainspec_cli.engine.optim.optimizer import squared_norm
 from trainspec_cli.engine.parallel import context, data_parallel
 from trainspec_cli.engine.run import pipeline_run, step
 from trainspec_cli.engine.tools import certify_worker
@@ -70,7 +70,7 @@ def local_norm(patch: MonkeyPatch) -> None:
     right = step.guarded_update
 
     def clipped(optimizer, shares, norm, loss, clip_norm):
-        own = update.squared_norm(shares).sqrt().float().to(norm.device)
+        own = squared_norm(shares).sqrt().float().to(norm.device)
         return right(optimizer, shares, own, loss, clip_norm)
 
     patch.setattr(step, "guarded_update", clipped)

@@ -8,11 +8,11 @@ pipelines with tied embeddings, ring and Ulysses attention, and clipping (in eve
 from __future__ import annotations
 
 import random
-import subprocess
 from functools import cache
 from pathlib import Path
 
 import pytest
+from lab.drawing import commit
 
 from trainspec_cli.certify import runs
 from trainspec_cli.certify.cases import Case, name_layout
@@ -95,9 +95,7 @@ def test_another_commit_draws_another_sample() -> None:
 
 @pytest.mark.slow
 def test_a_sample_of_the_matrix_keeps_every_clause(tmp_path: Path) -> None:
-    """Of a tree without git, such as an unpacked archive, the seed is that of no commit."""
-    asked = ["git", "rev-parse", "HEAD"]
-    seed = subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() or "none"
+    seed = commit()
     drawn = sample(seed)
     names = [f"{check.clause} {check.run.name}" for check in drawn]
     print(f"seed {seed}: {len(drawn)} checks", *names, sep="\n")

@@ -47,7 +47,7 @@ from trainspec_cli.policy.run_state import (
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.files import write_json
-from trainspec_cli.rundir.stops import note_stop
+from trainspec_cli.rundir.generations import note_stop
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 from trainspec_cli.spec.results.plan import Plan
 

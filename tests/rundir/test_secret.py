@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.errors import MachineError
-from trainspec_cli.rundir.secret import SECRET_BYTES, create_secret, read_secret
+from trainspec_cli.rundir.generations import SECRET_BYTES, create_secret, read_secret
 
 
 def test_a_secret_is_its_users_alone(tmp_path: Path) -> None:

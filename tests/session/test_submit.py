@@ -60,12 +60,12 @@ def made_by_another_user(recipe: Path) -> str:
     if os.geteuid() != 0:
         pytest.skip("only root gives files away")
     os.chown(recipe, NOBODY, NOBODY)
-    return "recipes/mine.yaml belongs to another user (nobody)"
+    return "recipes/mine.yaml belongs to another user, nobody"
 
 
 def made_open(recipe: Path) -> str:
     recipe.chmod(0o666)
-    return "recipes/mine.yaml may be written by everyone"
+    return "recipes/mine.yaml may be written by every user of this machine"
 
 
 @pytest.mark.parametrize("make", [made_by_another_user, made_open])

@@ -39,6 +39,11 @@ class Cut:
     def _part(self) -> int:
         return -(-self.full_size // self.count)
 
+    def part_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return this rank's part of a whole parameter, in memory of its own."""
+        part = parameter.detach().narrow(self.dim, self.start, self.size).contiguous()
+        return nn.Parameter(part, parameter.requires_grad)
+
 
 @dataclass(frozen=True)
 class Share:

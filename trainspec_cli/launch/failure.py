@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainspec_cli.errors import WorkerError
-from trainspec_cli.launch.job.command import LOOPBACK
-from trainspec_cli.launch.job.job import Job
+from trainspec_cli.launch.job.job import LOOPBACK, Job
 from trainspec_cli.printable import without_colours
 from trainspec_cli.reading.files import open_regular
 from trainspec_cli.rundir.event_types import EndEvent
@@ -63,9 +62,6 @@ class WorkerFailure:
     @property
     def who(self) -> str:
         return f"{'node' if self.whole_node else 'rank'} {self.rank}"
-
-    def is_of_node(self, node: int) -> bool:
-        return self.whole_node and self.rank == node
 
 
 def find_failures(job: Job) -> list[WorkerFailure]:

@@ -42,14 +42,14 @@ def conclude(job: Job, ending: Ending) -> RunOutcome:
 
 
 def _conclude(job: Job, ending: Ending) -> RunOutcome:
-    """Take the workers' own result where they left one; else make one from what remains, and write it down.
+    """Take the workers' own result where they left one; else make one from what remains.
 
     Workers that stopped though nobody had wanted it have failed. A worker that fails after the run was done changes
     nothing, unless it reported an error of its own; one that fails while the others stop because torchrun asked them to
     is a failure, and no stop on request.
     """
     if ending.given_up:
-        result = _write_result(job.run, "failed", WorkerError.exit_code)
+        result = _result_from_events(job.run, "failed", WorkerError.exit_code)
         return RunOutcome(result, Explanation(ending.given_up))
     failures = find_failures(job)
     causes = [failure for failure in failures if not failure.consequence]
@@ -61,13 +61,13 @@ def _conclude(job: Job, ending: Ending) -> RunOutcome:
             return RunOutcome(left, explanation)
     elif ending.stop_requested and not causes:
         exit_code = Stopped.exit_code if job.run.newest_step else Interrupted.exit_code
-        return RunOutcome(_write_result(job.run, "stopped", exit_code))
-    result = _write_result(job.run, "failed", causes[0].exit_code if causes else WorkerError.exit_code)
+        return RunOutcome(_result_from_events(job.run, "stopped", exit_code))
+    result = _result_from_events(job.run, "failed", causes[0].exit_code if causes else WorkerError.exit_code)
     return RunOutcome(result, explanation or explain_end(job, ending.exit_code, failures))
 
 
-def _write_result(run: RunDir, status: str, exit_code: int) -> RunResult:
-    """Write the result as far as the events of rank 0 reach; what only the workers could know is null."""
+def _result_from_events(run: RunDir, status: str, exit_code: int) -> RunResult:
+    """Return the result as far as the events of rank 0 reach; what only the workers could know is null."""
     step: StepEvent | None = None
     evaluation: EvalEvent | None = None
     for event in read_sound(run.events(0)):
@@ -76,7 +76,7 @@ def _write_result(run: RunDir, status: str, exit_code: int) -> RunResult:
         elif isinstance(event, EvalEvent):
             evaluation = event
     time_s = account_run(run)
-    result = RunResult(
+    return RunResult(
         status=status,
         exit_code=exit_code,
         steps=step.step if step else 0,
@@ -87,8 +87,6 @@ def _write_result(run: RunDir, status: str, exit_code: int) -> RunResult:
         goodput=time_s.goodput,
         time_s=time_s,
     )
-    write_result(run, result)
-    return result
 
 
 def _present(value: float | Absent | None) -> float | None:

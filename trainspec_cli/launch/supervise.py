@@ -12,16 +12,14 @@ from trainspec_cli.launch.backend import OpenBackend, RunBackend
 from trainspec_cli.launch.backend.node_processes import ranks_of, start_folder
 from trainspec_cli.launch.backend.observe import newest_checkpoint, newest_step
 from trainspec_cli.launch.backend.processes import POLL_S
-from trainspec_cli.launch.job.command import torchrun_command
-from trainspec_cli.launch.job.job import Job
+from trainspec_cli.launch.job.job import Job, torchrun_command
 from trainspec_cli.launch.signals import StopRequests, on_stop_signal
 from trainspec_cli.policy import recovery, run_state
 from trainspec_cli.rundir.event_types import EndedMark, FailureMark, LaunchMark, RecoveryEvent
 from trainspec_cli.rundir.events import EventWriter, read_sound
 from trainspec_cli.rundir.files import write_json
-from trainspec_cli.rundir.generations import Fence
+from trainspec_cli.rundir.generations import Fence, was_stop_noted
 from trainspec_cli.rundir.record import NodeErrorRecord, write_error
-from trainspec_cli.rundir.stops import was_stop_noted
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 from trainspec_cli.spec.results.plan import Plan
 

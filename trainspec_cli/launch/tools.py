@@ -24,32 +24,15 @@ from trainspec_cli.launch.backend import OpenBackend
 from trainspec_cli.launch.backend.local import LocalBackend
 from trainspec_cli.launch.backend.nodes.backend import Examination, NodesBackend, Reach, build_nodes_job
 from trainspec_cli.launch.failure import find_failures, tail
-from trainspec_cli.launch.job.environment import own_modules
-from trainspec_cli.launch.job.job import Job, build_job
+from trainspec_cli.launch.job.job import Job, build_job, own_modules
 from trainspec_cli.launch.supervise import supervise
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import from_plain, to_plain
 from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.results import tools as messages
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.probe import MachineProbe
-from trainspec_cli.spec.results.tools import (
-    REQUEST,
-    RESULT,
-    CertifyRequest,
-    CertifyResult,
-    ExportRequest,
-    ExportResult,
-    KernelRequest,
-    KernelResult,
-    LinksRequest,
-    LinksResult,
-    ProbeRequest,
-    SpeedRequest,
-    SpeedResult,
-    TraceRequest,
-    TraceResult,
-)
 
 RequestT = TypeVar("RequestT")
 ResultT = TypeVar("ResultT")
@@ -81,7 +64,7 @@ class Tool(Generic[RequestT, ResultT]):
 
 PROBE = Tool(
     "probe",
-    ProbeRequest,
+    messages.ProbeRequest,
     MachineProbe,
     "the probe of this machine",
     "probe_failed",
@@ -90,27 +73,32 @@ PROBE = Tool(
 )
 KERNELS = Tool(
     "kernels",
-    KernelRequest,
-    KernelResult,
+    messages.KernelRequest,
+    messages.KernelResult,
     "the measurement of kernels",
     "probe_failed",
     hint="launch with kernels=default",
 )
-TRACE = Tool("trace", TraceRequest, TraceResult, "the trace", "trace_failed")
-EXPORT = Tool("export", ExportRequest, ExportResult, "the export of the weights", "export_failed")
+TRACE = Tool("trace", messages.TraceRequest, messages.TraceResult, "the trace", "trace_failed")
+EXPORT = Tool("export", messages.ExportRequest, messages.ExportResult, "the export of the weights", "export_failed")
 SPEED = Tool(
-    "speed", SpeedRequest, SpeedResult, "the measurement of this node's devices", "speed_failed", timeout_s=120.0
+    "speed",
+    messages.SpeedRequest,
+    messages.SpeedResult,
+    "the measurement of this node's devices",
+    "speed_failed",
+    timeout_s=120.0,
 )
 LINKS = Tool(
     "links",
-    LinksRequest,
-    LinksResult,
+    messages.LinksRequest,
+    messages.LinksResult,
     "the measurement of the links between the processes",
     "links_failed",
     hint="look at the interface that leads to the other nodes (ip route), at its firewall, and at `links` above",
     timeout_s=1800.0,
 )
-CERTIFY = Tool("certify_worker", CertifyRequest, CertifyResult, "the certification", "run_failed")
+CERTIFY = Tool("certify_worker", messages.CertifyRequest, messages.CertifyResult, "the certification", "run_failed")
 TOOLS: tuple[Tool[Any, Any], ...] = (PROBE, KERNELS, TRACE, EXPORT, SPEED, LINKS, CERTIFY)
 
 
@@ -170,10 +158,10 @@ def run_tool(
     try:
         with tempfile.TemporaryDirectory(prefix=f"trainspec-{tool.name}-", dir=shared) as folder:
             root = Path(folder).absolute()
-            write_json(root / REQUEST, to_plain(request))
+            write_json(root / messages.REQUEST, to_plain(request))
             job, backend = (prepare or one_process())(root, tool.worker)
             _supervise(tool, job, backend, on_tick)
-            return from_plain(tool.result, read_json(root / RESULT))
+            return from_plain(tool.result, read_json(root / messages.RESULT))
     except OSError as error:
         hint = "see that the folder for temporary files (TMPDIR) can be written and has room"
         raise MachineError(Problem(tool.code, f"{tool.what} failed: {error}", hint=hint, environment=True)) from error
@@ -193,7 +181,7 @@ def _supervise(tool: Tool[Any, Any], job: Job, backend: OpenBackend, on_tick: Ca
         raise Interrupted(f"{tool.what} was interrupted", code="interrupted")
     if ending.exit_code != 0:
         raise MachineError(_problem(tool, job, "failed"))
-    if not (job.root / RESULT).is_file():
+    if not (job.root / messages.RESULT).is_file():
         raise MachineError(_problem(tool, job, "ended without a result"))
 
 

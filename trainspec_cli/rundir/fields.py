@@ -10,14 +10,14 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import Annotated, Any, Protocol, TypeVar
+from functools import cache, partial
+from typing import Annotated, Any, TypeVar
 
 from trainspec_cli.reading.json_file import show_kind
 from trainspec_cli.spec.canonical import Absent
-from trainspec_cli.spec.structure import key_of
+from trainspec_cli.spec.structure import is_required, key_of
 
 T = TypeVar("T")
 
@@ -26,127 +26,67 @@ class FieldError(ValueError):
     """A field is missing, or holds a value that is not of its kind."""
 
 
-class ValueKind(Protocol):
+@dataclass(frozen=True)
+class ValueKind:
     """The values that a field may have."""
 
-    def read(self, value: Any) -> Any:
-        """Return the value as the record holds it. Raises FieldError where it is not of this kind."""
+    name: str
+    """For people."""
+    read: Callable[[Any], Any]
+    """Returns the value as the record holds it. Raises FieldError where it is not of this kind."""
 
-    def describe(self) -> str:
-        """Name the kind, for people."""
 
+def number(low: float, high: float, *, whole: bool = False, may_diverge: bool = False) -> ValueKind:
+    """`may_diverge`: accept NaN and infinity too."""
 
-@dataclass(frozen=True)
-class Number:
-    low: float
-    high: float
-    whole: bool = False
-    may_diverge: bool = False
-    """Accept NaN and infinity too."""
-
-    def read(self, value: Any) -> Any:
-        if type(value) is int or (type(value) is float and not self.whole):
-            if self.low <= value <= self.high:
+    def read(value: Any) -> Any:
+        if type(value) is int or (type(value) is float and not whole):
+            if low <= value <= high:
                 return value
-            if self.may_diverge and not math.isfinite(value):
+            if may_diverge and not math.isfinite(value):
                 return value
         raise FieldError
 
-    def describe(self) -> str:
-        return f"{'a whole number' if self.whole else 'a number'} from {self.low:g} to {self.high:g}"
+    return ValueKind(f"{'a whole number' if whole else 'a number'} from {low:g} to {high:g}", read)
 
 
-Count = Annotated[int, Number(0, 2**53, whole=True)]
-Rank = Annotated[int, Number(-1, 1e7, whole=True)]
+Count = Annotated[int, number(0, 2**53, whole=True)]
+Rank = Annotated[int, number(-1, 1e7, whole=True)]
 """-1 stands for the supervisor."""
-WorldSize = Annotated[int, Number(1, 1e6, whole=True)]
-Seconds = Annotated[float, Number(-1e12, 1e12)]
-Rate = Annotated[float, Number(0, 1e30)]
+WorldSize = Annotated[int, number(1, 1e6, whole=True)]
+Seconds = Annotated[float, number(-1e12, 1e12)]
+Rate = Annotated[float, number(0, 1e30)]
 """A loss or the like is a plain float. The writer puts null for one that is not finite, so its field allows None."""
 
 
-@dataclass(frozen=True)
-class _Instance:
-    wanted: type
-    name: str
-
-    def read(self, value: Any) -> Any:
-        if type(value) is not self.wanted:
-            raise FieldError
-        return value
-
-    def describe(self) -> str:
-        return self.name
-
-
-@dataclass(frozen=True)
-class _ListOf:
-    item: ValueKind
-
-    def read(self, value: Any) -> tuple[Any, ...]:
-        if type(value) is not list:
-            raise FieldError
-        return tuple(map(self.item.read, value))
-
-    def describe(self) -> str:
-        return f"a list, each item {self.item.describe()},"
-
-
-@dataclass(frozen=True)
-class _ObjectOf:
-    item: ValueKind
-
-    def read(self, value: Any) -> dict[str, Any]:
-        if type(value) is not dict:
-            raise FieldError
-        return {key: self.item.read(item) for key, item in value.items()}
-
-    def describe(self) -> str:
-        return f"an object, each value {self.item.describe()},"
-
-
-@dataclass(frozen=True)
-class _RecordOf:
-    cls: type
-
-    def read(self, value: Any) -> Any:
-        if type(value) is not dict:
-            raise FieldError
-        return read_record(self.cls, value)
-
-    def describe(self) -> str:
-        return "an object"
-
-
-@dataclass(frozen=True)
-class _Nullable:
-    kind: ValueKind
-
-    def read(self, value: Any) -> Any:
-        return None if value is None else self.kind.read(value)
-
-    def describe(self) -> str:
-        return f"{self.kind.describe()} or null"
-
-
-@dataclass(frozen=True)
-class _Anything:
-    """Free-form JSON."""
-
-    def read(self, value: Any) -> Any:
-        return value
-
-    def describe(self) -> str:
-        return "anything"
+def _exactly(wanted: type[T], value: Any) -> T:
+    if type(value) is not wanted:
+        raise FieldError
+    return value
 
 
 _PLAIN: dict[Any, ValueKind] = {
-    int: Number(-(2**53), 2**53, whole=True),
-    float: Number(-1e30, 1e30, may_diverge=True),
-    str: _Instance(str, "text"),
-    bool: _Instance(bool, "true or false"),
-    Any: _Anything(),
+    int: number(-(2**53), 2**53, whole=True),
+    float: number(-1e30, 1e30, may_diverge=True),
+    str: ValueKind("text", partial(_exactly, str)),
+    bool: ValueKind("true or false", partial(_exactly, bool)),
+    Any: ValueKind("anything", lambda value: value),
 }
+
+
+def _list_of(item: ValueKind) -> ValueKind:
+    return ValueKind(f"a list, each item {item.name},", lambda value: tuple(map(item.read, _exactly(list, value))))
+
+
+def _object_of(item: ValueKind) -> ValueKind:
+    def read(value: Any) -> dict[str, Any]:
+        return {key: item.read(one) for key, one in _exactly(dict, value).items()}
+
+    return ValueKind(f"an object, each value {item.name},", read)
+
+
+def _nullable(kind: ValueKind) -> ValueKind:
+    return ValueKind(f"{kind.name} or null", lambda value: None if value is None else kind.read(value))
 
 
 def _kind_of(annotation: Any) -> ValueKind:
@@ -158,15 +98,16 @@ def _kind_of(annotation: Any) -> ValueKind:
     if origin in (typing.Union, types.UnionType):
         (wanted,) = (member for member in members if member not in (types.NoneType, Absent))
         kind = _kind_of(wanted)
-        return _Nullable(kind) if types.NoneType in members else kind
+        return _nullable(kind) if types.NoneType in members else kind
     if origin is tuple:
-        return _ListOf(_kind_of(members[0]))
+        return _list_of(_kind_of(members[0]))
     if origin is dict:
-        return _ObjectOf(_kind_of(members[1]))
+        return _object_of(_kind_of(members[1]))
     if origin is typing.Literal:
         return _PLAIN[str]
-    is_record = isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
-    return _RecordOf(annotation) if is_record else _PLAIN[annotation]
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+        return ValueKind("an object", lambda value: read_record(annotation, _exactly(dict, value)))
+    return _PLAIN[annotation]
 
 
 @dataclass(frozen=True)
@@ -181,13 +122,9 @@ class _Field:
 def _fields_of(cls: type[Any]) -> tuple[_Field, ...]:
     hints = typing.get_type_hints(cls, include_extras=True)
     return tuple(
-        _Field(field.name, key_of(field), _kind_of(hints[field.name]), _is_needed(field))
+        _Field(field.name, key_of(field), _kind_of(hints[field.name]), is_required(field))
         for field in dataclasses.fields(cls)
     )
-
-
-def _is_needed(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def read_record(cls: type[T], plain: Mapping[str, Any]) -> T:
@@ -203,7 +140,7 @@ def read_record(cls: type[T], plain: Mapping[str, Any]) -> T:
                 if inner := str(error):
                     raise FieldError(f"`{field.key}` does not fit: {inner}") from error
                 wrong = show_kind(plain[field.key])
-                raise FieldError(f"`{field.key}` is {wrong}; {field.kind.describe()} is needed") from error
+                raise FieldError(f"`{field.key}` is {wrong}; {field.kind.name} is needed") from error
         elif field.needed:
             raise FieldError(f"it has no `{field.key}`")
     return cls(**values)

@@ -1,17 +1,27 @@
-"""Which start of a run owns its folder: every launch and every resume begins a new generation.
+"""The starts of a run: which one owns its folder, what its processes share, and whether it was asked to stop.
 
-RUN/generations/00000003.json exists from the third start on. A worker of an older one that comes back (a healed cable,
-a node that was thought dead) finds it there and writes no more: it is fenced off.
+Every launch and every resume begins a new generation: RUN/generations/00000003.json exists from the third start on. A
+worker of an older one that comes back (a healed cable, a node that was thought dead) finds it there and writes no more:
+it is fenced off.
+
+The process that asks the workers of a start to stop notes it first, in RUN/stops/00000003.json. Workers also write a
+checkpoint and end when a signal comes from elsewhere, or torchrun dies and its workers are ended; the run has then
+failed, since nothing asked it to stop.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
+import socket
+import stat
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainspec_cli.environment_names import GENERATION
-from trainspec_cli.errors import WorkerError
+from trainspec_cli.errors import MachineError, Problem, WorkerError
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import from_plain, to_plain
@@ -19,6 +29,7 @@ from trainspec_cli.spec.canonical import from_plain, to_plain
 FENCED = "fenced"
 """The code of the error that ends what belongs to an older start."""
 LOOK_INTERVAL_S = 1.0
+SECRET_BYTES = 32
 
 
 def newest(run: RunDir) -> int:
@@ -107,3 +118,58 @@ class Fence:
         """Call `check` at most once in `LOOK_INTERVAL_S`: for what is written often."""
         if time.monotonic() - self._looked_at >= LOOK_INTERVAL_S:
             self.check()
+
+
+# The secret, in a file that the user alone may read
+
+
+def create_secret(path: Path) -> bytes:
+    """Write a fresh secret to a file that must not exist yet, and return it. Raises MachineError where the file system
+    does not keep it private."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(secrets.token_bytes(SECRET_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+    return read_secret(path)
+
+
+def read_secret(path: Path) -> bytes:
+    """Raises MachineError where the file is not the user's own, or others may read it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise _unusable(path, f"cannot be read: {error.strerror}") from error
+    with os.fdopen(descriptor, "rb") as file:
+        about = os.fstat(file.fileno())
+        if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
+            raise _unusable(path, "belongs to another user, or others may read it")
+        secret = file.read(SECRET_BYTES + 1)
+    if len(secret) != SECRET_BYTES:
+        raise _unusable(path, f"holds {len(secret)} bytes instead of {SECRET_BYTES}")
+    return secret
+
+
+def _unusable(path: Path, what: str) -> MachineError:
+    hint = "keep run.dir on a file system that all nodes share and that keeps owners and permissions"
+    return MachineError(Problem("secret", f"the job's secret, {path}, {what}", hint=hint, environment=True))
+
+
+# Requests to stop
+
+
+def note_stop(run: RunDir, generation: int) -> None:
+    """A full disk does not keep the workers from being asked; the supervisor knows of its own requests without this."""
+    with contextlib.suppress(OSError):
+        write_json(run.stop(generation), {"generation": generation, "host": socket.gethostname(), "at": time.time()})
+
+
+def was_stop_noted(run: RunDir, generation: int) -> bool:
+    return run.stop(generation).is_file()
+
+
+def may_stop(run: RunDir) -> bool:
+    """Return True if this worker's start was asked to stop. Where no launch started it, a signal is request enough."""
+    generation = os.environ.get(GENERATION)
+    return generation is None or was_stop_noted(run, int(generation))

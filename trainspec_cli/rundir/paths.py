@@ -26,42 +26,25 @@ _STEP_FOLDER = re.compile(r"step_(\d{8,})")
 class RunDir:
     def __init__(self, root: Path | str):
         self.root = Path(root)
-
-    @property
-    def composed_yaml(self) -> Path:
-        return self.root / "composed.yaml"
-
-    @property
-    def run_json(self) -> Path:
-        return self.root / "run.json"
-
-    @property
-    def plan_json(self) -> Path:
-        return self.root / "plan.json"
-
-    @property
-    def kernels_json(self) -> Path:
-        return self.root / "kernels.json"
-
-    @property
-    def versions_json(self) -> Path:
-        return self.root / "versions.json"
-
-    @property
-    def command_txt(self) -> Path:
-        return self.root / "command.txt"
-
-    @property
-    def pid_json(self) -> Path:
-        return self.root / "pid.json"
-
-    @property
-    def result_json(self) -> Path:
-        return self.root / "result.json"
-
-    @property
-    def events_folder(self) -> Path:
-        return self.root / "events"
+        self.composed_yaml = self.root / "composed.yaml"
+        self.run_json = self.root / "run.json"
+        self.plan_json = self.root / "plan.json"
+        self.kernels_json = self.root / "kernels.json"
+        self.versions_json = self.root / "versions.json"
+        self.command_txt = self.root / "command.txt"
+        self.pid_json = self.root / "pid.json"
+        self.result_json = self.root / "result.json"
+        self.events_folder = self.root / "events"
+        self.groups_json = self.root / "groups.json"
+        self.faults_folder = self.root / "faults"
+        self.supervisor_events = self.events_folder / "supervisor.jsonl"
+        self.errors_folder = self.root / "errors"
+        self.generations = self.root / "generations"
+        self.job_sbatch = self.root / "job.sbatch"
+        self.slurm_json = self.root / "slurm.json"
+        self.logs = self.root / "logs"
+        self.huggingface = self.root / "huggingface"
+        self.checkpoints = self.root / "checkpoints"
 
     def events(self, rank: int) -> Path:
         return self.events_folder / f"rank{rank:05d}.jsonl"
@@ -70,31 +53,11 @@ class RunDir:
         """Return one process's events in a replica group; the run's own are those of the leading group's rank 0."""
         return self.events_folder / f"group{group:05d}" / f"rank{rank:05d}.jsonl"
 
-    @property
-    def groups_json(self) -> Path:
-        return self.root / "groups.json"
-
-    @property
-    def faults_folder(self) -> Path:
-        return self.root / "faults"
-
-    @property
-    def supervisor_events(self) -> Path:
-        return self.events_folder / "supervisor.jsonl"
-
-    @property
-    def errors_folder(self) -> Path:
-        return self.root / "errors"
-
     def error(self, rank: int) -> Path:
         return self.errors_folder / f"rank{rank:05d}.json"
 
     def node_error(self, node: int) -> Path:
         return self.errors_folder / f"node{node:05d}.json"
-
-    @property
-    def generations(self) -> Path:
-        return self.root / "generations"
 
     def generation(self, number: int) -> Path:
         return self.generations / f"{number:08d}.json"
@@ -105,26 +68,6 @@ class RunDir:
 
     def stop(self, generation: int) -> Path:
         return self.root / "stops" / f"{generation:08d}.json"
-
-    @property
-    def job_sbatch(self) -> Path:
-        return self.root / "job.sbatch"
-
-    @property
-    def slurm_json(self) -> Path:
-        return self.root / "slurm.json"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def huggingface(self) -> Path:
-        return self.root / "huggingface"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:08d}"

@@ -11,14 +11,15 @@ from trainspec_cli.reading.files import unreadable
 from trainspec_cli.reading.json_file import check_field, read_object, show_kind
 from trainspec_cli.rundir.accounting import Recovery, WallTime
 from trainspec_cli.rundir.event_types import SetFigures
-from trainspec_cli.rundir.fields import Count, FieldError, Number, read_record
+from trainspec_cli.rundir.fields import Count, FieldError, number, read_record
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import ABSENT, Absent, from_plain, to_plain
 from trainspec_cli.spec.results.plan import Plan
 
+Record = TypeVar("Record")
 ErrorRecord = TypeVar("ErrorRecord", "WorkerErrorRecord", "NodeErrorRecord")
-UnixSeconds = Annotated[float, Number(0, 1e11)]
+UnixSeconds = Annotated[float, number(0, 1e11)]
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,7 @@ class RunRecord:
 def read_run_record(run: RunDir) -> RunRecord:
     """Read run.json. Raises UnreadableFileError."""
     plain = read_object(run.run_json)
-    try:
-        record = read_record(RunRecord, {key: value for key, value in plain.items() if key != "others"})
-    except FieldError as fault:
-        raise unreadable(run.run_json, f"is no record of a run: {fault}") from fault
+    record = _record(RunRecord, run.run_json, {key: plain[key] for key in plain.keys() - {"others"}}, "record")
     known = to_plain(record).keys() - {"others"}
     return replace(record, others={key: value for key, value in plain.items() if key not in known})
 
@@ -147,10 +145,7 @@ def read_result(run: RunDir) -> RunResult | None:
     """Read result.json; None where the run has not ended. Raises UnreadableFileError."""
     if not run.result_json.exists():
         return None
-    try:
-        return read_record(RunResult, read_object(run.result_json))
-    except FieldError as fault:
-        raise unreadable(run.result_json, f"is no result of a run: {fault}") from fault
+    return _record(RunResult, run.result_json, read_object(run.result_json), "result")
 
 
 def write_result(run: RunDir, result: RunResult) -> None:
@@ -192,7 +187,11 @@ def write_error(path: Path, error: WorkerErrorRecord | NodeErrorRecord) -> None:
 
 def read_error(path: Path, cls: type[ErrorRecord]) -> ErrorRecord:
     """Read a file of the run's errors folder. Raises UnreadableFileError."""
+    return _record(cls, path, read_object(path), "error")
+
+
+def _record(cls: type[Record], path: Path, plain: dict[str, Any], what: str) -> Record:
     try:
-        return read_record(cls, read_object(path))
+        return read_record(cls, plain)
     except FieldError as fault:
-        raise unreadable(path, f"is no error of a run: {fault}") from fault
+        raise unreadable(path, f"is no {what} of a run: {fault}") from fault

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainspec_cli.launch.job.command import render_command
 from trainspec_cli.launch.job.folder import check_free
+from trainspec_cli.launch.job.job import render_command
 from trainspec_cli.report.text import describe_plan
 from trainspec_cli.session.console import make_console
 from trainspec_cli.session.load import Loaded, load, plan_on, this_machine

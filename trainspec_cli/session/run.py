@@ -73,11 +73,9 @@ def _failure(job: Job, explanation: Explanation | None, console: RunConsole, *, 
         message = f"{message}\n\n{detail}"
     else:
         console.report(f"\n{detail}\n")
-    return Problem("worker_failed", message, hint=explanation.hint or _resume_hint(job.run))
-
-
-def _resume_hint(run: RunDir) -> str:
-    return f"go on from step {run.newest_step}: {_resume_command(run)}" if run.newest_step else ""
+    step = job.run.newest_step
+    hint = f"go on from step {step}: {_resume_command(job.run)}" if step else ""
+    return Problem("worker_failed", message, hint=explanation.hint or hint)
 
 
 def _report_end(job: Job, outcome: RunOutcome, console: RunConsole) -> None:

@@ -19,8 +19,7 @@ from trainspec_cli.launch.backend.nodes.backend import Reach
 from trainspec_cli.launch.job.folder import storage
 from trainspec_cli.launch.signals import PatientRequests, interrupt, on_stop_signal
 from trainspec_cli.launch.slurm import commands as slurm
-from trainspec_cli.launch.slurm.queue import note_job, own_job
-from trainspec_cli.launch.slurm.requeue import decide, is_over, is_preempted
+from trainspec_cli.launch.slurm.queue import decide, is_over, is_preempted, note_job, own_job
 from trainspec_cli.printable import printing_safely
 from trainspec_cli.report.problems import render_problems
 from trainspec_cli.report.style import Style

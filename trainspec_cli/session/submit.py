@@ -6,9 +6,6 @@ submitted only with --allow-setup. root's files are trusted, and so is the comma
 
 from __future__ import annotations
 
-import os
-import pwd
-import stat
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,9 +30,7 @@ from trainspec_cli.spec.auto import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.trust import private_files
-
-ROOT_UID = 0
+from trainspec_cli.trust import private_files, why_not_trusted
 
 
 @dataclass(frozen=True)
@@ -134,17 +129,8 @@ def _why_not_own(origin: Origin | None, cwd: Path) -> str:
         return "it is not known which file it comes from"
     if origin.file == COMMAND_LINE:
         return ""
-    about = (cwd / origin.file).stat()
-    if about.st_uid not in (ROOT_UID, os.geteuid()):
-        return f"{origin.file} belongs to another user ({_user_name(about.st_uid)})"
-    return f"{origin.file} may be written by everyone" if about.st_mode & stat.S_IWOTH else ""
-
-
-def _user_name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
+    reason = why_not_trusted((cwd / origin.file).stat())
+    return f"{origin.file} {reason}" if reason else ""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def build(cls: type[T], data: Mapping[str, Any], path: str = "") -> tuple[T, lis
     values: dict[str, Any] = {}
     for key, field in fields.items():
         name = field.name
-        if data.get(key, MISSING) == MISSING and (key in data or _is_required(field)):
+        if data.get(key, MISSING) == MISSING and (key in data or is_required(field)):
             values[name] = UNKNOWN
             problems += _missing(hints[name], f"{path}{key}")
         elif key in data:
@@ -183,7 +183,7 @@ def _convert_number(wanted: type, value: Any) -> Any:
     return wanted(value)
 
 
-def _is_required(field: dataclasses.Field[Any]) -> bool:
+def is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 

@@ -25,12 +25,9 @@ from trainspec_cli.engine.checkpoint.manifest import (
     read_manifest,
 )
 from trainspec_cli.engine.checkpoint.parts import Held, TensorPart, choose_owners
-from trainspec_cli.engine.checkpoint.reading import fill_parts
 from trainspec_cli.engine.checkpoint.saver import Saver
-from trainspec_cli.engine.checkpoint.store import load_newest
-from trainspec_cli.engine.checkpoint.weights import load_weights, read_weights
-from trainspec_cli.engine.optim.build import build_optimizer
-from trainspec_cli.engine.optim.update import guarded_update
+from trainspec_cli.engine.checkpoint.store import fill_parts, load_newest, load_weights, read_weights
+from trainspec_cli.engine.optim.optimizer import build_optimizer, guarded_update
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.rundir.paths import RunDir
@@ -429,9 +426,11 @@ def test_a_manifest_names_files_of_its_own_folder_alone(tmp_path, name):
     told = {"name": name, "bytes": 1, "sha256": "0"}
     with pytest.raises((ValueError, TypeError, RecipeError)):
         manifest.part_from({"file": told, "tensors": {}})
+    told = {"name": "rank00000.safetensors", "bytes": 1, "sha256": "0"}
+    manifest.part_from({"file": told, "tensors": {}})
     chunk = {"file": name, "offsets": [0], "shape": [1]}
     with pytest.raises((ValueError, TypeError, RecipeError)):
-        manifest.entries_from({"w": {"shape": [1], "dtype": "F32", "chunks": [chunk]}})
+        manifest.part_from({"file": told, "tensors": {"w": {"shape": [1], "dtype": "F32", "chunks": [chunk]}}})
 
 
 # Names

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from trainspec_cli.engine.comm import json_collectives
 from trainspec_cli.engine.comm.joining import leave_processes
-from trainspec_cli.engine.comm.joint_errors import agree_on_error, raise_together
-from trainspec_cli.engine.comm.json_collectives import broadcast_json, gather_json
+from trainspec_cli.engine.comm.json_collectives import agree_on_error, broadcast_json, gather_json, raise_together
 from trainspec_cli.errors import MachineError, Problem, RecipeError, TrainspecError
 from trainspec_cli.spec.structure import convert
 

@@ -11,7 +11,7 @@ import pytest
 from trainspec_cli.environment_names import LAUNCH_ID
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.rendezvous.address import Rendezvous
-from trainspec_cli.rundir.secret import create_secret
+from trainspec_cli.rundir.generations import create_secret
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 
 WORKER = Path(__file__).parent / "store_worker.py"

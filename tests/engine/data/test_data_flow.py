@@ -20,7 +20,7 @@ from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.train_state import TrainState, build_train_state
 from trainspec_cli.engine.data.loader import read_ahead
 from trainspec_cli.engine.data.staging import SLOTS, Staging
-from trainspec_cli.engine.optim.update import clear_gradients
+from trainspec_cli.engine.optim.optimizer import clear_gradients
 from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.step import compute_gradients

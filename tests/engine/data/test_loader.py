@@ -27,7 +27,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def plan(rank: int, num_ranks: int, micro: int = 1) -> BatchPlan:
-    return BatchPlan(SEQ_LEN, 12, micro, seed=5, rank=rank, num_ranks=num_ranks)
+    return BatchPlan(12, micro, seed=5, rank=rank, num_ranks=num_ranks)
 
 
 def order(folder) -> Shuffled:

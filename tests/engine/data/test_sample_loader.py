@@ -24,7 +24,7 @@ class Numbered:
 
 
 def loader(rank: int = 0, num_ranks: int = 1, micro: int = 1) -> SampleLoader:
-    return SampleLoader(Numbered(), BatchPlan(1, 12, micro, seed=5, rank=rank, num_ranks=num_ranks), num_readers=3)
+    return SampleLoader(Numbered(), BatchPlan(12, micro, seed=5, rank=rank, num_ranks=num_ranks), num_readers=3)
 
 
 def step_images(num_ranks: int, step: int, micro: int = 1) -> torch.Tensor:

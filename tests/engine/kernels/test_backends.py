@@ -7,8 +7,8 @@ import torch
 from engine.kernels.shapes import CALLS, DEVICE, PARAMETERS
 
 from trainspec_cli.engine.build.kernel_loading import load_kernel
-from trainspec_cli.engine.kernels.inputs import checked, make_inputs
-from trainspec_cli.engine.kernels.reference import REFERENCES
+from trainspec_cli.engine.kernels.inputs import OPERATIONS as TRIED
+from trainspec_cli.engine.kernels.inputs import make_inputs
 from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
 from trainspec_cli.engine.tools.kernel_trial import SUM_ERROR, call_error, update_error
 from trainspec_cli.spec.recipe.kernels import KERNELS, TORCH
@@ -86,11 +86,11 @@ def test_the_default_in_fp64_is_the_reference(op: str) -> None:
 def test_what_is_checked_is_two_samples_of_not_too_many_tokens() -> None:
     heads = ((8, 4, 4096, 64), (8, 2, 4096, 64), (8, 2, 4096, 64))
     two = ((2, 4, 1024, 64), (2, 2, 1024, 64), (2, 2, 1024, 64))
-    assert checked("attention", (*heads, None, 0.125)) == (*two, None, 0.125)
-    assert checked("attention", (*heads, (8, 1, 4096, 4096), 0.125)) == (*two, (2, 1, 1024, 1024), 0.125)
-    assert checked("rms_norm", ((8, 4096, 64), (64,), 1e-5)) == ((2, 1024, 64), (64,), 1e-5)
+    assert TRIED["attention"].reduce((*heads, None, 0.125)) == (*two, None, 0.125)
+    assert TRIED["attention"].reduce((*heads, (8, 1, 4096, 4096), 0.125)) == (*two, (2, 1, 1024, 1024), 0.125)
+    assert TRIED["rms_norm"].reduce(((8, 4096, 64), (64,), 1e-5)) == ((2, 1024, 64), (64,), 1e-5)
     logits = ((32768, 64), (512, 64), (32768,), None)
-    assert checked("linear_cross_entropy", logits) == ((1024, 64), (512, 64), (1024,), None)
+    assert TRIED["linear_cross_entropy"].reduce(logits) == ((1024, 64), (512, 64), (1024,), None)
 
 
 @pytest.mark.parametrize("op", CALLS)
@@ -100,4 +100,4 @@ def test_inputs_are_the_same_each_time_and_finite(op: str) -> None:
         for one, other in zip(first.arguments, second.arguments, strict=True):
             if isinstance(one, torch.Tensor):
                 assert torch.equal(one, other)
-        assert REFERENCES[op](*first.to(torch.float64).arguments).isfinite().all()
+        assert TRIED[op].reference(*first.to(torch.float64).arguments).isfinite().all()

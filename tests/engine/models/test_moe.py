@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from trainspec_cli.engine.models.experts import Experts, count_experts, grouped_matmul, sort_by_expert
-from trainspec_cli.engine.models.moe import MixtureOfExperts
-from trainspec_cli.engine.models.router import Router
+from trainspec_cli.engine.models.moe import MixtureOfExperts, Router
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.model_parts import ExpertSpec
 

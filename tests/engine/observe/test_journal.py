@@ -3,7 +3,7 @@
 import pytest
 
 from trainspec_cli.engine.observe.journal import Journal
-from trainspec_cli.engine.observe.scalars import scalars_of
+from trainspec_cli.engine.observe.trackers import scalars_of
 from trainspec_cli.rundir.event_types import EvalEvent, SampleEvent, SetFigures, StepEvent
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir

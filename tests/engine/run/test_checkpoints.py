@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainspec_cli.engine.checkpoint.manifest import MANIFEST
+from trainspec_cli.engine.checkpoint.manifest import MANIFEST, About
 from trainspec_cli.engine.checkpoint.parts import Held, TensorPart
+from trainspec_cli.engine.checkpoint.saver import Saved
 from trainspec_cli.engine.run.checkpoints import MEASURING_STEPS, Cadence, Checkpoints
+from trainspec_cli.errors import MachineError
 from trainspec_cli.rundir.event_types import CheckpointEvent, WarningEvent
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.checkpoint import CheckpointSpec
@@ -95,6 +97,10 @@ def test_the_samples_taken_come_back(tmp_path):
 # interval_steps: auto
 
 
+def saved(blocked_s: float, written_s: float) -> Saved:
+    return Saved(About(MEASURING_STEPS, 0, 0, ""), 1, blocked_s, written_s)
+
+
 def test_auto_measures_one_and_then_goes_by_its_cost_and_the_failure_rate():
     """Daly: sqrt(2 x 2 s x 3600 s) = 120 s, nearly; at 0.5 s a step that is some 240 steps."""
     cadence = Cadence(plan_of(CheckpointSpec(interval_steps="auto"), mtbf_device_hours=1.0))
@@ -103,7 +109,7 @@ def test_auto_measures_one_and_then_goes_by_its_cost_and_the_failure_rate():
         cadence.note_step(0.5, writing=False)
     for _ in range(4):
         cadence.note_step(0.75, writing=True)
-    chosen = cadence.learn((1.0, 3.0))
+    chosen = cadence.learn(saved(1.0, 3.0))
     assert chosen.drag_s == pytest.approx(1.0)
     assert chosen.step_time_s == 0.5
     assert 235 <= chosen.interval_steps <= 245
@@ -118,19 +124,19 @@ def test_auto_counts_the_slower_steps_beside_each_checkpoint_once():
             cadence.note_step(0.5, writing=False)
         for _ in range(slow_steps):
             cadence.note_step(0.75, writing=True)
-        chosen = cadence.learn((1.0, 3.0))
+        chosen = cadence.learn(saved(1.0, 3.0))
         assert chosen.drag_s == pytest.approx(0.25 * slow_steps)
 
 
 def test_auto_never_writes_oftener_than_one_takes_to_be_whole():
     cadence = Cadence(plan_of(CheckpointSpec(interval_steps="auto"), mtbf_device_hours=0.01))
     cadence.note_step(0.5, writing=False)
-    assert cadence.learn((0.001, 60.0)).interval_steps == 120
+    assert cadence.learn(saved(0.001, 60.0)).interval_steps == 120
 
 
 def test_auto_keeps_its_interval_when_one_fails_and_tells_only_of_changes():
     cadence = Cadence(plan_of(replace(CheckpointSpec(), interval_steps="auto")))
     cadence.note_step(0.5, writing=False)
-    assert cadence.learn(None) is None
-    assert cadence.learn((1.0, 2.0)) is not None
-    assert cadence.learn((1.0, 2.0)) is None
+    assert cadence.learn(replace(saved(1.0, 2.0), error=MachineError("no room"))) is None
+    assert cadence.learn(saved(1.0, 2.0)) is not None
+    assert cadence.learn(saved(1.0, 2.0)) is None

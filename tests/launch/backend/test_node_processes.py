@@ -22,7 +22,7 @@ from trainspec_cli.launch.backend.nodes.messages import (
 )
 from trainspec_cli.launch.job.job import Job, build_node_job
 from trainspec_cli.launch.job.place import NodePlace
-from trainspec_cli.rundir.stops import was_stop_noted
+from trainspec_cli.rundir.generations import GenerationRecord, was_stop_noted
 from trainspec_cli.spec.results.plan import Plan
 
 STANDIN = str(Path(__file__).parents[1] / "standin_worker.py")
@@ -106,8 +106,20 @@ def open_node(eventually) -> Iterator[Callable[..., Node]]:
 @pytest.fixture
 def second(open_node, make_plan, machine, tmp_path: Path) -> Node:
     plan, place = replace(make_plan(), num_nodes=2, devices_per_node=1, replica_groups=2), NodePlace(1, 2, HERE)
-    logs = tmp_path / "run" / "logs" / "node00001"
-    job = build_node_job(plan, tmp_path / "run", machine, place, {}, 1, LAUNCH, logs, (STANDIN, "endless"))
+    record = GenerationRecord(
+        generation=1,
+        at=0.0,
+        host=HERE,
+        head=HERE,
+        hub_port=0,
+        rendezvous={},
+        num_nodes=2,
+        launch_id=LAUNCH.removesuffix("-1"),
+        logs=str(tmp_path / "run" / "logs"),
+        worker=(STANDIN, "endless"),
+        examine=(),
+    )
+    job = build_node_job(plan, tmp_path / "run", machine, 1, record)
     return open_node(job, plan, place)
 
 

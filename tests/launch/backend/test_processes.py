@@ -56,7 +56,7 @@ def test_a_process_is_found_from_its_first_instant(
         assert [process.pid for process in processes.members(STARTING)] == [pid]
 
 
-def test_workers_are_told_from_what_they_start_and_groups_from_each_other(
+def test_workers_are_told_from_what_they_start(
     start: Callable[..., subprocess.Popen[bytes]],
 ) -> None:
     agent = start(**{LAUNCH_ID: TOLD, GROUP: "0"})
@@ -64,7 +64,6 @@ def test_workers_are_told_from_what_they_start_and_groups_from_each_other(
     other = start(**{LAUNCH_ID: OTHER, GROUP: "1", "RANK": "0"})
     assert {p.pid for p in processes.members(TOLD)} == {agent.pid, worker.pid}
     assert [p.pid for p in processes.workers(TOLD)] == [worker.pid]
-    assert [p.pid for p in processes.members_of_group(TOLD, 0)] == [agent.pid]
     assert processes.kill(TOLD) == []
     assert agent.wait() == worker.wait() == -9
     assert other.poll() is None

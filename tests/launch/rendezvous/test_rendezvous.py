@@ -17,7 +17,7 @@ from trainspec_cli.environment_names import LAUNCH_ID
 from trainspec_cli.errors import MachineError
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.rendezvous.address import Rendezvous
-from trainspec_cli.rundir.secret import create_secret, read_secret
+from trainspec_cli.rundir.generations import create_secret, read_secret
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 from trainspec_cli.wire.client import LINE_BYTES, JsonClient
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.launch.slurm.requeue import decide, is_over, is_preempted
+from trainspec_cli.launch.slurm.queue import decide, is_over, is_preempted
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from lab.drawing import drawn_in_ci
 from lab.tracing import Trace
 
 from trainspec_cli.certify.cases import Case, build_plan
@@ -170,6 +171,9 @@ DEFAULT_RUNS = (
 )
 
 
+IN_CI = 15
+
+
 def plan_of(run: Run) -> Plan:
     layout = Layout(**run.axes)
     layout = replace(layout, sequence_parallel=layout.sequence_parallel and layout.tp > 1)
@@ -214,7 +218,9 @@ def test_arithmetic_comes_to_what_the_step_takes(run: Run, trace: Trace) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [run for runs in FAMILIES.values() for run in runs], ids=lambda run: run.name)
+@pytest.mark.parametrize(
+    "run", drawn_in_ci([run for runs in FAMILIES.values() for run in runs], IN_CI), ids=lambda run: run.name
+)
 def test_it_does_for_layouts_and_sizes_of_every_family(run: Run, trace: Trace) -> None:
     assert MOST_UNDER <= error_of(run, trace) <= MOST_OVER
 

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainspec_cli.engine.build.train_state import TrainState
+from trainspec_cli.engine.checkpoint.image import DTYPES
 from trainspec_cli.engine.checkpoint.manifest import read_manifest, verify_files
-from trainspec_cli.engine.checkpoint.weights import load_weights
-from trainspec_cli.engine.comm.joint_errors import errors_together
+from trainspec_cli.engine.checkpoint.store import load_weights
+from trainspec_cli.engine.comm.json_collectives import errors_together
 from trainspec_cli.engine.finite import NOT_FINITE, count_not_finite, is_finite
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.errors import MachineError, Problem
@@ -24,8 +25,6 @@ from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.results.plan import Plan
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
 
 def load_initial(plan: Plan, state: TrainState) -> None:
     """Fill the model from what `init.from` names; without it the values drawn from the seed stay.
@@ -33,20 +32,16 @@ def load_initial(plan: Plan, state: TrainState) -> None:
     Called by every rank together. Raises RecipeError or MachineError, on all of them, where the checkpoint is not the
     model's or a weight is not finite.
     """
-    with errors_together():
-        _load(plan, state)
-
-
-def _load(plan: Plan, state: TrainState) -> None:
     init = plan.spec.init
-    if init.hugging_face is not None:
-        assert isinstance(plan.spec.model, DecoderModel), "other families are refused before launch"
-        load_folder(init.hugging_face, plan.spec.model, state.shares)
-    elif init.run is not None:
-        run = RunDir(init.run)
-        folder = run.checkpoint(run.checkpoint_steps()[-1])
-        verify_files(folder, read_manifest(folder).files[dist.get_rank() :: dist.get_world_size()])
-        load_weights(folder, state.held)
+    with errors_together():
+        if init.hugging_face is not None:
+            assert isinstance(plan.spec.model, DecoderModel), "other families are refused before launch"
+            load_folder(init.hugging_face, plan.spec.model, state.shares)
+        elif init.run is not None:
+            run = RunDir(init.run)
+            folder = run.checkpoint(run.checkpoint_steps()[-1])
+            verify_files(folder, read_manifest(folder).files[dist.get_rank() :: dist.get_world_size()])
+            load_weights(folder, state.held)
 
 
 @torch.no_grad()

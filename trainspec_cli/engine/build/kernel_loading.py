@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
+import torch
 from torch import nn
 
-from trainspec_cli.engine.kernels.compiling import compiled_in_training
 from trainspec_cli.spec.recipe.kernels import KERNELS, Backend, KernelSpec
 
 ENGINE = __package__.rpartition(".")[0]
@@ -39,3 +39,17 @@ def apply_kernels(part: nn.Module, kernels: KernelSpec) -> None:
 
 def modules_with(part: nn.Module, op: str) -> list[nn.Module]:
     return [module for module in part.modules() if hasattr(type(module), op)]
+
+
+def compiled_in_training(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile `function` for each shape separately, so that results do not depend on earlier shapes.
+
+    Without gradients the plain function is called: evaluation has its own shapes, and each would be compiled.
+    """
+    fused = torch.compile(function, dynamic=False)
+
+    @wraps(function)
+    def call(*inputs: Any) -> Any:
+        return fused(*inputs) if torch.is_grad_enabled() else function(*inputs)
+
+    return call

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,23 +15,22 @@ from trainspec_cli.engine.build.kernel_loading import apply_kernels, load_kernel
 from trainspec_cli.engine.checkpoint.parts import Held
 from trainspec_cli.engine.comm.exchange import Peers
 from trainspec_cli.engine.mesh import Mesh, build_mesh
-from trainspec_cli.engine.models.build import build_model
 from trainspec_cli.engine.models.experts import sort_by_expert
 from trainspec_cli.engine.models.lora import apply_lora
 from trainspec_cli.engine.observe.clock import StepClock
-from trainspec_cli.engine.optim.build import build_optimizer
+from trainspec_cli.engine.optim.optimizer import build_optimizer
 from trainspec_cli.engine.parallel.balance import routers_of, sum_over_sequence
 from trainspec_cli.engine.parallel.context import apply_context_parallel, held_positions
 from trainspec_cli.engine.parallel.data_parallel import DataParallel, apply_data_parallel
 from trainspec_cli.engine.parallel.expert import apply_expert_parallel
 from trainspec_cli.engine.parallel.float8 import apply_float8
-from trainspec_cli.engine.parallel.materialise import allocate, materialise
 from trainspec_cli.engine.parallel.pipeline import Hidden, Lines, WeightQueue
 from trainspec_cli.engine.parallel.recompute import apply_recompute
 from trainspec_cli.engine.parallel.tensor import apply_tensor_parallel, partial_parameters
 from trainspec_cli.engine.shares import Cut, Share
 from trainspec_cli.policy.pipeline import cut_layers
 from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.model import ModelSpec
 from trainspec_cli.spec.results.plan import Plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -74,7 +75,6 @@ class TrainState:
 
     @property
     def parts(self) -> list[Any]:
-        """This rank's stages of the model."""
         return list(self.stages.parts.values())
 
     @property
@@ -207,3 +207,40 @@ def _late_sums(
     twins = [share for share in shares if _is_twin(plan, share.name) and share.is_trained]
     sums = ((partials, mesh.group("tp")), (twins, mesh.ends))
     return [LateSum(summed, Peers(group, clock.collective)) for summed, group in sums if summed]
+
+
+def build_model(model: ModelSpec, seq_len: int, layers: range | None = None) -> Any:
+    """Build the whole model, or the pipeline stage with `layers`."""
+    return import_module(model.record.builder).build(model, seq_len, layers)
+
+
+def allocate(model: nn.Module, device: torch.device, *, offload: bool) -> None:
+    """Move the model from meta to `device`; with `offload` its parameters go to host memory."""
+    model.to_empty(device="cpu" if offload else device)
+    if offload:
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, torch.empty_like(buffer, device=device))
+
+
+@torch.no_grad()
+def materialise(
+    model: Any, shares: Sequence[Share], device: torch.device, seed: int, positions_S: Tensor | None = None
+) -> None:
+    """Fill `model`, allocated, of which `shares` are the parameters; `positions_S` where it sees part of a sequence.
+
+    Each parameter has a generator of its own, seeded by the run's seed and its name, so that its values depend
+    neither on the layout nor on the order; one full parameter at a time is held.
+    """
+    for share in shares:
+        full = torch.empty(share.full_shape, dtype=share.parameter.dtype, device=device)
+        model.init_parameter(share.name, full, parameter_generator(seed, share.name, device))
+        share.local.copy_(share.part_of(full))
+    model.init_buffers()
+    if positions_S is not None:
+        model.positions_S = positions_S.to(device)
+
+
+def parameter_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)

@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from trainspec_cli.engine.checkpoint.manifest import (
@@ -21,9 +22,8 @@ from trainspec_cli.engine.checkpoint.manifest import (
     FileDigest,
     WrittenPart,
     join_parts,
-    read_part,
+    part_from,
     write_manifest,
-    write_part,
 )
 from trainspec_cli.errors import MachineError
 from trainspec_cli.rundir.files import read_json, write_json
@@ -62,7 +62,7 @@ def write_file(path: Path, stream: Iterable[memoryview]) -> FileDigest:
 
 def leave_part(folder: Path, rank: int, part: WrittenPart) -> None:
     """Report that this rank's part is whole and on disk."""
-    write_part(folder / f"rank{rank:05d}.json", part)
+    write_json(folder / f"rank{rank:05d}.json", asdict(part))
 
 
 def leave_failure(folder: Path, rank: int, error: OSError) -> None:
@@ -118,7 +118,7 @@ def _await_parts(partial: Path, world_size: int) -> list[str]:
 def _publish(run_dir: RunDir, partial: Path, about: About, world_size: int, keep_last: int) -> CheckpointManifest:
     """Write the manifest, rename the folder durably, and remove older checkpoints."""
     reports = [partial / f"rank{rank:05d}.json" for rank in range(world_size)]
-    manifest = join_parts(about, [read_part(path) for path in reports])
+    manifest = join_parts(about, [part_from(read_json(path)) for path in reports])
     write_manifest(partial, manifest)
     for path in reports:
         path.unlink()

@@ -30,6 +30,8 @@ CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+"""A dtype -> its name in safetensors."""
+DTYPES = {code: dtype for dtype, code in CODES.items()}
 ALIGNMENT = 8
 
 
@@ -63,7 +65,6 @@ class Image:
             yield view_bytes(part.tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
 
     def entries(self, file: str) -> dict[str, TensorEntry]:
-        """Return the manifest's entries for this file."""
         return {
             part.name: TensorEntry(part.full_shape, CODES[part.tensor.dtype], (Chunk(file, part.offsets, part.shape),))
             for part in self.parts

@@ -9,14 +9,13 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.spec.canonical import from_plain
-from trainspec_cli.spec.structure import convert
 from trainspec_cli.trust import is_plain_name
 
 SCHEMA = "trainspec.checkpoint/2"
@@ -111,12 +110,9 @@ def read_manifest(folder: Path) -> CheckpointManifest:
             raise ValueError(f"its schema is not {SCHEMA}")
         if stated != _digest(content):
             raise ValueError("it was altered: its sha256 is not its content's")
-        manifest = CheckpointManifest(
-            about=about_from(content["about"]),
-            world_size=convert(int, content["world_size"]),
-            files=tuple(_file(fields) for fields in content["files"]),
-            tensors=entries_from(content["tensors"]),
-        )
+        del content["schema"]
+        manifest = from_plain(CheckpointManifest, content)
+        check_content(manifest.files, manifest.tensors)
         _check_listed(manifest)
         return manifest
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecipeError) as error:
@@ -131,54 +127,28 @@ def _check_listed(manifest: CheckpointManifest) -> None:
         raise ValueError(f"a part of {chunk[0]} lies in a file that it does not list, {chunk[1]!r}")
 
 
-def write_part(path: Path, part: WrittenPart) -> None:
-    write_json(path, asdict(part))
-
-
-def read_part(path: Path) -> WrittenPart:
-    return part_from(read_json(path))
-
-
-def about_from(content: Mapping[str, Any]) -> About:
-    """Build from plain JSON, as the two functions below do, the inverse of `asdict`.
-
-    They raise ValueError, TypeError, KeyError, AttributeError or RecipeError for malformed JSON of a file or a peer.
-    """
-    return from_plain(About, content)
-
-
 def part_from(content: Mapping[str, Any]) -> WrittenPart:
-    return WrittenPart(_file(content["file"]), entries_from(content["tensors"]))
+    """Build from plain JSON, the inverse of `asdict`. Raises ValueError or RecipeError for malformed JSON."""
+    part = from_plain(WrittenPart, content)
+    check_content((part.file,), part.tensors)
+    return part
 
 
-def entries_from(content: Mapping[str, Any]) -> dict[str, TensorEntry]:
-    return {name: _entry(fields) for name, fields in content.items()}
-
-
-def _entry(fields: Mapping[str, Any]) -> TensorEntry:
-    chunks = (Chunk(_file_name(c["file"]), _sizes(c["offsets"]), _sizes(c["shape"])) for c in fields["chunks"])
-    return TensorEntry(_sizes(fields["shape"]), convert(str, fields["dtype"]), tuple(chunks))
-
-
-def _file(fields: Mapping[str, Any]) -> FileDigest:
-    found = from_plain(FileDigest, fields)
-    return replace(found, name=_file_name(found.name))
-
-
-def _file_name(name: Any) -> str:
-    """Return the name of a file of the checkpoint's own folder. Raises ValueError for anything else."""
-    if not is_plain_name(name):
-        raise ValueError(f"it names a file outside of its folder, {name!r}")
-    if not re.fullmatch(r"rank\d{5,}\.safetensors", name):
-        raise ValueError(f"{name!r} is not the name of a checkpoint file")
-    return str(name)
-
-
-def _sizes(values: Any) -> tuple[int, ...]:
-    sizes: tuple[int, ...] = convert(tuple[int, ...], values)
-    if any(size < 0 for size in sizes):
-        raise ValueError(f"{list(sizes)} holds a negative size")
-    return sizes
+def check_content(files: Sequence[FileDigest], tensors: Mapping[str, TensorEntry]) -> None:
+    """Raise ValueError for a file that is not of the checkpoint's own folder, and for a negative size."""
+    chunks = [chunk for entry in tensors.values() for chunk in entry.chunks]
+    for name in [*(file.name for file in files), *(chunk.file for chunk in chunks)]:
+        if not is_plain_name(name):
+            raise ValueError(f"it names a file outside of its folder, {name!r}")
+        if not re.fullmatch(r"rank\d{5,}\.safetensors", name):
+            raise ValueError(f"{name!r} is not the name of a checkpoint file")
+    for sizes in (
+        *(entry.shape for entry in tensors.values()),
+        *(c.shape for c in chunks),
+        *(c.offsets for c in chunks),
+    ):
+        if any(size < 0 for size in sizes):
+            raise ValueError(f"{list(sizes)} holds a negative size")
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,14 @@ from trainspec_cli.engine.checkpoint.manifest import (
     FileDigest,
     TensorEntry,
     WrittenPart,
-    about_from,
+    check_content,
     digest_file,
-    entries_from,
     join_parts,
-    part_from,
 )
 from trainspec_cli.engine.comm.json_collectives import gather_json
 from trainspec_cli.errors import MachineError
 from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.structure import convert
 
 
@@ -75,8 +75,8 @@ class MemoryCopies:
     def __init__(self, location: CopyLocation, image: Image, device: torch.device):
         self._location, self._image, self._device = location, image, device
         self._group = dist.new_group(backend="gloo")
-        own = {"bytes": image.bytes, "tensors": _plain(image.entries(file_name(location.rank)))}
-        self._images = gather_json(own, _read_image)
+        own = KeptImage(image.bytes, image.entries(file_name(location.rank)))
+        self._images = gather_json(asdict(own), partial(from_plain, KeptImage))
         self._own: dict[int, Tensor] = {}
         self._guests: dict[int, Tensor] = {}
 
@@ -93,7 +93,7 @@ class MemoryCopies:
             self._own[slot] = _segment(location.slot(slot) / file_name(location.rank), self._image.bytes, self._device)
             self._image.put_header(self._own[slot])
             if guest is not None:
-                size = self._images[guest][0]
+                size = self._images[guest].bytes
                 self._guests[slot] = _segment(location.slot(slot) / file_name(guest), size, torch.device("cpu"))
         return self._own[slot]
 
@@ -114,10 +114,18 @@ class MemoryCopies:
         self._mark_whole(slot, self._location.guest, about, bytes(theirs.tolist()))
 
     def _mark_whole(self, slot: int, rank: int, about: About, digest: bytes) -> None:
-        size, entries = self._images[rank]
-        part = WrittenPart(FileDigest(file_name(rank), size, digest.hex()), entries)
+        image = self._images[rank]
+        part = WrittenPart(FileDigest(file_name(rank), image.bytes, digest.hex()), image.tensors)
         kept = KeptPart(slot, rank, about, self._location.world_size, part)
         write_json(_mark_file(self._location.slot(slot), rank), asdict(kept))
+
+
+@dataclass(frozen=True)
+class KeptImage:
+    """The size and the content of a rank's copy."""
+
+    bytes: int
+    tensors: dict[str, TensorEntry]
 
 
 @dataclass(frozen=True)
@@ -133,8 +141,9 @@ class KeptPart:
     @staticmethod
     def read(content: Mapping[str, Any]) -> KeptPart:
         """Build from plain JSON, the inverse of `asdict`. Raises as `part_from` does."""
-        slot, rank, world_size = (convert(int, content[key]) for key in ("slot", "rank", "world_size"))
-        return KeptPart(slot, rank, about_from(content["about"]), world_size, part_from(content["part"]))
+        kept = from_plain(KeptPart, content)
+        check_content((kept.part.file,), kept.part.tensors)
+        return kept
 
 
 @dataclass(frozen=True)
@@ -230,11 +239,3 @@ def _segment(path: Path, size: int, device: torch.device) -> Tensor:
     buffer = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
     pin(buffer, device)
     return buffer
-
-
-def _plain(entries: Mapping[str, TensorEntry]) -> dict[str, Any]:
-    return {name: asdict(entry) for name, entry in entries.items()}
-
-
-def _read_image(content: Mapping[str, Any]) -> tuple[int, dict[str, TensorEntry]]:
-    return convert(int, content["bytes"]), entries_from(content["tensors"])

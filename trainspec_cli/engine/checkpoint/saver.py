@@ -28,8 +28,7 @@ from trainspec_cli.engine.checkpoint.image import Image, pin, plan_image, view_b
 from trainspec_cli.engine.checkpoint.manifest import About, WrittenPart
 from trainspec_cli.engine.checkpoint.memory import CopyLocation, MemoryCopies
 from trainspec_cli.engine.checkpoint.parts import Held, TensorPart, choose_owners, read_held, rng_parts
-from trainspec_cli.engine.comm.joint_errors import agree_on_error
-from trainspec_cli.engine.comm.json_collectives import broadcast_json, gather_json
+from trainspec_cli.engine.comm.json_collectives import agree_on_error, broadcast_json, gather_json
 from trainspec_cli.engine.marks import Mark, elapsed_s, mark, wait_for
 from trainspec_cli.errors import MachineError, TrainspecError
 from trainspec_cli.rundir.generations import Fence

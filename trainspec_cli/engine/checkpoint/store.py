@@ -1,19 +1,37 @@
-"""Load the newest whole checkpoint, verified file by file, into this run's layout."""
+"""Load a checkpoint into this run's layout: the newest whole one, verified file by file, or only a run's weights."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from trainspec_cli.engine.checkpoint.manifest import CheckpointManifest, read_manifest, verify_files
+from trainspec_cli.engine.checkpoint.image import CODES
+from trainspec_cli.engine.checkpoint.manifest import (
+    CheckpointManifest,
+    Chunk,
+    TensorEntry,
+    read_manifest,
+    refused,
+    verify_files,
+)
 from trainspec_cli.engine.checkpoint.memory import CopyLocation, fetch, find_newest
 from trainspec_cli.engine.checkpoint.parts import Held, TensorPart, copy_twins, rng_parts, set_rng
-from trainspec_cli.engine.checkpoint.reading import files_needed, fill_parts
-from trainspec_cli.engine.comm.joint_errors import errors_together
+from trainspec_cli.engine.comm.json_collectives import errors_together
+from trainspec_cli.engine.finite import NOT_FINITE, count_not_finite, is_finite
 from trainspec_cli.rundir.paths import RunDir
+
+PREFIX = "model."
+ADAPTERS = ("lora_a", "lora_b")
+"""Parameters that a run may add to a checkpoint without adapters."""
+Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -63,3 +81,100 @@ def _restore(
         fill_parts(folder, manifest, parts)
     copy_twins(held.shares, held.optimizer)
     set_rng([part for part in parts if part.name.startswith("rng.")], device)
+
+
+def load_weights(folder: Path, held: Held) -> None:
+    """Fill parameters and the buffers that training changes, from a checkpoint of any layout.
+
+    Raises MachineError if the checkpoint is of another model.
+    """
+    manifest = read_manifest(folder)
+    parts = [part for part in held.parts() if part.name.startswith(PREFIX)]
+    new = {part.name for part in parts if part.name.endswith(ADAPTERS) and part.name not in manifest.tensors}
+    fill_parts(folder, manifest, [part for part in parts if part.name not in new])
+    copy_twins(held.shares, held.optimizer)
+
+
+def read_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Return whole parameters by name, in fp32, read by this process alone."""
+    tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
+    parts = [TensorPart.whole(f"{PREFIX}{name}", tensor) for name, tensor in tensors.items()]
+    fill_parts(folder, read_manifest(folder), parts)
+    return tensors
+
+
+# Only overlapping slices are read, and nothing is unpickled
+
+
+def files_needed(manifest: CheckpointManifest, parts: Iterable[TensorPart]) -> set[str]:
+    """Return the names of the files that overlap `parts`."""
+    entries = ((part, manifest.tensors.get(part.name)) for part in parts)
+    return {
+        chunk.file
+        for part, entry in entries
+        if entry
+        for chunk in entry.chunks
+        if overlap(part.offsets, part.shape, chunk) is not None
+    }
+
+
+@torch.no_grad()
+def fill_parts(folder: Path, manifest: CheckpointManifest, parts: Sequence[TensorPart]) -> None:
+    """Copy the checkpoint's content into the parts' own memory, in any layout.
+
+    Raises MachineError if a tensor is missing, of another shape or dtype, not wholly covered, or not finite.
+    """
+    with ExitStack() as stack:
+        opened: dict[str, Any] = {}
+        for part in parts:
+            chunks = _entry_of(folder, manifest, part).chunks
+            filled = sum(_copy_chunk(folder, opened, stack, part, chunk) for chunk in chunks)
+            if filled != part.tensor.numel():
+                raise refused(folder, f"it holds {filled:,} of the {part.tensor.numel():,} elements of {part.name}")
+
+
+def _entry_of(folder: Path, manifest: CheckpointManifest, part: TensorPart) -> TensorEntry:
+    entry = manifest.tensors.get(part.name)
+    if entry is None:
+        raise refused(folder, f"it holds no {part.name}: it is of another model or optimizer")
+    found, wanted = (entry.dtype, entry.shape), (CODES[part.tensor.dtype], part.full_shape)
+    if found != wanted:
+        raise refused(folder, f"{part.name} is {_describe(*found)} there, and {_describe(*wanted)} in this run")
+    return entry
+
+
+def _describe(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {list(shape)}"
+
+
+def _copy_chunk(folder: Path, opened: dict[str, Any], stack: ExitStack, part: TensorPart, chunk: Chunk) -> int:
+    """Copy the overlap of a chunk and a part, and return the number of elements."""
+    spans = overlap(part.offsets, part.shape, chunk)
+    if spans is None:
+        return 0
+    try:
+        if chunk.file not in opened:
+            opened[chunk.file] = stack.enter_context(safe_open(folder / chunk.file, framework="pt"))
+        source = opened[chunk.file].get_slice(part.name)
+        found = source[_slices(spans, chunk.offsets)] if spans else opened[chunk.file].get_tensor(part.name)
+    except (SafetensorError, OSError) as error:
+        raise refused(folder, f"{folder / chunk.file} cannot be read: {error}") from error
+    if not is_finite(found):
+        count = count_not_finite(opened[chunk.file].get_tensor(part.name))
+        raise refused(folder, f"{folder / chunk.file} holds {count:,} {NOT_FINITE} in {part.name}")
+    target = part.tensor[_slices(spans, part.offsets)] if spans else part.tensor
+    target.copy_(found)
+    return found.numel()
+
+
+def overlap(offsets: Sequence[int], shape: Sequence[int], chunk: Chunk) -> list[Span] | None:
+    """Return the overlap of a part and a chunk in the full tensor, by dim; None if empty, [] for a scalar."""
+    spans = [
+        (max(ours, theirs), min(ours + our_size, theirs + their_size))
+        for ours, our_size, theirs, their_size in zip(offsets, shape, chunk.offsets, chunk.shape, strict=True)
+    ]
+    return spans if all(begin < end for begin, end in spans) else None
+
+
+def _slices(spans: Sequence[Span], offsets: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(begin - start, end - start) for (begin, end), start in zip(spans, offsets, strict=True))

@@ -1,4 +1,4 @@
-"""Collectives over JSON: ranks exchange small values as UTF-8 text in tensors of bytes.
+"""Collectives over JSON: ranks exchange small values, and errors, as UTF-8 text in tensors of bytes.
 
 Nothing that a peer sends is unpickled. A reader converts the parsed JSON into the caller's type, and rejects everything
 else. The tensors are on the CPU, for which every process group has gloo.
@@ -7,14 +7,17 @@ else. The tensors are on the CPU, for which every process group has gloo.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainspec_cli.errors import TrainspecError, WorkerError
+from trainspec_cli.errors import MachineError, Problem, RecipeError, TrainspecError, WorkerError
+from trainspec_cli.spec.canonical import from_plain
 
 T = TypeVar("T")
 
@@ -86,3 +89,40 @@ def _refused(rank: int, what: str) -> WorkerError:
 
 def _global_rank(rank: int, group: dist.ProcessGroup | None) -> int:
     return rank if group is None else dist.get_global_rank(group, rank)
+
+
+# Errors of one rank, so that all end together with the same message
+
+KINDS = {kind.exit_code: kind for kind in (RecipeError, MachineError, WorkerError)}
+
+
+def agree_on_error(error: TrainspecError | None) -> TrainspecError | None:
+    """Return, on every rank, the error of the first rank that has one. Called by every rank together."""
+    return next(filter(None, gather_json(error and _to_plain(error), _read)), None)
+
+
+def raise_together(error: TrainspecError | None) -> None:
+    """Raise on every rank the error of the first rank that has one."""
+    if found := agree_on_error(error):
+        raise found from error
+
+
+@contextmanager
+def errors_together() -> Iterator[None]:
+    """Raise an error of one rank in the block on all ranks at its end. The block must contain no collective."""
+    error = None
+    try:
+        yield
+    except TrainspecError as own:
+        error = own
+    raise_together(error)
+
+
+def _to_plain(error: TrainspecError) -> dict[str, Any]:
+    return {"exit_code": error.exit_code, "problems": [asdict(problem) for problem in error.problems]}
+
+
+def _read(content: Mapping[str, Any] | None) -> TrainspecError | None:
+    if content is None:
+        return None
+    return KINDS[content["exit_code"]]([from_plain(Problem, problem) for problem in content["problems"]])

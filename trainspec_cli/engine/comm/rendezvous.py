@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from trainspec_cli.environment_names import RENDEZVOUS, SECRET_FILE
-from trainspec_cli.rundir.secret import read_secret
+from trainspec_cli.rundir.generations import read_secret
 from trainspec_cli.wire.client import JsonClient
 
 CONNECT_TIMEOUT_S = 60.0

@@ -45,7 +45,3 @@ def heldout_batches(rows: Rows, batch_size: int, rank: int, num_ranks: int) -> I
         read = [rows.read(index) for index in range(first, min(first + batch_size, len(rows)))]
         documents = rows.read(0).documents is not None
         yield to_tensors(read + [empty_row(rows.seq_len, documents=documents)] * (batch_size - len(read)))
-
-
-def summarise(total_nats: float, rows: Rows, num_bytes: int) -> HeldoutLoss:
-    return HeldoutLoss(total_nats, sum(rows.counted(index) for index in range(len(rows))), num_bytes)

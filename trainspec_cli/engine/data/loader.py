@@ -20,7 +20,6 @@ from trainspec_cli.engine.data.staging import PREFETCHED_STEPS, Slot, Staging
 class BatchPlan:
     """The settings that determine the tokens of a rank at a step."""
 
-    seq_len: int
     global_batch_size: int
     micro_batch_size: int
     seed: int

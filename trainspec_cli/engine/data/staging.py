@@ -24,8 +24,6 @@ SLOTS = PREFETCHED_STEPS + 1
 
 @dataclass
 class Traffic:
-    """The copies and allocations of staging."""
-
     h2d_copies: int = 0
     h2d_bytes: int = 0
     allocations: int = 0

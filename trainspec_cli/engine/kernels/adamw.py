@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101) one parameter at a time, many at a time, or by torchao; the same as `optim.adamw.fused`.
+"""AdamW (arXiv:1711.05101) one parameter at a time, many at a time, or by torchao; the same as `optim.optimizer.fused`.
 
 The state is the same in all (`step`, `exp_avg`, `exp_avg_sq` of each parameter), so a run can resume with another.
 """

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainspec_cli.engine.batch import IGNORED_TARGET
+from trainspec_cli.engine.kernels import reference
 
 Shape = tuple[int, ...]
 Call = tuple[Shape | float | None, ...]
@@ -54,7 +55,7 @@ def make_inputs(op: str, call: Call, dtype: torch.dtype, device: torch.device, c
     def uniform(shape: Any, low: float, high: float) -> Tensor:
         return torch.rand(shape, generator=generator, device=device) * (high - low) + low
 
-    return MAKERS[op](call, normal, uniform, device, chunk)
+    return OPERATIONS[op].make(call, normal, uniform, device, chunk)
 
 
 def describe_call(call: Call) -> str:
@@ -119,23 +120,7 @@ def _ssd_scan(call: Call, normal: Any, uniform: Any, _device: torch.device, _chu
     return Inputs((x, dt, a, b, c), (0, 1, 2, 3, 4))
 
 
-MAKERS: dict[str, Callable[..., Inputs]] = {
-    "attention": _attention,
-    "rms_norm": _rms_norm,
-    "swiglu": _swiglu,
-    "rope": _rope,
-    "linear_cross_entropy": _linear_cross_entropy,
-    "grouped_matmul": _grouped_matmul,
-    "ssd_scan": _ssd_scan,
-}
-
-
 # The comparison with fp64
-
-
-def checked(op: str, call: Call) -> Call:
-    """Reduce a call to two samples of at most `CHECKED_TOKENS`."""
-    return CHECKED[op](call)
 
 
 def _clip(shape: Any, *dims: int) -> Any:
@@ -167,12 +152,21 @@ def _check_rows(call: Call) -> Call:
     return _clip(x, 0), weight, _clip(others, 0), *rest
 
 
-CHECKED: dict[str, Callable[[Call], Call]] = {
-    "attention": _check_attention,
-    "rms_norm": _check_samples,
-    "swiglu": _check_samples,
-    "rope": _check_samples,
-    "linear_cross_entropy": _check_rows,
-    "grouped_matmul": _check_rows,
-    "ssd_scan": _check_samples,
+@dataclass(frozen=True)
+class TriedOperation:
+    make: Callable[..., Inputs]
+    reduce: Callable[[Call], Call]
+    """Reduces a call to two samples of at most `CHECKED_TOKENS`, for the comparison with fp64."""
+    reference: Callable[..., Tensor]
+    """The operation in fp64."""
+
+
+OPERATIONS = {
+    "attention": TriedOperation(_attention, _check_attention, reference.attention),
+    "rms_norm": TriedOperation(_rms_norm, _check_samples, reference.rms_norm),
+    "swiglu": TriedOperation(_swiglu, _check_samples, reference.swiglu),
+    "rope": TriedOperation(_rope, _check_samples, reference.rope),
+    "linear_cross_entropy": TriedOperation(_linear_cross_entropy, _check_rows, reference.linear_cross_entropy),
+    "grouped_matmul": TriedOperation(_grouped_matmul, _check_rows, reference.grouped_matmul),
+    "ssd_scan": TriedOperation(_ssd_scan, _check_samples, reference.ssd_scan),
 }

@@ -6,8 +6,6 @@ Arguments are those of the kernels. Memory does not matter here: scores, logits 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,14 +57,3 @@ def ssd_scan(x_BSHP: Tensor, dt_BSH: Tensor, a_H: Tensor, b_BSGN: Tensor, c_BSGN
     decay = (faded_BHS[..., :, None] - faded_BHS[..., None, :]).tril().exp().tril()
     scores = torch.einsum("bqhn,bkhn->bhqk", c, b) * decay
     return torch.einsum("bhqk,bkhp->bqhp", scores, x_BSHP * dt_BSH[..., None])
-
-
-REFERENCES: dict[str, Callable[..., Any]] = {
-    "attention": attention,
-    "rms_norm": rms_norm,
-    "swiglu": swiglu,
-    "rope": rope,
-    "linear_cross_entropy": linear_cross_entropy,
-    "grouped_matmul": grouped_matmul,
-    "ssd_scan": ssd_scan,
-}

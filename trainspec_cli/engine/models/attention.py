@@ -1,6 +1,7 @@
-"""Causal attention: grouped-query heads, windows, sinks.
+"""Causal attention: grouped-query heads, windows, sinks; and queries, keys and values through low-rank latents.
 
-Shapes: B samples, S tokens per sample, D hidden size, H heads, K key-value heads, E head size, W window.
+Shapes: B samples, S tokens per sample, D hidden size, H heads, K key-value heads, E head size, W window. Of latents:
+V size of a value's head, R a head's rotated part, L the latent's size.
 """
 
 from __future__ import annotations
@@ -150,3 +151,46 @@ class Attention(nn.Module):
         if self.sinks is not None:
             q_BSHE, k_BSKE = carry_sinks(q_BSHE, k_BSKE, self.sinks, self.scale)
         return self.out(self.core(q_BSHE, k_BSKE, v_BSKE, mask_B1SS).flatten(2))
+
+
+class MultiHeadLatentAttention(nn.Module):
+    """Latent attention (DeepSeek-V2, arXiv:2405.04434).
+
+    A part of each head is rotated; the rotated part of the keys is shared by all heads.
+    """
+
+    rope = staticmethod(apply_rope)
+
+    def __init__(self, model: DecoderModel, window: int | None = None):
+        super().__init__()
+        mla, inputs, heads = model.mla, model.hidden_size, model.num_heads
+        assert mla is not None
+        self.mla, self.head_dim = mla, mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        self.core = CausalCore(window=window, scale=self.head_dim**-0.5 * score_factor(model.rope_scaling))
+        if mla.q_lora_rank:
+            self.q_down = nn.Linear(inputs, mla.q_lora_rank, bias=False)
+            self.q_norm = RMSNorm(mla.q_lora_rank, eps=model.norm_eps)
+        self.q = nn.Linear(mla.q_lora_rank or inputs, heads * self.head_dim, bias=False)
+        self.kv_down = nn.Linear(inputs, mla.kv_lora_rank + mla.qk_rope_head_dim, bias=False)
+        self.kv_norm = RMSNorm(mla.kv_lora_rank, eps=model.norm_eps)
+        self.kv = nn.Linear(mla.kv_lora_rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim), bias=False)
+        self.out = nn.Linear(heads * mla.v_head_dim, inputs, bias=False)
+
+    def forward(self, x_BSD: Tensor, cos_SR: Tensor, sin_SR: Tensor, mask_B1SS: Tensor | None = None) -> Tensor:
+        q_BSHE = self._queries(x_BSD, cos_SR, sin_SR)
+        k_BSHE, v_BSHV = self._keys_values(x_BSD, cos_SR, sin_SR)
+        return self.out(self.core(q_BSHE, k_BSHE, v_BSHV, mask_B1SS).flatten(2))
+
+    def _queries(self, x_BSD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
+        source = self.q_norm(self.q_down(x_BSD)) if self.mla.q_lora_rank else x_BSD
+        q_BSHE = self.q(source).unflatten(-1, (-1, self.head_dim))
+        plain, rotated = q_BSHE.split((self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim), dim=-1)
+        return torch.cat((plain, self.rope(rotated, cos_SR, sin_SR)), dim=-1)
+
+    def _keys_values(self, x_BSD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> tuple[Tensor, Tensor]:
+        mla = self.mla
+        latent_BSL, rotated_BSR = self.kv_down(x_BSD).split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)
+        both = self.kv(self.kv_norm(latent_BSL)).unflatten(-1, (-1, mla.qk_nope_head_dim + mla.v_head_dim))
+        plain, v_BSHV = both.split((mla.qk_nope_head_dim, mla.v_head_dim), dim=-1)
+        shared_BS1R = self.rope(rotated_BSR[:, :, None], cos_SR, sin_SR)
+        return torch.cat((plain, shared_BS1R.expand(*plain.shape[:3], -1)), dim=-1), v_BSHV

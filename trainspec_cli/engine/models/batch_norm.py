@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from trainspec_cli.engine.models.norm import precise
+
 
 class Ranks(Protocol):
     """Ranks that hold equal parts of a micro-batch."""
@@ -85,11 +87,6 @@ class _BatchNorm(torch.autograd.Function):
 @torch.compiler.disable
 def _normalise(x: Tensor, weight: Tensor, bias: Tensor, norm: BatchNorm) -> Tensor:
     return _BatchNorm.apply(x, weight, bias, norm)
-
-
-def precise(x: Tensor) -> Tensor:
-    """Convert to fp32, or keep fp64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _scale(x: Tensor, scale_C: Tensor, shift_C: Tensor) -> Tensor:

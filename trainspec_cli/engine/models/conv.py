@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainspec_cli.engine.models.batch_norm import BatchNorm, precise
+from trainspec_cli.engine.models.batch_norm import BatchNorm
+from trainspec_cli.engine.models.norm import precise
 from trainspec_cli.spec.recipe.model import ConvModel
 from trainspec_cli.spec.recipe.model_parts import STEM_CHANNELS
 

@@ -10,10 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from trainspec_cli.engine.models.attention import Attention, within_documents
+from trainspec_cli.engine.models.attention import Attention, MultiHeadLatentAttention, within_documents
 from trainspec_cli.engine.models.feed_forward import FeedForward
 from trainspec_cli.engine.models.language_model import LanguageModel
-from trainspec_cli.engine.models.latent_attention import MultiHeadLatentAttention
 from trainspec_cli.engine.models.moe import MixtureOfExperts
 from trainspec_cli.engine.models.norm import RMSNorm
 from trainspec_cli.engine.models.rope import rope_angles

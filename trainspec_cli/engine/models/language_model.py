@@ -12,15 +12,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from trainspec_cli.engine.models.attention import Attention
+from trainspec_cli.engine.models.attention import Attention, MultiHeadLatentAttention
 from trainspec_cli.engine.models.cross_entropy import LinearCrossEntropy
 from trainspec_cli.engine.models.feed_forward import FeedForward
-from trainspec_cli.engine.models.latent_attention import MultiHeadLatentAttention
 from trainspec_cli.engine.models.lora import init_down
 from trainspec_cli.engine.models.mamba2 import MAMBA_INIT, Mamba2
-from trainspec_cli.engine.models.moe import MixtureOfExperts
+from trainspec_cli.engine.models.moe import MixtureOfExperts, Router
 from trainspec_cli.engine.models.norm import RMSNorm
-from trainspec_cli.engine.models.router import Router
 from trainspec_cli.spec.recipe.model import TextModel
 
 INIT_STD = 0.02

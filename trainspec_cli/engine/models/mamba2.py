@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainspec_cli.engine.models.norm import precise
 from trainspec_cli.spec.recipe.model import HybridModel
 from trainspec_cli.spec.recipe.model_parts import CONV_TAPS, SCAN_BLOCK
 
@@ -121,8 +122,8 @@ class Mamba2(nn.Module):
         x_BSHP = F.silu(self.conv_x(self.x(x_BSD))).unflatten(-1, (-1, self.head_dim))
         b_BSGN = F.silu(self.conv_b(self.b(x_BSD))).unflatten(-1, (-1, self.state_size))
         c_BSGN = F.silu(self.conv_c(self.c(x_BSD))).unflatten(-1, (-1, self.state_size))
-        dt_BSH = F.softplus(_widen(self.dt(x_BSD)) + _widen(self.dt_bias))
-        y_BSHP = self.ssd_scan(x_BSHP, dt_BSH, -_widen(self.a_log).exp(), b_BSGN, c_BSGN)
+        dt_BSH = F.softplus(precise(self.dt(x_BSD)) + precise(self.dt_bias))
+        y_BSHP = self.ssd_scan(x_BSHP, dt_BSH, -precise(self.a_log).exp(), b_BSGN, c_BSGN)
         y_BSHP = y_BSHP + x_BSHP * self.skip[:, None]
         return self.out(self._gated_norm(y_BSHP.flatten(2), self.z(x_BSD)))
 
@@ -130,10 +131,6 @@ class Mamba2(nn.Module):
         """Each group is normed by itself, after its gate."""
         gated = (y_BSI * F.silu(z_BSI)).unflatten(-1, (-1, self.group_size))
         return F.rms_norm(gated, (self.group_size,), eps=self.norm_eps).flatten(-2) * self.norm
-
-
-def _widen(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 # Initial values, as in the reference implementation

@@ -5,6 +5,7 @@ Shapes: D the normalised size.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -19,3 +20,8 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rms_norm(x, self.weight, self.eps)
+
+
+def precise(x: Tensor) -> Tensor:
+    """Convert to fp32, or keep fp64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

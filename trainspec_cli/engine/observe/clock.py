@@ -63,8 +63,6 @@ class StepClock:
 
 
 class Segments:
-    """One step's marks."""
-
     def __init__(self, marks: list[tuple[str, Mark]], end: Mark):
         self._marks, self._end = marks, end
 

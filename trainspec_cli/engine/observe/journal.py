@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
-from trainspec_cli.engine.observe.mlflow import MlflowLog
-from trainspec_cli.engine.observe.tensorboard import TensorBoardLog
-from trainspec_cli.engine.observe.wandb import WandbLog
+from trainspec_cli.engine.observe.trackers import TRACKERS
 from trainspec_cli.rundir.event_types import Event, StartEvent
 from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.run import RunSpec
-
-
-class Tracker(Protocol):
-    def record(self, event: Event) -> None: ...
-
-    def close(self) -> None: ...
-
-
-TRACKERS: dict[str, Callable[[RunDir, RunSpec], Tracker]] = {
-    "tensorboard": lambda run_dir, _spec: TensorBoardLog(run_dir.root / "tensorboard"),
-    "wandb": WandbLog,
-    "mlflow": MlflowLog,
-}
-"""By the key of `tracking` that asks for it."""
 
 
 class Journal:

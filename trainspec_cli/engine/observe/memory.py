@@ -17,8 +17,6 @@ SETTLING_STEPS = 10
 
 @dataclass
 class Readings:
-    """The readings of one kind of memory."""
-
     steps: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
     used_bytes: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 

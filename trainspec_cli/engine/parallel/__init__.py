@@ -1,1 +1,1 @@
-"""Techniques applied to a plain model from outside, in one fixed order: compile, shard, materialise."""
+"""Techniques applied to a plain model from outside, in one fixed order (`build.train_state`)."""

@@ -27,10 +27,7 @@ def apply_expert_parallel(model: Any, peers: Peers, sort: Sort) -> dict[str, Cut
         num_experts = next(mixture.experts.parameters()).shape[0]
         cut = Cut(0, num_experts, peers.rank, peers.size, peers.group)
         for leaf, parameter in list(mixture.experts.named_parameters()):
-            part = nn.Parameter(
-                parameter.detach().narrow(0, cut.start, cut.size).contiguous(), requires_grad=parameter.requires_grad
-            )
-            setattr(mixture.experts, leaf, part)
+            setattr(mixture.experts, leaf, cut.part_of(parameter))
             cuts[f"{names[mixture.experts]}.{leaf}"] = cut
         mixture.dispatch = SpreadDispatch(num_experts, peers, sort)
     return cuts

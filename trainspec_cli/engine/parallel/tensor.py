@@ -30,7 +30,7 @@ def apply_tensor_parallel(model: Any, peers: Peers, *, sequence_parallel: bool) 
         model.embed.forward = partial(_embed_cut, model.embed, cuts["embed.weight"], peers, sequence_parallel)
     if getattr(model, "loss", None) is not None:
         model.loss.register_forward_pre_hook(_entering(peers, sequence_parallel))
-        model.loss.chunk = VocabularyCutChunk(_head_cut(cuts), peers)
+        model.loss.chunk = VocabularyCutChunk(cuts.get("head.weight") or cuts["embed.weight"], peers)
     return cuts
 
 
@@ -43,8 +43,7 @@ def cut_parameters(model: nn.Module, patterns: dict[str, int], peers: Peers) -> 
             continue
         cut = cuts[name] = Cut(dim, parameter.shape[dim], peers.rank, peers.size, peers.group)
         owner, _, leaf = name.rpartition(".")
-        part = nn.Parameter(parameter.detach().narrow(dim, cut.start, cut.size).contiguous(), parameter.requires_grad)
-        setattr(model.get_submodule(owner), leaf, part)
+        setattr(model.get_submodule(owner), leaf, cut.part_of(parameter))
     return cuts
 
 
@@ -81,10 +80,6 @@ def _embed_cut(embed: nn.Embedding, cut: Cut, peers: Peers, sequence_parallel: b
     row_BS = torch.where(mine_BS, tokens_BS - cut.start, 0)
     x_BSD = F.embedding(row_BS, embed.weight) * mine_BS[..., None]
     return leave_region(x_BSD, peers, sequence_parallel)
-
-
-def _head_cut(cuts: dict[str, Cut]) -> Cut:
-    return cuts.get("head.weight") or cuts["embed.weight"]
 
 
 class VocabularyCutChunk(nn.Module):

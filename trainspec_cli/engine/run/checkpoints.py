@@ -6,8 +6,6 @@ import math
 import os
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
-from functools import partial
 from statistics import median
 
 import torch.distributed as dist
@@ -17,16 +15,16 @@ from trainspec_cli.engine.checkpoint.manifest import About
 from trainspec_cli.engine.checkpoint.memory import CopyLocation, clear
 from trainspec_cli.engine.checkpoint.saver import Saved, Saver
 from trainspec_cli.engine.checkpoint.store import Restored, load_newest
-from trainspec_cli.engine.comm.joint_errors import raise_together
-from trainspec_cli.engine.comm.json_collectives import broadcast_json
+from trainspec_cli.engine.comm.json_collectives import broadcast_json, raise_together
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.policy.cadence import checkpoint_interval_s, checkpoint_interval_steps
 from trainspec_cli.policy.reliability import job_mtbf_s, rollback_mtbf_s
 from trainspec_cli.rundir.event_types import CadenceEvent, CheckpointEvent, WarningEvent
+from trainspec_cli.rundir.fields import read_record
 from trainspec_cli.rundir.memory import make_memory_folder
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.auto import AUTO
-from trainspec_cli.spec.canonical import ABSENT, from_plain, to_plain
+from trainspec_cli.spec.canonical import ABSENT, to_plain
 from trainspec_cli.spec.results.plan import Plan
 
 MEASURING_STEPS = 10
@@ -134,9 +132,8 @@ class Checkpoints:
         if saved.in_memory:
             return
         self._report(saved)
-        chosen = self._cadence.learn(None if saved.error else (saved.blocked_s, saved.written_s))
-        if chosen:
-            self._journal.write(CadenceEvent(step=saved.about.step, **asdict(chosen)))
+        if chosen := self._cadence.learn(saved):
+            self._journal.write(chosen)
 
     def _report(self, saved: Saved, waited_s: float = 0.0) -> None:
         """Record a checkpoint; one that failed is a warning, and training goes on. `waited_s`: outside any step."""
@@ -170,27 +167,6 @@ class Checkpoints:
         self._journal.write(WarningEvent(step=step, message=message))
 
 
-@dataclass(frozen=True)
-class CheckpointInterval:
-    """The interval that `auto` has chosen, and its grounds."""
-
-    interval_steps: int
-    blocked_s: float
-    drag_s: float
-    written_s: float
-    step_time_s: float
-    mtbf_s: float | None
-    """None: no failure throws the run back."""
-
-
-@dataclass(frozen=True)
-class IntervalChoice:
-    """Rank 0's choice, as the other ranks receive it."""
-
-    interval: CheckpointInterval | None
-    """None: the checkpoint that was to be measured failed."""
-
-
 class Cadence:
     """Decides when a checkpoint is due: every so many steps, or as its measured cost and the failure rate ask for.
 
@@ -221,32 +197,33 @@ class Cadence:
             self._last_due = step
         return due
 
-    def learn(self, cost_s: tuple[float, float] | None) -> CheckpointInterval | None:
-        """Choose the interval for `auto` by how long the newest checkpoint blocked and was written (None: it failed).
+    def learn(self, saved: Saved) -> CadenceEvent | None:
+        """Choose the interval for `auto` by how long the newest checkpoint blocked and was written, unless it failed.
 
         Called by every rank together; rank 0's figures count. -> the interval and its grounds, where it is a new one.
         """
         if not self._is_auto:
             return None
-        own = IntervalChoice(self._best(*cost_s) if cost_s and dist.get_rank() == 0 else None)
-        chosen = broadcast_json(to_plain(own), partial(from_plain, IntervalChoice)).interval
+        own = None if saved.error or dist.get_rank() else to_plain(self._best(saved))
+        chosen = broadcast_json(own, lambda plain: plain and read_record(CadenceEvent, plain))
         self._beside_s.clear()
         if chosen is None or chosen.interval_steps == self._interval_steps:
             return None
         self._interval_steps = chosen.interval_steps
         return chosen
 
-    def _best(self, blocked_s: float, written_s: float) -> CheckpointInterval:
+    def _best(self, saved: Saved) -> CadenceEvent:
         """Return Daly's interval for the time that training waited and that steps beside the writing took longer."""
         usual_s = median(self._usual_s or self._beside_s)
         drag_s = max(0.0, sum(self._beside_s) - usual_s * len(self._beside_s))
         mtbf_s = self._rollback_mtbf_s()
-        interval_s = checkpoint_interval_s(blocked_s + drag_s, written_s, mtbf_s)
-        return CheckpointInterval(
+        interval_s = checkpoint_interval_s(saved.blocked_s + drag_s, saved.written_s, mtbf_s)
+        return CadenceEvent(
+            step=saved.about.step,
             interval_steps=checkpoint_interval_steps(interval_s, usual_s),
-            blocked_s=blocked_s,
+            blocked_s=saved.blocked_s,
             drag_s=drag_s,
-            written_s=written_s,
+            written_s=saved.written_s,
             step_time_s=usual_s,
             mtbf_s=mtbf_s if math.isfinite(mtbf_s) else None,
         )

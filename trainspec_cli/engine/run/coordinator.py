@@ -54,8 +54,6 @@ class StepStart:
 
 @dataclass(frozen=True)
 class StepSamples:
-    """The samples of a step."""
-
     micro_batches: list[MicroBatch]
     """This rank's, on the device."""
     global_tokens: int

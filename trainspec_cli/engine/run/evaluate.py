@@ -11,7 +11,7 @@ from torch import Tensor
 from trainspec_cli.corpus.rows import Rows
 from trainspec_cli.engine.batch import held_part
 from trainspec_cli.engine.build.train_state import TrainState
-from trainspec_cli.engine.data.heldout import HeldoutLoss, heldout_batches, summarise
+from trainspec_cli.engine.data.heldout import HeldoutLoss, heldout_batches
 from trainspec_cli.engine.data.sample_loader import SampleLoader
 from trainspec_cli.engine.finite import REMEDY, is_finite
 from trainspec_cli.engine.run.pipeline_run import forward_only
@@ -35,7 +35,7 @@ def heldout_loss(state: TrainState, rows: Rows, *, num_bytes: int, batch_size: i
         if loss is not None:
             total += loss / state.mesh.layout.tp
     dist.all_reduce(total)
-    return summarise(total.item(), rows, num_bytes)
+    return HeldoutLoss(total.item(), sum(rows.counted(index) for index in range(len(rows))), num_bytes)
 
 
 @torch.no_grad()

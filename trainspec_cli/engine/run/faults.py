@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -55,14 +56,6 @@ class Faults:
         return True
 
 
-def _kill(_state: TrainState) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _stop(_state: TrainState) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def _hang(_state: TrainState) -> None:
     while True:
         time.sleep(1)
@@ -82,22 +75,18 @@ def _flip_bit(state: TrainState) -> None:
     values[values.numel() // 2] ^= 1 << 23
 
 
-def _fill_disk(_state: TrainState) -> None:
-    """Writing fails as on a full disk (EFBIG), for this process alone."""
-    _limit_files(resource.getpagesize())
-
-
 def _limit_files(largest_bytes: int) -> None:
+    """Writing beyond this fails as on a full disk (EFBIG), for this process alone."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest_bytes, hard))
 
 
-_INJECTORS = {
-    "kill": _kill,
-    "stop": _stop,
+_INJECTORS: dict[str, Callable[[TrainState], None]] = {
+    "kill": lambda _state: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda _state: os.kill(os.getpid(), signal.SIGSTOP),
     "hang": _hang,
     "exception": _raise,
     "oom": _run_out_of_memory,
     "bitflip": _flip_bit,
-    "disk_full": _fill_disk,
+    "disk_full": lambda _state: _limit_files(resource.getpagesize()),
 }

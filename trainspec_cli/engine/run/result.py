@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.checkpoint.parts import Held
-from trainspec_cli.engine.comm.joint_errors import raise_together
+from trainspec_cli.engine.comm.json_collectives import raise_together
 from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.finite import REMEDY, is_finite
 from trainspec_cli.engine.observe.device import Peak, peak_memory_bytes
@@ -27,10 +27,9 @@ from trainspec_cli.rundir import record
 from trainspec_cli.rundir.accounting import account_run, measure_throughput
 from trainspec_cli.rundir.event_types import StepEvent
 from trainspec_cli.rundir.events import read_sound
-from trainspec_cli.rundir.generations import Fence
+from trainspec_cli.rundir.generations import Fence, may_stop
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import RunResult
-from trainspec_cli.rundir.stops import may_stop
 from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.spec.results.plan import Plan
 

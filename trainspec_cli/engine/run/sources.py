@@ -12,11 +12,11 @@ import numpy as np
 
 from trainspec_cli.corpus.bpe import decode, encode, encode_template, until_special
 from trainspec_cli.corpus.chat import question
-from trainspec_cli.corpus.collection import Collection, EvaluationText
+from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.corpus.labelled import LabelledSamples, open_samples
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.train_state import TrainState
-from trainspec_cli.engine.data.heldout import HeldoutLoss, total
+from trainspec_cli.engine.data.heldout import total
 from trainspec_cli.engine.data.loader import BatchPlan, batches, read_ahead, read_positions
 from trainspec_cli.engine.data.sample_loader import SampleLoader
 from trainspec_cli.engine.data.staging import Staging
@@ -70,7 +70,6 @@ def open_source(plan: Plan, folder: str | None, state: TrainState) -> DataSource
 
 def batch_plan(plan: Plan, state: TrainState) -> BatchPlan:
     return BatchPlan(
-        seq_len=plan.spec.data.seq_len,
         global_batch_size=plan.spec.batching.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
         seed=plan.spec.train.seed,
@@ -100,7 +99,11 @@ class TokenSource:
 
     def evaluate(self) -> Figures | None:
         """Return the loss on all text held out of the training sets, else on the validation sets; and on each set."""
-        losses = {name: self._evaluate_text(text) for name, text in self.evaluation_texts.items()}
+        size = self.plan.micro_batch_size
+        losses = {
+            name: heldout_loss(self.state, text.rows, num_bytes=text.bytes, batch_size=size)
+            for name, text in self.evaluation_texts.items()
+        }
         if not losses:
             return None
         held_out = [loss for name, loss in losses.items() if name not in self.collection.validation]
@@ -114,9 +117,6 @@ class TokenSource:
             "xz_bits_per_byte": self._xz,
             **({"sets": {name or "heldout": figures for name, figures in sets.items()}} if len(sets) > 1 else {}),
         }
-
-    def _evaluate_text(self, text: EvaluationText) -> HeldoutLoss:
-        return heldout_loss(self.state, text.rows, num_bytes=text.bytes, batch_size=self.plan.micro_batch_size)
 
     @property
     def _xz(self) -> float | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.train_state import LateSum, TrainState
 from trainspec_cli.engine.comm.exchange import Peers
-from trainspec_cli.engine.optim.update import clear_gradients, guarded_update, squared_norm
+from trainspec_cli.engine.optim.optimizer import clear_gradients, guarded_update, squared_norm
 from trainspec_cli.engine.parallel.balance import forget_visits, scale_balance_loss, update_balance
 from trainspec_cli.engine.run.pipeline_run import PipelineRun
 from trainspec_cli.policy.pipeline import actions

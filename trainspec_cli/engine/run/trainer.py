@@ -17,7 +17,7 @@ from trainspec_cli.engine.observe.clock import Segments
 from trainspec_cli.engine.observe.device import Peak, device_allocations, device_name, measure_peak
 from trainspec_cli.engine.observe.memory import MemoryWatch
 from trainspec_cli.engine.observe.watch import StepWatch
-from trainspec_cli.engine.optim.build import set_learning_rate
+from trainspec_cli.engine.optim.optimizer import set_learning_rate
 from trainspec_cli.engine.run.checkpoints import Checkpoints
 from trainspec_cli.engine.run.coordinator import Coordinator, RunContext, StepSamples, TrainProgress
 from trainspec_cli.engine.run.faults import Faults

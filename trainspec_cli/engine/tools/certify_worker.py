@@ -21,7 +21,7 @@ from trainspec_cli.engine.checkpoint.store import load_newest
 from trainspec_cli.engine.comm.joining import join_processes
 from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.mesh import Mesh, build_mesh
-from trainspec_cli.engine.optim.update import clear_gradients
+from trainspec_cli.engine.optim.optimizer import clear_gradients
 from trainspec_cli.engine.run.step import compute_gradients, train_step
 from trainspec_cli.engine.shares import unique_shares
 from trainspec_cli.rundir.files import write_json

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainspec_cli.engine.checkpoint.weights import read_weights
+from trainspec_cli.engine.checkpoint.image import DTYPES
+from trainspec_cli.engine.checkpoint.store import read_weights
 from trainspec_cli.huggingface.adapters import ADAPTERS, adapters_of
 from trainspec_cli.huggingface.safetensors import DTYPE_BYTES, INDEX, SINGLE, make_header
 from trainspec_cli.huggingface.tensors import Parameter, Piece, parameters
@@ -22,8 +23,6 @@ from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.tools import ExportRequest, ExportResult
-
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def run(request: ExportRequest) -> ExportResult:

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainspec_cli.engine.kernels.inputs import Call, Inputs, checked, make_inputs
-from trainspec_cli.engine.kernels.reference import REFERENCES
+from trainspec_cli.engine.kernels.inputs import OPERATIONS, Call, Inputs, make_inputs
 from trainspec_cli.engine.observe.device import synchronise
-from trainspec_cli.engine.optim.build import build_optimizer
+from trainspec_cli.engine.optim.optimizer import build_optimizer
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.spec.recipe.kernels import TORCH, KernelTrial
 from trainspec_cli.spec.recipe.optim import OptimSpec
@@ -75,7 +74,7 @@ def operation(
     inputs = [make_inputs(op, call, dtype, device, chunk).with_gradients() for call in calls]
 
     def error_of(kernel: Kernel) -> float:
-        return max(call_error(op, kernel, checked(op, call), dtype, device, chunk) for call in calls)
+        return max(call_error(op, kernel, OPERATIONS[op].reduce(call), dtype, device, chunk) for call in calls)
 
     def works_of(kernel: Kernel) -> list[tuple[Work, int]]:
         return [(_both_passes(kernel, one), times) for one, times in zip(inputs, calls.values(), strict=True)]
@@ -91,7 +90,7 @@ def call_error(
 ) -> float:
     """The greatest relative error of output and gradients, against the reference on the same numbers in fp64."""
     inputs = make_inputs(op, call, dtype, device, chunk)
-    expected = _results(REFERENCES[op], inputs.to(torch.float64).with_gradients())
+    expected = _results(OPERATIONS[op].reference, inputs.to(torch.float64).with_gradients())
     found = _results(kernel, inputs.with_gradients())
     return max(relative_error(one, other) for one, other in zip(found, expected, strict=True))
 

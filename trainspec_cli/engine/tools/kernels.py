@@ -20,7 +20,7 @@ from trainspec_cli.engine.build.kernel_loading import load_kernel, modules_with
 from trainspec_cli.engine.build.train_state import DTYPES, TrainState, build_train_state
 from trainspec_cli.engine.comm.joining import join_processes
 from trainspec_cli.engine.comm.json_collectives import gather_json
-from trainspec_cli.engine.kernels.inputs import MAKERS, Call, describe_call
+from trainspec_cli.engine.kernels.inputs import OPERATIONS, Call, describe_call
 from trainspec_cli.engine.mesh import build_mesh
 from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
 from trainspec_cli.engine.run.pipeline_run import forward_only
@@ -54,9 +54,9 @@ def stand_in(rank: int, processes: int, world_size: int) -> int:
 def try_all(plan: Plan, calls: Calls, device: torch.device) -> KernelTrials:
     """Every backend of every operation that the run uses."""
     workloads = workloads_of(plan, calls, device)
-    described = {op: _describe(calls.by_op[op]) for op in workloads if op in calls.by_op}
+    described = {op: _describe(calls.by_op[op], describe_call) for op in workloads if op in calls.by_op}
     if "adamw" in workloads:
-        described["adamw"] = _describe_parameters(calls.parameters)
+        described["adamw"] = _describe(calls.parameters, str)
     return KernelTrials(described, {op: try_backends(plan, op, workload) for op, workload in workloads.items()})
 
 
@@ -90,12 +90,8 @@ def _workload(plan: Plan, op: str, numbers: Mapping[Call, int], device: torch.de
     return operation(op, numbers, DTYPES[plan.compute], device, chunk)
 
 
-def _describe(numbers: Counter[Call]) -> tuple[str, ...]:
-    return tuple(f"{count} x {describe_call(call)}" for call, count in numbers.most_common())
-
-
-def _describe_parameters(parameters: Counter[tuple[int, ...]]) -> tuple[str, ...]:
-    return tuple(f"{count} x {shape}" for shape, count in parameters.most_common())
+def _describe(numbers: Counter[Any], show: Callable[[Any], str]) -> tuple[str, ...]:
+    return tuple(f"{count} x {show(counted)}" for counted, count in numbers.most_common())
 
 
 # The calls of a step
@@ -128,7 +124,7 @@ def calls_of(plan: Plan, rank: int) -> Calls:
 
 
 def _listen(part: Any, calls: Calls) -> None:
-    for op in MAKERS:
+    for op in OPERATIONS:
         for module in modules_with(part, op):
             setattr(module, op, _noting(getattr(module, op), calls.by_op.setdefault(op, Counter())))
 

@@ -17,9 +17,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from trainspec_cli.engine.build.train_state import DTYPES, build_train_state
+from trainspec_cli.engine.build.train_state import DTYPES, build_model, build_train_state
 from trainspec_cli.engine.comm.joining import join_processes
-from trainspec_cli.engine.models.build import build_model
 from trainspec_cli.engine.observe.device import measure_peak
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.run.trainer import Trainer  # noqa: F401 - a worker's memory holds what it imports
@@ -52,7 +51,7 @@ def measure(compute: str) -> MachineProbe:
     torch.manual_seed(0)
     cpu_before_s, delay_before_s = scheduled_s()
     few, many = (SmallRun(empty_plan(compute, layers)) for layers in (2, 6))
-    bare_bytes = resident_bytes()
+    bare_bytes = float(psutil.Process().memory_info().rss)
     large = SmallRun(large_plan(compute), as_worker=True)  # before the small one, so that memory has to grow
     small = SmallRun(small_plan(compute))
     measured = {}
@@ -167,10 +166,6 @@ class SmallRun:
 
     def reference(self) -> Reference:
         return Reference(self.plan, self.parts_s(), self.grown_bytes)
-
-
-def resident_bytes() -> float:
-    return float(psutil.Process().memory_info().rss)
 
 
 def own_bytes() -> float:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
 from trainspec_cli.engine.models.rope import apply_rope
 from trainspec_cli.engine.observe.device import quickest_s
-from trainspec_cli.engine.optim.update import guarded_update, squared_norm
+from trainspec_cli.engine.optim.optimizer import guarded_update, squared_norm
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.spec.results.probe import PROBED_HEADS, PROBED_TOKENS, Curve, MatmulCurves, Passes
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -80,12 +79,12 @@ def name_state(ledger: Ledger, state: TrainState) -> None:
     ledger.name((buffer for part in state.parts for buffer in part.buffers()), "parameters")
     moments = (value for moments in state.optimizer.state.values() for value in moments.values())
     ledger.name(moments, "optimizer")
+
+    def name_gradient(parameter: Any) -> None:
+        ledger.name([local_part(parameter.grad)], "gradients")
+
     for share in (share for share in state.shares if share.is_trained):
-        share.parameter.register_post_accumulate_grad_hook(partial(_name_gradient, ledger))
-
-
-def _name_gradient(ledger: Ledger, parameter: Any) -> None:
-    ledger.name([local_part(parameter.grad)], "gradients")
+        share.parameter.register_post_accumulate_grad_hook(name_gradient)
 
 
 @contextmanager
@@ -93,15 +92,11 @@ def kernels_of(device: str) -> Iterator[None]:
     """Trace norms as `device` computes them: by one kernel on a GPU, by several, which save more, on a CPU."""
     plain = F.rms_norm
     if device == "cuda":
-        F.rms_norm = _fused_rms_norm  # type: ignore[assignment]
+        F.rms_norm = lambda x, _shape, weight=None, eps=None: _FusedNorm.apply(x, weight)  # type: ignore[assignment]
     try:
         yield
     finally:
         F.rms_norm = plain
-
-
-def _fused_rms_norm(x: Tensor, _shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    return _FusedNorm.apply(x, weight)
 
 
 class _FusedNorm(torch.autograd.Function):
@@ -120,7 +115,12 @@ class _FusedNorm(torch.autograd.Function):
 
 def count_step(plan: Plan, state: TrainState, ledger: Ledger, micro_batches: int) -> TraceResult:
     ledger.begin()
-    one_step(plan, state, micro_batches)
+    train_step(
+        state,
+        [fake_batch(plan, state) for _ in range(micro_batches)],
+        global_tokens=plan.tokens_per_step,
+        clip_norm=plan.spec.optim.grad_clip_norm,
+    )
     causes = {cause: float(size) for cause, size in ledger.peak_by_cause.items() if size}
     comm_bytes = {exchange: float(size) for exchange, size in ledger.comm_bytes.items()}
     return TraceResult(0, 0.0, float(ledger.peak_bytes), causes, ledger.flops, comm_bytes)
@@ -179,17 +179,17 @@ def even_out(part: Any) -> None:
     """
     for module in part.modules():
         if isinstance(module, Experts):
-            module.grouped_matmul = _one_product  # type: ignore[method-assign, assignment]
+            module.grouped_matmul = _GroupedProduct.multiply  # type: ignore[method-assign, assignment]
         if isinstance(module, SpreadDispatch):
             module.read_splits = even_splits
 
 
-def _one_product(x_MD: Tensor, weight_EDF: Tensor, _counts_E: Tensor) -> Tensor:
-    return _GroupedProduct.apply(x_MD, weight_EDF)
-
-
 class _GroupedProduct(torch.autograd.Function):
     """The sizes and the work of a grouped product: every row meets one matrix."""
+
+    @classmethod
+    def multiply(cls, x_MD: Tensor, weight_EDF: Tensor, _counts_E: Tensor) -> Tensor:
+        return cls.apply(x_MD, weight_EDF)
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -203,15 +203,6 @@ class _GroupedProduct(torch.autograd.Function):
             return dy @ weight[0].T, None
         _ = x.T @ dy
         return dy @ weight[0].T, torch.empty_like(weight)
-
-
-def one_step(plan: Plan, state: TrainState, micro_batches: int) -> None:
-    train_step(
-        state,
-        [fake_batch(plan, state) for _ in range(micro_batches)],
-        global_tokens=plan.tokens_per_step,
-        clip_norm=plan.spec.optim.grad_clip_norm,
-    )
 
 
 def fake_batch(plan: Plan, state: TrainState) -> MicroBatch:

@@ -14,8 +14,8 @@ import sys
 
 from trainspec_cli.launch.backend import processes
 from trainspec_cli.rundir.events import spoken_bytes
+from trainspec_cli.rundir.generations import note_stop
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.stops import note_stop
 
 DONE = b"done"
 

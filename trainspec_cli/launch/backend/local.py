@@ -8,12 +8,11 @@ from dataclasses import replace
 from trainspec_cli.environment_names import GENERATION
 from trainspec_cli.launch.backend.node_processes import NodeProcesses
 from trainspec_cli.launch.backend.observe import GroupStart, RendezvousWatch, poll_starts
-from trainspec_cli.launch.job.command import LOOPBACK
-from trainspec_cli.launch.job.job import Job
+from trainspec_cli.launch.job.job import LOOPBACK, Job
 from trainspec_cli.launch.rendezvous.address import Rendezvous
 from trainspec_cli.policy.run_state import Event, PresenceChanged
 from trainspec_cli.rundir import generations
-from trainspec_cli.rundir.secret import create_secret
+from trainspec_cli.rundir.generations import create_secret
 from trainspec_cli.spec.results.plan import Plan
 
 HERE = 0

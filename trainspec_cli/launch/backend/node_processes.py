@@ -15,17 +15,15 @@ from dataclasses import replace
 
 import psutil
 
-from trainspec_cli.environment_names import GENERATION
+from trainspec_cli.environment_names import GENERATION, GROUP, START
 from trainspec_cli.launch.backend import guard, processes
 from trainspec_cli.launch.backend.family import Family
 from trainspec_cli.launch.backend.nodes.messages import GroupExited, ProcessMessage, WorkerExited, WorkersOrphaned
 from trainspec_cli.launch.backend.spawn import start, start_guard
 from trainspec_cli.launch.failure import describe_exit, find_listed
-from trainspec_cli.launch.job.command import node_command, torchrun_command
-from trainspec_cli.launch.job.environment import group_environment
-from trainspec_cli.launch.job.job import Job
+from trainspec_cli.launch.job.job import Job, node_command, torchrun_command
 from trainspec_cli.launch.job.place import NodePlace
-from trainspec_cli.rundir.stops import note_stop
+from trainspec_cli.rundir.generations import note_stop
 from trainspec_cli.spec.results.plan import Plan
 
 
@@ -171,7 +169,7 @@ def group_job(job: Job, plan: Plan | None, group: int, number: int, place: NodeP
         ranks = ranks[here.node * processes_here : (here.node + 1) * processes_here]
         logs = job.logs.parent / name / job.logs.name
         command = node_command(here, name, processes_here, logs, job.worker)
-    environment = {**job.environment, **group_environment(group, number), **devices_of(plan, group)}
+    environment = {**job.environment, GROUP: str(group), START: str(number), **devices_of(plan, group)}
     return replace(job, command=command, environment=environment, world_size=plan.group_size, logs=logs, ranks=ranks)
 
 

@@ -101,7 +101,7 @@ class GroupStart:
         """Why it failed, as reported by the workers where they could; a node that is lost is where it began."""
         reported, seen = find_failures(self.job), self._failure
         if seen is not None and seen.whole_node:  # it may be written down already
-            return [seen, *(failure for failure in reported if not failure.is_of_node(seen.rank))]
+            return [seen, *(other for other in reported if not (other.whole_node and other.rank == seen.rank))]
         if seen is None or self._is_alone:
             return reported
         if any(failure.rank == seen.rank for failure in reported):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from trainspec_cli.environment_names import GROUP, LAUNCH_ID
+from trainspec_cli.environment_names import LAUNCH_ID
 
 POLL_S = 0.1
 KILL_TIMEOUT_S = 10.0
@@ -47,11 +47,6 @@ def members(launch_id: str, wait_s: float = EXEC_TIMEOUT_S) -> list[psutil.Proce
     if wait_s:
         _without_environment.update(unsure)
     return found
-
-
-def members_of_group(launch_id: str, group: int) -> list[psutil.Process]:
-    """Return the processes of one replica group."""
-    return [process for process in members(launch_id) if environ(process).get(GROUP) == str(group)]
 
 
 def workers(launch_id: str) -> list[psutil.Process]:

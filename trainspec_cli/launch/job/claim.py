@@ -41,7 +41,8 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
     descriptor = os.open(run.pid_json, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         if not _is_free(descriptor, run.pid_json):
-            raise _still_running(run)
+            hint = "wait for it, or stop it with Ctrl-C where it runs (`trainspec runs` shows it)"
+            raise RecipeError(Problem("still_running", f"the run in {run.root} is still running", hint=hint))
         owner = {"pid": os.getpid(), "host": socket.gethostname(), "launch_id": launch_id, **_own_slurm_job()}
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json_text(owner, indent=None).encode(), 0)
@@ -123,13 +124,3 @@ def _read(descriptor: int) -> dict[str, Any]:
     kinds = {"launch_id": str, "slurm_job_id": str | None}
     whole = isinstance(owner, dict) and all(isinstance(owner.get(name), kind) for name, kind in kinds.items())
     return dict(owner) if whole else {}
-
-
-def _still_running(run: RunDir) -> RecipeError:
-    return RecipeError(
-        Problem(
-            code="still_running",
-            message=f"the run in {run.root} is still running",
-            hint="wait for it, or stop it with Ctrl-C where it runs (`trainspec runs` shows it)",
-        )
-    )

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from trainspec_cli import __version__
 from trainspec_cli.errors import MachineError, Problem, RecipeError
-from trainspec_cli.launch.job.command import render_command
-from trainspec_cli.launch.job.job import Job
+from trainspec_cli.launch.job.job import Job, render_command
 from trainspec_cli.launch.job.provenance import git_state, versions
 from trainspec_cli.rundir import memory
 from trainspec_cli.rundir.files import write_json, write_text

@@ -25,7 +25,7 @@ from typing import Any
 from trainspec_cli.launch.job.place import BACKLOG, allow_connections
 from trainspec_cli.launch.rendezvous.key_value import KeyValueStore
 from trainspec_cli.policy.quorum import ConnectedGroup, QuorumRules, choose_members
-from trainspec_cli.rundir.secret import read_secret
+from trainspec_cli.rundir.generations import read_secret
 from trainspec_cli.wire.client import LINE_BYTES, RENDEZVOUS_PURPOSE
 from trainspec_cli.wire.handshake import ANSWER_BYTES, TIMEOUT_S, Challenge
 

@@ -79,11 +79,6 @@ def _names(node_list: str | None) -> list[str]:
 def own_address() -> str:
     """Return the address, as Slurm knows it, of the node that this process runs on: the job's first."""
     hostname = os.environ.get("SLURMD_NODENAME") or _names(os.environ["SLURM_JOB_NODELIST"])[0]
-    return address_of(hostname)
-
-
-def address_of(hostname: str) -> str:
-    """Return the address that Slurm itself uses for a node."""
     found = re.search(r"NodeAddr=(\S+)", _run(["scontrol", "show", "node", hostname], hint=""))
     return found[1] if found else hostname
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from trainspec_cli.environment_names import CACHE
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.launch.backend.nodes.backend import agent_command
-from trainspec_cli.launch.job.environment import own_modules
+from trainspec_cli.launch.job.job import own_modules
 from trainspec_cli.printable import on_one_line
 from trainspec_cli.spec.results.plan import Plan
 

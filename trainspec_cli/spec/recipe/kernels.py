@@ -62,19 +62,19 @@ KERNELS: dict[str, dict[str, Backend]] = {
     },
     "rms_norm": {
         TORCH: Backend("models.norm:rms_norm"),
-        "frugal": Backend("kernels.rms_norm:frugal"),
+        "frugal": Backend("kernels.frugal:rms_norm"),
         "compiled": _fused("models.norm:rms_norm"),
         "liger": _liger("rms_norm"),
     },
     "swiglu": {
         TORCH: Backend("models.feed_forward:swiglu"),
-        "frugal": Backend("kernels.swiglu:frugal"),
+        "frugal": Backend("kernels.frugal:swiglu"),
         "compiled": _fused("models.feed_forward:swiglu"),
         "liger": _liger("swiglu"),
     },
     "rope": {
         TORCH: Backend("models.rope:apply_rope"),
-        "halves": Backend("kernels.rope:halves"),
+        "halves": Backend("kernels.frugal:rope"),
         "compiled": _fused("models.rope:apply_rope"),
         "liger": _liger("rope"),
     },
@@ -101,7 +101,7 @@ KERNELS: dict[str, dict[str, Backend]] = {
         "fla": Backend("kernels.fla:ssd_scan", on="cuda", package="fla", extra="kernels"),
     },
     "adamw": {
-        TORCH: Backend("optim.adamw:fused"),
+        TORCH: Backend("optim.optimizer:fused"),
         "foreach": Backend("kernels.adamw:foreach", more_memory=True),
         "for_loop": Backend("kernels.adamw:for_loop"),
         "torchao": Backend("kernels.adamw:torchao", package="torchao", extra="float8", compiles=True),

@@ -45,7 +45,7 @@ from trainspec_cli.policy.run_state import (
     WorkerFailed,
 )
 from trainspec_cli.rundir import generations
-from trainspec_cli.rundir.secret import read_secret
+from trainspec_cli.rundir.generations import read_secret
 from trainspec_cli.spec.results.doctor import Check, NodeReport
 from trainspec_cli.spec.results.plan import Plan
 

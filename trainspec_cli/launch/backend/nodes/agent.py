@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from trainspec_cli.errors import MachineError, Problem, RecipeError, TrainspecError
 from trainspec_cli.launch.backend import processes
@@ -34,9 +33,8 @@ from trainspec_cli.node import node_name
 from trainspec_cli.reading.json_file import parse_json
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.files import read_json
-from trainspec_cli.rundir.generations import GenerationRecord
+from trainspec_cli.rundir.generations import GenerationRecord, read_secret
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.secret import read_secret
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.results.doctor import NodeReport
 from trainspec_cli.spec.results.plan import Plan
@@ -141,7 +139,8 @@ class Agent:
 
     def work(self) -> int:
         """Examine the node, and run workers until the hub ends that. Raises MachineError for what this node lacks."""
-        self._check_node()
+        if problems := check_machine(self._plan.spec, self._machine):
+            raise MachineError(problems)
         if self._record.examine:
             self._examine()
         job = self._build_job()
@@ -187,10 +186,6 @@ class Agent:
             self._is_stopping = True
             running.stop()
 
-    def _check_node(self) -> None:
-        if problems := check_machine(self._plan.spec, self._machine):
-            raise MachineError(problems)
-
     @property
     def _place(self) -> NodePlace:
         return NodePlace(self._node, self._record.num_nodes, self._record.head)
@@ -198,18 +193,7 @@ class Agent:
     def _build_job(self) -> Job:
         """Return the job of this node. Where the agent of a replica group dies its workers are killed without being
         asked to stop: they would ask those of all groups to."""
-        record = self._record
-        job = build_node_job(
-            self._plan,
-            self._run.root,
-            self._machine,
-            self._place,
-            record.rendezvous,
-            record.generation,
-            launch_id=f"{record.launch_id}-{self._node}",
-            logs=Path(record.logs) / f"node{self._node:05d}",
-            worker=record.worker,
-        )
+        job = build_node_job(self._plan, self._run.root, self._machine, self._node, self._record)
         return job if self._plan.replica_groups == 1 else replace(job, stop_grace_s=0.0)
 
     def _examine(self) -> None:

@@ -22,17 +22,14 @@ from trainspec_cli.launch.backend.nodes.hub import Came, Hub, Lost, News, Remote
 from trainspec_cli.launch.backend.observe import GroupStart, RendezvousWatch, poll_starts
 from trainspec_cli.launch.backend.processes import POLL_S
 from trainspec_cli.launch.backend.spawn import start_guard
-from trainspec_cli.launch.job.command import ENGINE
-from trainspec_cli.launch.job.environment import own_modules
-from trainspec_cli.launch.job.job import Job, next_log_folder
+from trainspec_cli.launch.job.job import ENGINE, Job, next_log_folder, own_modules
 from trainspec_cli.launch.job.place import allow_connections, listen, listening_address
 from trainspec_cli.launch.rendezvous.address import Rendezvous
 from trainspec_cli.policy import run_state
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.files import write_json
-from trainspec_cli.rundir.generations import Fence, GenerationRecord
+from trainspec_cli.rundir.generations import Fence, GenerationRecord, create_secret
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.secret import create_secret
 from trainspec_cli.spec.results.doctor import NodeReport
 from trainspec_cli.spec.results.plan import Plan
 

@@ -108,7 +108,6 @@ class Hub:
         return news
 
     def send(self, message: messages.HubMessage) -> None:
-        """Send a message to every agent."""
         for node in self.nodes:
             node.send(message)
 

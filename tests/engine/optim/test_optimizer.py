@@ -4,8 +4,7 @@ from functools import partial
 import pytest
 import torch
 
-from trainspec_cli.engine.optim.build import build_optimizer
-from trainspec_cli.engine.optim.update import guarded_update, squared_norm
+from trainspec_cli.engine.optim.optimizer import build_optimizer, guarded_update, squared_norm
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.spec.recipe.optim import OptimSpec
 

@@ -10,8 +10,7 @@ import pytest
 from trainspec_cli.environment_names import LAUNCH_ID
 from trainspec_cli.errors import MachineError
 from trainspec_cli.launch.backend.nodes.backend import Reach, build_nodes_job
-from trainspec_cli.launch.job.command import render_command, torchrun_command
-from trainspec_cli.launch.job.environment import job_environment
+from trainspec_cli.launch.job.job import job_environment, render_command, torchrun_command
 from trainspec_cli.spec.recipe.cluster import Machine
 
 

@@ -1,7 +1,7 @@
 import torch
 
+from trainspec_cli.engine.build.train_state import allocate, materialise
 from trainspec_cli.engine.models.decoder import Decoder
-from trainspec_cli.engine.parallel.materialise import allocate, materialise
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.spec.recipe.model import DecoderModel
 

@@ -1,0 +1,113 @@
+"""Trackers, which record a run's events in another program's format (extras `tensorboard`, `wandb`, `mlflow`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from trainspec_cli.rundir.event_types import EvalEvent, Event, SampleEvent, StepEvent
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.canonical import Absent, digest, to_plain
+from trainspec_cli.spec.recipe.run import RunSpec
+
+SCALARS = {
+    "step": ("loss", "grad_norm", "lr", "step_time_s"),
+    "eval": ("heldout_loss", "heldout_bits_per_byte", "heldout_accuracy", "heldout_dice"),
+}
+"""Fields of an event that are tracked, by its type."""
+
+
+def scalars_of(event: Event) -> dict[str, float]:
+    """Return `step/loss`, `eval/heldout_loss`, and for a validation set `eval/NAME/loss`."""
+    plain = to_plain(event)
+    names = SCALARS.get(event.type, ())
+    found = {f"{event.type}/{name}": plain[name] for name in names if plain.get(name) is not None}
+    if isinstance(event, EvalEvent) and not isinstance(event.sets, Absent):
+        for set_name, figures in plain["sets"].items():
+            found |= {f"eval/{set_name}/{name}": value for name, value in figures.items() if value is not None}
+    if isinstance(event, StepEvent):
+        unit = "samples" if isinstance(event.tokens, Absent) else "tokens"
+        found[f"step/{unit}_per_s"] = event.units / event.step_time_s
+    return found
+
+
+class Tracker(Protocol):
+    def record(self, event: Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardLog:
+    def __init__(self, folder: Path):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+
+    def record(self, event: Event) -> None:
+        if isinstance(event, SampleEvent):
+            self._writer.add_text("sample", f"**{event.prompt}**{event.text}", event.step)
+        elif isinstance(event, StepEvent | EvalEvent):
+            for name, value in scalars_of(event).items():
+                self._writer.add_scalar(name, value, event.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbLog:
+    """Offline in the run folder unless WANDB_MODE is set; a resumed run continues under the id of its folder."""
+
+    def __init__(self, run_dir: RunDir, spec: RunSpec):
+        import wandb
+
+        self._run = wandb.init(
+            project=spec.tracking.project,
+            dir=str(run_dir.root),
+            id=run_dir.root.resolve().name,
+            resume="allow",
+            mode=os.environ.get("WANDB_MODE", "offline"),  # type: ignore[arg-type]
+            config=to_plain(spec),
+        )
+
+    def record(self, event: Event) -> None:
+        if isinstance(event, SampleEvent):
+            self._run.log({"sample": event.prompt + event.text}, step=event.step)
+        elif isinstance(event, StepEvent | EvalEvent):
+            self._run.log(scalars_of(event), step=event.step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowLog:
+    """In the run folder unless MLFLOW_TRACKING_URI names a server."""
+
+    def __init__(self, run_dir: RunDir, spec: RunSpec):
+        from mlflow import MlflowClient
+
+        folder = (run_dir.root / "mlflow").resolve()
+        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{folder}.db"))
+        known = self._client.get_experiment_by_name(spec.tracking.project)
+        location = None if "MLFLOW_TRACKING_URI" in os.environ else folder.as_uri()
+        experiment = known.experiment_id if known else self._client.create_experiment(spec.tracking.project, location)
+        name = run_dir.root.resolve().name
+        self._id = self._client.create_run(experiment, run_name=name).info.run_id
+        self._client.set_tag(self._id, "recipe_digest", digest(spec))
+
+    def record(self, event: Event) -> None:
+        if isinstance(event, StepEvent | EvalEvent):
+            for name, value in scalars_of(event).items():
+                self._client.log_metric(self._id, name, value, step=event.step)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+TRACKERS: dict[str, Callable[[RunDir, RunSpec], Tracker]] = {
+    "tensorboard": lambda run_dir, _spec: TensorBoardLog(run_dir.root / "tensorboard"),
+    "wandb": WandbLog,
+    "mlflow": MlflowLog,
+}
+"""By the key of `tracking` that asks for it."""

@@ -1,0 +1,95 @@
+"""The optimizer of an OptimSpec, and one guarded update: clip by the global norm, skip where anything is not finite.
+
+Both happen inside the fused kernel, through the two tensors that it takes for mixed precision: `grad_scale` divides
+every gradient, `found_inf` makes the update (and its step count) a no-op. So the host never waits to decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainspec_cli.engine.shares import Share
+from trainspec_cli.spec.recipe.optim import OptimSpec
+
+
+def fused(groups: Sequence[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
+    """One kernel for all parameters, clipping and the guard in it (`guarded_update`)."""
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def build_optimizer(
+    shares: Sequence[Share], optim: OptimSpec, adamw: Callable[..., Any] = fused
+) -> torch.optim.Optimizer:
+    """Matrices decay, norms and biases do not."""
+    matrices = [share.local for share in shares if share.parameter.dim() > 1]
+    vectors = [share.local for share in shares if share.parameter.dim() <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": optim.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if optim.name == "sgd":
+        return torch.optim.SGD(groups, lr=optim.lr, fused=True)
+    optimizer = adamw(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
+    _start_moments(optimizer)
+    return optimizer
+
+
+def _start_moments(optimizer: torch.optim.AdamW) -> None:
+    """Make the moments that the first update would make, so that a checkpoint can be loaded before any update."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+@torch.no_grad()
+def squared_norm(shares: Sequence[Share]) -> Tensor:
+    """This rank's share of the gradients' squared Euclidean norm (fp64): the ranks' shares sum to it.
+
+    Each part counts once, however many ranks hold it.
+    """
+    by_copies: dict[int, list[Tensor]] = {}
+    for share in shares:
+        if share.gradient is not None:
+            by_copies.setdefault(share.copies, []).append(share.gradient)
+    sums = [
+        torch.stack(torch._foreach_norm(gradients)).double().square().sum() / copies
+        for copies, gradients in by_copies.items()
+    ]
+    return torch.stack(sums).sum()
+
+
+def guarded_update(
+    optimizer: torch.optim.Optimizer, shares: Sequence[Share], norm: Tensor, loss: Tensor, clip_norm: float | None
+) -> Tensor:
+    """Update the parameters; -> 1.0 where the update was skipped, else 0.0.
+
+    `norm` and `loss` (fp32) are the same on every rank (already reduced), so every rank decides alike.
+    """
+    skipped = (~(torch.isfinite(norm) & torch.isfinite(loss))).float().to(shares[0].local.device)
+    optimizer.found_inf = skipped  # type: ignore[attr-defined]
+    if clip_norm is not None:
+        optimizer.grad_scale = (norm / clip_norm).clamp_min(1.0).to(skipped.device)  # type: ignore[attr-defined]
+    for share in shares:
+        share.local.grad = share.gradient
+    optimizer.step()
+    clear_gradients(shares)
+    return skipped
+
+
+def clear_gradients(shares: Sequence[Share]) -> None:
+    for share in shares:
+        share.local.grad = share.parameter.grad = None
