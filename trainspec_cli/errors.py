@@ -61,7 +61,11 @@ class TrainspecError(Exception):
         if isinstance(problems, str):
             problems = Problem(code=code, message=problems, hint=hint)
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
-        super().__init__("; ".join(problem.message for problem in self.problems))
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        """Return the messages, also of an error that is an OSError with a file name."""
+        return "; ".join(problem.message for problem in self.problems)
 
 
 class RecipeError(TrainspecError):

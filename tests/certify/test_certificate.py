@@ -9,7 +9,7 @@ import pytest
 
 from trainspec_cli.certify import runs
 from trainspec_cli.certify.cases import Case, cases, refused
-from trainspec_cli.certify.certificate import read_clauses, spec_version, verdict, verify, write_certificate
+from trainspec_cli.certify.certificate import digest, read_clauses, spec_version, verdict, verify, write_certificate
 from trainspec_cli.certify.families import FAMILIES
 from trainspec_cli.certify.judge import Finding, checks, judge_refusals
 from trainspec_cli.certify.runs import gradient_errors, loss_error
@@ -121,3 +121,62 @@ def test_a_loss_that_was_not_finite_is_null_in_the_result(tmp_path):
     write_json(tmp_path / "result.json", to_plain(CertifyRunResult(trained, resumed)))
     measured = runs.Measured(tmp_path)
     assert loss_error(measured.losses, [1.0, 2.0]) == loss_error(measured.resumed_losses, [1.0]) == math.inf
+
+
+def test_a_clause_is_summed_up_by_its_worst_case():
+    refused = Finding("LEGAL-1", "moe-fp32-tp2", False, {"reason": "why"})
+    body = write_certificate([BAD, GOOD, refused], MACHINE, date="2026-01-01", whole=False)
+    by_id = {clause["id"]: clause for clause in body["clauses"]}
+    assert list(by_id) == list(read_clauses())
+    about = {"id": "NUM-1", "level": "MUST", "title": read_clauses()["NUM-1"].title}
+    assert by_id["NUM-1"] == about | {
+        "cases": 2, "failed": 1, "worst": "inf", "bound": 1e-5, "worst_case": "dense-fp32-pp2",
+    }  # fmt: skip
+    assert (by_id["LEGAL-1"]["worst"], by_id["LEGAL-1"]["bound"], by_id["LEGAL-1"]["failed"]) == (1.0, None, 1)
+    unmeasured = by_id["NUM-2"]
+    assert [unmeasured[key] for key in ("cases", "failed", "worst", "bound", "worst_case")] == [0, 0, None, None, None]
+    assert (body["whole"], body["date"], body["verdict"], body["spec_version"]) == (
+        False,
+        "2026-01-01",
+        "broken",
+        "0.2",
+    )
+    assert body["findings"][0]["figures"]["worst_gradient_error"] == "inf"
+    assert body["machine"] == to_plain(MACHINE) and len(body["spec_sha256"]) == len(body["digest"]) == 64
+
+
+def test_a_should_that_is_broken_leaves_the_verdict():
+    assert verdict([GOOD, Finding("LEGAL-1", "x", False)]) == "kept"
+    assert verdict([]) == "kept"
+
+
+def test_a_file_of_another_kind_is_no_certificate(tmp_path):
+    for name, content in (("none.json", None), ("text.json", "hello"), ("list.json", "[]")):
+        if content is not None:
+            (tmp_path / name).write_text(content)
+        with pytest.raises(RecipeError, match="is no certificate"):
+            verify(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: body.pop("findings"),
+        lambda body: body["clauses"].append(7),
+        lambda body: body["clauses"][0].update(cases="2"),
+        lambda body: body["findings"][0].pop("passed"),
+        lambda body: body["machine"].update(gpu_names="H200"),
+        lambda body: body["machine"].pop("cpu_cores"),
+        lambda body: body["clauses"][0].update(worst=None),
+        lambda body: body["clauses"][0].update(worst="big"),
+    ],
+)
+def test_what_cannot_be_printed_is_refused_whoever_signed_it(tmp_path, change):
+    body = write_certificate([GOOD, BAD], MACHINE, date="2026-01-01", whole=True)
+    change(body)
+    body["digest"] = digest(body)
+    file = tmp_path / "certificate.json"
+    file.write_text(json.dumps(body))
+    with pytest.raises(RecipeError) as error:
+        verify(file)
+    assert "was altered" not in str(error.value)

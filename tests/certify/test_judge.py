@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from trainspec_cli.certify.cases import CLIP_NORM, Case
-from trainspec_cli.certify.judge import ClauseCheck, judge
-from trainspec_cli.certify.runs import Measured, Run
+from trainspec_cli.certify import judge as judge_module
+from trainspec_cli.certify.cases import CLIP_NORM, Case, build_plan, name_layout
+from trainspec_cli.certify.judge import ClauseCheck, Finding, checks, judge
+from trainspec_cli.certify.runs import Measured, Run, _batches
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.layout import Layout
@@ -33,3 +37,170 @@ def test_equal_losses_count_only_where_clipping_bound(
         reference: measured(tmp_path / "reference", 2 * CLIP_NORM),
     }
     assert judge(ClauseCheck("NUM-2", run), results).passed is passed
+
+
+CASE = Case("dense", Layout(tp=2))
+REFERENCE = Run(Case("dense"))
+
+
+def told(losses: tuple[float, ...] = (), sha256: str = "", resumed: Any = None, **gradients: list[float]) -> Any:
+    """What a run has measured; `resumed`: its digest and its losses from the middle on."""
+    again = None if resumed is None else TrainedSteps(tuple(resumed[1]), None, resumed[0])
+    return SimpleNamespace(
+        losses=list(losses),
+        resumed_losses=[] if resumed is None else list(resumed[1]),
+        gradients={name: np.array(values) for name, values in gradients.items()},
+        result=CertifyRunResult(TrainedSteps(losses, 2 * CLIP_NORM, sha256), again),
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "passed"), [(0.0, True), (0.9e-5, True), (1.1e-5, False), (math.nan, False), (math.inf, False)]
+)
+@pytest.mark.parametrize("clause", ["NUM-1", "NUM-4", "NUM-5"])
+def test_the_worst_gradient_is_held_against_one_process(clause: str, error: float, passed: bool) -> None:
+    run = Run(CASE)
+    results: Any = {run: told(a=[3.0, 4.0], b=[0.0, 2.0 + 2 * error]), REFERENCE: told(a=[3.0, 4.0], b=[0.0, 2.0])}
+    finding = judge(ClauseCheck(clause, run), results)
+    assert (finding.clause, finding.case, finding.bound, finding.passed) == (clause, run.name, 1e-5, passed)
+    assert finding.figures["parameter"] == ("b" if error else "a")
+    expected = math.inf if math.isnan(error) else error
+    assert finding.measured == finding.figures["worst_gradient_error"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("error", "passed"), [(0.9e-5, True), (1.1e-5, False)])
+def test_losses_are_held_against_one_process(error: float, passed: bool) -> None:
+    run = Run(CASE)
+    results: Any = {run: told((2.0, 4 * (1 - error))), REFERENCE: told((2.0, 4.0))}
+    finding = judge(ClauseCheck("NUM-2", run), results)
+    assert (finding.passed, finding.bound) == (passed, 1e-5)
+    assert finding.measured == pytest.approx(error, rel=1e-4)
+
+
+@pytest.mark.parametrize(("ratio", "passed"), [(1.9, True), (2.1, False)])
+def test_a_formats_error_may_be_twice_its_own(ratio: float, passed: bool) -> None:
+    """A parameter that the format costs less than the median one may err as much as that."""
+    case = Case("dense", Layout(tp=2), compute="bf16")
+    check = ClauseCheck("NUM-3", Run(case))
+    ours, own, exact = check.runs
+    assert (own.case, own.losses) == (Case("dense", compute="bf16"), False)
+    assert (exact.case, exact.losses) == (Case("dense", compute="fp64"), False)
+    results: Any = {
+        exact: told(a=[1.0], b=[1.0], c=[1.0]),
+        own: told(a=[1.001], b=[1.01], c=[1.1]),
+        ours: told(a=[1.0 + 0.01 * ratio], b=[1.01], c=[1.1]),
+    }
+    finding = judge(check, results)
+    assert (finding.passed, finding.bound, finding.figures["parameter"]) == (passed, 2.0, "a")
+    figures = [finding.figures[name] for name in ("worst_ratio", "error", "error_of_the_format")]
+    assert figures == pytest.approx([ratio, 0.01 * ratio, 0.01])
+
+
+@pytest.mark.parametrize(("again", "passed"), [("ab", True), ("cd", False)])
+def test_a_repetition_has_the_same_weights(again: str, passed: bool) -> None:
+    check = ClauseCheck("NUM-6", Run(CASE, gradients=False))
+    first, second = check.runs
+    assert (first.take, second.take, second.name) == (0, 1, "dense-fp32-tp2-again1")
+    finding = judge(check, {first: told(sha256="ab"), second: told(sha256=again)})
+    assert (finding.passed, finding.bound) == (passed, None)
+    assert finding.figures == {"sha256": "ab", "again": again}
+    assert finding.measured == float(not passed)
+
+
+WHOLE = tuple(float(step) for step in range(1, 21))
+
+
+@pytest.mark.parametrize(
+    ("resumed", "passed"),
+    [(("ab", WHOLE[10:]), True), (("cd", WHOLE[10:]), False), (("ab", (*WHOLE[10:19], 20.0001)), False), (None, False)],
+)
+def test_a_resumed_run_goes_on_bit_for_bit(resumed: Any, passed: bool) -> None:
+    run = Run(CASE, gradients=False, resume=True)
+    check = ClauseCheck("CKPT-1", run)
+    assert check.runs == (run,)
+    finding = judge(check, {run: told(WHOLE, "ab", resumed)})
+    assert (finding.passed, finding.bound) == (passed, None)
+
+
+@pytest.mark.parametrize(("last", "passed"), [(20.0, True), (20.001, False)])
+def test_a_run_in_another_layout_goes_on_as_one_process_would(last: float, passed: bool) -> None:
+    source = Run(Case("dense", Layout(pp=2)), gradients=False, resume=True)
+    run = Run(CASE, gradients=False, continues=source)
+    check = ClauseCheck("CKPT-2", run)
+    assert check.runs == (run, source, REFERENCE)
+    finding = judge(check, {run: told((*WHOLE[10:19], last)), REFERENCE: told(WHOLE)})
+    assert (finding.passed, finding.bound) == (passed, 1e-5)
+
+
+def test_a_clause_without_a_bound_measures_whether_it_was_kept() -> None:
+    assert Finding("LEGAL-1", "x", True, {"reason": "r"}).measured == 0.0
+    assert Finding("NUM-1", "x", False, {"parameter": "p"}, 1e-5).measured == 1.0
+
+
+def test_checks_are_chosen_by_clause_case_or_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = checks(2)
+    monkeypatch.setattr(judge_module, "_all_checks", lambda max_processes: iter(every))
+    assert max(check.run.case.layout.world_size for check in every) == 2
+    assert {check.clause for check in checks(2, ["NUM-6"])} == {"NUM-6"}
+    assert {check.run.case.family for check in checks(2, ["moe"])} == {"moe"}
+    assert {check.run.name for check in checks(2, ["dense-fp32-tp2"])} == {"dense-fp32-tp2"}
+    assert len(checks(2, ["NUM-6", "CKPT-*"])) == sum(check.clause in ("NUM-6", "CKPT-1", "CKPT-2") for check in every)
+    assert checks(2, ["nothing"]) == []
+
+
+def test_names_of_runs() -> None:
+    source = Run(CASE, resume=True)
+    assert source.name == "dense-fp32-tp2-resumed"
+    assert Run(Case("dense"), continues=source).name == "dense-fp32-one-from-dense-fp32-tp2"
+    assert Run(CASE, losses=False, take=2).name == "dense-fp32-tp2-one-step-again2"
+
+
+def test_names_of_cases_and_layouts() -> None:
+    full = Case("moe", compute="bf16", recompute="full", offload="optimizer", compile=True, optimizer="adamw")
+    assert full.name == "moe-bf16-one-full-offload-compiled-adamw"
+    assert full.reference == Case("moe", compute="bf16", optimizer="adamw")
+    assert (
+        name_layout(Layout(dp_replicate=2, dp_shard=2, zero_stage=1, cp=2)) == "dp_replicate2.dp_shard2.cp2.zero1.ring"
+    )
+    assert name_layout(Layout(tp=2, sequence_parallel=False, ep=4)) == "tp2.ep4.plain"
+    assert name_layout(Layout(pp=2, stage_layers=(3, 1))) == "pp2.1f1b.uneven"
+
+
+def test_what_continues_another_run_comes_after_it_and_one_job_serves_runs_of_a_size() -> None:
+    source = Run(Case("dense", Layout(pp=2)), resume=True)
+    after, alone, four = Run(Case("dense"), continues=source), Run(Case("dense")), Run(Case("dense", Layout(tp=4)))
+    assert _batches([after, four, source, alone]) == [[alone], [source], [four], [after]]
+
+
+def test_requests_of_runs() -> None:
+    plain = Run(CASE).request("cpu")
+    assert (plain.steps, plain.gradients, plain.clip_from, plain.clip_norm) == (20, True, 10, 0.1)
+    assert (plain.save_at, plain.resume, plain.continues) == (None, False, None)
+    source = Run(Case("dense", Layout(tp=2), optimizer="adamw"), gradients=False, resume=True)
+    saved = source.request("cpu")
+    assert (saved.clip_from, saved.save_at, saved.resume, saved.gradients) == (None, 10, True, False)
+    moved = Run(CASE, losses=False, continues=source).request("cpu")
+    assert (moved.steps, moved.clip_from, moved.continues) == (0, None, source.name)
+
+
+@pytest.mark.parametrize(
+    ("case", "micro", "accumulated"),
+    [
+        (Case("dense"), 4, 2),
+        (Case("dense", Layout(dp_shard=2)), 4, 1),
+        (Case("dense", Layout(dp_shard=4)), 2, 1),
+        (Case("dense", Layout(dp_replicate=2, dp_shard=4)), 1, 1),
+        (Case("resnet"), 8, 1),
+    ],
+)
+def test_eight_samples_are_spread_over_ranks_and_micro_batches(case: Case, micro: int, accumulated: int) -> None:
+    plan = build_plan(case, "cpu")
+    assert (plan.micro_batch_size, plan.grad_accum_steps) == (micro, accumulated)
+    assert (plan.devices_per_node, plan.world_size) == (case.layout.world_size, case.layout.world_size)
+    assert not plan.layout.sequence_parallel, "there is no tp"
+
+
+def test_fp8_multiplies_beside_bf16() -> None:
+    plan = build_plan(Case("dense", Layout(tp=2), compute="fp8"), "cpu")
+    assert (plan.compute, plan.spec.precision.matmul, plan.layout.sequence_parallel) == ("bf16", "fp8", True)
+    assert build_plan(Case("dense", compute="fp64"), "cpu").compute == "fp64"

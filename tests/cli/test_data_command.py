@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
 from typer.testing import CliRunner
 
-from trainspec_cli.cli.data import READY, Source, app
+from trainspec_cli.cli.data import READY, Source, _as_option, _rows, app
 from trainspec_cli.corpus import bpe
+from trainspec_cli.corpus.manifest import ShardManifest, SplitSummary
 from trainspec_cli.corpus.shards import TokenFolder
-from trainspec_cli.errors import MachineError, RecipeError
+from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.spec.recipe.data import DataSpec
 
 
@@ -149,3 +151,59 @@ def test_a_recipes_data_is_prepared_where_its_launch_looks(tables, texts, tmp_pa
     assert run("prepare", "recipe=tiny_unet3d").startswith("nothing to prepare: phantoms")
     with pytest.raises(RecipeError, match="--output cannot stand beside it"):
         run("prepare", *recipe, "--output", tmp_path / "out")
+
+
+def manifest(**changes: object) -> ShardManifest:
+    train, heldout = SplitSummary(3_000_000, 9 * 2**20, 1200, ()), SplitSummary(1000, 2**11, 1, ())
+    return replace(ShardManifest(1, "uint16", 400, 400, 0, "", {}, 0.1, 2.5, train, heldout), **changes)
+
+
+def test_the_rows_of_a_token_folder():
+    assert _rows(manifest()) == {
+        "train": "1,200 documents, 3M tokens, 9.00 MiB",
+        "held out": "1 document, 1k tokens, 2.00 KiB",
+        "bytes per token": f"{(9 * 2**20 + 2**11) / 3_001_000:.3f}",
+        "vocabulary": "400",
+        "xz on held out": "2.500 bits per byte",
+    }
+    assert (
+        _rows(manifest(vocab_size_asked=500))["vocabulary"] == "400 (the text is too small to fill the 500 asked for)"
+    )
+    assert _rows(manifest(xz_bits_per_byte=None))["xz on held out"] == "unknown: this Python has no lzma"
+    learnt = _rows(manifest(xz_bits_per_byte=None, learns_parts=True))
+    assert learnt["xz on held out"] == "unknown: conversations are not judged so"
+
+
+@pytest.mark.parametrize(
+    ("key", "option"),
+    [("data.path", "--path"), ("data.tokenizer.path", "--tokenizer"), ("data.tokenizer.vocab_size", "--vocab-size"),
+     ("data.tokenizer.end_of_document", "--end-of-document"), ("data.max_bytes", "--max-bytes"),
+     ("data.heldout_fraction", "--heldout-fraction"), ("data.text_field", "--text-field"),
+     ("data.chat_template", "--chat-template"), ("optim.lr", "optim.lr")],
+)  # fmt: skip
+def test_keys_are_called_by_their_options(key, option):
+    told = _as_option(Problem("c", "m", key, f"type {key}=3, or leave {key} out"))
+    typed = f"{key}=3" if option == key else f"{option} 3"
+    assert (told.path, told.hint) == (option, f"type {typed}, or leave {option} out")
+
+
+def test_options_do_not_stand_beside_a_recipe(tmp_path):
+    with pytest.raises(RecipeError, match="--source and --path cannot stand beside it") as error:
+        run("prepare", "recipe=tiny", "--source", "text", "--path", tmp_path)
+    assert error.value.problems[0].path == "--source"
+
+
+def test_options_reach_the_shards(texts, tmp_path):
+    output = tmp_path / "out"
+    options = ("--vocab-size", 300, "--heldout-fraction", 0.5, "--max-bytes", 3000)
+    run("prepare", "--source", "text", "--path", texts, "--output", output, *options)
+    made = TokenFolder.open(output).manifest
+    assert (made.vocab_size_asked, made.heldout_fraction, made.source["max_bytes"]) == (300, 0.5, 3000)
+    assert made.train.bytes + made.heldout.bytes == 3000
+
+
+def test_an_output_that_is_a_file_is_refused(texts, tmp_path):
+    (tmp_path / "out").write_text("precious")
+    with pytest.raises(RecipeError, match="exists and is not empty"):
+        run("prepare", "--source", "text", "--path", texts, "--output", tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "precious"

@@ -11,7 +11,8 @@ import pytest
 
 from trainspec_cli import __main__, __version__
 from trainspec_cli.cli import main
-from trainspec_cli.errors import EXIT_CODES, MachineError, Stopped
+from trainspec_cli.cli.options import read_sweep
+from trainspec_cli.errors import EXIT_CODES, MachineError, RecipeError, Stopped
 from trainspec_cli.report.style import Style
 
 
@@ -125,3 +126,16 @@ def test_colour_is_for_terminals(monkeypatch) -> None:
     assert Style.of(io.StringIO()).red("x") == "x"
     monkeypatch.setenv("NO_COLOR", "1")
     assert Style.of(Terminal()).red("x") == "x"
+
+
+@pytest.mark.parametrize(
+    ("sweep", "read"), [("a.b=1,2", ("a.b", ["1", "2"])), ("a=1,,2,", ("a", ["1", "2"])), ("a=x=y", ("a", ["x=y"]))]
+)
+def test_the_values_of_a_sweep(sweep, read) -> None:
+    assert read_sweep(sweep) == read
+
+
+@pytest.mark.parametrize("sweep", ["a", "a=", "=1", "", "a=,"])
+def test_a_sweep_without_key_or_values_is_refused(sweep) -> None:
+    with pytest.raises(RecipeError, match="a key and its values are needed"):
+        read_sweep(sweep)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from trainspec_cli.__main__ import run as trainspec
+from trainspec_cli.cli import runs as runs_command
 from trainspec_cli.launch.job.claim import claim
 from trainspec_cli.launch.slurm import commands
+from trainspec_cli.report.runs import RunLine
 from trainspec_cli.rundir import memory
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
@@ -92,3 +94,61 @@ def test_copies_of_a_queued_run_stay(
 def test_without_copies_there_is_nothing_to_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert trainspec(["runs", "--clear-memory"]) == 0
     assert capsys.readouterr().out == "no run has copies in this node's memory\n"
+
+
+def test_runs_are_a_table_newest_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        RunLine("runs/tiny/2", "tiny", "running", 7, 20, 1.23456, created_at=910.0),
+        RunLine("runs/q/1", "quickstart", "damaged", 0, None, None, created_at=2000.0, damage="plan.json is torn"),
+    ]
+    monkeypatch.setattr(runs_command, "runs_here", lambda: lines)
+    monkeypatch.setattr("time.time", lambda: 1000.0)
+    assert trainspec(["runs"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == [
+        "recipe      status   step  loss    age         path",
+        "tiny        running  7/20  1.2346  1 min 30 s  runs/tiny/2",
+        "quickstart  damaged  0     -       0 ms        runs/q/1",
+    ]
+    assert captured.err == "damaged: plan.json is torn\n"
+    assert trainspec(["runs", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [(line["path"], line["loss"], line["damage"]) for line in shown] == [
+        ("runs/tiny/2", 1.23456, ""),
+        ("runs/q/1", None, "plan.json is torn"),
+    ]
+
+
+def test_without_runs_there_is_something_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert trainspec(["runs"]) == 0
+    assert capsys.readouterr().out.startswith("there are no runs below ./runs; `trainspec launch recipe=quickstart`")
+
+
+@pytest.mark.parametrize(
+    ("status", "goes"),
+    [("done", True), ("stopped", True), ("failed", True), ("killed", True), ("made", True), ("running", False),
+     ("queued", False), ("damaged", False)],
+)  # fmt: skip
+def test_copies_go_with_runs_that_will_not_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: str, goes: bool
+) -> None:
+    run = make_run(tmp_path / "run", 6)
+    monkeypatch.setattr(runs_command, "status_of_run", lambda run: status)
+    assert trainspec(["runs", "--memory"]) == 0
+    assert ("--clear-memory removes" in capsys.readouterr().out) == goes
+    assert memory.memory_folder(run).exists(), "listing removes nothing"
+    assert trainspec(["runs", "--clear-memory"]) == 0
+    assert ("cleared 0 B" in capsys.readouterr().out) != goes
+    assert memory.memory_folder(run).exists() != goes
+
+
+def test_copies_stand_beside_the_newest_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", 6, status="failed")
+    write_json(run.checkpoint(4) / "manifest.json", {})
+    assert trainspec(["runs", "--memory"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[2:5] == ["6", "4", "failed"]

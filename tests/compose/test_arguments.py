@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from trainspec_cli.compose.arguments import assign, parse_arguments
+from trainspec_cli.compose.arguments import MAX_CHARS, assign, parse_arguments, value_paths
 
 
 def told(*texts: str) -> list[tuple[str, str, str]]:
@@ -92,3 +92,36 @@ def test_faults_are_numbered_by_argument_and_hide_no_others() -> None:
     arguments, problems = parse_arguments(["recipe=tiny", "oops", "optim.lr=1", "a=[1"])
     assert [argument.key for argument in arguments] == ["recipe", "optim.lr"]
     assert [problem.where() for problem in problems] == ["command line:2", "command line:4"]
+
+
+def test_an_argument_may_have_so_many_characters() -> None:
+    longest = MAX_CHARS - len("data.path=")
+    assert told("data.path=" + "x" * longest) == []
+    ((code, message, hint),) = told("data.path=" + "x" * (longest + 1))
+    assert (code, hint) == ("bad_override", "write the value into a recipe: recipe=FILE.yaml")
+    assert message == f"the argument `data.path` has {MAX_CHARS + 1:,} characters; at most {MAX_CHARS:,} are read"
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [("--json", "options come before the first `--`"), ("model@other=x", "write the key alone: packages (`@`)")],
+)
+def test_options_and_packages_are_no_keys(text: str, hint: str) -> None:
+    ((_, _, found),) = told(text)
+    assert found.startswith(hint)
+
+
+def test_a_whole_section_and_a_value_of_it_are_a_duplicate_in_either_order() -> None:
+    texts = ["train.seed=2", "train={seed: 1}"]
+    assert [problem.code for problem in parse_arguments(texts)[1]] == ["duplicate_override"]
+    assert parse_arguments(texts)[1][0].line == 2
+
+
+def test_of_a_key_given_twice_the_last_stays() -> None:
+    arguments, _ = parse_arguments(["optim.lr=1", "optim.lr=2"])
+    assert [(argument.key, argument.value, argument.number) for argument in arguments] == [("optim.lr", 2, 2)]
+
+
+def test_paths_of_a_section() -> None:
+    assert list(value_paths("a", {"b": {"c": 1}, "d": 2})) == ["a", "a.b", "a.b.c", "a.d"]
+    assert list(value_paths("a", [1])) == ["a"]

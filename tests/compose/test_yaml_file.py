@@ -6,7 +6,9 @@ import pytest
 
 from trainspec_cli.compose.yaml_file import read_yaml
 from trainspec_cli.errors import RecipeError
+from trainspec_cli.reading.files import UnreadableFileError
 from trainspec_cli.reading.yaml_file import YamlLimitError, compose_yaml
+from trainspec_cli.reading.yaml_file import read_yaml as read_plain
 
 
 def faults(file: Path) -> list[tuple[str, str, str]]:
@@ -80,3 +82,41 @@ def test_a_whole_number_of_too_many_digits_is_refused() -> None:
     with pytest.raises(YamlLimitError, match="31 digits"):
         compose_yaml("a: " + "1" * 31)
     assert compose_yaml("a: " + "1" * 30) is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a: " + "[" * 32 + "]" * 32, "nested more than 32 levels deep"),
+        ("a: &a [1]\nb: &b [*a, *a]\n" + "".join(f"c{n}: &c{n} [{', '.join([f'*c{n - 1}' if n else '*b'] * 9)}]\n"
+                                               for n in range(5)), "more than 20,000 values"),
+        ("a: &a [*a]", "it contains itself, through an alias"),
+        ("a: '${" + "x" * 2000 + "}'", "has 2,003 characters; at most 2000"),
+        ("a: !!binary aGk=", "!!binary is not a type that a recipe can hold"),
+        ("a: !!set {b: null}", "!!set is not a type that a recipe can hold"),
+    ],
+)  # fmt: skip
+def test_what_a_file_expands_to_is_bounded(text: str, reason: str) -> None:
+    with pytest.raises(YamlLimitError, match=reason):
+        compose_yaml(text)
+
+
+def test_what_lies_within_the_bounds_is_read(tmp_path: Path) -> None:
+    assert compose_yaml("a: " + "[" * 30 + "1" + "]" * 30) is not None
+    assert compose_yaml("a: '${" + "x" * 1997 + "}'") is not None
+    file = tmp_path / "a.yaml"
+    file.write_text("day: 2026-01-02\nlist: [1, 2.5, true, null, x]\nalias: &a {b: 1}\nsame: *a\n")
+    assert read_plain(file) == {
+        "day": "2026-01-02", "list": [1, 2.5, True, None, "x"], "alias": {"b": 1}, "same": {"b": 1},
+    }  # fmt: skip
+    file.write_text("# nothing\n")
+    assert read_plain(file) is None
+
+
+def test_where_a_plain_file_is_no_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("a: 1\nb: [1\n")
+    with pytest.raises(UnreadableFileError, match="is not YAML: expected ',' or ']'") as error:
+        read_plain(file)
+    (problem,) = error.value.problems
+    assert (problem.line, problem.column, problem.file) == (3, 1, str(file))

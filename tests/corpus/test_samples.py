@@ -123,3 +123,17 @@ def test_rows_come_from_the_streams():
     values = [int(row.tokens[0]) for row in mixture.rows(positions)]
     assert values == [mixture.locate(position)[1] for position in positions]
     assert mixture.counted(positions) == 80
+
+
+def test_the_order_of_a_mixture_never_changes_between_versions():
+    """A run resumes by position, also beyond the first block of 1000."""
+    found = [mixed((2, 1)).locate(position) for position in (0, 1, 2, 999, 1000, 1001, 2500)]
+    assert found == [
+        (0, 487),
+        (0, 369),
+        (0, 623),
+        (0, 600),
+        (1, 656),
+        (0, 1159),
+        (0, 1438),
+    ]

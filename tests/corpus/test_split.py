@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from trainspec_cli.corpus.split import HeldoutRule, SplitScan, content_hash, pieces
+from trainspec_cli.corpus.split import HeldoutRule, SplitScan, content_hash, hold_out, pieces
 
 
 def rule_for(texts: list[str], fraction: float) -> HeldoutRule:
@@ -77,3 +77,48 @@ def random_text(num_chars: int) -> str:
 
 def test_a_text_without_line_ends_stays_whole():
     assert list(pieces("x" * 1000, max_chars=10)) == ["x" * 1000]
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("ab\ncd\nef", ["ab\n", "cd\n", "ef"]),
+        ("ab\n\n cd\nef", ["ab\n\n cd\n", "ef"]),
+        ("ab\r\n\r\ncd", ["ab\r\n\r\n", "cd"]),
+        ("ab\n", ["ab\n"]),
+        ("ab", ["ab"]),
+        ("", [""]),
+    ],
+)
+def test_pieces_are_cut_after_line_ends_between_visible_characters(text: str, parts: list[str]) -> None:
+    assert list(pieces(text, max_chars=2)) == parts
+
+
+def test_a_scan_counts_documents_bytes_and_hashes() -> None:
+    scan = SplitScan()
+    for text in ("é", "ab", "c"):
+        scan.add(text)
+    hashes = [content_hash(text) for text in ("é", "ab", "c")]
+    assert (scan.documents, scan.bytes) == (3, 5)
+    assert (scan.lowest_hash, scan.highest_hash) == (min(hashes), max(hashes))
+
+
+@pytest.mark.parametrize(
+    ("text", "fraction", "parts"),
+    [
+        ("ab", 0.001, ("a", "b")),
+        ("ab", 0.999, ("a", "b")),
+        ("aaaa\nbbbbb", 0.5, ("aaaa\n", "bbbbb")),
+        ("aa\nbbbbbbb", 0.3, ("aa\nbbbb", "bbb")),
+    ],
+)
+def test_a_lone_text_is_cut_at_a_line_no_farther_than_what_is_held_out(text, fraction, parts) -> None:
+    assert rule_for([text], fraction).parts(text) == parts
+
+
+def test_names_are_held_out_by_their_hash_alone() -> None:
+    names = [f"case{number}" for number in range(200)]
+    held = hold_out(names, 0.25)
+    assert held == {name for name in names if content_hash(name) < 2**64 // 4}
+    assert hold_out(list(reversed(names)), 0.25) == held
+    assert len(hold_out(["a", "b"], 1e-9)) == len(hold_out(["a", "b"], 1 - 1e-9)) == 1

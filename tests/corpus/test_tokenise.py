@@ -3,7 +3,12 @@ from __future__ import annotations
 import lzma
 import sys
 
-from trainspec_cli.corpus.tokenise import XzMeter
+import pytest
+
+from trainspec_cli.corpus import tokenise
+from trainspec_cli.corpus.source_files import find_files
+from trainspec_cli.corpus.split import HeldoutRule
+from trainspec_cli.corpus.tokenise import XzMeter, _batches, _cut, _Piece, _read, _take_evenly
 
 
 def test_it_measures_what_xz_measures_on_the_whole(stdlib_texts):
@@ -19,3 +24,35 @@ def test_a_python_without_lzma_gives_none(monkeypatch):
     meter = XzMeter()
     meter.add(b"text")
     assert meter.finish() is None
+
+
+def test_a_sample_of_texts_is_spread_over_the_whole():
+    texts = [str(number) * 10 for number in range(10)]
+    assert list(_take_evenly(texts, 1.0)) == texts
+    assert list(_take_evenly(texts, 0.5)) == texts[::2]
+
+
+def test_pieces_are_encoded_in_batches_of_so_many_characters(monkeypatch):
+    monkeypatch.setattr(tokenise, "BATCH_CHARS", 4)
+    cut = [_Piece("train", text, False) for text in ("ab", "cd", "efghi", "j")]
+    assert [[piece.text for piece in batch] for batch in _batches(cut)] == [["ab", "cd"], ["efghi"], ["j"]]
+
+
+def test_the_last_piece_of_each_part_ends_a_document():
+    lone = HeldoutRule(0, cut_fraction=0.5)
+    long = "line\n" * 2**19 + "end"
+    found = list(_cut([long], lone))
+    assert "".join(piece.text for piece in found) == long
+    assert [piece.ends_document for piece in found if piece.split == "train"] == [False, True]
+    assert [piece.ends_document for piece in found if piece.split == "heldout"] == [False, True]
+
+
+def test_progress_is_told_every_hundredth_and_at_the_end(text_data):
+    told = []
+    data = text_data(*("x" * 10 for _ in range(500)))
+    read = _read(data, find_files(data), "encoding", 5000, lambda phase, done: told.append((phase, done)))
+    assert len(list(read)) == 500
+    assert {phase for phase, _ in told} == {"encoding"}
+    assert 84 <= len(told) <= 102
+    assert (told[0][1], told[-1][1]) == (pytest.approx(0.501), 1.0)
+    assert [done for _, done in told] == sorted(done for _, done in told)

@@ -85,3 +85,156 @@ def test_a_link_that_damages_packets_either_way_is_warned_of(
     monkeypatch.setattr(checks.psutil, "net_io_counters", lambda pernic: {"eth0": errors, "lo": errors})
     (found,) = checks.check_links()
     assert (found.status, found.found) == ("warn", "eth0: 10 Gbit/s, 3 damaged packets")
+
+
+def told(found: object) -> list[tuple[str, str, str]]:
+    return [(check.name, check.status, check.found) for check in found]  # type: ignore[attr-defined]
+
+
+def memory(monkeypatch: pytest.MonkeyPatch, available: int) -> None:
+    figures = SimpleNamespace(available=available, total=2**36)
+    monkeypatch.setattr(checks.psutil, "virtual_memory", lambda: figures)
+
+
+@pytest.mark.parametrize(
+    ("available", "needed", "status", "more"),
+    [
+        (2**30, 0, "ok", ""),
+        (2**30 - 1, 0, "warn", ""),
+        (2**31, 2**31, "ok", ""),
+        (2**31, 2**31 + 1, "fail", ", and the run takes 2.00 GiB"),
+    ],
+)
+def test_memory(monkeypatch: pytest.MonkeyPatch, available: int, needed: int, status: str, more: str) -> None:
+    memory(monkeypatch, available)
+    (found,) = checks.check_memory(needed)
+    shown = checks.format_bytes(available)
+    assert told([found]) == [("memory", status, f"{shown} of 64.00 GiB available{more}")]
+    assert bool(found.advice) == (status != "ok")
+
+
+def test_gpus_that_differ_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = SimpleNamespace(gpu_names=("H100", "A100"), gpu_memory_bytes=80 * 2**30)
+    monkeypatch.setattr(checks, "detect", lambda look_for_gpus: machine)
+    monkeypatch.setattr(checks, "driver", lambda: "550.1")
+    assert told(checks.check_chips("cuda")) == [
+        ("chips", "ok", "2 x H100, 80.00 GiB; driver 550.1"),
+        ("chips", "warn", "they differ: A100, H100"),
+    ]
+    machine.gpu_names = ("H100", "H100")
+    assert len(list(checks.check_chips("cuda"))) == 1
+
+
+def test_gpus_are_not_looked_for_on_a_cpu_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def detect(look_for_gpus: bool) -> SimpleNamespace:
+        asked.append(look_for_gpus)
+        return SimpleNamespace(gpu_names=(), cpu_cores=7, memory_bytes=2**30)
+
+    monkeypatch.setattr(checks, "detect", detect)
+    monkeypatch.setattr(checks, "cpu_name", lambda: "a chip")
+    assert told(checks.check_chips("cpu")) == [("chips", "ok", "7 cores of a chip, 1.00 GiB")]
+    assert told(checks.check_chips("cuda"))[0][:2] == ("chips", "fail")
+    assert asked == [False, True]
+
+
+def test_each_gpu_is_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [SimpleNamespace(name="H100", memory_bytes=100, free_bytes=free) for free in (100, 79, 80)]
+    monkeypatch.setattr(checks, "visible_gpus", lambda: gpus)
+    assert told(checks.check_gpus()) == [("chips", "warn", "GPU 1 (H100): 21 B of 100 B are taken")]
+    assert told(checks.check_gpus(80.0)) == [
+        ("chips", "fail", "GPU 1 (H100): 21 B of 100 B are taken, and the run takes 80 B")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("speed", "up", "expected"),
+    [
+        (25_000, True, [("link", "ok", "eth0: 25 Gbit/s, mtu 9000")]),
+        (0, True, [("link", "ok", "eth0: speed unknown, mtu 9000")]),
+        (25_000, False, []),
+    ],
+)
+def test_links_that_are_up(monkeypatch: pytest.MonkeyPatch, speed: int, up: bool, expected: list) -> None:
+    link = SimpleNamespace(isup=up, speed=speed, mtu=9000)
+    monkeypatch.setattr(checks.psutil, "net_if_stats", lambda: {"eth0": link, "lo": link, "lo0": link})
+    monkeypatch.setattr(checks.psutil, "net_io_counters", lambda pernic: {})
+    assert told(checks.check_links()) == expected
+
+
+@pytest.mark.parametrize(
+    ("tools", "answer", "found"),
+    [
+        (("chronyc",), "Leap status     : Normal", "kept in time (chronyc)"),
+        (("timedatectl",), "NTPSynchronized=yes", "kept in time (timedatectl)"),
+        (("chronyc", "timedatectl"), "NTPSynchronized=yes", "kept in time (chronyc)"),
+        (("timedatectl",), "NTPSynchronized=no", "nothing here reports whether it is kept in time"),
+        ((), "", "nothing here reports whether it is kept in time"),
+    ],
+)
+def test_who_keeps_the_clock(monkeypatch: pytest.MonkeyPatch, tools: tuple, answer: str, found: str) -> None:
+    monkeypatch.setattr(checks.shutil, "which", lambda name: name if name in tools else None)
+    monkeypatch.setattr(checks.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=answer))
+    assert told(checks.check_clock()) == [("clock", "ok", found)]
+
+
+def test_a_clock_tool_that_hangs_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(command: tuple, timeout: float, **_: object) -> None:
+        assert timeout == checks.TOOL_TIMEOUT_S
+        raise checks.subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(checks.shutil, "which", lambda name: name)
+    monkeypatch.setattr(checks.subprocess, "run", hang)
+    assert told(checks.check_clock()) == [("clock", "ok", "nothing here reports whether it is kept in time")]
+
+
+@pytest.mark.parametrize(("files", "status"), [(4096, "ok"), (4095, "warn")])
+def test_open_files(monkeypatch: pytest.MonkeyPatch, files: int, status: str) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "RLIM_INFINITY", resource.RLIM_INFINITY)
+    assert told(checks.check_limits())[0] == ("open files", status, f"ulimit -n is {files}")
+
+
+def test_locked_memory_matters_where_there_is_rdma(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (65_536, 65_536))
+    monkeypatch.setattr(Path, "is_dir", lambda folder: True)
+    assert told(checks.check_limits())[1:] == [("locked memory", "warn", "ulimit -l is 64.00 KiB")]
+    monkeypatch.setattr(Path, "is_dir", lambda folder: False)
+    assert len(list(checks.check_limits())) == 1
+
+
+@pytest.mark.parametrize(("free", "status"), [(2**30 - 1, "fail"), (2**30, "ok")])
+def test_space_on_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, status: str) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(2**40, 0, free))
+    monkeypatch.setattr(checks, "measure_disk", lambda _: 20e6)
+    (found,) = checks.check_disk(tmp_path)
+    assert (found.status, bool(found.advice)) == (status, status == "fail")
+
+
+def test_the_written_file_is_on_the_disk_before_the_time_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    written: list[int] = []
+
+    def sync(descriptor: int) -> None:
+        order.append("fsync")
+        written.append(os.fstat(descriptor).st_size)
+
+    def clock() -> float:
+        order.append("clock")
+        return float(len(order))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    assert checks.measure_disk(tmp_path, clock) == checks.DISK_BYTES / 2
+    assert (order, written) == (["clock", "fsync", "clock"], [checks.DISK_BYTES])
+
+
+def test_all_checks_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("chips", "memory", "rdma", "links", "clock", "shm", "limits", "disk", "gpus"):
+        check = checks.Check(name, "ok", "")
+        monkeypatch.setattr(checks, f"check_{name}", lambda *_, check=check: [check])
+    shown = ["versions", "chips", "memory", "rdma", "links", "clock", "shm", "limits", "disk"]
+    assert [check.name for check in checks.check_node(tmp_path, "cpu")] == shown
+    assert [check.name for check in checks.check_node(tmp_path, "cuda")] == ["versions", "chips", "gpus", *shown[2:]]

@@ -49,6 +49,8 @@ def test_every_unfit_node_is_reported_at_once() -> None:
     with pytest.raises(MachineError) as caught:
         refuse_unfit([report("a", 1e12, 1e11, broken), report("b", matmul=0.1e12), report("c")])
     assert [problem.code for problem in caught.value.problems] == ["unfit_host", "slow_host"]
+    assert [problem.environment for problem in caught.value.problems] == [True, True]
+    assert caught.value.problems[0].hint == "free some; or start all the same with run.preflight=false"
     assert caught.value.problems[0].message == "a is not fit: disk: 0 bytes free"
 
 
@@ -123,3 +125,36 @@ def test_one_process_has_no_links() -> None:
 def test_all_reduces_are_shown() -> None:
     (check,) = judge_links(LinksResult((AllReduceRate(4096, 0.001, 4e6),), ()))
     assert check.found == "4.00 KiB in 1.00 ms, 4 MB/s"
+
+
+@pytest.mark.parametrize(("ratio", "status"), [(0.85, "ok"), (0.84, "warn"), (0.6, "warn"), (0.59, "fail")])
+def test_how_far_below_the_others_a_node_may_be(ratio: float, status: str) -> None:
+    diagnosis = diagnose([report("a"), report("b", matmul=ratio * 1e12)], None)
+    assert (diagnosis.between[0].name, diagnosis.between[0].status) == ("slowest", status)
+    if status == "fail":
+        with pytest.raises(MachineError, match="b is slowest"):
+            refuse_unfit([report("a"), report("b", matmul=ratio * 1e12)])
+    else:
+        refuse_unfit([report("a"), report("b", matmul=ratio * 1e12)])
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.99, None), (1.0, "1.0 s ahead of"), (-1.0, "1.0 s behind")])
+def test_clocks_may_be_less_than_a_second_apart(seconds: float, said: str | None) -> None:
+    off = replace(report("a"), time=100.0 + seconds, heard_at=100.0)
+    found = [check.found for check in diagnose([off, report("b")], None).between if check.name == "clock"]
+    assert found == ([] if said is None else [f"a is {said} the first node"])
+
+
+def test_each_nodes_own_speeds_are_shown_with_its_checks() -> None:
+    (host,) = diagnose([report("a", 2e12, 3e11, Check("disk", "ok", "fast"))], None).hosts
+    assert [(check.name, check.found) for check in host.checks] == [
+        ("disk", "fast"),
+        ("matrix products", "2 TFLOP/s"),
+        ("memory", "300 GB/s"),
+    ]
+    assert diagnose([NodeReport("a", 0.0, ())], None).hosts[0].checks == ()
+
+
+def test_the_others_median_is_the_measure() -> None:
+    worst, _ = compare([report("a", 1e12), report("b", 3e12), report("c", 10e12), report("d", 4e12)])
+    assert (worst.host, worst.ratio) == ("a", 0.25)

@@ -69,3 +69,70 @@ def test_quantised_weights_are_refused(tmp_path):
 def test_a_folder_without_weights(tmp_path):
     with pytest.raises(RecipeError, match=r"holds neither model.safetensors nor"):
         open_checkpoint(tmp_path)
+
+
+def test_the_header_is_as_the_format_has_it():
+    header = make_header({"a": ("F32", (2, 3)), "b": ("BF16", (1,))})
+    (length,) = struct.unpack("<Q", header[:8])
+    assert length % 8 == 0 and len(header) == 8 + length
+    assert json.loads(header[8:]) == {
+        "__metadata__": {"format": "pt"},
+        "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+        "b": {"dtype": "BF16", "shape": [1], "data_offsets": [24, 26]},
+    }
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("F64", 8), ("F32", 4), ("F16", 2), ("BF16", 2)])
+def test_each_format_has_its_size(tmp_path, dtype, size):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(make_header({"a": (dtype, (3,)), "b": (dtype, ())}) + bytes(4 * size))
+    entries = open_checkpoint(tmp_path)
+    assert (entries["a"].bytes, entries["b"].bytes) == (3 * size, size)
+    assert entries["b"].start - entries["a"].start == 3 * size
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", 7, "a\0b"])
+def test_an_index_that_leads_elsewhere_is_refused(tmp_path, name):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(MachineError, match="is not a file beside it"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]},
+        {"dtype": "F32", "shape": [-2], "data_offsets": [0, -8]},
+        {"dtype": "F32", "shape": [1] * 17, "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [2]},
+    ],
+)
+def test_a_tensor_that_cannot_be_there_is_refused(tmp_path, fields):
+    text = json.dumps({"a": fields}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
+    with pytest.raises(MachineError):
+        open_checkpoint(tmp_path)
+
+
+def test_all_files_of_an_index_are_read(tmp_path, tensors):
+    write(tmp_path / "one.safetensors", {"a": tensors["a"]})
+    write(tmp_path / "two.safetensors", {"b": tensors["b"]})
+    write(tmp_path / "model.safetensors", {"c": tensors["b"]})
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    entries = open_checkpoint(tmp_path)
+    assert {name: entry.file.name for name, entry in entries.items()} == index["weight_map"]
+
+
+@pytest.mark.parametrize("name", ["a" * length for length in range(1, 9)])
+def test_tensors_begin_at_a_multiple_of_8_bytes(name):
+    header = make_header({name: ("F32", (1,))})
+    assert len(header) % 8 == 0
+    assert struct.unpack("<Q", header[:8]) == (len(header) - 8,)
+
+
+def test_a_tensor_may_have_16_dims(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(make_header({"a": ("F32", (1,) * 16)}) + bytes(4))
+    assert open_checkpoint(tmp_path)["a"].shape == (1,) * 16

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from trainspec_cli.reading.json_file import Kind, is_kind
+from trainspec_cli.reading.files import UnreadableFileError
+from trainspec_cli.reading.json_file import Kind, describe_kind, is_kind, parse_json, read_object
 
 
 @pytest.mark.parametrize(
@@ -19,3 +22,56 @@ from trainspec_cli.reading.json_file import Kind, is_kind
 )
 def test_kinds_are_those_of_json(value: object, kind: Kind, fits: bool) -> None:
     assert is_kind(value, kind) is fits
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+def test_nesting_is_bounded() -> None:
+    assert parse_json(nested(64))
+    for depth in (65, 100_000):
+        with pytest.raises(ValueError, match="it is nested more than 64 levels deep"):
+            parse_json(nested(depth))
+    with pytest.raises(ValueError, match="nested more than 64"):
+        parse_json('{"a": ' * 65 + "1" + "}" * 65)
+
+
+def test_digits_of_whole_numbers_are_bounded() -> None:
+    assert parse_json("9" * 30) == int("9" * 30)
+    with pytest.raises(ValueError, match="a whole number of 31 digits; at most 30 are read"):
+        parse_json("9" * 31)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"a": 1,\n "b" 2}', r"is not JSON: Expecting ':' delimiter \(line 2, column 6\)"),
+        ("[1]", "holds a list; a JSON object is needed"),
+        ("null", "holds null; a JSON object is needed"),
+        ('"' + "x" * 50 + '"', r"holds 'x{36}\.\.\.; a JSON object is needed"),
+        ("{}", "has no `steps`; a whole number or null is needed"),
+        ('{"steps": "7"}', "has '7' as `steps`; a whole number or null is needed"),
+        ('{"steps": {}}', "has an object as `steps`; a whole number or null is needed"),
+        ('{"steps": ' + "9" * 31 + "}", "cannot be read: it holds a whole number of 31 digits"),
+    ],
+)
+def test_an_object_that_is_not_as_it_should_be(tmp_path: Path, content: str, says: str) -> None:
+    file = tmp_path / "file.json"
+    file.write_text(content)
+    with pytest.raises(UnreadableFileError, match=says) as error:
+        read_object(file, {"steps": int | None})
+    assert error.value.problems[0].line == (2 if "not JSON" in says else None)
+
+
+def test_an_object_may_have_more_fields(tmp_path: Path) -> None:
+    file = tmp_path / "file.json"
+    file.write_text('{"steps": null, "more": 1}')
+    assert read_object(file, {"steps": int | None}) == {"steps": None, "more": 1}
+
+
+def test_kinds_in_words() -> None:
+    kinds = (int, float, str, bool, dict, list, int | None)
+    assert [describe_kind(kind) for kind in kinds] == [
+        "a whole number", "a number", "text", "true or false", "an object", "a list", "a whole number or null",
+    ]  # fmt: skip

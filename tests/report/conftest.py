@@ -50,13 +50,29 @@ CANDIDATE = Candidate(
     memory=(FIRST_STAGE, LAST_STAGE),
     time=StepTime(matmul_s=2.0, attention_s=1.0, dp_comm_s=0.75, bubble_s=0.25),
 )
+SECOND = replace(
+    CANDIDATE,
+    layout=Layout(dp_shard=16),
+    micro_batch_size=2,
+    grad_accum_steps=4,
+    recompute="none",
+    step_time_s=5.0,
+    tokens_per_s=209_715.2,
+    tokens_per_s_per_gpu=13_107.2,
+    mfu=0.4,
+    hfu=0.4,
+    peak_memory_bytes=72 * GIB,
+    memory=(MemoryBreakdown(parameters_bytes=60 * GIB, optimizer_bytes=12 * GIB),),
+    time=StepTime(matmul_s=2.0, attention_s=1.0, tp_comm_s=2.0),
+)
+"""It has no pipeline, barely fits, and waits for a kind of communication that the first has not."""
 CAPACITY = CapacityPlan(
     params=8_030_261_248,
     active_params=8_030_261_248,
     flops_per_token=5.1e10,
     world_size=16,
     tokens_per_step=128 * 8192,
-    candidates=(CANDIDATE, replace(CANDIDATE, layout=Layout(dp_shard=16), step_time_s=5.0)),
+    candidates=(CANDIDATE, SECOND),
     rejected={"needs more memory than there is": 40, "tp leaves the node": 400},
     assumptions=("a fused attention kernel",),
     considered=500,
@@ -94,6 +110,16 @@ RUN = RunForecast(
 
 
 @pytest.fixture
+def found() -> tuple[Candidate, CapacityPlan]:
+    return CANDIDATE, CAPACITY
+
+
+@pytest.fixture
+def forecast() -> tuple[RunSpec, RunForecast]:
+    return SPEC, RUN
+
+
+@pytest.fixture
 def plan() -> dict[str, Any]:
     return plan_as_json(SPEC, CAPACITY, RUN)
 
@@ -108,9 +134,11 @@ def infeasible() -> dict[str, Any]:
 @pytest.fixture
 def sweep(plan: dict[str, Any], infeasible: dict[str, Any]) -> dict[str, Any]:
     """1 node does not fit; of 2 and 4 the larger keeps 90% of the throughput a device."""
+    priced = replace(RUN, cost_usd=Interval(1.2e4, 1e4, 1.5e4), cost_parts_usd={"devices": 9e3, "power": 3e3})
     four = replace(CANDIDATE, tokens_per_s=262_144 * 1.8, tokens_per_s_per_gpu=16_384 * 0.9, step_time_s=4 / 1.8)
+    four = replace(four, time=StepTime(matmul_s=2.0 / 1.8, attention_s=2.0 / 1.8))
     spec = replace(SPEC, cluster=replace(SPEC.cluster, num_nodes=4))
-    larger = plan_as_json(spec, replace(CAPACITY, world_size=32, candidates=(four,)), RUN)
+    larger = plan_as_json(spec, replace(CAPACITY, world_size=32, candidates=(four,)), priced)
     return sweep_as_json("cluster.num_nodes", [("1", infeasible), ("2", plan), ("4", larger)])
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from xml.etree import ElementTree
 
 from trainspec_cli.report.backtest import render_scatter
+
+DOT = r'<circle cx="([\d.]+)" cy="([\d.]+)" r="2.2"'
 
 
 def test_names_are_text_alone() -> None:
@@ -13,3 +16,22 @@ def test_names_are_text_alone() -> None:
     texts = [element.text for element in ElementTree.fromstring(drawn).iter() if element.tag.endswith("text")]
     assert "<script>alert(1)</script>\"'&\\x1b]0;owned\\x07\\u202e" in texts
     assert "<script" not in drawn
+
+
+def test_dots_lie_on_logarithmic_axes_of_whole_decades() -> None:
+    """560 wide with margins of 56: from 1 s to 100 s a decade is 224 wide, and up is less."""
+    drawn = render_scatter([(1.0, 10.0, "b"), (10.0, 100.0, "a")])
+    assert re.findall(DOT, drawn) == [("56.0", "280.0"), ("280.0", "56.0")]
+    labels = re.findall(r'text-anchor="(middle|end)">([\d.]+ s)<', drawn)
+    assert labels == [(place, text) for text in ("1 s", "10 s", "100 s") for place in ("middle", "end")]
+    assert 'x1="56.0" y1="504.0" x2="504.0" y2="56.0" stroke="#99a"' in drawn, "the line of no error is the diagonal"
+
+
+def test_points_of_one_size_have_a_decade_around_them() -> None:
+    assert re.findall(DOT, render_scatter([(1.0, 1.0, "a")])) == [("56.0", "504.0")]
+
+
+def test_each_group_has_a_colour_of_its_own() -> None:
+    drawn = render_scatter([(1.0, 1.0, "b"), (1.0, 2.0, "a"), (1.0, 3.0, "b")])
+    fills = re.findall(r'<circle [^>]*fill="(#\w+)"[^>]*fill-opacity', drawn)
+    assert len(fills) == 3 and fills[0] == fills[2] != fills[1]

@@ -49,3 +49,24 @@ def test_the_title_stands_above_and_labels_are_aligned() -> None:
 def test_a_flat_curve_below_zero_keeps_the_larger_number_on_top() -> None:
     labels = [line.partition("┤")[0].strip() for line in render_chart([(0, -2.0), (1, -2.0)], height=3).splitlines()]
     assert labels[:3] == ["-1.8", "-2", "-2.2"]
+
+
+def test_three_labels_for_the_top_the_middle_and_the_bottom() -> None:
+    lines = render_chart([(0.0, 0.0), (1.0, 8.0)], width=4, height=5).splitlines()
+    assert [line.partition("┤")[0].strip() for line in lines[:5]] == ["8", "", "4", "", "0"]
+
+
+def test_a_gap_is_crossed_by_a_straight_line() -> None:
+    """Ten dots wide and four high: from the lower left to the upper right."""
+    (row, *_) = render_chart([(0.0, 0.0), (9.0, 3.0)], width=5, height=1).splitlines()
+    dots = [(2 * cell + column, line) for cell, sign in enumerate(row.partition("┤")[2]) for column in (0, 1)
+            for line in range(4) if ord(sign) - 0x2800 & ((1, 2, 4, 64), (8, 16, 32, 128))[column][line]]  # fmt: skip
+    assert dots == [(x, 3 - round(x / 3)) for x in range(10)]
+
+
+def test_a_flat_curve_at_zero() -> None:
+    assert [line.partition("┤")[0] for line in render_chart([(0, 0.0), (1, 0.0)], height=3).splitlines()[:3]] == [
+        " 1 ",
+        " 0 ",
+        "-1 ",
+    ]

@@ -8,6 +8,7 @@ import pytest
 
 from trainspec_cli.report.collect import collect
 from trainspec_cli.rundir.event_types import PARTS
+from trainspec_cli.rundir.files import write_json
 from trainspec_cli.spec.canonical import to_plain
 
 
@@ -124,3 +125,53 @@ def test_a_run_without_a_single_event_is_reported_too(fake_run: Any) -> None:
     fake_run.about()
     report = collect(fake_run.dir.root)
     assert (report.steps, report.speed, report.loss, report.missing_ranks) == (0, None, (), ())
+
+
+def test_only_steps_that_were_left_out_are_skipped(fake_run: Any) -> None:
+    fake_run.start()
+    for step in range(1, 6):
+        fake_run.step(step, skipped=step in (2, 4), loss=float(step))
+    report = collect(fake_run.dir.root)
+    assert report.skipped_steps == (2, 4)
+    assert report.grad_norm == tuple((step, 0.5) for step in range(1, 6))
+
+
+def test_events_before_a_start_that_was_lost_count(fake_run: Any) -> None:
+    fake_run.step(3, loss=1.5)
+    fake_run.write("checkpoint", step=3, path="p", bytes=1, seconds=0.1)
+    report = collect(fake_run.dir.root)
+    assert (report.steps, report.final_loss, report.speed, report.start_steps) == (3, 1.5, None, ())
+    assert [event.step for event in report.checkpoints] == [3]
+
+
+def test_a_run_that_started_and_made_no_step_stands_at_its_start(fake_run: Any) -> None:
+    fake_run.start(step=7)
+    report = collect(fake_run.dir.root)
+    assert (report.steps, report.world_size, report.device_name, report.params) == (7, 2, "a chip", 1_500_000)
+
+
+def test_eight_in_ten_steps_lie_between_the_usual_times(fake_run: Any) -> None:
+    """Of 20 steps after the first three, of 1 to 20 s, the third and the nineteenth."""
+    fake_run.start()
+    for step in range(1, 24):
+        fake_run.step(step, seconds=float(max(1, step - 3)), checkpoint=0.0)
+    speed = collect(fake_run.dir.root).speed
+    assert speed is not None and speed.usual_s == (3.0, 19.0)
+
+
+def test_what_the_run_has_left_beside_its_events(fake_run: Any) -> None:
+    trained(fake_run)
+    fake_run.about()
+    fake_run.result(peak_memory_bytes=7, weights_sha256="ab")
+    prediction = {"time_s": {"forward": 0.5}, "memory": {"parameters": 8.0}, "beside": {"context": 1.0}}
+    spec = {"train": {"max_steps": 20}}
+    write_json(fake_run.dir.plan_json, {"spec": spec, "prediction": prediction, "kernels": {"rope": "halves"}})
+    report = collect(fake_run.dir.root)
+    assert (report.peak_memory_bytes, report.weights_sha256, report.exit_code, report.max_steps) == (7, "ab", 0, 20)
+    assert report.predicted is not None
+    assert (report.predicted.step_time_s, report.predicted.peak_memory_bytes, report.predicted.needed_bytes) == (
+        0.5,
+        8.0,
+        9.0,
+    )
+    assert (report.kernels.rope, report.kernel_table, report.elapsed_s >= 0) == ("halves", None, True)

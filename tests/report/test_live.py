@@ -96,3 +96,9 @@ def test_phases_of_the_preparation_are_told_once() -> None:
             on_progress("reading", done)
         on_progress("encoding", 0.7)
     assert output.getvalue().splitlines() == ["reading", "encoding"]
+
+
+def test_a_stop_before_there_is_anything_to_save_says_so(fake_run: Any, make_view: MakeView) -> None:
+    view, output = make_view()
+    view.watch(True)
+    assert output.getvalue() == "stopping\n"

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
+
 from trainspec_cli.errors import Problem
-from trainspec_cli.report.problems import render_problems
+from trainspec_cli.report.problems import render_json, render_problems
 from trainspec_cli.report.style import Style
 
 PLAIN = Style(coloured=False)
@@ -30,3 +32,24 @@ def test_colours_do_not_change_the_text() -> None:
     coloured = render_problems([problem, problem], Style(coloured=True))
     assert re.sub(r"\x1b\[\d+m", "", coloured) == render_problems([problem, problem], PLAIN)
     assert coloured.count("\x1b[") > 8
+
+
+def test_an_entry_is_underlined_from_its_column_to_its_end() -> None:
+    problem = Problem("unknown_key", "oh", file="a.yaml", line=123, column=3, excerpt="  lrr: 1  \n")
+    assert render_problems([problem], PLAIN).splitlines()[-2:] == ["  123 |   lrr: 1", "      |   ^^^^^^"]
+
+
+def test_a_column_that_is_not_known_is_the_first() -> None:
+    problem = Problem("unknown_key", "oh", file="a.yaml", line=1, excerpt="lr")
+    assert render_problems([problem], PLAIN).splitlines()[-2:] == ["    1 | lr", "      | ^^"]
+
+
+def test_several_problems_are_counted_and_one_is_not() -> None:
+    problem = Problem("c", "oh")
+    assert render_problems([problem], PLAIN, "warning") == "warning: oh"
+    assert render_problems([problem, problem], PLAIN) == "error: oh\n\nerror: oh\n\n2 problems"
+
+
+def test_problems_for_programs() -> None:
+    fields = {"code": "c", "message": "oh", "path": "", "hint": "", "file": None, "line": None, "column": None}
+    assert json.loads(render_json([Problem("c", "oh", excerpt="x")])) == {"errors": [fields]}

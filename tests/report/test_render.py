@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -10,6 +11,11 @@ from rich.console import Console, RenderableType
 from trainspec_cli.report.collect import collect
 from trainspec_cli.report.render import render_report, render_summary
 from trainspec_cli.rundir.accounting import WallTime
+from trainspec_cli.rundir.event_types import PARTS
+from trainspec_cli.spec.results.prediction import LocalPrediction
+
+EXPECTED = Path(__file__).parent / "expected"
+"""Whole texts, read through once by a person; each figure follows from those of the run."""
 
 
 def text_of(rendered: RenderableType) -> str:
@@ -108,3 +114,68 @@ def test_where_the_wall_time_went_is_a_small_picture(fake_run: Any) -> None:
     assert re.search(r"productive +1 min 30 s +75.0% +█{18}\n", shown)
     assert re.search(r"checkpoint +6.\d* s +5.0% +█\n", shown)
     assert "detection" not in shown, "what took no time is left out"
+
+
+BEGIN = {
+    "device_name": "a chip", "peak_flops": 1e9, "peak_source": "best matmul measured", "params": 1_500_000,
+    "flops_per_token": 1e6,
+}  # fmt: skip
+
+
+def a_long_run(run: Any) -> None:
+    """Two starts of two ranks, of which the second takes twice as long in `forward` and waits for data."""
+    run.about()
+    for rank in (0, 1):
+        run.start(rank=rank)
+        for step in range(1, 9):
+            run.step(step, rank, loss=10.0 - step)
+        run.start(step=5, rank=rank)
+        for step in range(6, 21):
+            parts = dict.fromkeys(PARTS, 0.1) | {"forward": 0.4 * (rank + 1), "checkpoint": 0.0}
+            run.step(step, rank, 1.0 if step % 2 else 2.0, loss=10.0 - step / 4, **parts)
+    for step in (10, 20):
+        sets = {"code": {"loss": 1.25, "bits_per_byte": None}}
+        run.write("eval", step=step, heldout_loss=20.0 / step, heldout_bits_per_byte=2.5, sets=sets)
+    run.write("checkpoint", step=20, path="p", bytes=3 * 2**30, seconds=0.5, written_s=4.0)
+    for rank in (0, 1):
+        run.write("warning", rank, step=7, message="slow disk")
+    run.write("sample", step=20, prompt="def ", text="main(argv):\n    [return]")
+    run.result(status="stopped", exit_code=6, peak_memory_bytes=3 * 2**30, weights_sha256="ab12")
+
+
+def test_the_whole_report(fake_run: Any) -> None:
+    a_long_run(fake_run)
+    predicted = LocalPrediction({"forward": 0.5, "backward": 0.75}, {"parameters": 2.0**31})
+    report = replace(
+        collect(fake_run.dir.root),
+        path="runs/tiny",
+        elapsed_s=90.0,
+        predicted=predicted,
+        time_s=WallTime(productive=90.0, checkpoint=6.0, idle=24.0),
+        goodput=0.75,
+    )
+    assert text_of(render_report(report)) + "\n" == (EXPECTED / "report.txt").read_text()
+    assert text_of(render_summary(report)) + "\n" == (EXPECTED / "summary.txt").read_text()
+
+
+def test_a_run_of_one_rank_without_a_prediction(fake_run: Any) -> None:
+    fake_run.about()
+    fake_run.write("start", step=0, world_size=1, **BEGIN)
+    for step in range(1, 11):
+        fake_run.step(step)
+    lines = text_of(render_report(collect(fake_run.dir.root))).splitlines()
+    (at,) = (number for number, line in enumerate(lines) if "part of a step" in line)
+    assert [line.split() for line in lines[at : at + 2]] == [
+        ["part", "of", "a", "step", "time", "share"],
+        ["data", "wait", "143", "ms", "14.3%", "███"],
+    ]
+    assert "1.5M parameters" in "\n".join(lines) and "1 x a chip" in "\n".join(lines)
+    assert not any("resumed" in line or "kernels" in line or "weights" in line for line in lines)
+
+
+def test_many_ranks_that_warn_are_cut_short(fake_run: Any) -> None:
+    fake_run.about()
+    fake_run.start()
+    for rank in range(10):
+        fake_run.write("warning", rank, step=1, message="odd")
+    assert "step 1: odd (rank 0, 1, 2, 3, 4, 5, 6, 7 and 2 more)" in text_of(render_report(collect(fake_run.dir.root)))

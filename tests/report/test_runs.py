@@ -71,3 +71,30 @@ def test_a_stopped_job_that_waits_to_go_on_is_queued(run: RunDir) -> None:
 def test_a_job_lost_with_its_host_is_queued_though_its_lock_is_left(run: RunDir) -> None:
     assert status_of(run, running=True, queued=True) == "queued"
     assert status_of(run, running=True, queued=False) == "running"
+
+
+def test_a_line_tells_how_far_a_run_came(fake_run: Any) -> None:
+    fake_run.about()
+    fake_run.start()
+    for step in (1, 2):
+        fake_run.step(step, loss=float(step))
+    (line,) = list_runs(fake_run.dir.root.parent, lambda run: False, lambda run: False)
+    assert (line.step, line.max_steps, line.loss, line.created_at, line.recipe) == (2, 20, 2.0, 1000.0, "tiny")
+    assert (line.path, line.status, line.damage) == (str(fake_run.dir.root), "killed", "")
+
+
+def test_a_run_that_made_no_step_yet_has_no_loss(fake_run: Any) -> None:
+    fake_run.about()
+    (line,) = list_runs(fake_run.dir.root.parent, lambda run: False, lambda run: True)
+    assert (line.step, line.loss, line.status) == (0, None, "queued")
+
+
+def test_a_damaged_run_hides_no_other_and_what_lies_in_a_run_is_not_listed(tmp_path: Path) -> None:
+    write_json(RunDir(tmp_path / "good").run_json, {"recipe": "tiny", "created_at": 1.0})
+    write_json(RunDir(tmp_path / "good" / "inner").run_json, {"recipe": "inner", "created_at": 1.0})
+    bad = RunDir(tmp_path / "bad").run_json
+    bad.parent.mkdir()
+    bad.write_text("{")
+    lines = {Path(line.path).name: line for line in list_runs(tmp_path, lambda run: False, lambda run: False)}
+    assert {name: line.status for name, line in lines.items()} == {"good": "killed", "bad": "damaged"}
+    assert "is not JSON" in lines["bad"].damage and lines["bad"].created_at > 1.0

@@ -42,3 +42,35 @@ def test_even_scaling_is_a_straight_line() -> None:
 )
 def test_ticks_are_round_numbers(low: float, high: float, ticks: list[float]) -> None:
     assert nice_ticks(low, high) == pytest.approx(ticks)
+
+
+def test_a_chart_lies_within_its_margins() -> None:
+    """760 x 320, of which 64 at the left, 24 at the right, 34 above and 44 below are margin; y from 10/1.15 to 1150."""
+    chart = render_lines(
+        [LineSeries("c-a", "rate", [(1, 10), (10, 1000)])], "devices", "rate", [(1, "one"), (10, "ten")]
+    )
+    assert re.findall(r'class="dot c-a" cx="([\d.]+)" cy="([\d.]+)"', chart) == [("64.0", "269.1"), ("736.0", "40.9")]
+    assert re.findall(r'y="294" text-anchor="middle">(\w+)', chart) == ["one", "ten"]
+    assert re.findall(r'text-anchor="end">([\w.]+)', chart) == ["10", "100", "1k"]
+    assert re.findall(r"<title>([^<]+)", chart) == ["rate: 10 at 1", "rate: 1k at 10"]
+
+
+def test_a_chart_of_one_point_has_it_in_the_middle() -> None:
+    chart = render_lines([LineSeries("c-a", "rate", [(8, 100)])], "devices", "rate", [(8, "8")])
+    assert re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', chart) == [("400.0", "155.0")]
+
+
+def test_a_line_without_marks_has_no_dots() -> None:
+    chart = render_lines([LineSeries("c-a", "rate", [(1, 10), (2, 20)], marked=False)], "devices", "rate", [])
+    assert "<circle" not in chart and "<polyline" in chart
+
+
+def test_a_legend_without_values() -> None:
+    assert "<b>3 s</b>" in render_legend(PARTS)
+    assert "<b>" not in render_legend(PARTS, with_values=False)
+
+
+@pytest.mark.parametrize(("value", "shown"), [(2e12, "2T"), (1e9, "1G"), (1.5e6, "1.5M"), (1e3, "1k"), (999.0, "999")])
+def test_large_numbers_are_short(value: float, shown: str) -> None:
+    chart = render_lines([LineSeries("c-a", "rate", [(1, value), (2, value)])], "devices", "rate", [])
+    assert f"<title>rate: {shown} at 1</title>" in chart

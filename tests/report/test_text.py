@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import io
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from rich.console import Console, RenderableType
 
+from trainspec_cli.report.backtest import render_backtest
+from trainspec_cli.report.certificate_text import render_certificate
+from trainspec_cli.report.doctor_text import render_diagnosis
 from trainspec_cli.report.progress import Progress
 from trainspec_cli.report.text import describe_event, describe_progress
-from trainspec_cli.rundir.event_types import CadenceEvent, EvalEvent, StepEvent
+from trainspec_cli.rundir.event_types import (
+    CadenceEvent,
+    CheckpointEvent,
+    EvalEvent,
+    Event,
+    RecoveryEvent,
+    SetFigures,
+    StartEvent,
+    StepEvent,
+)
+from trainspec_cli.spec.results.doctor import Check, Diagnosis, NodeReport
+
+
+def text_of(rendered: RenderableType, width: int = 120) -> list[str]:
+    """The lines as a terminal shows them."""
+    console = Console(file=io.StringIO(), width=width)
+    console.print(rendered)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -34,3 +58,184 @@ def test_a_step() -> None:
 def test_a_cadence_where_no_failure_is_expected() -> None:
     event = CadenceEvent(step=1, interval_steps=7, blocked_s=1.0, drag_s=0.0, written_s=1.0, step_time_s=1.0)
     assert describe_event(event).endswith("; no failures are expected")
+
+
+START = StartEvent(
+    step=0,
+    world_size=1,
+    device_name="a chip",
+    params=2_500_000,
+    peak_flops=2e12,
+    peak_source="maker",
+    flops_per_token=1,
+)
+EVAL = EvalEvent(step=4, heldout_loss=1.5, heldout_bits_per_byte=2.0)
+
+
+@pytest.mark.parametrize(
+    ("event", "shown"),
+    [
+        (START, "2.5M parameters on 1 process, a chip\nMFU is against 2 TFLOP/s a process (maker)"),
+        (EVAL, "step 4: held out 2.000 bits per byte, loss 1.5000"),
+        (
+            replace(EVAL, sets={"web": SetFigures(loss=1.0, bits_per_byte=0.5)}),
+            "step 4: held out 2.000 bits per byte, loss 1.5000; web 0.500 bits per byte, loss 1.0000",
+        ),
+        (EvalEvent(step=4, heldout_loss=0.25, heldout_accuracy=0.9), "step 4: held out accuracy 0.900, loss 0.2500"),
+        (EvalEvent(step=4, heldout_loss=0.25, heldout_dice=0.5), "step 4: held out Dice 0.500, loss 0.2500"),
+        (
+            CheckpointEvent(step=4, path="p", bytes=2048, seconds=0.5, written_s=2.0),
+            "step 4: checkpoint, 2.00 KiB in 2.0 s, training held up for 500 ms",
+        ),
+        (
+            CheckpointEvent(step=4, path="p", bytes=2048, seconds=2.0, written_s=2.0),
+            "step 4: checkpoint, 2.00 KiB in 2.0 s",
+        ),
+        (CheckpointEvent(step=4, path="p", bytes=2048, seconds=0.5), "step 4: checkpoint, 2.00 KiB in 500 ms"),
+        (
+            CadenceEvent(
+                step=4, interval_steps=1200, blocked_s=1.0, drag_s=2.0, written_s=9.0, step_time_s=1.0, mtbf_s=7200.0
+            ),
+            "step 4: from here a checkpoint every 1,200 steps: one costs 3.0 s and is whole in 9.0 s; "
+            "failures come every 2 h 0 min",
+        ),
+        (
+            RecoveryEvent(step=4, change="left", group=1, stall_s=1.257, lost_steps=1),
+            "step 4: group 1 left: 1.26 s, 1 step lost",
+        ),
+        (
+            RecoveryEvent(step=4, change="joined", group=0, stall_s=None, lost_steps=2),
+            "step 4: group 0 came back: 2 steps lost",
+        ),
+        (
+            RecoveryEvent(step=4, change="retried", group=None, stall_s=None, lost_steps=0),
+            "step 4: the step was made again",
+        ),
+    ],
+)  # fmt: skip
+def test_an_event_in_words(event: Event, shown: str) -> None:
+    assert describe_event(event) == shown
+
+
+def backtest(**changes: Any) -> dict[str, Any]:
+    group = {"rows": 3, "mape": 0.125, "median_ape": 0.1, "bias": -0.05}
+    sweep = {"model": "llama", "gpu": "H100", "layouts": 7}
+    summary = {
+        "rows": 1200, "predicted": 1000, "refused": 2,
+        "step_time_mape": 0.125, "step_time_median_ape": 0.1, "bias": 0.05, "judged": 900,
+        "memory_mape": 0.0625, "memory_worst_under": -0.2,
+        "by_source": {"a paper": group, "x" * 50: group}, "by_model": {}, "by_gpu": {"H100": group},
+        "sweeps": [{**sweep, "loss": 0.05}, {**sweep, "loss": 0.5, "gpu": "A100"}, {**sweep, "loss": 0.051}],
+        "refused_by_reason": {"no such model": 2},
+    }  # fmt: skip
+    return {"summary": summary | changes, "rows": [{"assumed": ["bf16"]}, {"assumed": ["zero 1", "bf16"]}]}
+
+
+def test_a_backtest() -> None:
+    assert render_backtest(backtest()).split("\n") == [
+        "1200 rows, 1000 predicted, 2 refused",
+        "step time: mean error 12.5%, median 10.0%, bias +5.0%, over 900 measured rows",
+        "memory: mean error 6.2%, furthest under -20.0%",
+        "",
+        "source                                     rows   mean  median    bias",
+        "a paper                                       3   12.5%   10.0%   -5.0%",
+        "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx      3   12.5%   10.0%   -5.0%",
+        "",
+        "chip   rows   mean  median    bias",
+        "H100      3   12.5%   10.0%   -5.0%",
+        "",
+        "sweeps of layouts: the one predicted fastest is within 5% of the fastest in 1 of 3",
+        "   50.0% slower: llama on A100, 7 layouts",
+        "    5.1% slower: llama on H100, 7 layouts",
+        "    5.0% slower: llama on H100, 7 layouts",
+        "",
+        "refused",
+        "      2  no such model",
+        "",
+        "assumed, where the row is silent",
+        "      2  bf16",
+        "      1  zero 1",
+    ]
+
+
+def test_a_backtest_without_measurements() -> None:
+    nothing = dict.fromkeys(("step_time_mape", "memory_mape")) | {"sweeps": [], "by_source": {}, "by_gpu": {}}
+    told = backtest(refused=0, **nothing) | {"rows": [{"assumed": []}]}
+    assert render_backtest(told) == "1200 rows, 1000 predicted, 0 refused"
+
+
+def clause(name: str, cases: int, failed: int, worst: float | None, bound: float | None) -> dict[str, Any]:
+    about = {"id": name, "level": "MUST", "title": "losses agree"}
+    return {**about, "cases": cases, "failed": failed, "worst": worst, "bound": bound}
+
+
+def certificate(*gpus: str, **changes: Any) -> dict[str, Any]:
+    passed = {"clause": "NUM-1", "case": "dense", "passed": True, "figures": {}}
+    finding = {"clause": "NUM-2", "case": "moe", "passed": False, "figures": {"error": 0.5, "parameter": "norm"}}
+    return {
+        "clauses": [
+            clause("NUM-1", 3, 0, 2.5e-7, 1e-5), clause("NUM-2", 2, 1, 0.5, 0.25), clause("CKPT-1", 1, 1, None, None),
+            clause("CKPT-2", 1, 0, None, None), clause("LEFT-OUT", 0, 0, None, None),
+        ],
+        "findings": [passed, finding],
+        "whole": True, "spec_version": "0.2", "verdict": "broken", "digest": "0123456789abcdef0",
+        "machine": {"gpu_names": list(gpus), "cpu_cores": 8},
+    } | changes  # fmt: skip
+
+
+def test_a_certificate() -> None:
+    assert text_of(render_certificate(certificate())) == [
+        "clause  level  what it says  cases  failed    worst    bound",
+        "NUM-1   MUST   losses agree      3       0  2.5e-07  1.0e-05",
+        "NUM-2   MUST   losses agree      2       1     0.50     0.25",
+        "CKPT-1  MUST   losses agree      1       1  differs    exact",
+        "CKPT-2  MUST   losses agree      1       0    exact    exact",
+        "",
+        "NUM-2 broken by moe: error 5.00e-01, parameter norm",
+        "",
+        "the training spec 0.2: broken, 7 cases on 8 CPU cores; digest 0123456789abcdef",
+    ]
+
+
+def test_a_certificate_of_a_few_clauses_that_were_kept() -> None:
+    kept = certificate("H200", "H200", whole=False, verdict="kept", findings=[])
+    assert text_of(render_certificate(kept))[-2:] == [
+        "",
+        "4 clauses of the spec: kept, 7 cases on 2 x H200; digest 0123456789abcdef",
+    ]
+
+
+def test_what_is_broken_is_red() -> None:
+    console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system="standard", no_color=False)
+    console.print(render_certificate(certificate()))
+    red = [line for line in console.file.getvalue().splitlines() if "31m" in line]  # type: ignore[attr-defined]
+    assert [re.split("[ \x1b]", line.split("m", 1)[1])[0] for line in red] == ["NUM-2", "CKPT-1", "NUM-2", "the"]
+
+
+NODES = (
+    NodeReport("one", 0.0, (Check("gpu", "ok", "8 x H100"), Check("disk", "warn", "9 GB left", "make room"))),
+    NodeReport("two", 0.0, (Check("gpu", "fail", "no GPU"),)),
+)
+
+
+def test_a_diagnosis() -> None:
+    between = (Check("clocks", "ok", "1 ms apart"),)
+    assert text_of(render_diagnosis(Diagnosis("fail", NODES, between, "two", None))) == [
+        "one",
+        "  ok    gpu             8 x H100",
+        "  warn  disk            9 GB left",
+        "                        make room",
+        "two",
+        "  FAIL  gpu             no GPU",
+        "between the processes",
+        "  ok    clocks          1 ms apart",
+        "2 nodes: 2 ok, 1 to look at, 1 failed",
+        "slowest node: two",
+    ]
+
+
+def test_a_diagnosis_of_one_node() -> None:
+    assert text_of(render_diagnosis(Diagnosis("warn", NODES[:1], (), "one", None)))[-2:] == [
+        "                        make room",
+        "1 node: 1 ok, 1 to look at, 0 failed",
+    ]

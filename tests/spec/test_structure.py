@@ -150,3 +150,35 @@ def test_true_is_no_choice_among_numbers(value: object) -> None:
     with pytest.raises(WrongValueError):
         convert(Literal[0, 1, 2], value)
     assert convert(Literal[0, 1, 2], 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "most"),
+    [("train.max_steps", 10**12), ("layout.tp", 10**6), ("train.seed", 10**15), ("optim.lr", 1e30),
+     ("model.num_layers", 10**4), ("batching.global_batch_size", 10**9)],
+)  # fmt: skip
+def test_numbers_have_a_largest_value(data, path: str, most: float) -> None:
+    assert told(with_value(data, path, most)) == []
+    above = most * 2 if isinstance(most, float) else most + 1
+    ((code, where, message, hint),) = told(with_value(data, path, above))
+    assert (code, where, hint) == ("out_of_range", path, f"type {path}={most} or less")
+    assert message.endswith(f"; at most {most:,} is allowed")
+
+
+@pytest.mark.parametrize("value", [-(10**15), 10**15])
+def test_the_largest_value_counts_below_zero_too(data, value: int) -> None:
+    assert told(with_value(data, "train.seed", value)) == []
+    assert told(with_value(data, "train.seed", value + (1 if value > 0 else -1)))[0][0] == "out_of_range"
+
+
+def test_a_list_has_a_greatest_length_and_its_numbers_a_largest_value(data) -> None:
+    assert told(with_value(data, "layout.stage_layers", [1] * 1000)) == []
+    ((code, _, message, _),) = told(with_value(data, "layout.stage_layers", [1] * 1001))
+    assert (code, message) == ("out_of_range", "`layout.stage_layers` has 1,001 values; at most 1000 are read")
+    assert told(with_value(data, "layout.stage_layers", [1, 10**15 + 1]))[0][0] == "out_of_range"
+
+
+def test_a_key_that_many_could_mean_is_no_guess(data) -> None:
+    """Three places are named, and more are not."""
+    ((_, _, _, hint),) = told(with_value(data, "steps", 1))
+    assert hint.startswith("a recipe has: ")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainspec_cli.corpus.imaging.volumes import VolumeFolder
+from trainspec_cli.corpus.imaging.volumes import VolumeFolder, find_pairs
 from trainspec_cli.corpus.labelled import find_samples
 from trainspec_cli.corpus.split import hold_out
 from trainspec_cli.errors import MachineError, RecipeError
@@ -115,3 +115,89 @@ def test_a_label_beyond_the_models_classes_is_named(folder):
 def test_nothing_to_read_is_refused(tmp_path):
     with pytest.raises(RecipeError, match=r"has no images/ with \.npy, \.nii, \.nii\.gz files"):
         find_samples(spec(tmp_path), MODEL)
+
+
+def lone(folder: Path, image: np.ndarray, label: np.ndarray, model: ConvModel) -> VolumeFolder:
+    """Volumes that are all alike."""
+    for number in range(8):
+        np.save(folder / "images" / f"case{number}.npy", image)
+        np.save(folder / "labels" / f"case{number}.npy", label)
+    return VolumeFolder(folder, spec(folder), model)
+
+
+def test_the_middle_of_a_held_out_volume_is_read(folder: Path) -> None:
+    label = np.random.default_rng(0).integers(4, size=(12, 11, 6))
+    _, read = lone(folder, label.astype(np.int16), label.astype(np.uint8), MODEL).heldout(0)
+    assert np.array_equal(read[..., :6], label[2:10, 1:9])
+    assert read.shape == (8, 8, 8) and not read[..., 6:].any()
+
+
+def test_crops_reach_both_ends(folder: Path) -> None:
+    label = np.zeros((10, 8, 8), dtype=np.uint8)
+    label[:] = (np.arange(10) % 4)[:, None, None]
+    volumes = lone(folder, label.astype(np.int16), label, MODEL)
+    starts = {int(volumes.train(0, np.random.default_rng(seed))[1][0, 0, 0]) for seed in range(40)}
+    assert starts == {0, 1, 2}
+
+
+def test_grey_values_are_normalised_over_what_is_not_air(folder: Path) -> None:
+    """Voxels of 10 and 30 have mean 20 and deviation 10; air is 0."""
+    image = np.zeros((8, 8, 8), dtype=np.float32)
+    image[:, :, 2], image[:, :, 3] = 10, 30
+    read, _ = lone(folder, image, np.zeros((8, 8, 8), dtype=np.uint8), MODEL).heldout(0)
+    assert read[0, 0, 0, :4] == pytest.approx([-2, -2, -1, 1], abs=1e-5)
+
+
+def test_a_volume_of_air_alone_stays_as_it_is(folder: Path) -> None:
+    read, _ = lone(folder, np.zeros((8, 8, 8)), np.zeros((8, 8, 8), dtype=np.uint8), MODEL).heldout(0)
+    assert not read.any()
+
+
+def test_each_contrast_is_its_own_channel(folder: Path) -> None:
+    image = np.stack([np.full((8, 8, 8), 10.0), np.full((8, 8, 8), 30.0)])
+    read, _ = lone(folder, image, np.zeros((8, 8, 8), dtype=np.uint8), replace(MODEL, in_channels=2)).heldout(0)
+    assert read[:, 0, 0, 0] == pytest.approx([-1, 1], abs=1e-5)
+
+
+def test_niftis_contrasts_come_last(folder: Path) -> None:
+    nibabel = pytest.importorskip("nibabel")
+    for path in (folder / "images").iterdir():
+        image = np.load(path)
+        nibabel.save(nibabel.Nifti1Image(np.stack([image, 3 * image], -1), np.eye(4)), path.with_suffix(".nii"))
+        path.unlink()
+    volumes = VolumeFolder(folder, spec(folder), replace(MODEL, in_channels=2))
+    image, label = volumes.heldout(0)
+    assert image.shape == (2, 8, 8, 8)
+    inside = label[..., :6]
+    assert image[0, ..., :6][inside == 3].max() < image[1, ..., :6][inside == 0].min()
+
+
+def test_a_label_of_other_dims_is_named(folder: Path) -> None:
+    np.save(folder / "labels" / "case0.npy", np.zeros((12, 10), dtype=np.uint8))
+    with pytest.raises(RecipeError, match=r"labels/case0.npy has shape \(12, 10\); the model takes 3 dimensions"):
+        VolumeFolder(folder, spec(folder), MODEL)
+
+
+def test_a_label_below_zero_is_refused(folder: Path) -> None:
+    label = np.zeros((8, 8, 8), dtype=np.int8)
+    label[0, 0, 0] = -1
+    with pytest.raises(MachineError, match="labels voxels -1 to 0"):
+        lone(folder, label, label, MODEL).heldout(0)
+
+
+def test_pairs_are_by_name_whatever_the_suffixes(tmp_path: Path) -> None:
+    for name in ("images/a.nii.gz", "images/b.npy", "labels/a.npy", "labels/b.nii", "images/notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    pairs = [(image.name, label.name) for image, label in find_pairs(tmp_path)]
+    assert pairs == [("a.nii.gz", "a.npy"), ("b.npy", "b.nii")]
+    (tmp_path / "labels" / "c.npy").touch()
+    (tmp_path / "labels" / "d.npy").touch()
+    with pytest.raises(RecipeError, match=r"labels/c.npy has no counterpart of its name in images/, nor have 1 others"):
+        find_pairs(tmp_path)
+
+
+def test_what_holds_no_numbers_is_no_volume(folder: Path) -> None:
+    np.save(folder / "images" / "case0.npy", np.array(["a"]))
+    with pytest.raises(MachineError, match=r"case0.npy cannot be read as a volume: it holds <U1"):
+        VolumeFolder(folder, spec(folder), MODEL)

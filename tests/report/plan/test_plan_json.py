@@ -1,9 +1,13 @@
 """The plan as JSON: the names that programs rely on."""
 
 import json
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
+
+from trainspec_cli.report.plan.json import plan_as_json
 
 
 def test_the_schema_has_the_promised_names(plan: dict[str, Any]) -> None:
@@ -70,3 +74,11 @@ def test_a_sweep_holds_one_plan_a_value(sweep: dict[str, Any]) -> None:
         ("2", 16),
         ("4", 32),
     ]
+
+
+def test_an_interval_without_a_best_is_null(found: Any, forecast: Any) -> None:
+    """Where no failure is expected, no checkpoint is due."""
+    spec, run = forecast
+    endless = replace(run, goodput=replace(run.goodput, optimal_interval_s=math.inf))
+    assert plan_as_json(spec, found[1], endless)["run"]["recovery"]["optimal_interval_s"] is None
+    assert plan_as_json(spec, found[1], run)["run"]["recovery"]["optimal_interval_s"] == 390.0

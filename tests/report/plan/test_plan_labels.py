@@ -42,3 +42,59 @@ def test_parts_too_small_to_see_are_left_out(plan: dict[str, Any]) -> None:
 def test_experts_are_told_apart_from_all_parameters() -> None:
     model = {"name": "mixtral", "family": "decoder", "params": 46.7e9, "active_params": 12.9e9}
     assert labels.model_label(model) == "mixtral, 46.7B parameters, 12.9B active"
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"mode": "elastic", "layout": "", "wall_time_s": 3600.0}, "with resilience=elastic: 1 h 0 min"),
+        (
+            {"mode": "elastic", "layout": "shard 8", "wall_time_s": 60.0},
+            "with resilience=elastic in shard 8: 1 min 0 s",
+        ),
+    ],
+)
+def test_another_way_of_recovering(other: dict[str, Any], said: str) -> None:
+    assert labels.alternative_label(other) == said
+
+
+def test_a_pipeline_of_several_chunks_a_rank() -> None:
+    layout = {"pp": 8, "tp": 2, "dp_shard": 1, "pipeline_schedule": "zero_bubble", "virtual_stages": 2}
+    assert labels.layout_label({"layout": layout}) == "tp 2 · pp 8 · zero-bubble x2"
+
+
+@pytest.mark.parametrize(("value", "said"), [(99.94, "99.9"), (100, "100"), (2810.4, "2,810"), (0.12345, "0.123")])
+def test_rates(value: float, said: str) -> None:
+    assert labels.format_rate(value) == said
+
+
+def test_units_of_a_model_and_its_devices() -> None:
+    assert (labels.unit_of({"family": "conv"}), labels.unit_of({"family": "hybrid"})) == ("samples", "tokens")
+    cluster = {"num_nodes": 1, "world_size": 8, "accelerator": "H100"}
+    assert labels.devices_label(cluster) == "8 H100 on 1 node"
+    assert labels.devices_label(cluster | {"num_nodes": 1200, "world_size": 9600}) == "9,600 H100 on 1,200 nodes"
+    dense = {"name": "", "family": "decoder", "params": 8e9, "active_params": 8e9}
+    assert labels.model_label(dense) == "decoder, 8B parameters"
+
+
+def test_quantities() -> None:
+    assert (labels.format_money(999.5), labels.format_money(1000)) == ("$999.50", "$1k")
+    assert (labels.format_mass(1), labels.format_mass(999), labels.format_mass(1000)) == ("1 kg", "999 kg", "1 t")
+    assert (labels.percent(0.1234), labels.percent(0.1234, 2), labels.goodput_percent(0.9876)) == (
+        "12%",
+        "12.34%",
+        "98.8%",
+    )
+    assert labels.format_range([1.0, 2.0], labels.format_money) == "$1.00 to $2.00"
+    assert labels.format_range(None, labels.format_money) == ""
+    assert (labels.format_grouped(11390.0), labels.format_grouped(0.5), labels.gib(1.5 * 2**30)) == (
+        "11,400",
+        "0.5",
+        "1.5",
+    )
+    assert labels.micro_batch_label({"micro_batch_size": 2, "grad_accum_steps": 8}) == "2 x 8"
+
+
+def test_parts_of_nothing_are_none() -> None:
+    assert labels.present({"matmul_s": 0.0}, labels.TIME_PARTS) == []
+    assert labels.present({}, labels.TIME_PARTS) == []

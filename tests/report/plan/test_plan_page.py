@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,3 +119,49 @@ def test_every_part_has_a_colour() -> None:
     style = STYLE.read_text()
     missing = [key for key in (*MEMORY_PARTS, *TIME_PARTS, *LOST_PARTS) if f".c-{key}" not in style]
     assert missing == []
+
+
+EXPECTED = Path(__file__).parent / "expected"
+"""The pages' texts and shapes, read through once by a person; each figure follows from those of conftest.py."""
+PLACES = ("x", "y", "x1", "x2", "y1", "y2", "width", "height", "cx", "cy", "points")
+SHAPES = ("rect", "line", "circle", "polyline", "text")
+MARKED = ("best", "number", "meter", "flag", "refusal")
+
+
+class Seen(HTMLParser):
+    """Lists the texts of a page, the classes and places of its shapes, and what is marked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self._in_style = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self._in_style = tag == "style"
+        kind = given.get("class") or ""
+        if tag in SHAPES:
+            places = [f"{name}={given[name]}" for name in PLACES if name in given]
+            self.lines.append(" ".join([f"[{tag}", kind, *places]) + "]")
+        elif kind in MARKED:
+            self.lines.append(f"[{kind}]")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_style = self._in_style and tag != "style"
+
+    def handle_data(self, data: str) -> None:
+        if data.strip() and not self._in_style:
+            self.lines.append(data.strip())
+
+
+def seen(page: str) -> str:
+    reader = Seen()
+    reader.feed(page)
+    return "\n".join(reader.lines) + "\n"
+
+
+@pytest.mark.parametrize("which", ["plan", "infeasible", "sweep"])
+def test_a_page_shows_each_figure_in_its_place(which: str, request: pytest.FixtureRequest) -> None:
+    drawn = request.getfixturevalue(which)
+    page = render_sweep_page(drawn) if which == "sweep" else render_plan_page(drawn)
+    assert seen(page) == (EXPECTED / f"{which}_page.txt").read_text()

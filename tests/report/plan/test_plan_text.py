@@ -1,11 +1,20 @@
 """The plan in the terminal."""
 
 import io
+from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console, RenderableType
 
-from trainspec_cli.report.plan.text import bar, render_plan, render_sweep
+from trainspec_cli.report.plan.text import bar, render_plan, render_sweep, run_rows
+from trainspec_cli.report.plan.trace import render_trace, trace_as_json
+from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
+from trainspec_cli.spec.results.tools import TraceResult
+from trainspec_cli.units import GIB
+
+EXPECTED = Path(__file__).parent / "expected"
+"""Whole texts, read through once by a person; each figure follows from those of conftest.py."""
 
 
 def text_of(renderable: RenderableType, width: int = 150) -> str:
@@ -74,3 +83,90 @@ def test_bars_grow_by_eighths() -> None:
     assert bar(0.5, 4) == "██  "
     assert bar(1 / 32, 4) == "▏   "
     assert bar(1.0, 4) == "████"
+
+
+@pytest.mark.parametrize(
+    ("which", "width"), [("plan", 160), ("plan", 100), ("infeasible", 160), ("infeasible", 100), ("sweep", 180)]
+)
+def test_the_whole_text(which: str, width: int, request: pytest.FixtureRequest) -> None:
+    drawn = request.getfixturevalue(which)
+    text = text_of(render_sweep(drawn) if which == "sweep" else render_plan(drawn, width), width)
+    shown = "\n".join(line.rstrip() for line in text.splitlines())
+    assert shown + "\n" == (EXPECTED / f"{which}_{width}.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "detail"),
+    [
+        ({}, ""),
+        ({"optimal_interval_s": 320.0}, "; least is lost at one every 5 min 20 s"),
+        ({"optimal_interval_s": 330.0}, ""),
+        ({"optimal_interval_s": 500.0}, "; least is lost at one every 8 min 20 s"),
+        ({"optimal_interval_s": None}, ""),
+    ],
+)
+def test_an_interval_far_from_the_best_says_so(plan: dict[str, Any], changes: dict[str, Any], detail: str) -> None:
+    plan["run"]["recovery"] |= changes
+    (row,) = (row for row in run_rows(plan) if row[0] == "checkpoints")
+    assert row[3] == "every 100 steps; 89.41 GiB, holds training up for 8.0 s" + detail
+
+
+def test_one_step_is_not_several(plan: dict[str, Any]) -> None:
+    plan["run"]["recovery"]["checkpoint_interval_steps"] = 1
+    assert "every 1 step; 89.41 GiB" in text_of(render_plan(plan))
+
+
+def test_many_reasons_are_summed(plan: dict[str, Any]) -> None:
+    plan["rejected"] = {f"reason {number}": 1000 - number for number in range(10)}
+    text = text_of(render_plan(plan))
+    assert "1,000  reason 0" in text and "993  reason 7" in text and "reason 8" not in text
+    assert "1,983  for other reasons" in text
+
+
+def test_the_best_that_fits_is_bold_and_full_memory_red(plan: dict[str, Any], infeasible: dict[str, Any]) -> None:
+    def coloured(drawn: dict[str, Any]) -> list[str]:
+        console = Console(file=io.StringIO(), width=160, force_terminal=True, color_system="standard", no_color=False)
+        console.print(render_plan(drawn, 160))
+        return [line for line in console.file.getvalue().splitlines() if " · zero " in line]  # type: ignore[attr-defined]
+
+    first, second = coloured(plan)
+    assert first.startswith("\x1b[1m1") and not second.startswith("\x1b[1m")
+    assert "\x1b[1;32m" in first and "\x1b[33m" in second, "green, and yellow from 95% on"
+    (only,) = coloured(infeasible)
+    assert "\x1b[31m" in only and not only.startswith("\x1b[1m")
+
+
+def test_a_trace_beside_the_estimate(found: tuple[Candidate, CapacityPlan]) -> None:
+    half = GIB / 2
+    traced = TraceResult(
+        rank=3,
+        state_bytes=GIB,
+        peak_memory_bytes=2 * GIB,
+        peak_by_cause={"parameters": half, "gathered": half, "activations": half, "temporaries": half},
+        flops=2e15,
+        comm_bytes={"reduce_scatter": GIB, "all_gather": 0},
+        seconds=2.0,
+    )
+    counted = {"parameters": 1.5 * half, "gathered": half / 2, "activations": 4 * half}
+    trace = trace_as_json(*found, traced, counted)
+    assert trace["estimated"]["peak_memory_bytes"] == 3 * GIB
+    assert trace["estimated"]["flops"] == pytest.approx(5.1e10 * 128 * 8192 / 16 * 0.55 / 0.5)
+    title, _, rows = text_of(render_trace(trace)).partition("traced   ")
+    assert title.startswith("traced in 2.0 s: rank 3 of ")
+    assert [row.split() for row in rows.splitlines()] == [
+        ["planned"],
+        ["peak", "of", "tensors", "2.00", "GiB", "3.00", "GiB", "+50.0%"],
+        ["parameters", "1.00", "GiB", "1.00", "GiB", "+0.0%"],
+        ["gradients", "0", "B", "0", "B"],
+        ["optimizer", "0", "B", "0", "B"],
+        ["activations", "1.00", "GiB", "2.00", "GiB", "+100.0%"],
+        ["executed", "2", "PFLOP", "3.68", "PFLOP", "+83.8%"],
+        ["all-gather", "0", "B"],
+        ["reduce-scatter", "1.00", "GiB"],
+    ]
+    assert trace_as_json(*found, traced, None)["estimated"]["peak_by_cause"] == {
+        "parameters": 10 * GIB,
+        "gradients": 0,
+        "optimizer": 0,
+        "activations": 30 * GIB,
+    }

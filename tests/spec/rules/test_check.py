@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 import types
 import typing
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +14,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.numbers import ranges_of
+from trainspec_cli.spec.numbers import Range, ranges_of
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.rules.check import check, check_machine
-from trainspec_cli.spec.rules.engine import check_engine
+from trainspec_cli.spec.rules.engine import check_engine, close_axes
 from trainspec_cli.spec.structure import build, sections_of, structure
+from trainspec_cli.spec.unknown import UNKNOWN
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+
+
+REFUSALS = json.loads(Path(__file__).with_name("refusals.json").read_text())
+"""What changes to a sound recipe are refused for: each problem's code, path, message and hint, in order; none where
+the changes are allowed."""
 
 
 def told(problems) -> list[tuple[str, str, str, str]]:
@@ -275,3 +283,96 @@ def test_compiling_without_a_compiler_is_told_before_the_workers_start(make_spec
     (tmp_path / "clang++").write_text("#!/bin/sh")
     (tmp_path / "clang++").chmod(0o755)
     assert check_machine(make_spec({"compile": True, "cluster.device": "cpu"}), host()) == []
+
+
+@pytest.mark.parametrize("case", REFUSALS, ids=[json.dumps(case["changes"])[:60] for case in REFUSALS])
+def test_refusals(make_spec, tmp_path, monkeypatch, case: dict[str, Any]) -> None:
+    (tmp_path / "text.txt").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    rules = {"check": check, "engine": check_engine}[case["rules"]]
+    assert told(rules(make_spec(case["changes"]))) == [tuple(problem) for problem in case["problems"]]
+
+
+def test_a_launch_sets_the_axes_beside_data_parallelism_to_1(make_spec) -> None:
+    asked = {f"layout.{axis}": "auto" for axis in (*AXES, "etp")} | {"layout.tp": 2}
+    layout = close_axes(make_spec(asked)).layout
+    assert [getattr(layout, axis) for axis in (*AXES, "etp")] == ["auto", "auto", 1, 2, 1, 1, 1]
+
+
+def test_axes_of_a_layout_that_is_not_known_stay_so(make_spec) -> None:
+    unknown = replace(make_spec({}), layout=UNKNOWN)
+    assert close_axes(unknown) is unknown
+
+
+NUMBERS_OF_KINDS = [
+    ("train.max_steps", [1], [0, -1]),
+    ("optim.lr", [1e-9], [0, -1.0]),
+    ("optim.weight_decay", [0, 0.5], [-0.5]),
+    ("optim.beta1", [0, 0.99], [1, -0.1]),
+    ("optim.schedule.decay_fraction", [0, 1], [-0.1, 1.1]),
+    ("optim.schedule.final_lr_ratio", [0, 1], [-0.1, 1.1]),
+    ("cluster.cost.utilisation", [0.01, 1], [0, 1.01]),
+    ("data.heldout_fraction", [0.01, 0.99], [0, 1]),
+    ("data.tokenizer.vocab_size", [257], [256]),
+]
+
+
+@pytest.mark.parametrize(("path", "allowed", "refused"), NUMBERS_OF_KINDS)
+def test_the_ends_of_a_range(make_spec, path: str, allowed: list[float], refused: list[float]) -> None:
+    for number in (*allowed, *refused):
+        found = [problem.path for problem in check(make_spec({path: number})) if problem.code == "out_of_range"]
+        assert (path in found) == (number in refused), number
+
+
+def test_what_divides_may_not_be_0_and_what_may_be_left_out_may() -> None:
+    """Sizes and counts that others are divided by, or that a run cannot do without."""
+    needed = """
+        model.num_layers model.hidden_size model.head_dim model.vocab_size
+        data.seq_len batching.global_batch_size batching.micro_batch_size cluster.num_nodes cluster.devices_per_node
+        layout.tp layout.pp layout.cp layout.ep layout.dp_shard layout.dp_replicate model.experts.num_experts
+        model.experts.top_k model.mamba_groups model.mamba_head_dim resilience.replica_groups lora.alpha
+        cluster.storage_gb_per_s cluster.reliability.mtbf_device_hours run.node_timeout_s optim.grad_clip_norm
+    """
+    optional = """
+        lora.rank optim.weight_decay optim.schedule.warmup_steps sample.temperature cluster.reliability.spare_nodes
+        cluster.site.carbon_g_per_kwh model.attention_layers model.experts.shared_experts
+        resilience.max_restarts_per_hour
+    """
+    ranges = dict(ranges_below(RunSpec))
+    assert [path for path in needed.split() if ranges[path].holds(0) or not ranges[path].holds(1)] == []
+    assert [path for path in optional.split() if not ranges[path].holds(0) or ranges[path].holds(-1)] == []
+
+
+def ranges_below(cls: type, prefix: str = "") -> Iterator[tuple[str, Range]]:
+    """Dotted path and range of every number, those of optional sections and of every model family too."""
+    yield from ((f"{prefix}{name}", allowed) for name, allowed in ranges_of(cls).items())
+    for name, hint in typing.get_type_hints(cls).items():
+        for section in sections_of(hint):
+            yield from ranges_below(section, f"{prefix}{name}.")
+
+
+def test_what_a_machine_lacks_for_tables_fp8_and_memory_copies(make_spec, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    parts = {"data.source": "parquet", "data.path": str(tmp_path), "data.validation": {"v": {"source": "arrow"}}}
+    tables = check_machine(make_spec(parts | {"precision.matmul": "fp8", "tracking.wandb": True}), host())
+    assert told(tables) == [
+        ("missing_package", "tracking.wandb", "`tracking.wandb` is true, and the package wandb is not installed",
+         "type pip install 'trainspec[wandb]'"),
+        ("missing_package", "data.source", "`data.source` is parquet, and the package pyarrow is not installed",
+         "type pip install 'trainspec[hf]'"),
+        ("missing_package", "data.validation.v.source",
+         "`data.validation.v.source` is arrow, and the package pyarrow is not installed",
+         "type pip install 'trainspec[hf]'"),
+        ("missing_package", "precision.matmul", "`precision.matmul` is fp8, and the package torchao is not installed",
+         "type pip install 'trainspec[float8]'"),
+    ]  # fmt: skip
+    assert {problem.environment for problem in tables} == {True}
+
+
+def test_copies_in_memory_need_shared_memory(make_spec, monkeypatch) -> None:
+    copies = make_spec({"checkpoint.memory_interval_steps": 2})
+    assert check_machine(copies, host()) == []
+    monkeypatch.setattr(Path, "is_dir", lambda folder: False)
+    (problem,) = check_machine(copies, host())
+    assert (problem.code, problem.hint) == ("no_shared_memory", "type checkpoint.memory_interval_steps=null")
+    assert check_machine(make_spec({"checkpoint.memory_interval_steps": None}), host()) == []

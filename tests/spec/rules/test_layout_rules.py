@@ -111,3 +111,15 @@ def test_stage_layers_fill_the_model(make_spec):
 )
 def test_a_legal_layout_is_not_refused(make_spec, changes):
     assert check_engine(make_spec(changes)) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layout.pp": 2, "layout.pipeline_schedule": "auto", "layout.virtual_stages": "auto"},
+        {"layout.pp": 2, "layout.pipeline_schedule": "interleaved", "layout.virtual_stages": "auto"},
+        {"layout.pp": 2, "layout.pipeline_schedule": "auto", "layout.virtual_stages": 2},
+    ],
+)
+def test_what_is_left_to_the_planner_is_refused_by_no_rule(make_spec, changes):
+    assert check_engine(make_spec(changes | {"model.num_layers": 4})) == []

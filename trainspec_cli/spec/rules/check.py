@@ -82,11 +82,11 @@ def world_size(spec: RunSpec) -> Iterator[Problem]:
     if processes is None or product == processes or (free and processes % product == 0):
         return
     axes = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "every axis=1"
-    nodes = f"{spec.cluster.num_nodes} x {spec.cluster.devices_per_node} = {processes}"
-    if groups > 1:
-        nodes = f"{nodes} for each of {groups} replica groups".replace(f"= {processes}", f"/ {groups} = {processes}")
+    over = f" / {groups}" if groups > 1 else ""
+    nodes = f"{spec.cluster.num_nodes} x {spec.cluster.devices_per_node}{over} = {processes} processes"
+    nodes += f" for each of {groups} replica groups" if groups > 1 else ""
     layout = f"{axes}, which does not divide them" if free else f"{axes}, which makes {product}"
-    message = f"the cluster has {nodes} processes (nodes x devices), the layout asks for {layout}"
+    message = f"the cluster has {nodes} (nodes x devices), the layout asks for {layout}"
     path, hint = _largest_axis(sizes), _fitting(sizes, processes)
     yield Problem(code="not_divisible", path=path, message=message, hint=hint)
 

@@ -35,7 +35,9 @@ def expert_groups(spec: RunSpec) -> Iterator[Problem]:
             f"{experts.top_groups} of {groups} groups (`model.experts.top_groups`) are to hold a token's "
             f"{experts.top_k} experts; a group has {number // groups}"
         )
-        hint = f"type model.experts.top_groups={min(groups, -(-experts.top_k * groups // number))} or more"
+        fewest = min(groups, -(-experts.top_k * groups // number))
+        allowed = f"{groups} or less" if experts.top_groups > groups else f"{fewest} or more"
+        hint = f"type model.experts.top_groups={allowed}"
         yield Problem(code="out_of_range", path="model.experts.top_groups", message=message, hint=hint)
 
 
