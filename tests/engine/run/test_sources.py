@@ -219,11 +219,17 @@ def test_the_run_is_judged_by_what_it_held_out_and_tells_of_every_set(
 ) -> None:
     """Two held-out texts of 10 and 30 tokens; the validation set `web` counts on its own."""
     losses = {"": HeldoutLoss(20.0, 10, 40), "code": HeldoutLoss(30.0, 30, 60), "web": HeldoutLoss(99.0, 11, 33)}
+    texts = {name: SimpleNamespace(rows=name, bytes=loss.bytes) for name, loss in losses.items()}
     collection = SimpleNamespace(
-        validation={"web": None}, parts=[1, 2], order=lambda *_: None, evaluation_texts=lambda _: losses
+        validation={"web": None}, parts=[1, 2], order=lambda *_: None, evaluation_texts=lambda _: texts
     )
     several = TokenSource(source.plan, collection, source.state)  # type: ignore[arg-type]
-    monkeypatch.setattr(TokenSource, "_evaluate_text", lambda self, text: text)
+
+    def heldout_loss(state: TrainState, rows: str, *, num_bytes: int, batch_size: int) -> HeldoutLoss:
+        assert (num_bytes, batch_size) == (losses[rows].bytes, BATCH)
+        return losses[rows]
+
+    monkeypatch.setattr(sources, "heldout_loss", heldout_loss)
     figures = several.evaluate()
     assert figures is not None
     assert figures["heldout_loss"] == pytest.approx(50.0 / 40)
@@ -249,6 +255,6 @@ def test_a_ranks_batches_are_those_of_its_place_among_the_data(source: TokenSour
     spec = replace(source.spec, batching=BatchingSpec(12), train=TrainSection(max_steps=1, seed=7))
     layout = Layout(dp_replicate=2, dp_shard=2, tp=2)
     made = sources.batch_plan(replace(source.plan, spec=spec, layout=layout, micro_batch_size=3), state)  # type: ignore[arg-type]
-    assert (made.seq_len, made.global_batch_size, made.micro_batch_size, made.seed) == (TOKENS, 12, 3, 7)
+    assert (made.global_batch_size, made.micro_batch_size, made.seed) == (12, 3, 7)
     assert (made.rank, made.num_ranks) == (3, 4)
     assert made.positions_S is not None and made.positions_S.tolist() == [0, 5]
