@@ -57,9 +57,10 @@ def test_a_resumed_run_ends_in_the_same_bits(losses, read_result):
         assert read_result("cut")[key] == read_result("through")[key]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "metric", "least"),
-    [("tiny_resnet", "accuracy", 0.7), pytest.param("tiny_unet3d", "dice", 0.8, marks=pytest.mark.slow)],
+    [("tiny_resnet", "accuracy", 0.7), ("tiny_unet3d", "dice", 0.8)],
 )
 def test_recipes_learn(trainspec, read_result, recipe, metric, least):
     """Four classes by chance: 0.25."""

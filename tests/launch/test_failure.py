@@ -13,6 +13,7 @@ from trainspec_cli.launch.failure import WorkerFailure, explain, explain_end, fi
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.reading.files import UnreadableFileError
 from trainspec_cli.rundir.files import write_json
+from trainspec_cli.rundir.record import NodeErrorRecord, write_error
 
 SUMMARY = """
 [{index}]:
@@ -66,6 +67,15 @@ def test_a_killed_worker_goes_before_the_words_of_its_peers(job: Job) -> None:
     failures = find_failures(job)
     assert [failure.rank for failure in failures] == [1, 0]
     assert "was killed by SIGKILL" in explain(failures).headline
+
+
+def test_a_lost_node_goes_before_the_words_of_the_workers(job: Job) -> None:
+    say(job, 0, "out of luck", time=10.0)
+    lost = NodeErrorRecord(node=1, host="n1", message="was lost: its agent is silent", lost=True, time=20.0)
+    write_error(job.run.node_error(1), lost)
+    first, second = find_failures(job)
+    assert (first.who, first.summary, first.self_reported) == ("node 1", lost.message, False)
+    assert (first.whole_node, second.whole_node, second.who) == (True, False, "rank 0")
 
 
 def test_who_torchrun_had_to_end_is_not_the_cause(job: Job) -> None:

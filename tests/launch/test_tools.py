@@ -133,7 +133,8 @@ def test_ctrl_c_leaves_nothing(
 
 def test_a_killed_caller_leaves_no_process(tmp_path: Path, eventually: Callable[..., None]) -> None:
     code = (
-        "from dataclasses import replace; from trainspec_cli.launch.tools import *;"
+        "from dataclasses import replace; from trainspec_cli.launch.tools import SPEED, run_tool;"
+        "from trainspec_cli.spec.results.tools import SpeedRequest;"
         f"run_tool(replace(SPEED, program=({STANDIN!r}, 'hang')), SpeedRequest('cpu', 'fp32'))"
     )
     started = tmp_path / "started"

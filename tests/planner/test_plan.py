@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from trainspec_cli.errors import RecipeError
-from trainspec_cli.planner.plan import plan
+from trainspec_cli.planner.plan import choose_micro_batch, plan, resolve_layout
 from trainspec_cli.spec.recipe.batching import BatchingSpec
-from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
+from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, Machine
 from trainspec_cli.spec.recipe.data import DataSpec
-from trainspec_cli.spec.recipe.layout import LayoutSpec
+from trainspec_cli.spec.recipe.kernels import KernelSpec
+from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
+from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
+from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 from trainspec_cli.spec.recipe.run import PrecisionSpec, RunSpec, TrainSection
 
 SPEC = RunSpec(
@@ -77,3 +81,141 @@ def test_a_batch_that_does_not_divide_is_refused_with_sizes_that_do():
     with pytest.raises(RecipeError, match=r"48 does not divide by 5") as caught:
         plan(replace(SPEC, cluster=cluster), LAPTOP)
     assert caught.value.problems[0].hint == "near sizes that divide 48: 3, 4, 6"
+
+
+@pytest.mark.parametrize(
+    ("per_rank", "seq_len", "layout", "size"),
+    [
+        (48, 1024, Layout(), 8),
+        (64, 2048, Layout(), 4),
+        (7, 1024, Layout(), 7),
+        (48, 10_000, Layout(), 1),
+        (64, 256, Layout(pp=2), 8),
+        (4, 256, Layout(pp=4), 1),
+        (24, 256, Layout(pp=4), 1),
+        (32, 256, Layout(pp=2, pipeline_schedule="interleaved"), 4),
+        (24, 256, Layout(pp=3, pipeline_schedule="interleaved"), 2),
+        (6, 256, Layout(pp=4, pipeline_schedule="interleaved"), 1),
+    ],
+    ids=str,
+)
+def test_the_largest_micro_batch_that_fills_the_stages(per_rank: int, seq_len: int, layout: Layout, size: int):
+    """At most 8192 tokens, and four micro-batches a stage where the batch has as many."""
+    assert choose_micro_batch(per_rank, seq_len, layout) == size
+
+
+@pytest.mark.parametrize(
+    ("wanted", "layout"),
+    [
+        (LayoutSpec(zero_stage="auto"), Layout(dp_replicate=8, sequence_parallel=False)),
+        (LayoutSpec(tp=2, dp_shard=4, zero_stage=1), Layout(dp_shard=4, tp=2, zero_stage=1)),
+        (LayoutSpec(dp_replicate=2, cp=2, context_method="ulysses"),
+         Layout(dp_replicate=2, dp_shard=2, cp=2, context_method="ulysses", sequence_parallel=False)),
+        (LayoutSpec(dp_shard=2, pp=2, stage_layers=(1, 3), pipeline_schedule="auto"),
+         Layout(dp_replicate=2, dp_shard=2, pp=2, stage_layers=(1, 3), sequence_parallel=False)),
+        (LayoutSpec(dp_shard=4, pp=2, pipeline_schedule="interleaved", virtual_stages="auto"),
+         Layout(dp_shard=4, pp=2, pipeline_schedule="interleaved", virtual_stages=2, sequence_parallel=False)),
+        (LayoutSpec(dp_shard=4, pp=2, pipeline_schedule="zbv", virtual_stages="auto"),
+         Layout(dp_shard=4, pp=2, pipeline_schedule="zbv", sequence_parallel=False)),
+        (LayoutSpec(dp_shard=4, tp=2, ep=4, etp=2, sequence_parallel=False),
+         Layout(dp_shard=4, tp=2, ep=4, etp=2, sequence_parallel=False)),
+        (LayoutSpec(dp_shard=4, pp=2, pipeline_schedule="interleaved", virtual_stages=3),
+         Layout(dp_shard=4, pp=2, pipeline_schedule="interleaved", virtual_stages=3, sequence_parallel=False)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_layouts_of_eight_processes(wanted: LayoutSpec, layout: Layout):
+    assert resolve_layout(wanted, 8) == layout
+
+
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [
+        (LayoutSpec(tp=3), r"8 does not divide by 3 \(cp x tp x pp\)"),
+        (LayoutSpec(dp_shard=3), r"8 does not divide by 3 \(dp_shard\)"),
+        (LayoutSpec(dp_replicate=3), r"8 does not divide by 3 \(dp_replicate\)"),
+        (LayoutSpec(dp_replicate=2, dp_shard=2), "takes 4 processes, the cluster has 8"),
+    ],
+    ids=["axes", "shards", "replicas", "product"],
+)
+def test_layouts_that_do_not_divide(layout: LayoutSpec, says: str):
+    with pytest.raises(RecipeError, match=says):
+        resolve_layout(layout, 8)
+
+
+@pytest.mark.parametrize(
+    ("resilience", "replicas", "groups", "layout"),
+    [
+        (ResilienceSpec(), 4, 1, Layout(dp_replicate=4, sequence_parallel=False)),
+        (ResilienceSpec(mode="elastic"), 4, 4, Layout(sequence_parallel=False)),
+        (ResilienceSpec(mode="elastic"), "auto", 2, Layout(dp_replicate=2, sequence_parallel=False)),
+        (ResilienceSpec(mode="elastic", replica_groups=2), 2, 2, Layout(dp_replicate=2, sequence_parallel=False)),
+        (ResilienceSpec(mode="elastic", replica_groups=4), "auto", 4, Layout(sequence_parallel=False)),
+    ],
+    ids=["one group", "replicas are groups", "two", "replicas in groups", "four"],
+)
+def test_replica_groups_have_a_layout_each(resilience: ResilienceSpec, replicas: Any, groups: int, layout: Layout):
+    cluster = ClusterSpec(devices_per_node=4, device="cpu")
+    spec = replace(SPEC, cluster=cluster, resilience=resilience, layout=LayoutSpec(dp_replicate=replicas))
+    got = plan(spec, LAPTOP)
+    assert (got.replica_groups, got.layout) == (groups, layout)
+    assert got.micro_batch_size * got.grad_accum_steps == 48 // 4, "all groups share the batch"
+
+
+def test_groups_that_do_not_divide_the_processes_are_refused():
+    cluster = ClusterSpec(devices_per_node=4, device="cpu")
+    three = replace(SPEC, cluster=cluster, resilience=ResilienceSpec(mode="elastic", replica_groups=3))
+    with pytest.raises(RecipeError, match=r"4 does not divide by 3 \(groups\)"):
+        plan(three, LAPTOP)
+
+
+@pytest.mark.parametrize(("cores", "groups", "processes"), [(1, 1, 1), (2, 1, 2), (16, 1, 2), (2, 3, 3)])
+def test_a_laptop_runs_two_processes_or_one_a_group(cores: int, groups: int, processes: int):
+    resilience = ResilienceSpec(mode="elastic", replica_groups=groups) if groups > 1 else ResilienceSpec()
+    assert plan(replace(SPEC, resilience=resilience), replace(LAPTOP, cpu_cores=cores)).world_size == processes
+
+
+@pytest.mark.parametrize(
+    ("wanted", "bf16", "compute"),
+    [("auto", True, "bf16"), ("auto", False, "fp32"), ("bf16", False, "bf16"), ("fp32", True, "fp32")],
+)
+def test_formats(wanted: Any, bf16: bool, compute: str):
+    spec = replace(SPEC, precision=PrecisionSpec(compute=wanted))
+    assert plan(spec, replace(LAPTOP, bf16=bf16)).compute == compute
+
+
+@pytest.mark.parametrize("wanted", ["fp16", "tf32"])
+def test_formats_that_are_planned_alone_are_refused(wanted: Any):
+    with pytest.raises(RecipeError, match=f"the engine computes in bf16 or fp32, not in {wanted}"):
+        plan(replace(SPEC, precision=PrecisionSpec(compute=wanted)), LAPTOP)
+
+
+def test_a_described_gpu_has_a_peak_where_none_is_at_hand():
+    chip = AcceleratorSpec("X1", "maker", 123.0, 80.0, 3.0)
+    cluster = ClusterSpec(devices_per_node=2, device="cuda", accelerator=chip)
+    got = plan(replace(SPEC, cluster=cluster, layout=LayoutSpec(dp_replicate=2)), replace(LAPTOP, bf16=True))
+    assert (got.device, got.peak_flops) == ("cuda", 123e12)
+    assert plan(replace(SPEC, cluster=replace(cluster, accelerator=None), layout=LayoutSpec(dp_replicate=2)),
+                replace(LAPTOP, bf16=True)).peak_flops is None  # fmt: skip
+
+
+def test_what_is_open_beside_the_layout_is_closed_and_the_rest_passed_on():
+    kernels = KernelSpec(attention="math")
+    got = plan(replace(SPEC, recompute="auto", offload="auto", kernels=kernels), LAPTOP)
+    assert (got.recompute, got.offload, got.kernels) == ("none", "none", kernels)
+    pinned = plan(replace(SPEC, recompute="full", offload="optimizer"), LAPTOP)
+    assert (pinned.recompute, pinned.offload) == ("full", "optimizer")
+    adapted = plan(replace(SPEC, lora=LoraSpec(rank=2)), LAPTOP)
+    assert adapted.flops_per_token < got.flops_per_token and adapted.params == got.params
+    two = plan(replace(SPEC, cluster=ClusterSpec(num_nodes=2)), LAPTOP)
+    assert (two.num_nodes, two.devices_per_node, two.world_size) == (2, 2, 4)
+
+
+def test_interleaving_takes_whole_turns():
+    layout = LayoutSpec(dp_replicate=1, pp=2, pipeline_schedule="interleaved")
+    spec = replace(SPEC, layout=layout, batching=BatchingSpec(12, micro_batch_size=4))
+    with pytest.raises(RecipeError, match=r"in turns of pp=2, and a rank has 3") as caught:
+        plan(spec, LAPTOP)
+    assert "a multiple of 2 x batching.micro_batch_size" in caught.value.problems[0].hint
+    whole = plan(replace(spec, batching=BatchingSpec(16, micro_batch_size=4)), LAPTOP)
+    assert (whole.micro_batch_size, whole.grad_accum_steps) == (4, 4)

@@ -6,19 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.planner.memory.local import SPEED_TEST_BYTES, parameter_bytes, step_bytes
+from trainspec_cli.planner.memory.local import SPEED_TEST_BYTES, copy_bytes, parameter_bytes, step_bytes
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.planner.this_machine import is_predictable, predict_local
-from trainspec_cli.planner.time.local import curve_parts_s
+from trainspec_cli.planner.time.local import block_matrices, curve_parts_s, micro_tokens, unit_params
 from trainspec_cli.rundir.event_types import PARTS
 from trainspec_cli.spec.canonical import from_plain, to_plain
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import LayoutSpec
-from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.lora import LoraSpec
+from trainspec_cli.spec.recipe.model import DecoderModel, HybridModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
-from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
+from trainspec_cli.spec.recipe.run import CheckpointSpec, PrecisionSpec, RunSpec, TrainSection
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.prediction import LocalPrediction
 from trainspec_cli.spec.results.probe import Curve, MachineProbe, MatmulCurves, Passes, Reference
@@ -191,3 +192,129 @@ def test_no_probe_speaks_of_other_arithmetic() -> None:
     assert not is_predictable(made(layout=LayoutSpec(tp=2)))
     for departure in ({"gated_mlp": False}, {"qk_norm": True}, {"sliding_window": 64}):
         assert not is_predictable(made(model=replace(MODEL, **departure)))
+
+
+PASSING = 1024 * 64
+"""Elements of the residual stream of a micro-batch."""
+HEAD = 512 * 64
+
+
+@pytest.mark.parametrize(
+    ("operation", "forward", "backward"),
+    [
+        ("add", 4 * 2 * PASSING + PASSING, 4 * 5 * PASSING + 2 * PASSING + 2 * HEAD),
+        ("cast", 4 * BLOCK + 2 * HEAD + OUTSIDE, 4 * 2 * BLOCK + 2 * HEAD + 2 * OUTSIDE),
+        ("loss", 1024 * 512, 0),
+        ("norm", (4 * 2 + 1) * PASSING, (4 * 2 + 1) * PASSING),
+        ("rope", 4 * (PASSING + PASSING), 4 * (PASSING + PASSING)),
+        ("swiglu", 4 * 1024 * 128, 4 * 1024 * 128),
+    ],
+)
+def test_elements_that_each_operation_passes(operation: str, forward: int, backward: int) -> None:
+    """Of two micro-batches; each call's own cost is among that of the empty step, 2 s."""
+    curve = linear(1e-6)
+    probe = replace(RAW, **{operation: curve if operation in ("add", "cast", "loss") else Passes(curve, curve)})
+    parts = predicted(made(), probe).time_s
+    assert parts["forward"] == pytest.approx(2 * (2 + 1e-6 * forward), rel=1e-4)
+    assert parts["backward"] == pytest.approx(2 * (2 + 1e-6 * backward), rel=1e-4)
+
+
+def test_forward_and_backward_have_curves_of_their_own() -> None:
+    for name in ("norm", "rope", "swiglu"):
+        ahead, back = (predicted(made(), replace(RAW, **{name: passes})).time_s
+                       for passes in (Passes(linear(1e-6), FREE), Passes(FREE, linear(1e-6))))  # fmt: skip
+        assert ahead["forward"] > 4.1 > back["forward"] and back["backward"] > 4.1 > ahead["backward"]
+
+
+def test_a_large_vocabulary_goes_through_the_loss_in_chunks() -> None:
+    """Of 256 tokens: each casts the head's weights and adds to their gradients."""
+    model = replace(MODEL, vocab_size=2**17)
+    probe = replace(RAW, cast=linear(1e-6))
+    head, outside = 2**17 * 64, 2**17 * 64 + 64
+    casts = 4 * BLOCK + 4 * 2 * head + outside
+    assert curve_parts_s(made(model=model), model, probe)["forward"] == pytest.approx(2 * (2 + 1e-6 * casts), rel=1e-3)
+    parts = curve_parts_s(made(model=model), model, replace(RAW, loss=linear(1e-6)))
+    assert parts["forward"] == pytest.approx(2 * (2 + 1024 * 2**17 * 1e-6), rel=1e-3)
+
+
+@pytest.mark.parametrize(("shard", "share"), [(1, 1), (2, 2)])
+def test_the_optimizer_updates_its_own_share(shard: int, share: int) -> None:
+    probe = replace(RAW, optimizer=linear(1e-6))
+    parts = predicted(made(layout=LayoutSpec(dp_shard=shard)), probe).time_s
+    assert parts["optimizer"] == pytest.approx(2 + 1e-6 * (4 * BLOCK + OUTSIDE) / share, rel=1e-4)
+
+
+def test_a_part_that_no_reference_shows_takes_what_the_curves_say() -> None:
+    probe = as_told(RAW, optimizer=0.0)
+    assert predict_local(made(), probe).time_s["optimizer"] == pytest.approx(2, rel=1e-3)
+
+
+def test_a_part_larger_than_the_references_keeps_the_larger_ones_ratio() -> None:
+    probe = as_told(RAW)
+    slow = replace(probe.large, parts_s=probe.large.parts_s | {"optimizer": 3 * probe.large.parts_s["optimizer"]})
+    huge = made(model=replace(MODEL, num_layers=100))
+    assert predict_local(huge, replace(probe, large=slow)).time_s["optimizer"] == pytest.approx(3 * 26, rel=1e-3)
+
+
+def test_sizes_of_a_block_whose_heads_are_wider_than_the_model() -> None:
+    model = replace(MODEL, num_kv_heads=1, head_dim=48)
+    assert block_matrices(model) == (64 * 96, 64 * 48, 64 * 48, 96 * 64, 64 * 128, 64 * 128, 128 * 64)
+    planned = made(model=model)
+    assert unit_params(planned, model) == (43_008 + 2 * 64, OUTSIDE)
+    assert micro_tokens(planned) == 4 * 256
+
+
+@pytest.mark.parametrize(
+    ("changes", "parameters", "optimizer", "gradients", "collectives"),
+    [
+        ({}, (4 + 2) * (4 * BLOCK + OUTSIDE), 8, 4, 6),
+        ({"layout": LayoutSpec(dp_shard=2)}, 2 * (4 * BLOCK + OUTSIDE) + 2 * (2 * BLOCK + OUTSIDE), 4, 2, 6),
+        ({"layout": LayoutSpec(dp_shard=2, zero_stage=2)}, (2 + 2) * (4 * BLOCK + OUTSIDE), 4, 2, 6),
+        ({"optim": OptimSpec(lr=1.0, name="sgd")}, 6 * (4 * BLOCK + OUTSIDE), 0, 4, 6),
+        ({"precision": PrecisionSpec(compute="fp32")}, 8 * (4 * BLOCK + OUTSIDE), 8, 4, 8),
+        ({"precision": PrecisionSpec(reduce="bf16")}, 6 * (4 * BLOCK + OUTSIDE), 8, 4, 4),
+    ],
+    ids=["replicas", "zero 3", "zero 2", "sgd", "fp32", "reduced in bf16"],
+)
+def test_memory_of_each_sharding_and_format(
+    changes: dict[str, object], parameters: int, optimizer: int, gradients: int, collectives: int
+) -> None:
+    """A parameter of moments and of gradients, a parameter of the larger unit in flight."""
+    planned, params = made(**changes), 4 * BLOCK + OUTSIDE
+    memory = predicted(planned, RAW).memory
+    assert memory["parameters"] == parameters
+    assert (memory["optimizer"], memory["gradients"]) == (optimizer * params, gradients * params)
+    assert memory["collectives"] == collectives * max(BLOCK, OUTSIDE)
+    assert memory["loss"] == 1024 * 512 * 22 + 4 * 512 * 64
+    assert memory["speed test"] == {"bf16": 8, "fp32": 12}[planned.compute] * 2048**2
+    per_token = 2 * (8 + 2) * 64 + 8 + 2 * 32 * 2 * 4 + 4 * 2 + 4 * 2 * 128
+    wide_per_token = 2 * (8 + 4) * 64 + 8 + 4 * 32 * 2 * 4 + 4 * 2 + 4 * 4 * 128
+    assert memory["activations"] == 1024 * 4 * (per_token if planned.compute == "bf16" else wide_per_token)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "optim", "held"),
+    [
+        (CheckpointSpec(interval_steps=None), "adamw", 0),
+        (CheckpointSpec(interval_steps=5, mode="async"), "adamw", 12 / 2),
+        (CheckpointSpec(interval_steps=5, mode="async"), "sgd", 4 / 2),
+        (CheckpointSpec(interval_steps=5, mode="sync"), "adamw", 0),
+        (CheckpointSpec(interval_steps=5, memory_interval_steps=1), "adamw", 2 * 12 / 2),
+    ],
+    ids=["none", "beside", "beside, of sgd", "at once", "in memory"],
+)
+def test_a_copy_of_the_state_waits_to_be_written(checkpoint: CheckpointSpec, optim: str, held: float) -> None:
+    planned = made(checkpoint=checkpoint, optim=OptimSpec(lr=1.0, name=optim))  # type: ignore[arg-type]
+    assert copy_bytes(planned) == held * (4 * BLOCK + OUTSIDE)
+    assert predicted(planned, RAW).memory["checkpoint copy"] == copy_bytes(planned)
+
+
+def test_no_probe_speaks_of_other_devices_families_or_of_adapters() -> None:
+    planned = made()
+    assert not is_predictable(replace(planned, device="cuda"))
+    assert not is_predictable(replace(planned, num_nodes=2))
+    assert not is_predictable(replace(planned, offload="optimizer"))
+    assert not is_predictable(made(lora=LoraSpec(rank=2)))
+    assert not is_predictable(made(model=HybridModel(64, 512, 2)))
+    for axis in ("cp", "pp", "ep"):
+        assert not is_predictable(replace(planned, layout=replace(planned.layout, **{axis: 2})))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from trainspec_cli.planner.capacity import efficiency_of
+from trainspec_cli.planner.memory.predict import predict_memory
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.planner.this_machine import device_limit_bytes, is_known, predict_device, setup_of
 from trainspec_cli.planner.time.step import estimate_step
@@ -16,7 +17,7 @@ from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import LayoutSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
-from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
+from trainspec_cli.spec.recipe.run import PrecisionSpec, RunSpec, TrainSection
 
 H100S = Machine("node", 64, 2**40, gpu_names=("NVIDIA H100 80GB HBM3",) * 8, gpu_memory_bytes=80 * 2**30, bf16=True)
 SPEC = RunSpec(
@@ -35,7 +36,11 @@ def test_the_layout_that_will_run_is_predicted() -> None:
     assert prediction.step_time_s == pytest.approx(
         estimate_step(setup_of(planned, H100S), efficiency_of(SPEC.cluster)).total_s
     )
-    assert 0 < prediction.time_s["forward"] < prediction.time_s["backward"]
+    time = estimate_step(setup_of(planned, H100S), efficiency_of(SPEC.cluster))
+    forward_s = prediction.time_s["forward"]
+    assert 0.3 < forward_s / (time.matmul_s + time.attention_s + time.memory_bound_s) < 0.4
+    assert (prediction.time_s["optimizer"], prediction.time_s["other"]) == (time.optimizer_s, time.host_s)
+    assert prediction.time_s["data_wait"] == time.data_s
     assert prediction.memory["optimizer"] == pytest.approx(8 * planned.params / 8, rel=0.01)
     assert prediction.needed_bytes > prediction.peak_memory_bytes
 
@@ -53,3 +58,33 @@ def test_the_catalogue_must_describe_the_gpu() -> None:
     assert is_known(planned, H100S)
     assert not is_known(planned, replace(H100S, gpu_names=("Abacus-9000",) * 8))
     assert not is_known(replace(planned, device="cpu"), H100S)
+
+
+def test_a_plans_own_settings_are_predicted() -> None:
+    planned = replace(plan(SPEC, H100S), micro_batch_size=2, grad_accum_steps=3, recompute="full", offload="optimizer")
+    setup = setup_of(planned, H100S)
+    assert (setup.layout, setup.micro_batch_size, setup.grad_accum) == (planned.layout, 2, 3)
+    assert (setup.compute, setup.matmul, setup.recompute.full, setup.offload_optimizer) == ("bf16", "bf16", True, True)
+    assert (setup.software.weight_bytes, setup.software.master_bytes) == (4, 0)
+    assert (setup.fabric.num_devices, setup.fabric.devices_per_node, setup.fabric.chip.memory_gb) == (8, 8, 80)
+    whole = replace(planned, layout=replace(planned.layout, zero_stage=1), compute="fp32", offload="none")
+    setup = setup_of(whole, H100S)
+    assert (setup.software.weight_bytes, setup.software.master_bytes) == (2, 4)
+    assert (setup.matmul, setup.offload_optimizer) == ("fp32", False)
+    eight = replace(planned, spec=replace(SPEC, precision=PrecisionSpec(matmul="fp8")))
+    assert setup_of(eight, H100S).matmul == "fp8"
+
+
+def test_causes_of_a_devices_memory() -> None:
+    planned = plan(SPEC, H100S)
+    (memory,) = predict_memory(setup_of(planned, H100S), "none")
+    found = predict_device(planned, H100S)
+    assert found.memory == {
+        "parameters": memory.parameters_bytes,
+        "gradients": memory.gradients_bytes,
+        "optimizer": memory.optimizer_bytes,
+        "activations": memory.activations_bytes,
+        "logits": memory.logits_bytes,
+        "collectives": memory.comm_buffers_bytes,
+    }
+    assert found.needed_bytes == pytest.approx(memory.total_bytes)

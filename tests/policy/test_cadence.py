@@ -40,6 +40,18 @@ def test_daly_approaches_young_where_checkpoints_are_cheap() -> None:
     assert daly_interval_s(1e-3, 1e6) == pytest.approx(young_interval_s(1e-3, 1e6), rel=1e-4)
 
 
+def test_daly_by_its_formula() -> None:
+    """C / 2M is 0.04, its root 0.2; the first order gives 40."""
+    assert daly_interval_s(checkpoint_s=8, mtbf_s=100) == pytest.approx(40 * (1 + 0.2 / 3 + 0.04 / 9) - 8)
+
+
+def test_efficiency_without_failures_and_with_restarts_as_long_as_the_time_between_them() -> None:
+    assert expected_efficiency(90, 10, restart_s=5, mtbf_s=1e9) == pytest.approx(0.9, rel=1e-6)
+    long, none = (expected_efficiency(90, 10, restart_s, mtbf_s=1000) for restart_s in (1000, 0))
+    assert none / long == pytest.approx(math.e)
+    assert none == pytest.approx(0.09 / (math.exp(0.1) - 1))
+
+
 def test_checkpoints_dearer_than_two_failures_are_written_once_a_failure() -> None:
     assert daly_interval_s(checkpoint_s=500, mtbf_s=200) == 200
 

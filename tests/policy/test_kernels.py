@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -48,6 +49,32 @@ def test_no_number_is_wrong() -> None:
 def test_less_than_the_margin_is_not_faster() -> None:
     near = 1 - MARGIN / 2
     assert judge_operation([{TORCH: DEFAULT, "x": trial(near, near, near)}])["x"].verdict == "not faster"
+
+
+@pytest.mark.parametrize(
+    ("ratios", "verdict"),
+    [((0.5, 0.6, 0.99), "chosen"), ((0.5, 0.6, 1.0), "not faster"), ((1 - MARGIN,) * 3, "chosen"), ((0.5,), "chosen")],
+    ids=["mostly faster", "as slow at times", "just the margin", "one round"],
+)
+def test_a_quarter_of_the_rounds_may_not_be_slower(ratios: tuple[float, ...], verdict: str) -> None:
+    figure = judge_operation([{TORCH: DEFAULT, "x": trial(*ratios)}])["x"]
+    assert (figure.verdict, figure.error, figure.allowed_error) == (verdict, 1e-3, 8e-3)
+    assert figure.quartiles == (min(ratios), max(ratios))
+
+
+def test_the_strictest_process_and_the_largest_error_count() -> None:
+    """An error as large as what is allowed is right."""
+    first, second = KernelTrial((0.5, 0.6), 2e-3, 9e-3), KernelTrial((0.7, 0.8), 5e-3, 5e-3)
+    default = KernelTrial((1.0, 1.0), 0.0, 1.0)
+    figure = judge_operation([{TORCH: default, "x": first}, {TORCH: default, "x": second}])["x"]
+    assert (figure.verdict, figure.error, figure.allowed_error, figure.ratio) == (
+        "chosen",
+        5e-3,
+        5e-3,
+        pytest.approx(0.65),
+    )
+    assert judge_operation([{TORCH: default, "x": replace(second, error=None)}])["x"].verdict == "wrong"
+    assert judge_operation([{TORCH: default, "x": replace(second, allowed_error=None)}])["x"].verdict == "wrong"
 
 
 def test_a_gain_that_comes_and_goes_is_none() -> None:

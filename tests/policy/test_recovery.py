@@ -188,6 +188,15 @@ TABLE: list[tuple[str, RunState, Event, list[str], tuple[Action, ...]]] = [
      (Inform("node 1 (b) came back and stays away: no GPU"),)),
     ("no agent could be started of several groups", a_run(WAITING, WAITING), AgentsFailed(3), ["waiting", "waiting"],
      (Refuse("agents_failed", "what starts the nodes' agents ended with exit code 3"),)),
+    ("a node comes unfit while its group waits", a_run(RUNNING, WAITING), NodeUnfit(1, "b", "no GPU"),
+     ["running", "waiting"], (Inform("node 1 (b) came back and stays away: no GPU"),)),
+    ("an unfit node that has no name yet", PAIR, NodeUnfit(1, "", "no GPU"), ["running", "running"],
+     (Inform("node 1 came back and stays away: no GPU"),)),
+    ("a node is lost whose group waits already", a_run(RUNNING, WAITING), NodeLost(1, "b", "off", (1,)),
+     ["running", "waiting"], ()),
+    ("a node is lost whose group has ended well", a_run(RUNNING, DONE), NodeLost(1, "b", "off", (1,)),
+     ["running", "done"], ()),
+    ("agents that ended when one group ran", a_run(RUNNING, WAITING), AgentsFailed(3), ["running", "waiting"], ()),
     ("agents that ended when groups ran", PAIR, AgentsFailed(3), ["running", "running"], ()),
     ("the rendezvous server is back", PAIR, RendezvousRestarted(), ["running", "running"],
      (Inform("the rendezvous server ended; it starts again"),)),
@@ -254,6 +263,34 @@ def test_the_newest_checkpoint_is_what_the_next_start_has_to_surpass() -> None:
     assert state.groups[0].checkpoint_step == 20
     state, _ = next_action(state, ended(own_error=True, from_outside=False, checkpoint_step=20))
     assert state.is_over
+
+
+def test_nothing_has_happened_to_a_run_that_begins() -> None:
+    group = GroupState("waiting", "awaited", 0, (), -math.inf, math.inf, 0, False, 0, 0.0, 0.0)
+    assert begin(RESTART, 2, GRACE_S, 7) == RunState(
+        *(RESTART, (group, group), GRACE_S, 7),
+        now_s=0.0,
+        deadline_s=math.inf,
+        stop_requested=False,
+        stopping=False,
+        killed=False,
+        has_begun=False,
+        has_stepped=False,
+        expected_groups=0,
+        given_up="",
+        last_failure="their nodes did not come",
+        exit_code=None,
+    )
+    assert begin(RESTART) == begin(RESTART, 1, 0.0, 0, "awaited")
+
+
+def test_an_end_says_nothing_that_was_not_seen() -> None:
+    """Without checkpoint and without a word, a run is not started again; a group that fails is."""
+    assert next_action(ALONE, GroupEnded(0, done=False))[0].is_over
+    after, actions = next_action(PAIR, GroupEnded(0, done=False))
+    assert after.groups[0].phase == "waiting"
+    assert actions == (ArchiveErrors(0), Inform("group 0: ; it starts again"))
+    assert GroupEnded(0, done=False) == GroupEnded(0, False, "", None, False, False, False, 0, ())
 
 
 def test_a_first_start_is_no_restart() -> None:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trainspec_cli.policy.reliability import durations, rollback_mtbf_s
+from trainspec_cli.policy.reliability import durations, job_mtbf_s, rollback_mtbf_s
 from trainspec_cli.spec.recipe.cluster import ReliabilitySpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 
@@ -16,6 +16,17 @@ def test_healing_takes_as_long_as_copying_the_state() -> None:
     takes = durations(ReliabilitySpec(heal_gb_per_s=5), state_bytes_per_device=50e9, load_s=30)
     assert takes.heal_s == pytest.approx(10)
     assert takes.restart_s - takes.group_return_s == pytest.approx(30 - 10)
+
+
+def test_each_way_back_takes_its_own_times() -> None:
+    spec = ReliabilitySpec(detect_s=1, swap_s=20, start_s=300, heal_gb_per_s=2)
+    takes = durations(spec, state_bytes_per_device=8e9, load_s=5000)
+    assert (takes.restart_s, takes.group_return_s) == (5321, 325)
+
+
+def test_twice_the_devices_fail_twice_as_often() -> None:
+    cluster = ReliabilitySpec(mtbf_device_hours=100)
+    assert [job_mtbf_s(cluster, devices) for devices in (1, 50, 100)] == [360_000, 7200, 3600]
 
 
 def test_an_elastic_run_goes_back_to_a_checkpoint_only_after_job_wide_failures() -> None:

@@ -1,8 +1,16 @@
+import json
 import math
 
 import pytest
 
-from trainspec_cli.rundir.accounting import Recovery, account, measure_throughput, read_recoveries
+from trainspec_cli.rundir.accounting import (
+    Recovery,
+    WallTime,
+    account,
+    account_run,
+    measure_throughput,
+    read_recoveries,
+)
 from trainspec_cli.rundir.event_types import (
     EVENT_TYPES,
     CheckpointEvent,
@@ -12,6 +20,7 @@ from trainspec_cli.rundir.event_types import (
     StartEvent,
     StepEvent,
 )
+from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import ABSENT, to_plain
 
 
@@ -161,3 +170,97 @@ def test_the_log_has_the_cost_of_a_group_that_left():
 def test_a_restart_stalls_from_the_last_step_to_the_first_new_one():
     events = [one_step(7, 100.0), restart(101.0, step=7, lost_steps=3), one_step(5, 121.0), one_step(6, 122.0)]
     assert read_recoveries(events) == [Recovery("restart", None, 7, 20.0, 3)]
+
+
+def test_clocks_that_differ_by_their_jitter_take_from_the_steps_and_make_no_negative_time():
+    """The steps say 4.2 s, and 4 s passed."""
+    check(
+        [start(0), *steps(1, 4, begin=0, seconds=1.0)[:3], one_step(4, 4.0, 1.2)], [mark("launch", 0)], 4, productive=4
+    )
+
+
+def test_two_failures_and_the_second_attempt_is_lost_in_part():
+    """The first attempt loses what the third made again too: 6 to 8 count once."""
+    events = [
+        *(start(0), *steps(1, 8, begin=0), restart(10, step=8)),
+        *(start(12, step=5), *steps(6, 9, begin=12), restart(18, step=9)),
+        *(start(20, step=4), *steps(5, 10, begin=20), end(27)),
+    ]
+    marks = [mark("launch", 0), *(mark("failure", 9), mark("ended", 9.5), mark("launch", 11))]
+    marks += [*(mark("failure", 17), mark("ended", 17.5), mark("launch", 19)), mark("ended", 28)]
+    check(
+        events,
+        marks,
+        wall_s=28,
+        productive=4 + 6,
+        recomputed=4 + 4,
+        detection=1 + 1,
+        recovery=(0.5 + 1.5 + 1) + (0.5 + 1.5 + 1),
+        other=2,
+    )
+
+
+def test_a_checkpoint_that_was_written_beside_the_steps_held_nothing_up():
+    events = [
+        start(0),
+        *steps(1, 2, begin=0),
+        CheckpointEvent(time=2, step=2, path="p", bytes=1, seconds=0.5, written_s=9.0, waited_s=ABSENT),
+        *steps(3, 4, begin=2),
+        CheckpointEvent(time=5, step=4, path="p", bytes=1, seconds=0.5, written_s=9.0, waited_s=0.75),
+    ]
+    check(events, [mark("launch", 0)], wall_s=5, productive=4, checkpoint=0.75, other=0.25)
+
+
+def test_a_replica_group_that_takes_the_log_over_begins_no_new_attempt():
+    """Its `start` follows no launch of the supervisor's."""
+    events = [start(2), *steps(1, 4, begin=2), start(6.5, step=4), *steps(5, 8, begin=7), end(11)]
+    check(events, [mark("launch", 1)], wall_s=10, start_up=1, productive=8, other=1)
+
+
+def test_without_marks_every_start_is_an_attempt():
+    events = [start(2), *steps(1, 4, begin=2), end(6), start(16, step=4), *steps(5, 8, begin=16)]
+    check(events, [], wall_s=18, productive=8, idle=10)
+
+
+def test_a_run_that_ended_does_not_count_until_now():
+    events = [start(0), *steps(1, 3, begin=0), end(3)]
+    check(events, [mark("launch", 0), mark("ended", 4)], wall_s=4, now=100, productive=3, other=1)
+    check(events, [mark("launch", 0)], wall_s=3, now=2, productive=3)
+
+
+def test_a_run_folder_is_accounted_for_by_its_first_rank_and_its_supervisor(tmp_path):
+    run = RunDir(tmp_path)
+    run.events_folder.mkdir()
+    written = {
+        run.events(0): [start(2), *steps(1, 4, begin=2), end(6)],
+        run.events(1): [start(2), *steps(1, 9, begin=2)],
+        run.supervisor_events: [mark("launch", 0), mark("ended", 7)],
+    }
+    for path, events in written.items():
+        path.write_text("".join(json.dumps({"rank": 0, **to_plain(event)}) + "\n" for event in events))
+    found = account_run(run, now=1000)
+    assert found == WallTime(productive=4, start_up=2, other=1)
+    assert found.goodput == 4 / 7
+
+
+def test_a_stall_is_counted_once_and_until_the_first_new_step_began():
+    events = [
+        one_step(7, 100.0),
+        restart(101.0, step=7),
+        RecoveryEvent(time=110.0, step=7, change="joined", group=1, stall_s=0.5, lost_steps=None),
+        one_step(5, 121.0, seconds=4.0),
+        one_step(6, 122.0),
+        restart(123.0, step=6, lost_steps=1),
+    ]
+    assert read_recoveries(events) == [
+        Recovery("restart", None, 7, 17.0, 0),
+        Recovery("joined", 1, 7, 0.5, None),
+        Recovery("restart", None, 6, None, 1),
+    ]
+
+
+@pytest.mark.parametrize(("made", "over", "left_out"), [(3, 3, 0), (4, 1, 3), (5, 2, 3)])
+def test_the_first_three_steps_count_only_where_no_others_were_made(made, over, left_out):
+    got = measure_throughput(steps(1, made, begin=0), flops_per_token=1.0, peak_flops=0.0, world_size=1)
+    assert (got.steps, got.left_out, got.mfu) == (over, left_out, 0.0)
+    assert measure_throughput([], flops_per_token=1.0, peak_flops=1.0, world_size=1).tokens_per_s == 0.0

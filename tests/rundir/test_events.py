@@ -1,20 +1,32 @@
+import errno
 import json
 import math
+import os
 import subprocess
 import sys
 
 import pytest
 
 from trainspec_cli.reading.files import UnreadableFileError
+from trainspec_cli.rundir import events
 from trainspec_cli.rundir.event_types import EvalEvent, RetryEvent, SetFigures, StepEvent, UnknownEvent, WarningEvent
-from trainspec_cli.rundir.events import EventTail, EventWriter, read_events, read_log, read_sound, tail_events
+from trainspec_cli.rundir.events import (
+    EventTail,
+    EventWriter,
+    read_events,
+    read_log,
+    read_sound,
+    spoken_bytes,
+    tail_events,
+)
+from trainspec_cli.rundir.paths import RunDir
 
 STEP = {"grad_norm": 1.0, "tokens": 8, "step_time_s": 1.0, "time_s": {}, "skipped": False}
 
 
-def write(path, *events, rank=0):
+def write(path, *written, rank=0):
     writer = EventWriter(path, rank)
-    for event in events:
+    for event in written:
         writer.write(event)
     writer.close()
 
@@ -116,3 +128,103 @@ def test_a_tail_begins_at_the_end_and_passes_over_damage(damaged):
         file.write('{"type": "retry", "time": 1.0, "rank": 0, "step": null}\n')
     write(damaged, RetryEvent(step=9))
     assert [event.step for event in tail.read()] == [9]
+
+
+class FullDisk:
+    """Stands in for `os` in the writer: writes take no more than `room` bytes, then fail with `error`."""
+
+    def __init__(self, room, error=errno.ENOSPC):
+        self.room, self.error = room, error
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+    def write(self, descriptor, content):
+        if self.room <= 0:
+            raise OSError(self.error, os.strerror(self.error))
+        taken = os.write(descriptor, content[: self.room])
+        self.room -= taken
+        return taken
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_events_that_a_full_disk_does_not_take_are_written_when_there_is_room_again(tmp_path, monkeypatch, error):
+    path, disk = tmp_path / "e.jsonl", FullDisk(30, error)
+    writer = EventWriter(path, 0)
+    monkeypatch.setattr(events, "os", disk)
+    for step in range(3):
+        writer.write(RetryEvent(step=step))
+    assert path.stat().st_size == 30
+    assert list(read_log(path)) == []
+    disk.room = 10**6
+    writer.close()
+    assert [event.step for event in read_log(path)] == [0, 1, 2]
+
+
+def test_a_disk_that_stays_full_ends_the_run_when_too_much_waits(tmp_path, monkeypatch):
+    writer = EventWriter(tmp_path / "e.jsonl", 0)
+    monkeypatch.setattr(events, "os", FullDisk(0))
+    half = WarningEvent(step=1, message="x" * (events.KEPT_BYTES // 2))
+    writer.write(half)
+    with pytest.raises(OSError, match="No space left"):
+        writer.write(half)
+
+
+def test_another_error_of_the_disk_is_raised_at_once(tmp_path, monkeypatch):
+    writer = EventWriter(tmp_path / "e.jsonl", 0)
+    monkeypatch.setattr(events, "os", FullDisk(0, errno.EIO))
+    with pytest.raises(OSError, match="Input/output error"):
+        writer.write(RetryEvent(step=1))
+
+
+def test_a_file_that_ends_in_a_whole_line_gets_no_empty_one(tmp_path):
+    path = tmp_path / "e.jsonl"
+    write(path, RetryEvent(step=1))
+    write(path, RetryEvent(step=2))
+    assert path.read_bytes().count(b"\n") == 2
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_tail_of_a_file_that_does_not_exist_yet(tmp_path):
+    tail = EventTail(tmp_path / "e.jsonl")
+    assert tail.read() == []
+    write(tmp_path / "e.jsonl", RetryEvent(step=1))
+    assert [event.step for event in tail.read()] == [1]
+
+
+def test_the_first_workers_of_all_replica_groups_have_spoken(tmp_path):
+    run = RunDir(tmp_path)
+    assert spoken_bytes(run) == 0
+    for path, size in [
+        (run.events(0), 10),
+        (run.events(1), 1000),
+        (run.group_events(0, 0), 200),
+        (run.group_events(1, 0), 3),
+        (run.group_events(1, 1), 1000),
+        (run.supervisor_events, 1000),
+    ]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x" * size)
+    assert spoken_bytes(run) == 213
+
+
+def test_the_end_of_a_long_file_is_read_without_its_cut_line(tmp_path):
+    path = tmp_path / "e.jsonl"
+    write(path, *(RetryEvent(step=step) for step in range(5)))
+    line_bytes = len(path.read_bytes().splitlines(keepends=True)[-1])
+    assert [event.step for event in read_log(path, last_bytes=2 * line_bytes + line_bytes // 2)] == [3, 4]
+    assert list(read_log(tmp_path / "none.jsonl")) == []
+    write(path, WarningEvent(step=9, message="x" * events.TAIL_BYTES), RetryEvent(step=10))
+    assert [event.step for event in tail_events(path)] == [10]
+    with path.open("a") as file:
+        file.write('{"type": "retry", "time": 1.0, "rank": 0, "step": "two"}\n[1]\n')
+    with pytest.raises(UnreadableFileError) as caught:
+        list(read_log(path, last_bytes=200))
+    assert caught.value.problems[0].line is None
+
+
+def test_an_event_has_its_writers_time_and_rank_whatever_it_held_before(tmp_path):
+    write(tmp_path / "e.jsonl", RetryEvent(step=1, time=5.0, rank=7), rank=2)
+    (event,) = read_log(tmp_path / "e.jsonl")
+    assert event.rank == 2
+    assert event.time > 5.0

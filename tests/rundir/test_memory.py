@@ -5,7 +5,16 @@ import pytest
 from trainspec_cli.errors import MachineError
 from trainspec_cli.rundir import memory
 from trainspec_cli.rundir.files import read_json, write_json
-from trainspec_cli.rundir.memory import find_copies, make_memory_folder, memory_folder, newest_copy, own_folders
+from trainspec_cli.rundir.memory import (
+    Copies,
+    find_copies,
+    list_copies,
+    make_memory_folder,
+    memory_folder,
+    newest_copy,
+    own_folders,
+    remove_copies,
+)
 from trainspec_cli.rundir.paths import RunDir
 
 
@@ -91,3 +100,34 @@ def test_a_user_sees_whose_the_folders_are_and_no_others(shm, make_run, stranger
     (shm / "trainspec-own-link").symlink_to(folders[0])
     assert sorted(own_folders()) == sorted(folders)
     assert {read_json(folder / memory.OWNER)["run"].rpartition("/")[2] for folder in own_folders()} == {"one", "two"}
+
+
+def test_copies_are_listed_with_their_run_step_and_size_the_largest_first(shm, make_run):
+    small, large = make_run("a", "small"), make_run("a", "large")
+    (shm / "trainspec-cut-short").mkdir()
+    for run, steps, blocks in ((small, (4, 6), 1), (large, (), 40)):
+        folder = make_memory_folder(run)
+        for slot, step in enumerate(steps):
+            write_json(folder / f"slot{slot}" / "rank00000.json", {"about": {"step": step}})
+        (folder / "slot0").mkdir(exist_ok=True)
+        (folder / "slot0" / "rank00000.safetensors").write_bytes(b"x" * 4096 * blocks)
+    first, second, third = list_copies()
+    assert first.run and second.run
+    assert (first.folder, first.run.root, first.step) == (memory_folder(large), large.root, 0)
+    assert (second.folder, second.run.root, second.step) == (memory_folder(small), small.root, 6)
+    assert third == Copies(shm / "trainspec-cut-short", None, 0, 0)
+    taken = [
+        sum(path.stat().st_blocks for path in copies.folder.rglob("*") if path.is_file()) for copies in (first, second)
+    ]
+    assert [first.bytes, second.bytes] == [512 * blocks for blocks in taken]
+    assert first.bytes >= 40 * 4096
+
+
+def test_a_runs_copies_are_removed_and_no_others(shm, make_run):
+    one, other = make_run("a", "one"), make_run("a", "other")
+    leave_copy(make_memory_folder(one), 6)
+    leave_copy(make_memory_folder(other), 8)
+    remove_copies(one)
+    remove_copies(one)
+    assert (find_copies(one), newest_copy(other)) == (None, 8)
+    assert newest_copy(RunDir(one.root / "nothing")) == 0

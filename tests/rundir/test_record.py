@@ -8,22 +8,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import MACHINE, SPEC
 
+from trainspec_cli.planner.plan import plan
 from trainspec_cli.reading.files import UnreadableFileError
 from trainspec_cli.rundir.accounting import Recovery, WallTime
 from trainspec_cli.rundir.event_types import SetFigures
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import (
+    NodeErrorRecord,
     Resume,
     RunRecord,
     RunResult,
+    WorkerErrorRecord,
     read_data_dir,
+    read_error,
+    read_max_steps,
+    read_plain_plan,
+    read_plan,
     read_result,
     read_run_record,
+    read_section,
+    write_error,
     write_result,
     write_run_record,
 )
+from trainspec_cli.spec.canonical import to_plain
 
 RECORD = RunRecord(
     recipe="tiny",
@@ -126,3 +137,91 @@ def test_a_damaged_result_is_reported(run: RunDir) -> None:
     write_json(run.result_json, {"exit_code": 0})
     with pytest.raises(UnreadableFileError, match="it has no `status`"):
         read_result(run)
+
+
+@pytest.mark.parametrize(("data_dir", "found"), [("/data", "/data"), (None, None)])
+def test_a_run_says_where_its_data_lies(run: RunDir, data_dir: str | None, found: str | None) -> None:
+    write_run_record(run, replace(RECORD, data_dir=data_dir))
+    assert read_data_dir(run) == found
+
+
+def test_a_run_that_does_not_say_where_its_data_lies_is_refused(run: RunDir) -> None:
+    write_json(run.run_json, {"recipe": "tiny", "created_at": 1.0})
+    with pytest.raises(UnreadableFileError, match=r"run\.json has no `data_dir`; text or null is needed"):
+        read_data_dir(run)
+
+
+def test_a_plan_is_read_back(run: RunDir) -> None:
+    made = plan(SPEC, MACHINE)
+    write_json(run.plan_json, to_plain(made))
+    assert read_plan(run) == made
+    assert read_max_steps(run) == 1
+    assert read_section(run, "train")["max_steps"] == 1
+    assert read_section(run, "colour") == {}
+
+
+def test_a_plan_of_another_version_is_refused_with_what_is_wrong(run: RunDir) -> None:
+    write_json(run.plan_json, {"spec": {"train": {"max_steps": 9}}})
+    with pytest.raises(UnreadableFileError, match=r"plan\.json is no plan of this version") as caught:
+        read_plan(run)
+    assert caught.value.problems[0].hint == "it is damaged, or another version of trainspec wrote it"
+    assert read_max_steps(run) == 9
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ({}, "has no `spec`; an object is needed"),
+        ({"spec": {"train": 7}}, "has no section `spec.train`"),
+        ({"spec": {"train": {"max_steps": "many"}}}, "has 'many' as `max_steps`; a whole number is needed"),
+    ],
+)
+def test_a_damaged_plan_is_reported_whatever_its_version(run: RunDir, content: dict[str, Any], reason: str) -> None:
+    write_json(run.plan_json, content)
+    with pytest.raises(UnreadableFileError, match=reason):
+        read_plain_plan(run)
+
+
+@pytest.mark.parametrize(("spec", "steps"), [({}, None), ({"train": {}}, None), ({"train": {"max_steps": 3}}, 3)])
+def test_the_steps_of_a_run_of_any_version(run: RunDir, spec: dict[str, Any], steps: int | None) -> None:
+    assert (read_plain_plan(run), read_max_steps(run)) == ({}, None)
+    write_json(run.plan_json, {"spec": spec})
+    assert read_max_steps(run) == steps
+
+
+def test_a_section_that_is_no_object_is_reported(run: RunDir) -> None:
+    write_json(run.plan_json, {"spec": {"data": [1], "optim": None}})
+    with pytest.raises(UnreadableFileError, match=r"has a list as `spec\.data`; an object is needed"):
+        read_section(run, "data")
+    assert read_section(run, "optim") == {}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        WorkerErrorRecord(rank=3, host="h", type="E", message="m", traceback="t"),
+        WorkerErrorRecord(
+            rank=3,
+            host="h",
+            type="Hang",
+            message="m",
+            traceback="t",
+            time=5.5,
+            code="hang",
+            hint="x",
+            step=8,
+            exit_code=5,
+        ),
+        NodeErrorRecord(node=1, host="h", message="m", lost=True, time=7.0),
+        NodeErrorRecord(node=1, host="h", message="m", lost=False),
+    ],
+)
+def test_an_error_is_read_back(run: RunDir, error: WorkerErrorRecord | NodeErrorRecord) -> None:
+    write_error(run.error(3), error)
+    assert read_error(run.error(3), type(error)) == error
+
+
+def test_a_damaged_error_is_reported(run: RunDir) -> None:
+    write_json(run.node_error(1), {"node": 1, "host": "h", "message": "m", "lost": "yes"})
+    with pytest.raises(UnreadableFileError, match="is no error of a run: `lost` is 'yes'; true or false is needed"):
+        read_error(run.node_error(1), NodeErrorRecord)

@@ -34,7 +34,7 @@ def shown() -> StringIO:
 
 @pytest.fixture
 def console(shown: StringIO) -> RunConsole:
-    return RunConsole(file=shown)
+    return RunConsole(file=shown, width=200)
 
 
 @pytest.fixture

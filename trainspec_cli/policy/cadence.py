@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
+
+from trainspec_cli.spec.field_types import LARGEST_WHOLE
 
 
 def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
@@ -35,7 +36,10 @@ def checkpoint_interval_s(blocked_s: float, written_s: float, mtbf_s: float) -> 
 
 
 def checkpoint_interval_steps(interval_s: float, step_time_s: float) -> int:
-    """Return the nearest whole number of steps, at least one; for an infinite interval, more than any run has."""
+    """Return the nearest whole number of steps, at least one; for an infinite interval, more than any run has.
+
+    It is a number that a record may hold.
+    """
     if math.isinf(interval_s):
-        return sys.maxsize
+        return LARGEST_WHOLE
     return max(1, round(interval_s / step_time_s))

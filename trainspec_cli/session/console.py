@@ -61,8 +61,10 @@ class RunConsole(PrintableConsole):
     def stopping_run_without_reader(self) -> Iterator[None]:
         """A reader that goes away during the block asks the run to stop."""
         self.run_goes_on = True
-        yield
-        self.run_goes_on = False
+        try:
+            yield
+        finally:
+            self.run_goes_on = False
 
 
 def make_console(*, as_json: bool) -> RunConsole:

@@ -1,6 +1,7 @@
 """Weights from Hugging Face folders: the models that transformers itself makes and reads are the judge."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from trainspec_cli.engine.tools.export import export
 from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.huggingface.config import read_model, write_config
 from trainspec_cli.huggingface.tensors import parameters
+from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.results.tools import ExportRequest
 from trainspec_cli.spec.structure import build
@@ -167,3 +169,46 @@ def test_what_no_weight_can_hold_is_not_finite_either(hf_folder):
     plant(folder, "model.norm.weight", 1e300)
     with pytest.raises(MachineError, match=r"1 of 32 in model\.norm\.weight"):
         loaded(folder, model_of(folder))
+
+
+@pytest.fixture
+def sources(monkeypatch):
+    """load(InitSpec) -> what was read for it, by the second of three ranks."""
+    from types import SimpleNamespace
+
+    from trainspec_cli.engine.build import initial
+
+    read: list = []
+    manifest = SimpleNamespace(files=["a", "b", "c", "d", "e"])
+    monkeypatch.setattr(initial, "errors_together", nullcontext)
+    monkeypatch.setattr(initial, "load_folder", lambda *given: read.append(("folder", *given)))
+    monkeypatch.setattr(initial, "load_weights", lambda *given: read.append(("weights", *given)))
+    monkeypatch.setattr(initial, "read_manifest", lambda folder: manifest)
+    monkeypatch.setattr(initial, "verify_files", lambda *given: read.append(("verified", *given)))
+    monkeypatch.setattr(initial.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(initial.dist, "get_world_size", lambda: 3)
+    model = DecoderModel(1, 8, 1, 1, 8, 8, 8)
+    state = SimpleNamespace(shares="shares", held="held")
+
+    def load(init):
+        initial.load_initial(SimpleNamespace(spec=SimpleNamespace(init=init, model=model)), state)
+        return read
+
+    return load, model
+
+
+def test_weights_come_from_a_folder_or_a_runs_newest_checkpoint_or_the_seed(sources, tmp_path):
+    """Each rank verifies its own part of the files."""
+    from types import SimpleNamespace
+
+    load, model = sources
+    assert load(SimpleNamespace(hugging_face=None, run=None)) == []
+    assert load(SimpleNamespace(hugging_face=tmp_path, run=None)) == [("folder", tmp_path, model, "shares")]
+    load, _ = sources
+    run = RunDir(tmp_path)
+    for step in (5, 12):
+        run.checkpoint(step).mkdir(parents=True)
+    found = load(SimpleNamespace(hugging_face=None, run=tmp_path))[1:]
+    steps = run.checkpoint_steps()
+    newest = run.checkpoint(steps[-1]) if steps else None
+    assert found == [("verified", newest, ["b", "e"]), ("weights", newest, "held")]

@@ -1,8 +1,11 @@
+import hashlib
+
+import pytest
 import torch
 
-from trainspec_cli.engine.build.train_state import allocate, materialise
+from trainspec_cli.engine.build.train_state import allocate, materialise, parameter_generator
 from trainspec_cli.engine.models.decoder import Decoder
-from trainspec_cli.engine.shares import Share
+from trainspec_cli.engine.shares import Cut, Share
 from trainspec_cli.spec.recipe.model import DecoderModel
 
 CPU = torch.device("cpu")
@@ -34,3 +37,47 @@ def test_matrices_differ_and_have_their_standard_deviation():
     assert abs(made_parameters["blocks.0.attention.q.weight"].std() / 0.02 - 1) < 0.1
     assert abs(made_parameters["blocks.0.ffn.down.weight"].std() / (0.02 / 2) - 1) < 0.1
     assert torch.equal(made_parameters["norm.weight"], torch.ones(64))
+
+
+def test_a_parameters_generator_is_seeded_by_the_runs_seed_and_its_name():
+    """By the first eight bytes of SHA-256: checkpoints of the same seed begin alike, now and later."""
+    digest = hashlib.sha256(b"17/blocks.0.ffn.up.weight").digest()
+    generator = parameter_generator(17, "blocks.0.ffn.up.weight", CPU)
+    assert generator.initial_seed() == int.from_bytes(digest[:8], "big") // 2
+
+
+def test_a_rank_with_a_part_has_that_part_of_the_whole():
+    whole = made(5)
+    with torch.device("meta"):
+        model = Decoder(MODEL, 8)
+        part = torch.nn.Parameter(torch.empty(32, 96))
+        model.blocks["1"].ffn.down.weight = part
+    allocate(model, CPU, offload=False)
+    cut = Cut(0, 64, 1, 2, group=None)  # type: ignore[arg-type]
+    name = "blocks.1.ffn.down.weight"
+    shares = [Share(n, p, cut if n == name else None) for n, p in model.named_parameters()]
+    positions = torch.tensor([6, 7, 0, 1])
+    materialise(model, shares, CPU, 5, positions)
+    found = dict(model.named_parameters())
+    assert torch.equal(found[name], whole[name][32:])
+    assert torch.equal(found["embed.weight"], whole["embed.weight"])
+    assert model.positions_S.tolist() == [6, 7, 0, 1]
+
+
+def test_without_positions_a_rank_has_all_of_them():
+    with torch.device("meta"):
+        model = Decoder(MODEL, 8)
+    allocate(model, CPU, offload=False)
+    materialise(model, [], CPU, 5)
+    assert model.positions_S.tolist() == list(range(8))
+
+
+@pytest.mark.parametrize(("offload", "parameters"), [(True, "cpu"), (False, "meta")])
+def test_offloaded_parameters_stay_in_host_memory_and_buffers_do_not(offload, parameters):
+    """meta stands for a device of its own."""
+    with torch.device("meta"):
+        model = Decoder(MODEL, 8)
+    allocate(model, torch.device("meta"), offload=offload)
+    assert {parameter.device.type for parameter in model.parameters()} == {parameters}
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
+    assert len(list(model.buffers())) == 3

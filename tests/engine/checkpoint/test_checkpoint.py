@@ -1,6 +1,7 @@
 """Checkpoints of a small model in this process; killed and resumed runs are in tests/integration."""
 
 import contextlib
+import hashlib
 import json
 import os
 import resource
@@ -26,10 +27,12 @@ from trainspec_cli.engine.checkpoint.manifest import (
 )
 from trainspec_cli.engine.checkpoint.parts import Held, TensorPart, choose_owners
 from trainspec_cli.engine.checkpoint.saver import Saver
-from trainspec_cli.engine.checkpoint.store import fill_parts, load_newest, load_weights, read_weights
+from trainspec_cli.engine.checkpoint.store import files_needed, fill_parts, load_newest, load_weights, read_weights
 from trainspec_cli.engine.optim.optimizer import build_optimizer, guarded_update
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.errors import MachineError, RecipeError
+from trainspec_cli.environment_names import GENERATION
+from trainspec_cli.errors import MachineError, RecipeError, WorkerError
+from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.optim import OptimSpec
 
@@ -477,3 +480,173 @@ def test_a_link_in_the_place_of_a_file_is_refused(tmp_path):
     file.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(MachineError, match=f"step_00000003/{NAME} is a link"):
         load_newest(RunDir(tmp_path), trained(), CPU)
+
+
+# What else may be wrong
+
+
+def test_a_tensor_that_the_checkpoint_lacks_is_named(tmp_path):
+    save(RunDir(tmp_path), trained(), 3)
+    whole = read_manifest(RunDir(tmp_path).checkpoint(3))
+    with pytest.raises(MachineError, match=r"it holds no model\.other: it is of another model or optimizer"):
+        fill_parts(tmp_path, whole, [TensorPart.whole("model.other", torch.zeros(2))])
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 100])
+def test_a_file_that_is_not_safetensors_is_refused_by_name(tmp_path, content):
+    (tmp_path / NAME).write_bytes(content)
+    entry = TensorEntry((2,), "F32", (Chunk(NAME, (0,), (2,)),))
+    whole = CheckpointManifest(about(1), 1, (), {"w": entry})
+    with pytest.raises(MachineError, match=f"checkpoint refused: .*{NAME} cannot be read"):
+        fill_parts(tmp_path, whole, [TensorPart.whole("w", torch.zeros(2))])
+
+
+@pytest.mark.parametrize("wrong", [("offsets", -1), ("shape", -1), ("full", -1), (None, 0)])
+def test_a_negative_size_is_refused(wrong):
+    sizes = {"offsets": 0, "shape": 1, "full": 1} | dict([wrong] if wrong[0] else [])
+    chunk = {"file": NAME, "offsets": [sizes["offsets"]], "shape": [sizes["shape"]]}
+    tensors = {"w": {"shape": [sizes["full"]], "dtype": "F32", "chunks": [chunk]}}
+    content = {"file": {"name": NAME, "bytes": 1, "sha256": "0"}, "tensors": tensors}
+    if wrong[0] is None:
+        assert manifest.part_from(content).tensors["w"].shape == (1,)
+        return
+    with pytest.raises(ValueError, match="holds a negative size"):
+        manifest.part_from(content)
+
+
+def test_the_files_that_hold_some_of_the_parts_are_needed_and_no_others():
+    chunks = tuple(Chunk(files.file_name(rank), (2 * rank, 0), (2, 4)) for rank in range(3))
+    scalar = TensorEntry((), "F32", (Chunk(files.file_name(5), (), ()),))
+    whole = CheckpointManifest(about(1), 3, (), {"w": TensorEntry((6, 4), "F32", chunks), "step": scalar})
+    rows = TensorPart("w", torch.zeros(2, 4), (3, 0), (6, 4))
+    assert files_needed(whole, [rows]) == {files.file_name(1), files.file_name(2)}
+    assert files_needed(whole, [TensorPart("w", torch.zeros(2, 4), (2, 0), (6, 4))]) == {files.file_name(1)}
+    count = TensorPart.whole("step", torch.zeros(()))
+    assert files_needed(whole, [count, TensorPart.whole("new", torch.zeros(2))]) == {files.file_name(5)}
+
+
+def test_tensors_come_in_the_order_of_their_names_and_without_empty_ones():
+    class Unsorted(Held):
+        def _parts(self):
+            for name, offset, size in (("b", 4, 1), ("a", 2, 2), ("c", 0, 0), ("a", 0, 3)):
+                yield TensorPart(name, torch.zeros(size), (offset,), (9,))
+
+    held = Unsorted([], [], None)
+    assert [tensor.numel() for tensor in held.tensors()] == [3, 2, 1]
+    assert [part.name for part in held.parts()] == ["b", "a", "a"]
+
+
+@pytest.mark.parametrize("token", ["", "0123456", "0123456g", "../../ab", "0123456789"])
+def test_a_token_is_a_hexadecimal_number(token):
+    assert saver._read_token("0123abcd") == "0123abcd"
+    with pytest.raises(ValueError, match="not a hexadecimal number"):
+        saver._read_token(token)
+
+
+def test_a_rank_that_never_reports_counts_as_failed(tmp_path, monkeypatch):
+    """Time passes as rank 0 sleeps."""
+    now = [50.0]
+    stand_in = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + 100.0))
+    monkeypatch.setattr(files, "time", stand_in)
+    files.write_json(tmp_path / "rank00000.failed.json", {"rank": 0, "message": "no room"})
+    (tmp_path / "rank00001.json").touch()
+    found = files._await_parts(tmp_path, 4)
+    assert found == ["rank 0: no room", "rank 2 has not reported for 1800 s"]
+    assert 1850.0 < now[0] < 2000.0
+
+
+def test_what_cannot_be_published_leaves_nothing_half_written(tmp_path, monkeypatch):
+    run_dir, held = RunDir(tmp_path), trained()
+    save(run_dir, held, 1)
+
+    def no_room(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "write_manifest", no_room)
+    (saved,) = save(run_dir, held, 2)
+    assert isinstance(saved.error, MachineError)
+    (problem,) = saved.error.problems
+    assert problem.message == "the checkpoint of step 2 could not be written: rank 0: No space left on device"
+    assert (problem.code, problem.hint) == (
+        "cannot_save",
+        "free some space, or lower checkpoint.keep_last; earlier checkpoints are intact",
+    )
+    assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step_00000001"]
+
+
+@pytest.mark.parametrize("way", ["save", "begin", "commit"])
+def test_a_worker_of_an_older_start_publishes_nothing(tmp_path, monkeypatch, way):
+    run_dir = RunDir(tmp_path)
+    monkeypatch.setenv(GENERATION, str(generations.begin(run_dir)))
+    made = Saver(run_dir, trained(), CPU, keep_last=2)
+    if way == "commit":
+        newer = files.leave_part
+        monkeypatch.setattr(files, "leave_part", lambda *part: (newer(*part), generations.begin(run_dir)))
+    else:
+        generations.begin(run_dir)
+    with pytest.raises(WorkerError, match="start 2 owns the run now"):
+        made.save(about(3)) if way != "begin" else (made.begin(about(3)), made.wait())
+    assert run_dir.checkpoint_steps() == []
+
+
+def test_an_image_holds_the_widest_elements_first_each_aligned(tmp_path):
+    parts = [
+        TensorPart.whole("flag", torch.tensor([True, False, True])),
+        TensorPart.whole("b", torch.arange(3, dtype=torch.bfloat16)),
+        TensorPart.whole("count", torch.tensor(7)),
+        TensorPart.whole("a", torch.arange(3, dtype=torch.bfloat16)),
+    ]
+    image = plan_image(parts)
+    assert [part.name for part in image.parts] == ["count", "a", "b", "flag"]
+    assert len(image.header) % 8 == 0
+    assert image.starts == tuple(len(image.header) + offset for offset in (0, 8, 14, 20))
+    assert image.bytes == len(image.header) + 23
+    buffer = torch.zeros(image.bytes, dtype=torch.uint8)
+    image.put_header(buffer)
+    image.fill(buffer, image.parts)
+    assert bytes(buffer.tolist()) == b"".join(bytes(view) for view in image.stream(image.parts))
+    digest = files.write_file(tmp_path / "x", image.stream(image.parts))
+    assert digest == manifest.digest_file(tmp_path / "x") and digest.bytes == image.bytes
+    with safe_open(tmp_path / "x", framework="pt") as file:
+        found = {part.name: file.get_tensor(part.name).tolist() for part in parts}
+    assert found == {"count": 7, "a": [0.0, 1.0, 2.0], "b": [0.0, 1.0, 2.0], "flag": [True, False, True]}
+    (entry,) = plan_image([TensorPart("w", torch.zeros(2, 3), (4, 0), (8, 3))]).entries("f").values()
+    assert entry == TensorEntry((8, 3), "F32", (Chunk("f", (4, 0), (2, 3)),))
+
+
+def test_a_large_file_is_written_in_pieces_and_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "PIECE_BYTES", 7)
+    content = bytes(range(100))
+    digest = files.write_file(tmp_path / "x", [memoryview(content[:40]), memoryview(content[40:])])
+    assert (tmp_path / "x").read_bytes() == content
+    assert (digest.name, digest.bytes, digest.sha256) == ("x", 100, hashlib.sha256(content).hexdigest())
+
+
+def test_generators_are_restored_only_by_the_same_number_of_ranks(tmp_path):
+    save(RunDir(tmp_path), trained(), 3)
+    rewrite(RunDir(tmp_path).checkpoint(3), world_size=2)
+    held = trained(3)
+    torch.manual_seed(5)
+    expected = torch.randn(3)
+    torch.manual_seed(5)
+    load_newest(RunDir(tmp_path), held, CPU)
+    assert torch.equal(torch.randn(3), expected)
+
+
+def test_weights_alone_leave_the_optimizer_as_it_is_and_new_adapters_too(tmp_path):
+    saved = trained()
+    save(RunDir(tmp_path), saved, 3)
+    held = trained(1)
+    moments = [held.optimizer.state[share.local]["exp_avg"].clone() for share in held.shares]
+    adapter = Share("0.lora_a", torch.nn.Parameter(torch.full((2, 2), 9.0)))
+    load_weights(RunDir(tmp_path).checkpoint(3), Held([*held.shares, adapter], held.modules, held.optimizer))
+    for name in ("0.weight", "1.running_var"):
+        assert torch.equal(held.modules[0].state_dict()[name], saved.modules[0].state_dict()[name])
+    for share, before in zip(held.shares, moments, strict=True):
+        assert torch.equal(held.optimizer.state[share.local]["exp_avg"], before)
+    assert adapter.local.eq(9.0).all()
+    whole = read_weights(RunDir(tmp_path).checkpoint(3), {"0.weight": (7, 5)})
+    assert whole.keys() == {"0.weight"} and torch.equal(whole["0.weight"], saved.modules[0][0].weight)
+    other = Share("0.gate", torch.nn.Parameter(torch.zeros(2, 2)))
+    with pytest.raises(MachineError, match=r"it holds no model\.0\.gate"):
+        load_weights(RunDir(tmp_path).checkpoint(3), Held([*held.shares, other], held.modules, held.optimizer))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,14 @@ import torch
 import torch.distributed as dist
 
 from trainspec_cli.engine.elastic import membership
-from trainspec_cli.engine.elastic.membership import GroupRank, HealFailedError, Membership, Participation, Quorum
+from trainspec_cli.engine.elastic.membership import (
+    GroupRank,
+    HealFailedError,
+    Membership,
+    Participation,
+    Quorum,
+    QuorumClient,
+)
 
 
 class Peers:
@@ -221,3 +230,156 @@ def test_ranks_of_a_group_settle_on_the_greatest_counts(pair: Any, other_failed:
     settling.settle(counts)
     assert counts.tolist() == [3.0, 2.0]
     assert settling.failed_anywhere == bool(other_failed)
+
+
+# The connection to the server
+
+
+class Server:
+    """A server that gives its answers in turn over connections that may break; `asked` is what it was sent."""
+
+    def __init__(self, *answers: Any):
+        self.answers, self.asked = list(answers), []
+        self.connections: list[Line] = []
+
+    def connect(self) -> Line:
+        self.connections.append(Line(self))
+        return self.connections[-1]
+
+    def joins(self) -> list[dict[str, Any]]:
+        return [request for request in self.asked if request["op"] == "join"]
+
+
+class Line:
+    def __init__(self, server: Server):
+        self.server, self.closed = server, False
+
+    def send(self, request: dict[str, Any]) -> None:
+        if self.closed:
+            raise OSError("closed")
+        self.server.asked.append(dict(request))
+
+    def receive(self, timeout_s: float) -> dict[str, Any]:
+        assert timeout_s == membership.ANSWER_TIMEOUT_S
+        answer = self.server.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return dict(answer)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def beat(client: QuorumClient, times: int) -> None:
+    """Let the client's heart beat in this thread, and in its own no more."""
+    client._closed.set()
+    ticks = iter([False] * times + [True])
+    client._closed = SimpleNamespace(wait=lambda interval_s: next(ticks), set=lambda: None)  # type: ignore[assignment]
+    client._beat()
+
+
+def answer(number: int, quorum: str = "q") -> dict[str, Any]:
+    return {"number": number, "quorum": quorum, "names": ["0:a", "1:b"], "steps": [3, 4]}
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[QuorumClient, Server]]]:
+    """client(answers): -> a client of a server with these answers. Heartbeats come only when a test calls for them."""
+    monkeypatch.setattr(membership, "BEAT_INTERVAL_S", 3600.0)
+    made: list[QuorumClient] = []
+
+    def make(*answers: Any) -> tuple[QuorumClient, Server]:
+        server = Server(*answers)
+        made.append(QuorumClient("0:a", server.connect))  # type: ignore[arg-type]
+        return made[-1], server
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_a_group_asks_for_its_place_with_its_step_and_its_failures(client: Any) -> None:
+    asking, server = client(answer(1), answer(2, "r"))
+    assert asking.join(3, 0) == membership.Quorum("q", ("0:a", "1:b"), (3, 4))
+    assert asking.join(4, 2).number == "r"
+    assert server.joins() == [
+        {"name": "0:a", "op": "join", "step": 3, "failures": 0, "number": 1},
+        {"name": "0:a", "op": "join", "step": 4, "failures": 2, "number": 2},
+    ]
+    assert len(server.connections) == 1
+
+
+def test_an_answer_to_an_earlier_question_is_passed_over(client: Any) -> None:
+    asking, server = client(answer(1, "first"), answer(1, "again"), answer(2, "second"))
+    assert [asking.join(3, 0).number, asking.join(4, 0).number] == ["first", "second"]
+    assert len(server.joins()) == 2
+
+
+def test_a_group_asks_again_where_the_server_was_started_again(client: Any) -> None:
+    asking, server = client(ConnectionResetError("gone"), answer(1))
+    assert asking.join(3, 1).number == "q"
+    assert [request["number"] for request in server.joins()] == [1, 1]
+    assert [line.closed for line in server.connections] == [True, False]
+
+
+def test_a_server_that_does_not_answer_in_time_is_an_error(client: Any) -> None:
+    asking, server = client(TimeoutError("half an hour"))
+    with pytest.raises(TimeoutError):
+        asking.join(3, 1)
+    assert len(server.connections) == 1
+
+
+def test_a_server_that_cannot_be_reached_again_is_an_error(client: Any) -> None:
+    asking, _ = client(ConnectionResetError("gone"))
+
+    def refuse() -> None:
+        raise ConnectionRefusedError("nobody listens")
+
+    asking._connect = refuse
+    with pytest.raises(ConnectionRefusedError):
+        asking.join(3, 1)
+
+
+def test_a_connection_is_replaced_once_though_two_threads_find_it_broken(client: Any) -> None:
+    asking, server = client()
+    broken = asking._connection
+    asking._replace(broken)
+    asking._replace(broken)
+    assert len(server.connections) == 2
+    assert asking._connection is server.connections[1]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_heartbeats_go_on_until_the_group_leaves(client: Any, broken: bool) -> None:
+    """A broken connection is replaced by the first that meets it."""
+    asking, server = client()
+    if broken:
+        server.connections[0].closed = True
+    beat(asking, 3)
+    assert server.asked == [{"name": "0:a", "op": "beat"}] * (2 if broken else 3)
+    assert len(server.connections) == (2 if broken else 1)
+
+
+def test_heartbeats_that_cannot_be_sent_are_tried_again(client: Any) -> None:
+    asking, server = client()
+    server.connections[0].closed = True
+    connects = iter([ConnectionRefusedError("not yet"), None])
+
+    def connect() -> Line:
+        if error := next(connects):
+            raise error
+        return server.connect()
+
+    asking._connect = connect
+    beat(asking, 3)
+    assert len(server.asked) == 1
+
+
+def test_a_client_beats_from_its_first_moment_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "BEAT_INTERVAL_S", 0.001)
+    server = Server()
+    asking = QuorumClient("0:a", server.connect)  # type: ignore[arg-type]
+    while not server.asked:
+        pass
+    asking.close()
+    assert server.connections[0].closed

@@ -63,3 +63,21 @@ def test_dice_of_an_empty_class_is_one_where_none_was_foreseen():
     labels[1, 0] = 1
     chosen = F.one_hot(torch.tensor([[0, 0, 0, 0], [1, 1, 1, 0]]), 3).movedim(-1, 1).float()
     assert dice(chosen, labels, smooth=0.0).tolist() == pytest.approx([1.0, (2 / 4 + 1) / 2])
+
+
+def test_the_loss_is_summed_over_samples_and_each_is_judged_by_its_hard_dice():
+    net = build_model(FLAT, 1)
+    images = torch.randn(2, 2, 16, 24, generator=torch.Generator().manual_seed(5))
+    labels = torch.randint(3, (2, 16, 24), generator=torch.Generator().manual_seed(6))
+    with torch.no_grad():
+        logits = net(images)
+        judged = net.judge(logits, labels)
+        assert net(images, labels).item() == pytest.approx(judged["loss"].sum().item(), rel=1e-5)
+    torch.testing.assert_close(judged["loss"], segmentation_loss(logits, labels))
+    for sample in range(2):
+        chosen = logits[sample].argmax(0)
+        shares = [
+            2 * ((chosen == k) & (labels[sample] == k)).sum() / ((chosen == k).sum() + (labels[sample] == k).sum())
+            for k in (1, 2)
+        ]
+        assert judged["dice"][sample].item() == pytest.approx(float(sum(shares)) / 2, rel=1e-5)

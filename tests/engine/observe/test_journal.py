@@ -1,27 +1,40 @@
 """The events of a run, as every tracker has them."""
 
-import pytest
-from trainspec_cli.engine.observe.trackers import scalars_of
+import sys
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
 
-from trainspec_cli.engine.observe.journal import Journal
-from trainspec_cli.rundir.event_types import EvalEvent, SampleEvent, SetFigures, StepEvent
+import pytest
+
+from trainspec_cli.engine.observe.journal import TRACKERS, GroupJournal, Journal, TensorBoardLog, scalars_of
+from trainspec_cli.environment_names import GENERATION
+from trainspec_cli.errors import WorkerError
+from trainspec_cli.rundir import generations
+from trainspec_cli.rundir.event_types import EvalEvent, SampleEvent, SetFigures, StartEvent, StepEvent
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.session.load import load
 
 STEP = StepEvent(step=1, loss=2.5, grad_norm=1.0, lr=0.1, tokens=100, step_time_s=0.5, time_s={}, skipped=False)
 SETS = {"web": SetFigures(loss=1.5, bits_per_byte=None)}
 EVAL = EvalEvent(step=1, heldout_loss=2.0, heldout_bits_per_byte=None, sets=SETS)
 
 
+@cache
+def tiny():
+    return load(["recipe=tiny"]).spec
+
+
+def spec_with(**tracking):
+    spec = tiny()
+    return replace(spec, tracking=replace(spec.tracking, **tracking))
+
+
 @pytest.fixture
 def journal(tmp_path):
-    from dataclasses import replace
-
-    from trainspec_cli.session.load import load
-
     def make(**tracking) -> Journal:
-        spec = load(["recipe=tiny"]).spec
-        return Journal(RunDir(tmp_path / "run"), 0, replace(spec, tracking=replace(spec.tracking, **tracking)))
+        return Journal(RunDir(tmp_path / "run"), 0, spec_with(**tracking))
 
     return make
 
@@ -66,3 +79,111 @@ def test_wandb_is_offline_in_the_run_folder(journal, tmp_path, monkeypatch):
     fill(journal(wandb=True))
     (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
     assert list(folder.glob("*.wandb"))
+
+
+class Memo:
+    """A tracker that notes what it is given."""
+
+    def __init__(self):
+        self.recorded, self.is_closed = [], False
+
+    def record(self, event):
+        self.recorded.append(event)
+
+    def close(self):
+        self.is_closed = True
+
+
+@pytest.fixture
+def memos(monkeypatch):
+    memos = {name: Memo() for name in TRACKERS}
+    monkeypatch.setattr(
+        "trainspec_cli.engine.observe.journal.TRACKERS", {name: lambda *_, m=memo: m for name, memo in memos.items()}
+    )
+    return memos
+
+
+def test_the_trackers_that_are_asked_for_get_every_event_of_rank_0(journal, memos, tmp_path):
+    fill(journal(tensorboard=True, mlflow=False, wandb=True))
+    assert memos["tensorboard"].recorded == memos["wandb"].recorded
+    assert memos["wandb"].recorded[:2] == [STEP, EVAL] and memos["wandb"].is_closed
+    assert memos["mlflow"].recorded == []
+    other = Journal(RunDir(tmp_path / "run"), 1, spec_with(wandb=True))
+    other.write(STEP)
+    assert len(memos["wandb"].recorded) == 3
+    assert other.events_of(7) == RunDir(tmp_path / "run").events(7)
+
+
+def test_a_journal_of_an_older_start_is_closed_to_it(journal, tmp_path, monkeypatch):
+    run_dir = RunDir(tmp_path / "run")
+    monkeypatch.setenv(GENERATION, str(generations.begin(run_dir)))
+    generations.begin(run_dir)
+    with pytest.raises(WorkerError, match="start 2 owns the run now"):
+        journal().write(STEP)
+    assert list(read_events(run_dir.events(0))) == []
+
+
+START = StartEvent(
+    step=0, world_size=2, params=1, flops_per_token=1.0, device_name="a chip", peak_flops=1e9, peak_source="measured"
+)
+
+
+def steps_of(path):
+    return [(event["type"], event["step"]) for event in read_events(path)]
+
+
+def test_a_replica_group_writes_the_runs_log_while_it_leads(journal, tmp_path):
+    run_dir, spec = RunDir(tmp_path / "run"), spec_with()
+    group = GroupJournal(run_dir, 1, 0, spec)
+    group.write(START)
+    group.write(replace(STEP, step=1))
+    assert steps_of(run_dir.events(0)) == []
+    for step, leads in ((2, True), (3, True), (4, False), (5, True)):
+        group.lead(leads, step - 1)
+        group.write(replace(STEP, step=step))
+    group.close()
+    assert steps_of(run_dir.group_events(1, 0)) == [("start", 0), *(("step", step) for step in range(1, 6))]
+    assert steps_of(run_dir.events(0)) == [("start", 1), ("step", 2), ("step", 3), ("start", 4), ("step", 5)]
+    assert group.events_of(3) == run_dir.group_events(1, 3)
+
+
+def test_other_ranks_of_the_leading_group_write_their_own_events_alone(journal, tmp_path):
+    run_dir, spec = RunDir(tmp_path / "run"), spec_with()
+    group = GroupJournal(run_dir, 0, 1, spec)
+    group.lead(True, 0)
+    group.write(STEP)
+    group.close()
+    assert steps_of(run_dir.events(0)) == []
+    assert steps_of(run_dir.group_events(0, 1)) == [("step", 1)]
+
+
+def test_tensorboard_gets_the_numbers_and_the_text(tmp_path, monkeypatch):
+    written = []
+
+    class Writer:
+        def __init__(self, folder):
+            written.append(folder)
+
+        def add_scalar(self, *scalar):
+            written.append(scalar)
+
+        add_text = add_scalar
+
+        def close(self):
+            written.append("closed")
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    log = TensorBoardLog(tmp_path)
+    for event in (START, EVAL, SampleEvent(step=3, prompt="a", text="b")):
+        log.record(event)
+    log.close()
+    scalars = [("eval/heldout_loss", 2.0, 1), ("eval/web/loss", 1.5, 1)]
+    assert written == [str(tmp_path), *scalars, ("sample", "**a**b", 3), "closed"]
+
+
+def test_pictures_are_counted_in_samples_a_second():
+    pictures = StepEvent(step=1, loss=None, grad_norm=1.0, lr=0.1, samples=8, step_time_s=0.5, time_s={}, skipped=False)
+    found = scalars_of(pictures)
+    assert found["step/samples_per_s"] == 16.0
+    assert "step/loss" not in found and "step/tokens_per_s" not in found
+    assert scalars_of(START) == {}

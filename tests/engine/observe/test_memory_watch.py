@@ -30,11 +30,68 @@ def test_a_leak_is_told_of_once_before_it_kills(monkeypatch):
     assert "before the last one (400)" in said
 
 
-@pytest.mark.parametrize("last_step", [100, 5000])
+def readings_of(watch, monkeypatch, **kinds):
+    """Let the memory of each kind be what `kinds` say: step -> (bytes used, bytes free)."""
+    now = [0]
+    monkeypatch.setattr(watch, "_usage", lambda: {kind: reading(now[0]) for kind, reading in kinds.items()})
+
+    def check(step):
+        now[0] = step
+        return watch.check(step)
+
+    return check
+
+
+GIB, MIB = 2.0**30, 2.0**20
+
+
+@pytest.mark.parametrize(
+    ("last_step", "free_bytes", "told_at"),
+    [
+        (400, 100 * MIB, 104),  # the 48th reading of every second step from step 10 on
+        (400, 400 * MIB, None),  # full after the last step
+        (190, 10 * MIB, 57),  # the 48th of every step
+    ],
+)
+def test_a_leak_is_told_of_when_a_window_shows_that_it_will_run_out(monkeypatch, last_step, free_bytes, told_at):
+    """1 MiB a step, of which so much is free."""
+    watch = MemoryWatch(CPU, 0, last_step)
+    check = readings_of(watch, monkeypatch, host=lambda step: (GIB + step * MIB, free_bytes))
+    told = {step: said for step in range(1, last_step + 1) if (said := check(step))}
+    if told_at is None:
+        assert told == {}
+        return
+    assert list(told) == [told_at]
+    assert told[told_at] == (
+        f"host memory grows by 1.00 MiB a step and will be full at about step {told_at + free_bytes / MIB:.0f}, "
+        f"before the last one ({last_step}): something keeps what it should free"
+    )
+
+
+def test_a_leak_on_the_device_is_told_of_by_its_name(monkeypatch):
+    check = readings_of(
+        MemoryWatch(CPU, 0, 190),
+        monkeypatch,
+        host=lambda step: (GIB, GIB),
+        device=lambda step: (GIB + step * MIB, 10 * MIB),
+    )
+    (said,) = [said for step in range(1, 191) if (said := check(step))]
+    assert said.startswith("device memory grows by 1.00 MiB a step")
+
+
+def test_the_first_steps_after_a_start_are_no_leak(monkeypatch):
+    """They allocate memory that later ones reuse."""
+    check = readings_of(
+        MemoryWatch(CPU, 1000, 1100), monkeypatch, host=lambda step: (GIB + min(step, 1009) * 50 * MIB, 100 * MIB)
+    )
+    assert not any(check(step) for step in range(1001, 1101))
+
+
+@pytest.mark.parametrize("last_step", [100, 500])
 def test_steady_memory_is_no_leak(last_step, monkeypatch):
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=1e6))
     watch = MemoryWatch(CPU, 0, last_step)
-    x = torch.randn(200, 200)
+    x = torch.randn(100, 100)
     for step in range(1, last_step + 1):
-        x = (x @ x) / 200
+        x = (x @ x) / 100
         assert watch.check(step) is None

@@ -2,15 +2,21 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from trainspec_cli.engine.observe.watch import StepWatch, describe
-from trainspec_cli.rundir.event_types import HangEvent
-from trainspec_cli.rundir.events import read_events
+from trainspec_cli.engine.observe import watch
+from trainspec_cli.engine.observe.watch import StepWatch, describe, last_collectives
+from trainspec_cli.errors import WorkerError
+from trainspec_cli.rundir.event_types import HangEvent, WarningEvent
+from trainspec_cli.rundir.events import EventWriter, read_events
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import WorkerErrorRecord, read_error
 
 WORKER = Path(__file__).parent / "hanging_worker.py"
 
@@ -41,27 +47,30 @@ def test_a_sleeping_rank_is_named_with_its_stack_and_the_collective_the_other_wa
 class Listening:
     """A journal that keeps what is written."""
 
-    def __init__(self):
-        self.events = []
+    def __init__(self, run_dir=None):
+        self.events, self._run_dir = [], run_dir
 
     def write(self, event):
         self.events.append(event)
+
+    def events_of(self, rank):
+        return self._run_dir.events(rank)
 
 
 @pytest.mark.usefixtures("one_process")
 def test_steps_in_time_and_what_lies_between_them_are_no_hang(tmp_path):
     journal = Listening()
-    watch = StepWatch(RunDir(tmp_path), journal, floor_s=3.0)
-    watch.start()
+    watching = StepWatch(RunDir(tmp_path), journal, floor_s=3.0)
+    watching.start()
     for step in range(1, 8):
         time.sleep(0.02)
-        watch.beat(step)
-    with watch.between_steps():
+        watching.beat(step)
+    with watching.between_steps():
         time.sleep(3.5)
-    watch.beat(8)
+    watching.beat(8)
     time.sleep(0.3)
-    watch.close()
-    watch.join()
+    watching.close()
+    watching.join()
     assert journal.events == []
 
 
@@ -75,3 +84,259 @@ def test_the_rank_behind_in_its_collectives_is_late():
     message, stacks = describe(reports, 3, step=4, waited_s=10.0, deadline_s=5.0)
     assert message.startswith("step 4 hung: 10.0 s, and 5.0 s are allowed; rank 1 is late: it has entered fewer")
     assert stacks.count("was at") == 3
+
+
+# With a clock that the test moves
+
+
+class Clock:
+    """Stands in for `time`, and for what wakes the thread: its ticks last as long as `ticks` says."""
+
+    def __init__(self, now_s=1000.0):
+        self.now_s, self.ticks, self.slept_s = now_s, [], 0.0
+
+    def monotonic(self):
+        return self.now_s
+
+    def time(self):
+        return self.now_s
+
+    def sleep(self, seconds):
+        self.now_s += seconds
+        self.slept_s += seconds
+
+    def wait(self, tick_s):
+        """Return True, which closes the watch, when no tick is left."""
+        if not self.ticks:
+            return True
+        self.now_s += self.ticks.pop(0)
+        return False
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(watch, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def make_watch(clock, tmp_path, monkeypatch):
+    """make_watch(floor_s=2.0): -> a watch of two ranks with the test's clock, its journal and the exit codes of it."""
+    monkeypatch.setattr(watch, "faulthandler", Dumps())
+
+    def make(floor_s, rank=0, world_size=1):
+        ranks = SimpleNamespace(get_rank=lambda: rank, get_world_size=lambda: world_size)
+        monkeypatch.setattr(watch, "dist", ranks)
+        journal, exits = Listening(RunDir(tmp_path)), []
+        made = StepWatch(RunDir(tmp_path), journal, floor_s, end=exits.append)
+        made._closed = clock
+        return made, journal, exits
+
+    return make
+
+
+class Dumps:
+    """Stands in for `faulthandler`: the time after which it is to write the stacks, None while it is off."""
+
+    def __init__(self):
+        self.after_s = None
+
+    def dump_traceback_later(self, after_s):
+        self.after_s = after_s
+
+    def cancel_dump_traceback_later(self):
+        self.after_s = None
+
+
+def beat_every(clock, watching, *steps_s):
+    for step, step_s in enumerate(steps_s, 1):
+        clock.now_s += step_s
+        watching.beat(step)
+
+
+@pytest.mark.parametrize(
+    ("floor_s", "steps_s", "limit_s"),
+    [
+        (2.0, [90.0, 1.0, 1.5, 1.0], 7.5),  # the first one compiles and is not learned from
+        (20.0, [90.0, 1.0, 1.5, 1.0], 20.0),
+        (2.0, [90.0, 1.0, 1.5], 1800.0),  # too few to learn from
+        (2.0, [], 1800.0),
+        (4000.0, [], 1800.0),
+        (4000.0, [1.0], 4000.0),
+        (None, [90.0, 1.0, 1.5, 1.0], None),
+    ],
+)
+def test_a_step_may_take_five_times_the_slowest_of_those_before_it(clock, make_watch, floor_s, steps_s, limit_s):
+    watching, journal, _ = make_watch(floor_s)
+    beat_every(clock, watching, *steps_s)
+    clock.ticks = [1.0] * 9000
+    watching.run()
+    assert len(journal.events) == (limit_s is not None)
+    if limit_s is not None:
+        (event,) = journal.events
+        assert (event.step, event.deadline_s) == (len(steps_s) + 1, limit_s)
+        assert limit_s < event.waited_s <= limit_s + 1.0
+        assert event.host and "run" in event.stack
+
+
+def test_the_slowest_of_the_last_hundred_steps_counts(clock, make_watch):
+    watching, _, _ = make_watch(0.1)
+    beat_every(clock, watching, 1.0, 7.0, *[2.0] * 99)
+    assert watching._deadline_s == 35.0
+    beat_every(clock, watching, 2.0)
+    assert watching._deadline_s == 10.0
+    assert watch.faulthandler.after_s == 10.25
+
+
+@pytest.mark.parametrize(("pauses", "hung"), [([900.0] * 9, False), ([1.9] * 9, True), ([], False)])
+def test_the_time_in_which_the_process_was_stopped_does_not_count(clock, make_watch, pauses, hung):
+    """After SIGSTOP, or the sleep of the machine, a tick comes much later than it should."""
+    watching, journal, _ = make_watch(2.0)
+    beat_every(clock, watching, 1.0, 1.0, 1.0, 1.0, 1.0)
+    clock.ticks = [1.0, 1.0, *pauses, 1.0, 1.0]
+    watching.run()
+    assert bool(journal.events) == hung
+
+
+def test_a_step_that_hangs_after_the_process_was_stopped_is_found(clock, make_watch):
+    watching, journal, _ = make_watch(2.0)
+    beat_every(clock, watching, 1.0, 1.0, 1.0, 1.0, 1.0)
+    clock.ticks = [1.0, 900.0, *[1.0] * 9]
+    watching.run()
+    (event,) = journal.events
+    assert event.waited_s == 6.0
+
+
+def test_what_lies_between_steps_has_the_first_steps_limit_and_teaches_nothing(clock, make_watch):
+    watching, _, _ = make_watch(2.0)
+    beat_every(clock, watching, *[1.0] * 5)
+    with watching.between_steps():
+        assert watch.faulthandler.after_s is None
+        clock.now_s += 500.0
+        assert (watching._deadline_s, watching._last_beat) == (1800.0, clock.now_s - 500.0)
+    assert (watching._deadline_s, watching._last_beat) == (1800.0, clock.now_s)
+    clock.now_s += 60.0
+    watching.beat(6)
+    assert watching._deadline_s == 5.0
+    watching.beat(7)
+    assert watch.faulthandler.after_s == 5.25
+
+
+def leave_report(tmp_path, rank, time_s, monkeypatch, **changes):
+    """Another rank's report of a hang, written at `time_s`."""
+    monkeypatch.setattr("trainspec_cli.rundir.events.time.time", lambda: time_s)
+    writer = EventWriter(RunDir(tmp_path).events(rank), rank)
+    writer.write(WarningEvent(step=1, message="before"))
+    writer.write(replace(report(True, {"world": 7}), **changes))
+    writer.close()
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_the_first_rank_that_reports_ends_the_run_with_everyones_stack(clock, tmp_path, monkeypatch, make_watch, rank):
+    """Ranks 1 and 2 report; rank 0 has an old report alone, and rank 3 none."""
+    found_at = clock.now_s + 3.5
+    leave_report(tmp_path, 0, found_at - 11.0, monkeypatch)
+    leave_report(tmp_path, 1, found_at + 4.0, monkeypatch, host="one", stack="in all_reduce")
+    leave_report(tmp_path, 2, found_at - 4.0, monkeypatch, host="two", stack="in oversleep", waiting=False)
+    monkeypatch.setattr(watch, "time", clock)
+    monkeypatch.setattr(watch, "faulthandler", Dumps())
+    watching, journal, exits = make_watch(2.0, rank=rank, world_size=4)
+    beat_every(clock, watching, *[0.1] * 5)
+    clock.ticks = [1.0] * 60
+    watching.run()
+    assert clock.slept_s == watch.OTHERS_S
+    assert [event.step for event in journal.events] == [6]
+    if rank == 2:
+        assert exits == []
+        assert not RunDir(tmp_path).error(2).exists()
+        return
+    assert exits == [5]
+    told = read_error(RunDir(tmp_path).error(1), WorkerErrorRecord)
+    assert (told.rank, told.step, told.code, told.exit_code, told.type) == (1, 6, "hang", 5, "Hang")
+    assert told.hint == "raise resilience.hang_floor_s if a step may take longer than that"
+    assert told.message.startswith("step 6 hung: 3.0 s, and 2.0 s are allowed; rank 0, 3 is late: it gives no sign")
+    assert told.message.endswith("; the others wait in gloo:x")
+    assert told.traceback == (
+        "rank 0 reported nothing\nrank 3 reported nothing\n"
+        "rank 1 (one) was at\nin all_reduce\nrank 2 (two) was at\nin oversleep"
+    )
+
+
+def test_a_hang_ends_the_run_even_where_nothing_can_be_written(clock, make_watch, monkeypatch, tmp_path):
+    """A full disk keeps the event in memory and takes no file of the error; a newer start refuses the event."""
+    watching, journal, exits = make_watch(2.0)
+    beat_every(clock, watching, *[0.1] * 5)
+    RunDir(tmp_path).errors_folder.touch()
+    clock.ticks = [1.0] * 60
+    with pytest.raises(FileExistsError):
+        watching.run()
+    assert (len(journal.events), exits) == (1, [5])
+    monkeypatch.setattr(journal, "write", refuse)
+    clock.ticks = [1.0] * 60
+    with pytest.raises(WorkerError):
+        watching.run()
+    assert exits == [5, 5]
+
+
+def refuse(event):
+    raise WorkerError("start 2 owns the run now")
+
+
+def recorded(group, number, created, **changes):
+    """An entry of torch's flight recorder."""
+    entry = {"is_p2p": False, "process_group": ["0", group], "collective_seq_id": number, "time_created_ns": created}
+    return entry | {"profiling_name": "nccl:all_reduce", "input_sizes": [[3, 5], []], "state": "completed"} | changes
+
+
+@pytest.mark.parametrize(
+    ("entries", "waiting", "waits_in"),
+    [
+        ([recorded("dp", 4, 10), recorded("tp", 9, 20)], False, None),
+        ([recorded("dp", 4, 10, state="started"), recorded("tp", 9, 20)], True, "nccl:all_reduce of 3x5, 1"),
+        (
+            [recorded("dp", 4, 10, state="started"), recorded("tp", 9, 5, state="started", profiling_name="nccl:send")],
+            True,
+            "nccl:all_reduce of 3x5, 1",
+        ),
+        (
+            [recorded("dp", 3, 5), recorded("dp", 4, 10), recorded("tp", 9, 7), recorded("tp", 2, 9, is_p2p=True)],
+            False,
+            None,
+        ),
+        (
+            [recorded("dp", 4, 10, state="started", profiling_name="gloo:all_reduce"), recorded("tp", 9, 20)],
+            False,
+            None,
+        ),
+    ],
+)
+def test_a_rank_waits_where_its_device_has_not_finished_a_collective(monkeypatch, entries, waiting, waits_in):
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "50")
+    monkeypatch.setattr(watch, "_recorded", lambda: entries)
+    found = watch.whereabouts(threading.get_ident())
+    assert (found["waiting"], found["waits_in"]) == (waiting, waits_in)
+    assert found["collectives"] == {"0/dp": 4, "0/tp": 9}
+    assert "whereabouts" in found["stack"]
+
+
+def test_without_the_flight_recorder_no_collective_is_known(monkeypatch):
+    monkeypatch.setattr(watch, "_recorded", lambda: [recorded("dp", 1, 1)])
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
+    assert last_collectives() == []
+
+
+def deep(frames):
+    return deeper(frames - 1) if frames else watch.whereabouts(threading.get_ident())
+
+
+def deeper(frames):
+    return deep(frames - 1)
+
+
+def test_a_stack_holds_its_last_thirty_frames(monkeypatch):
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
+    stack = deep(50)["stack"]
+    assert stack.count(", in ") == 30
+    assert "in whereabouts" in stack

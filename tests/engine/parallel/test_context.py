@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from engine.parallel.ranks import FakePeers, Ranks, all_to_all
 
 from trainspec_cli.engine.models.attention import CausalCore
 from trainspec_cli.engine.parallel import context
@@ -30,41 +28,6 @@ def test_a_zigzag_gives_every_rank_as_much_of_the_causal_half(size):
     assert len(set(work)) == 1
 
 
-class Ranks:
-    """As many threads as ranks in one process, and what they exchange."""
-
-    def __init__(self, size: int):
-        self.size, self.barrier = size, threading.Barrier(size)
-        self.sent: dict[int, torch.Tensor] = {}
-
-    def swap(self, rank: int, sent: torch.Tensor) -> dict[int, torch.Tensor]:
-        """What every rank has sent."""
-        self.sent[rank] = sent.clone()
-        self.barrier.wait(timeout=20)
-        all_sent = dict(self.sent)
-        self.barrier.wait(timeout=20)
-        return all_sent
-
-    def run(self, of_rank: Callable[[int], list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        with ThreadPoolExecutor(self.size) as pool:
-            return list(pool.map(of_rank, range(self.size)))
-
-
-@dataclass
-class FakePeers:
-    ranks: Ranks
-    rank: int
-    time: Any = nullcontext
-
-    @property
-    def size(self) -> int:
-        return self.ranks.size
-
-    @property
-    def group(self) -> FakePeers:
-        return self
-
-
 class FakePassage:
     """To the next rank, from the one before."""
 
@@ -75,21 +38,18 @@ class FakePassage:
         return self.received
 
 
-def all_to_all(received: torch.Tensor, sent: torch.Tensor, group: FakePeers) -> None:
-    """The i-th part goes to rank i; parts lie along the first dimension."""
-    everything = group.ranks.swap(group.rank, sent)
-    received.copy_(torch.stack([everything[source][group.rank] for source in range(group.size)]))
-
-
 def attention_and_gradients(core: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> Any:
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     out = core(*inputs)
     return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
 
+@pytest.mark.parametrize("scale", [None, 0.7])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
-def test_attention_over_ranks_is_plain_attention(monkeypatch: pytest.MonkeyPatch, method: Any, size: int) -> None:
+def test_attention_over_ranks_is_plain_attention(
+    monkeypatch: pytest.MonkeyPatch, method: Any, size: int, scale: float | None
+) -> None:
     """Output and the gradients of queries, keys and values, in fp64, of four heads that share two (or four) keys."""
     monkeypatch.setattr(context, "_Passage", FakePassage)
     monkeypatch.setattr(context.dist, "all_to_all_single", all_to_all)
@@ -99,16 +59,66 @@ def test_attention_over_ranks_is_plain_attention(monkeypatch: pytest.MonkeyPatch
         torch.randn(samples, seq, count, 8, generator=drawn, dtype=torch.float64)
         for count in (heads, keys, keys, heads)
     )
-    whole = attention_and_gradients(CausalCore(), q, k, v, dout)
+    whole = attention_and_gradients(CausalCore(scale=scale), q, k, v, dout)
     ranks = Ranks(size)
 
     def of_rank(rank: int) -> list[torch.Tensor]:
         kind = RingCore if method == "ring" else UlyssesCore
         held = held_positions(seq, method, rank, size)
         mine = (x[:, held].contiguous() for x in (q, k, v, dout))
-        return attention_and_gradients(kind(CausalCore(), FakePeers(ranks, rank)), *mine)  # type: ignore[arg-type]
+        return attention_and_gradients(kind(CausalCore(scale=scale), FakePeers(ranks, rank)), *mine)  # type: ignore[arg-type]
 
     for rank, found in enumerate(ranks.run(of_rank)):
         held = held_positions(seq, method, rank, size)
         for name, ours, theirs in zip(("out", "dq", "dk", "dv"), found, whole, strict=True):
             torch.testing.assert_close(ours, theirs[:, held], rtol=1e-11, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_ring_sends_to_the_next_rank_and_receives_from_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their numbers among all ranks; the ring of ranks 3, 5 and 9 closes."""
+    asked: list[tuple[str, int]] = []
+    waited: list[int] = []
+    dist = SimpleNamespace(
+        get_process_group_ranks=lambda group: [3, 5, 9],
+        isend="isend",
+        irecv="irecv",
+        P2POp=lambda move, tensor, peer, group: (move, tensor, peer, group),
+    )
+
+    def start(moves: list[Any]) -> list[Any]:
+        for move, tensor, peer, group in moves:
+            assert group == "the ring"
+            asked.append((move, peer))
+            if move == "irecv":
+                tensor.fill_(7.0)
+        return [SimpleNamespace(wait=lambda: waited.append(1)) for _ in moves]
+
+    dist.batch_isend_irecv = start
+    monkeypatch.setattr(context, "dist", dist)
+    arrived = []
+    for rank in range(3):
+        peers = SimpleNamespace(group="the ring", rank=rank, size=3, time=nullcontext)
+        sent = torch.full((2,), 1.0)
+        arrived.append(context._Passage(sent, peers).arrive())  # type: ignore[arg-type]
+        assert sent.tolist() == [1.0, 1.0]
+    assert asked == [("isend", 5), ("irecv", 9), ("isend", 9), ("irecv", 3), ("isend", 3), ("irecv", 5)]
+    assert len(waited) == 6
+    assert all(tensor.tolist() == [7.0, 7.0] for tensor in arrived)
+
+
+@pytest.mark.parametrize(
+    ("method", "rank", "held"),
+    [("ulysses", 1, [4, 5, 6, 7]), ("ring", 0, [0, 1, 10, 11]), ("ring", 2, [4, 5, 6, 7])],
+)
+def test_positions_stand_in_the_order_of_the_sequence(method: Any, rank: int, held: list[int]) -> None:
+    assert held_positions(12, method, rank, 3).tolist() == held
+
+
+@pytest.mark.parametrize(("method", "kind"), [("ring", RingCore), ("ulysses", UlyssesCore)])
+def test_every_attentions_core_is_replaced(method: Any, kind: type) -> None:
+    modules = [SimpleNamespace(core=CausalCore(scale=scale)) for scale in (0.5, 0.25)]
+    peers = FakePeers(Ranks(2), 0)
+    context.apply_context_parallel(SimpleNamespace(attention_modules=lambda: modules), peers, method)  # type: ignore[arg-type]
+    assert [type(module.core) for module in modules] == [kind, kind]
+    if method == "ring":
+        assert [module.core.scale for module in modules] == [0.5, 0.25]

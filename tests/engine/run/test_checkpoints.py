@@ -1,17 +1,23 @@
 """When checkpoints are begun, put off and told of: decisions by what the ranks have agreed on."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from trainspec_cli.engine.checkpoint import files
 from trainspec_cli.engine.checkpoint.manifest import MANIFEST, About
+from trainspec_cli.engine.checkpoint.memory import CopyLocation
 from trainspec_cli.engine.checkpoint.parts import Held, TensorPart
 from trainspec_cli.engine.checkpoint.saver import Saved
+from trainspec_cli.engine.run import checkpoints as module
 from trainspec_cli.engine.run.checkpoints import MEASURING_STEPS, Cadence, Checkpoints
 from trainspec_cli.errors import MachineError
-from trainspec_cli.rundir.event_types import CheckpointEvent, WarningEvent
+from trainspec_cli.rundir import memory
+from trainspec_cli.rundir.event_types import CadenceEvent, CheckpointEvent, WarningEvent
+from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, ReliabilitySpec
 from trainspec_cli.spec.recipe.layout import Layout
@@ -52,6 +58,7 @@ def plan_of(checkpoint, mtbf_device_hours=1000.0):
 
 def make(tmp_path, spec, journal=None):
     state = SimpleNamespace(held=OneTensor([], [], None), device=CPU)
+    write_json(RunDir(tmp_path).run_json, {"memory_secret": "s"})
     return Checkpoints(plan_of(spec), RunDir(tmp_path), state, "digest", journal or Kept())
 
 
@@ -94,7 +101,133 @@ def test_the_samples_taken_come_back(tmp_path):
     assert make(tmp_path, CheckpointSpec()).resume().manifest.about.samples == 37
 
 
+def test_between_checkpoints_copies_are_kept_in_memory_until_the_run_has_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "MEMORY", tmp_path)
+    journal, spec = Kept(), CheckpointSpec(interval_steps=4, memory_interval_steps=2, keep_last=9)
+    checkpoints, run_dir = make(tmp_path / "run", spec, journal), RunDir(tmp_path / "run")
+    assert checkpoints.resume() is None
+    take_steps(checkpoints, range(1, 8))
+    assert [event.step for event in journal.events] == [4], "a copy in memory is no checkpoint"
+    again = make(tmp_path / "run", spec)
+    restored = again.resume()
+    assert (restored.manifest.step, restored.manifest.about.samples) == (6, 48)
+    assert restored.manifest.about.recipe_digest == "digest"
+    again.after_step(7, samples=56)
+    assert memory.newest_copy(run_dir) == 6
+    take_steps(again, [8])
+    assert run_dir.checkpoint_steps() == [4, 8]
+    marks = memory.memory_folder(run_dir).glob("slot*/rank*.json")
+    assert sorted(read_json(mark)["about"]["step"] for mark in marks) == [6, 8], "what it resumed from stays meanwhile"
+    again.save_last(9, 72)
+    assert run_dir.checkpoint_steps() == [4, 8, 9]
+    assert memory.find_copies(run_dir) is None
+
+
+def test_a_copy_that_falls_due_while_a_checkpoint_is_written_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "MEMORY", tmp_path)
+    journal, spec = Kept(), CheckpointSpec(interval_steps=4, memory_interval_steps=5, keep_last=9)
+    checkpoints = make(tmp_path / "run", spec, journal)
+    take_steps(checkpoints, range(1, 6), writing=lambda step: step in (4, 5))
+    take_steps(checkpoints, range(6, 7))
+    assert memory.newest_copy(RunDir(tmp_path / "run")) == 4
+    assert journal.of(WarningEvent) == []
+
+
+def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_the_last_one_an_error(tmp_path, monkeypatch):
+    journal = Kept()
+    checkpoints = make(tmp_path, CheckpointSpec(interval_steps=2, mode="sync", keep_last=9), journal)
+    take_steps(checkpoints, range(1, 3))
+    whole = files.write_manifest
+
+    def no_room(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "write_manifest", no_room)
+    take_steps(checkpoints, range(3, 5))
+    (warning,) = journal.of(WarningEvent)
+    assert warning.step == 4
+    assert warning.message == (
+        "the checkpoint of step 4 could not be written: rank 0: No space left on device; "
+        "the checkpoints before it are whole"
+    )
+    assert [event.step for event in journal.of(CheckpointEvent)] == [2]
+    with pytest.raises(MachineError, match="the checkpoint of step 5 could not be written"):
+        checkpoints.save_last(5, 40)
+    monkeypatch.setattr(files, "write_manifest", whole)
+    checkpoints.save_last(6, 48)
+    assert RunDir(tmp_path).checkpoint_steps() == [2, 6]
+
+
+def test_a_replica_group_that_does_not_write_begins_none_later(tmp_path):
+    checkpoints = make(tmp_path, CheckpointSpec(interval_steps=2, mode="sync", keep_last=9))
+    for step in range(1, 8):
+        checkpoints.after_step(step, 8 * step, writes=step in (3, 5, 6, 7))
+        checkpoints.note_step(step, 0.1, writing=False)
+    assert RunDir(tmp_path).checkpoint_steps() == [6]
+
+
+def test_a_run_that_ends_at_a_checkpoint_writes_no_second_one(tmp_path):
+    journal = Kept()
+    checkpoints = make(tmp_path, CheckpointSpec(interval_steps=3, mode="sync"), journal)
+    take_steps(checkpoints, range(1, 4))
+    checkpoints.save_last(3, 24)
+    assert [event.step for event in journal.of(CheckpointEvent)] == [3]
+    resumed = make(tmp_path, CheckpointSpec(interval_steps=3), journal)
+    resumed.resume()
+    resumed.save_last(3, 24)
+    assert len(journal.events) == 1, "what the run resumed from is on disk already"
+
+
+def test_without_an_interval_only_the_end_is_written(tmp_path):
+    checkpoints = make(tmp_path, CheckpointSpec(interval_steps=None))
+    take_steps(checkpoints, range(1, 30))
+    checkpoints.save_last(29, 29)
+    assert RunDir(tmp_path).checkpoint_steps() == [29]
+
+
+@pytest.mark.parametrize(("local", "ranks_per_node"), [("2", 2), (None, 6)])
+def test_a_rank_finds_its_node_by_the_ranks_that_a_node_has(tmp_path, monkeypatch, local, ranks_per_node):
+    monkeypatch.setattr(memory, "MEMORY", tmp_path)
+    monkeypatch.setattr(module, "dist", SimpleNamespace(get_rank=lambda: 5, get_world_size=lambda: 6))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if local:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    run_dir = RunDir(tmp_path / "run")
+    write_json(run_dir.run_json, {"memory_secret": "s"})
+    assert module.find_place(run_dir) == CopyLocation(memory.memory_folder(run_dir), 5, 6, ranks_per_node)
+
+
 # interval_steps: auto
+
+
+def test_auto_tells_of_its_choice(tmp_path):
+    journal = Kept()
+    checkpoints = make(tmp_path, CheckpointSpec(interval_steps="auto", mode="sync", keep_last=9), journal)
+    take_steps(checkpoints, range(1, MEASURING_STEPS + 1))
+    (chosen,) = journal.of(CadenceEvent)
+    assert (chosen.step, chosen.step_time_s, chosen.mtbf_s) == (MEASURING_STEPS, pytest.approx(0.1), 3.6e6)
+    assert chosen.interval_steps > 1
+
+
+def test_auto_begins_to_count_at_the_step_that_a_run_resumes_from():
+    cadence = Cadence(plan_of(CheckpointSpec(interval_steps="auto")))
+    cadence.start_at(25)
+    assert [step for step in range(26, 60) if cadence.is_due(step)] == [35, 45, 55]
+
+
+def test_where_no_failure_throws_the_run_back_only_the_first_is_written():
+    cadence = Cadence(plan_of(CheckpointSpec(interval_steps="auto"), mtbf_device_hours=math.inf))
+    cadence.note_step(0.5, writing=True)
+    chosen = cadence.learn(saved(1.0, 2.0))
+    assert (chosen.mtbf_s, chosen.step_time_s, chosen.drag_s) == (None, 0.5, 0.0)
+    assert not any(cadence.is_due(step) for step in range(1, 10_000))
+
+
+def test_a_fixed_interval_is_not_learned():
+    cadence = Cadence(plan_of(CheckpointSpec(interval_steps=7)))
+    cadence.note_step(0.5, writing=False)
+    assert cadence.learn(saved(1.0, 2.0)) is None
+    assert [step for step in range(1, 22) if cadence.is_due(step)] == [7, 14, 21]
 
 
 def saved(blocked_s: float, written_s: float) -> Saved:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from trainspec_cli.engine.build.train_state import TrainState, build_train_state
-from trainspec_cli.engine.run.evaluate import write_text
+from trainspec_cli.engine.finite import REMEDY
+from trainspec_cli.engine.run import evaluate
+from trainspec_cli.engine.run.evaluate import _choose, _next_logits, _padded_length, _whole_vocabulary, write_text
+from trainspec_cli.errors import WorkerError
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
@@ -49,3 +54,90 @@ def test_few_lengths_are_ever_met(state: TrainState) -> None:
     state.parts[0].register_forward_pre_hook(lambda _, arguments: lengths.add(arguments[0].shape[1]))
     write_text(state, [1, 2, 3], count=30, temperature=1.0, max_context=CONTEXT, seed=0)
     assert lengths == {16, 20}
+
+
+def test_the_likeliest_token_is_chosen_without_temperature_and_others_with_it() -> None:
+    logits_V = torch.tensor([0.0, 3.0, 1.0]).log_softmax(-1)
+    generator = torch.Generator().manual_seed(0)
+    assert {_choose(logits_V, 0.0, generator) for _ in range(20)} == {1}
+    for temperature in (0.5, 2.0):
+        drawn = torch.tensor([_choose(logits_V, temperature, generator) for _ in range(4000)])
+        expected = (logits_V / temperature).softmax(-1)
+        assert torch.allclose(drawn.bincount(minlength=3) / 4000, expected, atol=0.03)
+
+
+def test_the_same_seed_writes_the_same_text(state: TrainState) -> None:
+    def write(seed: int) -> list[int]:
+        return write_text(state, [1, 2, 3], count=12, temperature=1.0, max_context=CONTEXT, seed=seed)
+
+    assert write(0) == write(0) != write(1)
+    assert len(write(0)) == 12
+
+
+def test_a_model_whose_logits_are_not_finite_cannot_write(state: TrainState) -> None:
+    with torch.no_grad():
+        for share in state.shares:
+            share.local.fill_(torch.nan)
+    with pytest.raises(WorkerError, match="the model cannot write: its logits are not finite") as caught:
+        write_text(state, [1], count=1, temperature=0.0, max_context=CONTEXT, seed=0)
+    assert (caught.value.problems[0].code, caught.value.problems[0].hint) == ("not_finite", REMEDY)
+
+
+@pytest.mark.parametrize(
+    ("length", "longest", "tp", "cp", "padded"),
+    [
+        (1, 64, 1, 1, 16),
+        (16, 64, 1, 1, 16),
+        (17, 64, 1, 1, 32),
+        (33, 64, 1, 1, 64),
+        (33, 40, 1, 1, 40),
+        (3, 20, 3, 1, 18),
+        (18, 20, 3, 1, 21),
+        (3, 40, 1, 2, 40),
+    ],
+)
+def test_a_context_is_padded_to_a_power_of_two_and_to_whole_parts(
+    length: int, longest: int, tp: int, cp: int, padded: int
+) -> None:
+    state = SimpleNamespace(mesh=SimpleNamespace(layout=SimpleNamespace(tp=tp, cp=cp)))
+    assert _padded_length(length, longest, state) == padded  # type: ignore[arg-type]
+
+
+def test_the_vocabulary_is_gathered_in_the_order_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_gather(parts: list[torch.Tensor], own: torch.Tensor, group: str) -> None:
+        assert group == "group of tp"
+        for rank, part in enumerate(parts):
+            part.copy_(own + 10 * rank)
+
+    monkeypatch.setattr(evaluate.dist, "all_gather", all_gather)
+    mesh = SimpleNamespace(layout=SimpleNamespace(tp=3), group=lambda axis: f"group of {axis}")
+    whole = _whole_vocabulary(torch.tensor([1.0, 2.0]), SimpleNamespace(mesh=mesh))  # type: ignore[arg-type]
+    assert whole.tolist() == [1.0, 2.0, 11.0, 12.0, 21.0, 22.0]
+    alone = SimpleNamespace(mesh=SimpleNamespace(layout=SimpleNamespace(tp=1)))
+    assert _whole_vocabulary(torch.tensor([1.0]), alone).tolist() == [1.0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("positions", [[0, 1, 14, 15], [2, 3, 4, 5]])
+def test_the_rank_that_holds_the_last_token_answers(monkeypatch: pytest.MonkeyPatch, positions: list[int]) -> None:
+    """Two ranks of cp hold four of 16 positions each; the context ends at position 3."""
+    seen: list[list[int]] = []
+
+    def forward(_stages: object, tokens: torch.Tensor) -> torch.Tensor:
+        seen.append(tokens[0].tolist())
+        return torch.arange(4.0)[None, :, None].expand(1, 4, 2)
+
+    monkeypatch.setattr(evaluate, "forward_only", forward)
+    layout = SimpleNamespace(tp=1, cp=2)
+    state = SimpleNamespace(
+        device=torch.device("cpu"),
+        positions_S=torch.tensor(positions),
+        stages=None,
+        mesh=SimpleNamespace(layout=layout),
+    )
+    logits_V = _next_logits(state, [7, 8, 9, 6], 16)  # type: ignore[arg-type]
+    if 3 in positions:
+        assert seen == [[9, 6, 0, 0]]
+        assert logits_V is not None and logits_V.tolist() == [1.0, 1.0]
+    else:
+        assert seen == [[7, 8, 0, 0]]
+        assert logits_V is None

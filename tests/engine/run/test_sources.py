@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 
+from trainspec_cli.corpus.bpe import decode, encode
 from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.corpus.prepare import prepare
 from trainspec_cli.engine.build.train_state import TrainState, build_train_state
-from trainspec_cli.engine.data.heldout import heldout_batches
+from trainspec_cli.engine.data.heldout import HeldoutLoss, heldout_batches
 from trainspec_cli.engine.observe.clock import StepClock
-from trainspec_cli.engine.run.sources import SampleSource, TokenSource, open_source
+from trainspec_cli.engine.run import sources
+from trainspec_cli.engine.run.sources import SampleSource, TokenSource, WrittenSample, open_source
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
@@ -26,7 +28,7 @@ from trainspec_cli.spec.recipe.data import DataSpec, TokenizerSpec
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
-from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
+from trainspec_cli.spec.recipe.run import RunSpec, SampleSection, TrainSection
 
 CPU, TOKENS, BATCH = torch.device("cpu"), 8, 3
 MACHINE = Machine("host", cpu_cores=1, memory_bytes=2**34, bf16=False)
@@ -160,3 +162,99 @@ def test_where_nothing_is_held_out_there_is_nothing_to_evaluate(source: TokenSou
     bare.evaluation_texts = {}
     assert bare.evaluate() is None
     assert bare.summarise(None)["heldout_bits_per_byte"] is None
+
+
+# Text that the model writes
+
+
+def with_sample(source: TokenSource, **sample: Any) -> TokenSource:
+    spec = replace(source.spec, sample=SampleSection(**sample))
+    return TokenSource(replace(source.plan, spec=spec), source.collection, source.state)
+
+
+def test_a_sample_goes_on_from_the_prompt_in_the_texts_own_tokens(
+    source: TokenSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert with_sample(source, prompt="ab").write_sample() is None
+    asked: list[Any] = []
+
+    def write_text(state: TrainState, ids: list[int], **options: Any) -> list[int]:
+        asked.append((ids, options))
+        return encode(folder, "jihg")
+
+    monkeypatch.setattr(sources, "write_text", write_text)
+    folder = source.collection.tokenizer_folder
+    assert folder is not None
+    written = with_sample(source, prompt="abc", max_new_tokens=5, temperature=0.5).write_sample()
+    assert written == WrittenSample("abc", "jihg")
+    options = {"count": 5, "temperature": 0.5, "max_context": TOKENS, "seed": source.spec.train.seed}
+    assert asked == [(encode(folder, "abc"), options)]
+    with_sample(source, max_new_tokens=5).write_sample()
+    assert asked[1][0] == [source.collection.main.manifest.end_of_document_id]
+
+
+def test_without_a_tokenizer_there_is_no_text(source: TokenSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Collection, "tokenizer_folder", None)
+    written = with_sample(source, prompt="abc", max_new_tokens=5).write_sample()
+    assert written == WrittenSample("abc", "(no tokenizer: data.tokenizer.path names one)")
+
+
+def test_a_chat_ends_at_the_end_of_its_turn(source: TokenSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "question", lambda data, prompt: f"<user>{prompt}<assistant>")
+    monkeypatch.setattr(sources, "encode_template", lambda folder, text: [len(text)])
+    monkeypatch.setattr(sources, "until_special", lambda folder, ids: ids[:2])
+    folder = source.collection.tokenizer_folder
+    assert folder is not None
+    ids = encode(folder, "jihgfedcba")
+    monkeypatch.setattr(sources, "write_text", lambda state, prompt, **options: ids if prompt == [20] else [])
+    written = with_sample(source, prompt="abc", max_new_tokens=5).write_sample()
+    assert written == WrittenSample("abc\n", decode(folder, ids[:2]))
+
+
+# Several evaluation texts
+
+
+def test_the_run_is_judged_by_what_it_held_out_and_tells_of_every_set(
+    source: TokenSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two held-out texts of 10 and 30 tokens; the validation set `web` counts on its own."""
+    losses = {"": HeldoutLoss(20.0, 10, 40), "code": HeldoutLoss(30.0, 30, 60), "web": HeldoutLoss(99.0, 11, 33)}
+    texts = {name: SimpleNamespace(rows=name, bytes=loss.bytes) for name, loss in losses.items()}
+    collection = SimpleNamespace(
+        validation={"web": None}, parts=[1, 2], order=lambda *_: None, evaluation_texts=lambda _: texts
+    )
+    several = TokenSource(source.plan, collection, source.state)  # type: ignore[arg-type]
+
+    def heldout_loss(state: TrainState, rows: str, *, num_bytes: int, batch_size: int) -> HeldoutLoss:
+        assert (num_bytes, batch_size) == (losses[rows].bytes, BATCH)
+        return losses[rows]
+
+    monkeypatch.setattr(sources, "heldout_loss", heldout_loss)
+    figures = several.evaluate()
+    assert figures is not None
+    assert figures["heldout_loss"] == pytest.approx(50.0 / 40)
+    assert figures["heldout_bits_per_byte"] == pytest.approx(50.0 / math.log(2) / 100)
+    assert figures["xz_bits_per_byte"] is None
+    assert {name: one.loss for name, one in figures["sets"].items()} == {"heldout": 2.0, "code": 1.0, "web": 9.0}
+    assert several.summarise(figures)["sets"] == figures["sets"]
+    collection.validation = {"": None, "code": None, "web": None}
+    only_validation = several.evaluate()
+    assert only_validation is not None
+    assert only_validation["heldout_loss"] == pytest.approx(149.0 / 51)
+
+
+@pytest.mark.parametrize(("counted", "mean_over"), [(0, 1), (7, 7)])
+def test_a_step_without_targets_divides_by_no_zero(source: TokenSource, counted: int, mean_over: int) -> None:
+    source.order = SimpleNamespace(counted=lambda positions: counted)  # type: ignore[assignment]
+    assert source.counted(np.arange(3)) == mean_over
+
+
+def test_a_ranks_batches_are_those_of_its_place_among_the_data(source: TokenSource) -> None:
+    mesh = SimpleNamespace(data_rank=3)
+    state = SimpleNamespace(mesh=mesh, positions_S=torch.tensor([0, 5]))
+    spec = replace(source.spec, batching=BatchingSpec(12), train=TrainSection(max_steps=1, seed=7))
+    layout = Layout(dp_replicate=2, dp_shard=2, tp=2)
+    made = sources.batch_plan(replace(source.plan, spec=spec, layout=layout, micro_batch_size=3), state)  # type: ignore[arg-type]
+    assert (made.global_batch_size, made.micro_batch_size, made.seed) == (12, 3, 7)
+    assert (made.rank, made.num_ranks) == (3, 4)
+    assert made.positions_S is not None and made.positions_S.tolist() == [0, 5]

@@ -2,9 +2,12 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
+from trainspec_cli.engine.build.train_state import LateSum
+from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.run import step
 from trainspec_cli.engine.shares import Share
 
@@ -31,3 +34,80 @@ def test_a_step_that_is_not_committed_leaves_no_gradient_and_no_visit(monkeypatc
     assert step.train_step(state, [], global_tokens=4, clip_norm=None, groups=Refused()) is None
     assert share.parameter.grad is None
     assert router.tokens_per_expert_E.tolist() == [0, 0, 0, 0]
+
+
+class Peer:
+    """Peers whose other member has twice this rank's gradients."""
+
+    def __init__(self):
+        self.exchanges = []
+
+    def sum_(self, tensor):
+        self.exchanges.append(tensor.clone())
+        tensor.mul_(3)
+
+
+def share_with_gradient(name, gradient):
+    parameter = nn.Parameter(torch.zeros_like(gradient))
+    parameter.grad = gradient
+    return Share(name, parameter)
+
+
+def test_late_gradients_are_summed_in_one_exchange_and_both_copies_of_a_name_get_the_sum():
+    norm, head = torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    first, again = share_with_gradient("embed", torch.full((2, 2), 10.0)), share_with_gradient("embed", head)
+    only = share_with_gradient("norm", norm)
+    without = Share("frozen", nn.Parameter(torch.zeros(3)))
+    peers = Peer()
+    step.sum_late(LateSum(shares=[first, only, again, without], peers=peers))
+    (sent,) = peers.exchanges
+    assert sent.tolist() == [11.0, 12.0, 13.0, 14.0, 1.0, 2.0]
+    for share in (first, again):
+        assert share.parameter.grad.tolist() == [[33.0, 36.0], [39.0, 42.0]]
+    assert only.parameter.grad.tolist() == [3.0, 6.0]
+    assert without.parameter.grad is None
+
+
+def test_an_outcome_is_copied_to_the_host_as_it_is():
+    values = [torch.tensor(value) for value in (1.25, 2.5, True, 3.0, 4.0)]
+    found = step.StepOutcome(*values).on_host()
+    assert [getattr(found, name).item() for name in ("loss", "grad_norm", "skipped", "stop", "writing")] == [
+        *(1.25, 2.5, 1.0, 3.0, 4.0)
+    ]
+
+
+class TwoRanks:
+    """Stands in for torch.distributed: another rank has what `theirs` says, in the same order."""
+
+    def __init__(self, theirs):
+        self.theirs = theirs
+
+    def all_reduce(self, tensor):
+        tensor += torch.tensor(self.theirs, dtype=tensor.dtype)
+
+
+@pytest.mark.parametrize(("clip_norm", "scale"), [(None, 1.0), (2.5, 0.5), (10.0, 1.0)])
+def test_an_update_is_clipped_by_the_norm_of_all_ranks_together(monkeypatch, clip_norm, scale):
+    """This rank's gradient has the norm 3, the other's 4."""
+    monkeypatch.setattr(step, "dist", TwoRanks([0.5, 16.0, 1.0, 1.0]))
+    share = share_with_gradient("w", torch.tensor([3.0]))
+    optimizer = torch.optim.SGD([share.local], lr=1.0, fused=True)
+    clock = StepClock(torch.device("cpu"))
+    state = SimpleNamespace(shares=[share], optimizer=optimizer, clock=clock, routers=[])
+    found = step._update(state, torch.tensor(1.0), clip_norm, stop_requested=True, writing=False)
+    assert [float(value) for value in (found.loss, found.grad_norm, found.skipped)] == [1.5, 5.0, 0.0]
+    assert (float(found.stop), float(found.writing)) == (2.0, 1.0)
+    assert share.local.item() == pytest.approx(-3.0 * scale)
+
+
+def test_a_loss_that_is_not_finite_on_another_rank_skips_the_update_here(monkeypatch):
+    monkeypatch.setattr(step, "dist", TwoRanks([float("nan"), 16.0, 0.0, 0.0]))
+    share = share_with_gradient("w", torch.tensor([3.0]))
+    clock = StepClock(torch.device("cpu"))
+    state = SimpleNamespace(
+        shares=[share], optimizer=torch.optim.SGD([share.local], lr=1.0, fused=True), clock=clock, routers=[]
+    )
+    found = step._update(state, torch.tensor(1.0), None, stop_requested=False, writing=True)
+    assert float(found.skipped) == 1.0
+    assert share.local.item() == 0.0
+    assert (float(found.stop), float(found.writing)) == (0.0, 1.0)

@@ -8,14 +8,20 @@ import pytest
 
 from trainspec_cli.planner.hardware.catalogue import find_accelerator, models
 from trainspec_cli.planner.hardware.topology import Fabric
+from trainspec_cli.planner.memory.engine import EngineRun, engine_peak
 from trainspec_cli.planner.memory.frameworks import (
     DEFAULT_MEMORY,
     communicators,
     estimate_memory,
     in_flight,
     kept_activation_bytes,
+    logit_bytes,
+    mean_layer_memory,
     peak_bytes,
+    state_bytes,
+    step_bytes,
 )
+from trainspec_cli.planner.memory.predict import layer_memory, predict_memory
 from trainspec_cli.planner.setup import RECOMPUTE, Setup, Software
 from trainspec_cli.planner.workload import count_params
 from trainspec_cli.spec.recipe.layout import Layout
@@ -131,3 +137,123 @@ def test_megatron_has_communicators_besides_its_axes() -> None:
     layout = Layout(tp=2, pp=2, dp_shard=2)
     counts = [communicators(setup_of(layout=layout, software=Software(model_groups=more))) for more in (False, True)]
     assert counts == [3, 5]
+
+
+EAGER = Software(fused_kernels=False, weight_bytes=4.0, master_bytes=0.0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "expected"),
+    [
+        (Layout(), {}, (200, 400, 800 + 400)),
+        (Layout(dp_replicate=4, zero_stage=1), {}, (200, 400, 1200)),
+        (Layout(dp_shard=4, zero_stage=1), {}, (200, 400, 300)),
+        (Layout(dp_shard=4, zero_stage=2), {}, (200, 100, 300)),
+        (Layout(dp_shard=4, zero_stage=3), {}, (50, 100, 300)),
+        (Layout(dp_shard=4), {"software": EAGER}, (100, 100, 200)),
+        (Layout(dp_shard=4), {"software": replace(EAGER, grad_bytes=2.0)}, (100, 100, 200)),
+        (Layout(), {"offload_optimizer": True}, (200, 400, 0)),
+        (Layout(), {"trainable": 0.5}, (200, 200, 600)),
+        (Layout(), {"trainable": 0.5, "matmul": "fp8"}, (100, 200, 600)),
+    ],
+    ids=["whole", "replicas", "zero 1", "zero 2", "zero 3", "fp32 shards", "reduced in bf16", "offloaded", "adapters",
+         "adapters on fp8"],
+)  # fmt: skip
+def test_states_of_a_hundred_parameters(
+    layout: Layout, changes: dict[str, object], expected: tuple[float, float, float]
+) -> None:
+    assert state_bytes(100.0, 4, setup_of(layout=layout, **changes)) == expected
+    ends = state_bytes(100.0, 4, setup_of(layout=layout, **changes), ends=True)
+    assert ends == ((200, *expected[1:]) if changes.get("matmul") else expected), "ends are not quantised"
+
+
+def test_logits_by_who_computes_them() -> None:
+    """8192 tokens of 128,256 logits."""
+    logits = 8192 * 128_256
+    assert logit_bytes(setup_of(), DEFAULT_MEMORY) == 10 * logits
+    assert logit_bytes(setup_of(software=EAGER, layout=Layout(tp=4)), DEFAULT_MEMORY) == 12 * logits / 4
+    assert logit_bytes(setup_of(software=Software(shifted_logits=True)), DEFAULT_MEMORY) == 12 * logits
+    assert logit_bytes(setup_of("resnet50"), DEFAULT_MEMORY) == 0
+
+
+def test_what_the_optimizer_takes_for_a_step() -> None:
+    software = Software(step_bytes=6.0, step_temporary_bytes=4.0)
+    assert step_bytes(100.0, 300.0, setup_of(software=software)) == 600 + 100
+    assert step_bytes(100.0, 500.0, setup_of(software=software)) == 600
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_shard=8), Layout(pp=4, dp_shard=2)], ids=["shards", "stages"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_an_eager_run_of_the_engine_is_counted_tensor_by_tensor(layout: Layout, recompute: str) -> None:
+    """And what no tensor takes is added: holes, communicators, the context, and the reserve over all."""
+    setup = setup_of(layout=layout, software=EAGER)
+    found = predict_memory(setup, recompute)
+    wanted = EngineRun(setup.model, layout, 8192, 1, 8, "bf16", "fp32", recompute, "adamw", "bf16")  # type: ignore[arg-type]
+    wanted = replace(wanted, layout=replace(layout, sequence_parallel=False))
+    assert len(found) == layout.pp and len(set(found[:-1])) <= 1
+    for stage, rank in ((found[0], 0), (found[-1], layout.pp - 1)):
+        peak = engine_peak(wanted, rank).by_cause
+        assert stage.parameters_bytes == peak["parameters"] + peak["gathered"]
+        assert (stage.gradients_bytes, stage.optimizer_bytes) == (peak["gradients"], peak["optimizer"])
+        assert stage.activations_bytes == peak["activations"] + peak["temporaries"]
+        assert stage.comm_buffers_bytes == 0.3 * 2**30 * communicators(setup)
+        assert stage.context_bytes == 1.2 * 2**30
+        states = stage.parameters_bytes + stage.gradients_bytes + stage.optimizer_bytes
+        holes = 0.25 * stage.activations_bytes + 0.04 * states
+        whole = sum(peak.values()) + stage.comm_buffers_bytes + stage.context_bytes + holes
+        assert stage.fragmentation_bytes == pytest.approx(holes + 0.06 * whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "counts"),
+    [
+        ({"software": replace(EAGER, reduce_bytes=2.0)}, {"reduce": "bf16"}),
+        ({"software": replace(EAGER, moment_bytes=0.0)}, {"optimizer": "sgd"}),
+        ({"compute": "fp32", "matmul": "fp32"}, {"compute": "fp32", "matmul": "fp32"}),
+        ({"micro_batch_size": 2.0, "grad_accum": 3}, {"samples": 2, "micro_batches": 3}),
+        ({"seq_len": 1024}, {"seq_len": 1024}),
+    ],
+    ids=["reduced in bf16", "sgd", "fp32", "batch", "short"],
+)
+def test_a_setup_is_counted_with_its_formats_and_sizes(changes: dict[str, object], counts: dict[str, object]) -> None:
+    setup = setup_of(**{"layout": Layout(dp_shard=8), "software": EAGER} | changes)
+    layout = replace(setup.layout, sequence_parallel=False)
+    run = EngineRun(setup.model, layout, 8192, 1, 8, "bf16", "fp32", "none", "adamw", "bf16")
+    peak = engine_peak(replace(run, **counts), 0).by_cause  # type: ignore[arg-type]
+    (found,) = predict_memory(setup, "none")
+    assert found.activations_bytes == peak["activations"] + peak["temporaries"]
+    assert (found.gradients_bytes, found.optimizer_bytes) == (peak["gradients"], peak["optimizer"])
+
+
+@pytest.mark.parametrize(
+    ("model", "recompute", "changes"),
+    [
+        ("llama3_8b", "none", {"software": Software()}),
+        ("llama3_8b", "selective_op", {}),
+        ("llama3_8b", "none", {"offload_optimizer": True}),
+        ("llama3_8b", "none", {"matmul": "mxfp8"}),
+        ("mixtral_8x7b", "none", {"layout": Layout(dp_shard=8, ep=2, etp=2)}),
+        ("mixtral_8x7b", "none", {"layout": Layout(dp_shard=4, ep=8)}),
+        ("mamba2_1b", "none", {"layout": Layout(dp_shard=4, cp=2)}),
+        ("deepseek_v3", "none", {}),
+    ],
+    ids=["fused", "half of the products again", "offloaded", "mxfp8", "cut experts", "more ranks of experts than ranks",
+         "a scan along cut sequences", "further predictions"],
+)  # fmt: skip
+def test_what_the_engine_does_not_run_is_estimated_like_other_frameworks(
+    model: str, recompute: str, changes: dict[str, object]
+) -> None:
+    setup = setup_of(model, **{"layout": Layout(dp_shard=8), "software": EAGER} | changes)
+    assert predict_memory(setup, recompute) == estimate_memory(setup)
+    assert layer_memory(setup, recompute) == mean_layer_memory(setup)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_layer_keeps_what_one_layer_more_adds_to_the_count(recompute: str) -> None:
+    setup = setup_of(layout=Layout(dp_shard=8), software=EAGER)
+    layers = [replace(setup, model=replace(setup.model, num_layers=number)) for number in (8, 9)]  # type: ignore[type-var]
+    activations = [predict_memory(each, recompute)[0].activations_bytes for each in layers]
+    found = layer_memory(setup, recompute)
+    assert activations[1] - activations[0] == pytest.approx(found.kept_bytes, rel=1e-6)
+    assert found.params == mean_layer_memory(setup).params
+    assert found.working_bytes > mean_layer_memory(setup).output_bytes

@@ -11,11 +11,22 @@ from trainspec_cli.errors import RecipeError
 from trainspec_cli.planner.run import forecast as forecast_module
 from trainspec_cli.planner.run import goodput
 from trainspec_cli.planner.run.cost import occupation
-from trainspec_cli.planner.run.forecast import CHECKPOINT_BYTES, forecast_run
+from trainspec_cli.planner.run.forecast import (
+    CHECKPOINT_BYTES,
+    checkpoint_bytes,
+    checkpoint_times,
+    describe_job,
+    expect_goodput,
+    forecast_run,
+    gather_assumptions,
+    recovery_modes,
+)
+from trainspec_cli.planner.search.variants import in_replica_groups
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, CostSpec, ReliabilitySpec, SiteSpec
 from trainspec_cli.spec.recipe.data import DataSpec
-from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
+from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
@@ -65,6 +76,12 @@ PLAN = CapacityPlan(
     tokens_per_step=2048 * 8192,
     candidates=(CANDIDATE,),
 )
+
+
+@pytest.fixture(autouse=True)
+def few_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparisons hold for any number of simulated runs, which draw the same chances; more only take longer."""
+    monkeypatch.setattr(forecast_module, "SEEDS", 8)
 
 
 def forecast(cluster: ClusterSpec = CLUSTER, **changes: object) -> RunForecast:
@@ -202,3 +219,178 @@ def test_time_in_checkpoints_and_stalls_is_waiting_and_not_work() -> None:
     useful = replace(forecast().goodput, lost={"checkpoint": 0.2, "stall": 0.1, "restart": 0.15, "shrunk": 0.05})
     spent = occupation(useful, StepTime(matmul_s=3.0, dp_comm_s=1.0))
     assert (spent.busy, spent.waiting, spent.idle) == pytest.approx((0.5 * 0.75, 0.5 * 0.25 + 0.3, 0.2))
+
+
+SIZE = 12 * 405_853_388_800
+
+
+def test_a_checkpoint_holds_weights_and_moments_and_of_frozen_weights_no_moments() -> None:
+    assert checkpoint_bytes(SPEC, 1000) == 12_000
+    assert checkpoint_bytes(replace(SPEC, optim=OptimSpec(lr=1.0, name="sgd")), 1000) == 4000
+    assert checkpoint_bytes(replace(SPEC, lora=LoraSpec(rank=8)), 1000) == 4000
+
+
+def test_nodes_share_the_writing_and_devices_the_copying() -> None:
+    beside = checkpoint_times(replace(SPEC, checkpoint=CheckpointSpec(mode="async")), PLAN)
+    assert beside.written_s == pytest.approx(SIZE / (2048 * 1.2e9))
+    assert beside.blocked_s == pytest.approx(SIZE / (16_384 * 50e9))
+    at_once = checkpoint_times(replace(SPEC, checkpoint=CheckpointSpec(mode="sync")), PLAN)
+    assert at_once.blocked_s == at_once.written_s == beside.written_s
+
+
+def test_the_simulated_job_is_the_recipes() -> None:
+    spec = replace(SPEC, checkpoint=CheckpointSpec(interval_steps=1000))
+    job, times = describe_job(spec, PLAN, CANDIDATE, spec.resilience), checkpoint_times(spec, PLAN)
+    assert (job.work_s, job.step_time_s, job.devices, job.replica_groups) == (1_200_000, 6, 16_384, 128)
+    assert (job.interval_s, job.blocked_s, job.written_s) == (6000, times.blocked_s, times.written_s)
+    assert job.load_s == times.written_s
+    assert job.state_bytes_per_device == SIZE / 128
+
+
+def test_a_run_reports_its_own_interval_and_times() -> None:
+    spec = replace(SPEC, checkpoint=CheckpointSpec(interval_steps=1000), resilience=ResilienceSpec(mode="elastic"))
+    run = forecast_run(spec, PLAN, CANDIDATE)
+    useful, times = run.goodput, checkpoint_times(spec, PLAN)
+    assert (useful.mode, useful.checkpoint_interval_s, useful.checkpoint_interval_steps) == ("elastic", 6000, 1000)
+    assert (useful.checkpoint_s, useful.checkpoint_bytes) == (times.blocked_s, SIZE)
+    assert useful.mtbf_s == pytest.approx(50_677 * 3600 / 16_384)
+    assert useful.restart_s == pytest.approx(60 + 120 + 300 + times.written_s)
+    assert useful.wall_time_s == pytest.approx(1_200_000 / useful.goodput.value)
+    assert (run.steps, run.notes) == (200_000, ())
+    assert [other.mode for other in run.alternatives] == ["restart"]
+
+
+def test_an_interval_that_is_left_open_is_noted_with_the_one_that_is_counted_on() -> None:
+    run = forecast(checkpoint=CheckpointSpec(interval_steps=None))
+    steps = run.goodput.checkpoint_interval_steps
+    assert run.notes == (f"checkpoint.interval_steps is null; this counts on {steps}, the best interval",)
+    assert run.goodput.checkpoint_interval_s == 6 * steps
+    assert abs(run.goodput.optimal_interval_s - 6 * steps) <= 3, "the nearest whole number of steps"
+    auto = forecast(checkpoint=CheckpointSpec(interval_steps="auto"))
+    assert auto.notes[0].startswith("checkpoint.interval_steps is auto;")
+
+
+def test_one_group_can_only_restart_and_several_can_do_either() -> None:
+    for mode, other in (("restart", "elastic"), ("elastic", "restart")):
+        wanted = ResilienceSpec(mode=mode, min_groups=3)  # type: ignore[arg-type]
+        assert [item.mode for item in recovery_modes(wanted, 4)] == [mode, other]
+        assert recovery_modes(wanted, 1) == (ResilienceSpec(mode="restart", min_groups=3),)
+        assert recovery_modes(wanted, 2)[0] == wanted
+
+
+def test_the_same_work_in_groups_is_set_beside_it_with_its_layout() -> None:
+    sharded = replace(CANDIDATE, layout=Layout(dp_shard=128, tp=8, pp=16))
+    run = forecast_run(SPEC, PLAN, sharded, elastic=CANDIDATE)
+    (other,) = run.alternatives
+    assert (run.goodput.mode, run.goodput.layout) == ("restart", "")
+    assert (other.mode, other.layout) == ("elastic", "pp=16 dp_replicate=128 tp=8")
+
+
+def test_the_median_run_and_nine_in_ten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the ordered runs quantiles are linear; mean losses are scaled to what the median run lost."""
+    lost = ({"restart": 40.0, "rework": 10.0}, {"restart": 40.0, "stall": 0.0}, {"rework": 20.0})
+    runs = [
+        goodput.SimulatedRun(100.0, kept_s, parts, 3) for kept_s, parts in zip((50.0, 60.0, 80.0), lost, strict=True)
+    ]
+    monkeypatch.setattr(goodput, "simulate_many", lambda job, cluster, resilience, seeds: runs)
+    useful = expect_goodput(SPEC, PLAN, CANDIDATE, SPEC.resilience)
+    assert useful is not None
+    interval = useful.goodput
+    assert (interval.low, interval.value, interval.high) == pytest.approx((0.51, 0.6, 0.78))
+    assert useful.lost == pytest.approx({"restart": 0.4 * 80 / 110, "rework": 0.4 * 30 / 110})
+    assert useful.failures == pytest.approx(useful.wall_time_s / useful.mtbf_s)
+    runs[0] = goodput.SimulatedRun(100.0, -10.0, {"rework": 110.0}, 3)
+    assert expect_goodput(SPEC, PLAN, CANDIDATE, SPEC.resilience) is None
+
+
+def test_wall_time_is_known_as_well_as_a_step_and_the_goodput() -> None:
+    run = forecast()
+    useful = run.goodput.goodput
+    assert run.wall_time_s.value == pytest.approx(1_200_000 / useful.value)
+    slow = math.hypot(math.log(1.21), math.log(useful.value / useful.low))
+    quick = math.hypot(math.log(1.21), math.log(useful.high / useful.value))
+    assert run.wall_time_s.high / run.wall_time_s.value == pytest.approx(math.exp(slow))
+    assert run.wall_time_s.value / run.wall_time_s.low == pytest.approx(math.exp(quick))
+
+
+def test_groups_are_for_runs_that_restart_on_several_nodes_and_have_none() -> None:
+    sharded = replace(CANDIDATE, layout=Layout(dp_shard=2048, tp=8))
+    assert in_replica_groups(SPEC, None, CANDIDATE) is None
+    assert in_replica_groups(replace(SPEC, resilience=ResilienceSpec(mode="none")), None, sharded) is None
+    assert in_replica_groups(replace(SPEC, cluster=replace(CLUSTER, num_nodes=1)), None, sharded) is None
+
+
+def test_the_same_work_is_cut_into_groups_and_stays_as_it_was() -> None:
+    """The recipe leaves open or wants otherwise what the best layout has settled."""
+    chip = replace(H100, link_gb_per_s=450.0, link_kind="nvswitch")
+    spec = replace(
+        SPEC,
+        model=DecoderModel(4, 1024, 8, 8, 128, 4096, 8192),
+        data=DataSpec(seq_len=2048, source="python_stdlib"),
+        batching=BatchingSpec(global_batch_size=64),
+        cluster=ClusterSpec(num_nodes=2, devices_per_node=8, accelerator=chip),
+        layout=LayoutSpec(tp="auto", pp="auto", cp="auto", pipeline_schedule="auto", virtual_stages="auto"),
+        recompute="full",
+    )
+    layout = Layout(dp_shard=4, tp=2, pp=2, pipeline_schedule="gpipe")
+    best = replace(CANDIDATE, layout=layout, micro_batch_size=2, recompute="none")
+    found = in_replica_groups(spec, None, best)
+    assert found is not None and found.fits
+    axes = found.layout
+    assert (axes.tp, axes.pp, axes.cp, axes.pipeline_schedule, axes.virtual_stages) == (2, 2, 1, "gpipe", 1)
+    assert axes.dp_replicate >= 2 and axes.data_parallel_size == 4
+    assert (found.micro_batch_size, found.recompute) == (2, "none")
+    assert in_replica_groups(spec, None, replace(best, layout=Layout(dp_replicate=2, dp_shard=2, tp=2, pp=2))) is None
+
+
+TIME = ["step_time_s", "peak_memory_bytes", "cluster.storage_gb_per_s"]
+FAILING = [f"cluster.reliability.{key}" for key in ("mtbf_device_hours", "detect_s", "swap_s", "start_s")]
+SPARES = [f"cluster.reliability.{key}" for key in ("spare_nodes", "repair_s")]
+GROUPS = [
+    f"cluster.reliability.{key}" for key in ("job_wide_fraction", "shrink_stall_s", "rejoin_stall_s", "heal_gb_per_s")
+]
+POWER = [f"cluster.power.{key}" for key in ("busy", "waiting", "idle", "host")]
+SITE = ["cluster.site.pue", "cluster.site.carbon_g_per_kwh"]
+PRICE, TDP = ["cluster.accelerator.price_usd_per_hour"], ["cluster.accelerator.tdp_w"]
+OWNED = [f"cluster.cost.{key}" for key in ("device_price_usd", "useful_years", "utilisation", "operation_ratio")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "groups", "keys"),
+    [
+        ({}, 2, [*TIME, *FAILING, *GROUPS, *TDP, *POWER, *SITE, *PRICE]),
+        ({}, 1, [*TIME, *FAILING, *TDP, *POWER, *SITE, *PRICE]),
+        ({"reliability": ReliabilitySpec(spare_nodes=0)}, 1, [*TIME, *FAILING, *SPARES, *TDP, *POWER, *SITE, *PRICE]),
+        ({"accelerator": None}, 1, [*TIME, *FAILING, *POWER, *SITE]),
+        ({"accelerator": replace(H100, tdp_w=0.0)}, 1, [*TIME, *FAILING, *POWER, *SITE, *PRICE]),
+        ({"cost": CostSpec(price_usd_per_device_hour=1.0)}, 1,
+         [*TIME, *FAILING, *TDP, *POWER, *SITE, "cluster.cost.price_usd_per_device_hour"]),
+        ({"cost": CostSpec(owned=True)}, 1,
+         [*TIME, *FAILING, *TDP, *POWER, *SITE, *OWNED, "cluster.site.electricity_usd_per_kwh"]),
+    ],
+    ids=["groups", "one group", "spares", "no accelerator", "no power", "own price", "owned"],
+)  # fmt: skip
+def test_a_forecast_lists_what_it_rests_on(changes: dict[str, object], groups: int, keys: list[str]) -> None:
+    candidate = replace(CANDIDATE, layout=Layout(dp_replicate=groups, tp=8, pp=16))
+    spec = replace(SPEC, cluster=replace(CLUSTER, **changes))  # type: ignore[arg-type]
+    found = gather_assumptions(spec, candidate, 1.21)
+    assert [assumption.key for assumption in found] == keys
+    by_key = {assumption.key: assumption for assumption in found}
+    step, memory = by_key["step_time_s"], by_key["peak_memory_bytes"]
+    assert (step.value, step.known_within, memory.value, memory.known_within) == (6.0, 1.21, 70e9, 1.1)
+    assert by_key["cluster.storage_gb_per_s"].value == 1.2
+    sheet = {key: each.known_within for key, each in by_key.items() if key.endswith(("tdp_w", "price_usd_per_hour"))}
+    assert sheet.items() <= {"cluster.accelerator.tdp_w": 1.0, PRICE[0]: 1.3}.items()
+    assert "6% added" in memory.source and "25% of the activations" in memory.source
+    assert "1.2 GiB" in memory.source and "0.30 GiB" in memory.source
+
+
+def test_sources_of_an_accelerators_figures() -> None:
+    def source(sources: dict[str, str] | None) -> str:
+        chip = replace(H100, sources=sources)
+        found = gather_assumptions(replace(SPEC, cluster=replace(CLUSTER, accelerator=chip)), CANDIDATE, 1.0)
+        return next(each.source for each in found if each.key == "cluster.accelerator.tdp_w")
+
+    assert [source(None), source({"default": "sheet"}), source({"default": "sheet", "tdp_w": "meter"})] == [
+        "", "sheet", "meter"
+    ]  # fmt: skip

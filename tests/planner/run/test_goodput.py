@@ -159,6 +159,77 @@ def test_the_work_of_simulating_grows_with_the_failures_and_not_with_the_steps(m
     assert len(taken) <= 4 * outcome.failures
 
 
+SMALL = SimulatedJob(
+    work_s=1000.0,
+    step_time_s=10.0,
+    devices=8,
+    replica_groups=4,
+    interval_s=100.0,
+    blocked_s=5.0,
+    written_s=20.0,
+    state_bytes_per_device=20e9,
+    load_s=30.0,
+)
+QUICK = ReliabilitySpec(
+    mtbf_device_hours=1e15,
+    detect_s=10.0,
+    swap_s=20.0,
+    start_s=40.0,
+    repair_s=500.0,
+    shrink_stall_s=6.0,
+    rejoin_stall_s=4.0,
+    heal_gb_per_s=10.0,
+)
+"""A restart takes 100 s; a group is back 72 s after its failure."""
+
+
+@pytest.mark.parametrize(
+    ("failures", "resilience", "changes", "lost_s"),
+    [
+        ([], RESTART, {}, {"checkpoint": 45}),
+        ([(250, 0)], RESTART, {}, {"checkpoint": 45, "rework": 40, "restart": 100}),
+        ([(215, 0)], RESTART, {}, {"checkpoint": 50, "rework": 105, "restart": 100}),
+        ([(110, 0)], RESTART, {}, {"checkpoint": 50, "rework": 105, "restart": 100}),
+        ([(250, 0), (300, 3)], RESTART, {}, {"checkpoint": 45, "rework": 40, "restart": 150}),
+        ([(250, 0), (400, 0)], RESTART, {"spare_nodes": 1}, {"checkpoint": 45, "rework": 90, "restart": 550}),
+        ([(250, 0)], RESTART, {"spare_nodes": 0}, {"checkpoint": 45, "rework": 40, "restart": 600}),
+        ([(253, 1)], ELASTIC, {}, {"checkpoint": 50, "rework": 3, "stall": 10, "shrunk": 15.25}),
+        ([(253, 1)], replace(ELASTIC, min_groups=4), {}, {"checkpoint": 50, "rework": 3, "stall": 76}),
+        ([(253, 1), (270, 1)], ELASTIC, {}, {"checkpoint": 50, "rework": 6, "stall": 16, "shrunk": 18}),
+        ([(253, 0), (270, 1)], ELASTIC, {"groups": 2},
+         {"checkpoint": 45, "rework": 48.5, "stall": 6, "shrunk": 5.5, "restart": 100}),
+    ],
+    ids=["none", "between checkpoints", "while one is on its way", "while the first is on its way", "while it starts",
+         "the spare is in repair", "no spare", "one group", "the last that may be missing", "twice the same group",
+         "the last group"],
+)  # fmt: skip
+def test_what_given_failures_cost(
+    failures: list[tuple[float, int]], resilience: ResilienceSpec, changes: dict[str, int], lost_s: dict[str, float]
+) -> None:
+    """100 s of work and 5 s of a checkpoint by turns, which is whole 20 s after its start.
+
+    Such as the one group that fails after 253 s: 3 s of a step are undone, the others stall for 6 s, work for 61 s at
+    three quarters of the rate, and stall for 4 s.
+    """
+    job = replace(SMALL, replica_groups=changes.get("groups", 4))
+    cluster = replace(QUICK, spare_nodes=changes.get("spare_nodes"))
+    outcome = simulate(job, cluster, resilience, failures=failures)
+    assert {cause: seconds for cause, seconds in outcome.lost_s.items() if seconds} == pytest.approx(lost_s)
+    assert (outcome.kept_s, outcome.wall_s) == pytest.approx((1000, 1000 + sum(lost_s.values())))
+    assert outcome.failures == len(failures)
+    assert outcome.goodput == pytest.approx(1000 / outcome.wall_s)
+
+
+def test_a_run_without_steps_has_lost_nothing() -> None:
+    assert SimulatedRun(0.0, 0.0, {}, 0).goodput == 1
+
+
+def test_no_draw_makes_more_than_every_failure_job_wide() -> None:
+    cluster = replace(LLAMA3, job_wide_fraction=0.9, known_within={"job_wide_fraction": 10.0})
+    drawn = [draw(cluster, random.Random(seed)).job_wide_fraction for seed in range(20)]
+    assert max(drawn) == 1 and min(drawn) < 0.9
+
+
 def test_actions_come_in_the_order_of_time_and_then_of_scheduling() -> None:
     clock, taken = Clock(), []
     for name, delay_s in (("late", 5.0), ("first", 1.0), ("second", 1.0)):

@@ -1,14 +1,17 @@
-"""Layouts of a run that is to survive failures by shrinking."""
+"""The layouts that a recipe leaves open, and why the others are none."""
 
 from dataclasses import replace
 from typing import Any
 
-from trainspec_cli.planner.search.space import Space
+import pytest
+
+from trainspec_cli.planner.search.space import Space, divisors, schedules_of, splits_heads, stages_of
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
-from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel, HybridModel
+from trainspec_cli.spec.recipe.model_parts import ExpertSpec
 from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
@@ -44,3 +47,147 @@ def test_a_restarting_run_may_be_one_group() -> None:
 def test_a_pinned_number_of_groups_is_kept_whatever_the_nodes() -> None:
     found, _ = layouts("restart", dp_replicate=2)
     assert {(layout.dp_replicate, layout.dp_shard) for layout in found} == {(2, 16)}
+
+
+def test_a_number_of_groups_that_the_recipe_asks_for_is_tried_alone() -> None:
+    """And replicas of every device, which then lie inside the groups."""
+    spec = replace(SPEC, resilience=ResilienceSpec(mode="elastic", replica_groups=4))
+    assert {layout.dp_replicate for layout, _, _ in Space(spec, 32, 8).layouts()} == {4, 32}
+
+
+# All that is open, on few devices
+
+
+def found_in(world_size: int, scaleup: int = 8, **changes: Any) -> tuple[list[tuple[Layout, int, int]], Space]:
+    space = Space(replace(SPEC, **changes), world_size, scaleup)
+    return list(space.layouts()), space
+
+
+def test_every_layout_of_four_devices_and_no_other() -> None:
+    """Two shards stay in a node of two. Of eight layers four may be a stage; a batch of 64 is cut by powers of two."""
+    open_axes = LayoutSpec(tp="auto", pp="auto", cp="auto", zero_stage="auto", pipeline_schedule="gpipe")
+    layouts, _ = found_in(4, scaleup=2, layout=open_axes, data=DataSpec(seq_len=1024, source="tokens"))
+    described = {
+        (each.dp_replicate, each.dp_shard, each.cp, each.tp, each.pp, each.zero_stage) for each, _, _ in layouts
+    }
+    assert described == {
+        (4, 1, 1, 1, 1, 1), (2, 2, 1, 1, 1, 3), (1, 4, 1, 1, 1, 1), (1, 4, 1, 1, 1, 3),
+        (2, 1, 1, 1, 2, 1), (1, 2, 1, 1, 2, 1), (1, 2, 1, 1, 2, 3), (1, 1, 1, 1, 4, 1),
+        (2, 1, 2, 1, 1, 1), (1, 2, 2, 1, 1, 1), (1, 2, 2, 1, 1, 3), (1, 1, 2, 1, 2, 1),
+        (2, 1, 1, 2, 1, 1), (1, 2, 1, 2, 1, 1), (1, 2, 1, 2, 1, 3), (1, 1, 1, 2, 2, 1),
+        (1, 1, 2, 2, 1, 1),
+    }  # fmt: skip
+    assert all(each.world_size == 4 for each, _, _ in layouts)
+    assert all(each.sequence_parallel == (each.tp > 1) for each, _, _ in layouts)
+    assert all(micro * accum * each.data_parallel_size == 64 for each, micro, accum in layouts)
+    assert all(each.pipeline_schedule == ("gpipe" if each.pp > 1 else "1f1b") for each, _, _ in layouts)
+    assert len(layouts) == len(set(layouts))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"layout": LayoutSpec(tp=3)}, "tp does not divide the heads"),
+        ({"layout": LayoutSpec(cp=4), "data": DataSpec(seq_len=1022, source="tokens")},
+         "the sequence does not divide by cp"),
+        ({"layout": LayoutSpec(pp=3)}, "the axes' product is not the number of devices"),
+        ({"batching": BatchingSpec(60)}, "the batch does not divide by the data-parallel ranks"),
+        ({"batching": BatchingSpec(64, micro_batch_size=3)}, "the micro-batch does not divide a rank's batch"),
+        ({"layout": LayoutSpec(pp=16)}, "more pipeline stages than layers"),
+        ({"layout": LayoutSpec(pp=2, pipeline_schedule="interleaved"), "batching": BatchingSpec(16)},
+         "interleaving needs micro-batches in multiples of pp"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_why_there_is_no_layout(changes: dict[str, Any], reason: str) -> None:
+    layouts, space = found_in(32, **changes)
+    assert layouts == []
+    assert set(space.refused) == {reason}
+    assert space.refused[reason] >= 1
+
+
+def test_axes_keep_to_the_fast_links_and_to_sequences_of_512() -> None:
+    wide = LayoutSpec(tp="auto", cp="auto", pp="auto")
+    layouts, _ = found_in(32, layout=wide, data=DataSpec(seq_len=2048, source="tokens"))
+    assert {each.tp for each, _, _ in layouts} == {1, 2, 4, 8}
+    assert {each.cp for each, _, _ in layouts} == {1, 2, 4}
+    assert {each.pp for each, _, _ in layouts} == {1, 2, 4, 8}
+    narrow, _ = found_in(32, scaleup=4, layout=wide, data=DataSpec(seq_len=100, source="tokens"))
+    assert {each.tp for each, _, _ in narrow} == {1, 2, 4} and {each.cp for each, _, _ in narrow} == {1}
+
+
+@pytest.mark.parametrize(
+    ("batch", "wanted", "sizes"),
+    [(96, "auto", [1, 2, 4, 8, 16, 32, 96]), (64, "auto", [1, 2, 4, 8, 16, 32, 64]), (8, "auto", [1, 2, 4, 8]),
+     (6, "auto", [1, 2, 6]), (96, 3, [3])],
+)  # fmt: skip
+def test_micro_batches_that_are_tried(batch: int, wanted: Any, sizes: list[int]) -> None:
+    layouts, _ = found_in(1, batching=BatchingSpec(batch, micro_batch_size=wanted))
+    assert [micro for _, micro, _ in layouts] == sizes
+    assert [accum for _, _, accum in layouts] == [batch // size for size in sizes]
+
+
+def test_chunks_of_interleaved_stages() -> None:
+    model = replace(SPEC.model, num_layers=64)  # type: ignore[type-var]
+    interleaved = LayoutSpec(pp=2, pipeline_schedule="interleaved", virtual_stages="auto")
+    layouts, _ = found_in(2, model=model, layout=interleaved, batching=BatchingSpec(4, micro_batch_size=1))
+    assert [each.virtual_stages for each, _, _ in layouts] == [2, 4, 8, 16]
+    layouts, _ = found_in(2, layout=replace(interleaved, virtual_stages=3), batching=BatchingSpec(4, 1))
+    assert [each.virtual_stages for each, _, _ in layouts] == [3]
+    uneven = replace(interleaved, pipeline_schedule="1f1b", virtual_stages=1, stage_layers=(5, 3))
+    layouts, _ = found_in(2, layout=uneven, batching=BatchingSpec(4, 1))
+    assert [(each.stage_layers, each.virtual_stages) for each, _, _ in layouts] == [((5, 3), 1)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "tried"),
+    [("auto", "auto", ("1f1b", "interleaved", "zero_bubble")), ("auto", 1, ("1f1b", "interleaved", "zero_bubble")),
+     ("auto", 2, ("1f1b",)), ("zbv", "auto", ("zbv",))],
+)  # fmt: skip
+def test_schedules_that_are_tried(schedule: Any, chunks: Any, tried: tuple[str, ...]) -> None:
+    assert schedules_of(LayoutSpec(pipeline_schedule=schedule, virtual_stages=chunks)) == tried
+
+
+@pytest.mark.parametrize(
+    ("wanted", "shard", "replicate", "stages"),
+    [("auto", 1, 8, (1,)), ("auto", 8, 1, (1, 3)), ("auto", 4, 2, (3,)), (2, 8, 1, (2,)), (3, 1, 8, (3,))],
+)
+def test_zero_stages_that_are_tried(wanted: Any, shard: int, replicate: int, stages: tuple[int, ...]) -> None:
+    assert stages_of(LayoutSpec(zero_stage=wanted), shard, replicate) == stages
+
+
+def test_experts_are_spread_over_what_divides_them_and_the_ranks() -> None:
+    experts = replace(SPEC.model, experts=ExpertSpec(12, 2, 64))  # type: ignore[type-var]
+    layouts, space = found_in(8, model=experts, layout=LayoutSpec(dp_replicate=1, ep="auto"))
+    assert {each.ep for each, _, _ in layouts} == {1, 2, 4}
+    assert space.refused["ep does not divide the ranks that share experts"] == 3
+    layouts, _ = found_in(8, model=experts, layout=LayoutSpec(dp_replicate=1, tp=2, ep=4, etp=2))
+    assert {(each.ep, each.etp, each.dp_shard) for each, _, _ in layouts} == {(4, 2, 4)}
+
+
+def test_shards_that_no_rule_would_try_are_kept_where_they_are_pinned() -> None:
+    layouts, _ = found_in(32, scaleup=2, layout=LayoutSpec(dp_shard=8, zero_stage=2))
+    assert {(each.dp_replicate, each.dp_shard, each.zero_stage) for each, _, _ in layouts} == {(4, 8, 2)}
+    layouts, _ = found_in(32, layout=LayoutSpec(dp_shard=3))
+    assert layouts == []
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv", "ffn", "tp", "splits"),
+    [(8, 8, 64, 4, True), (8, 2, 64, 4, True), (8, 4, 64, 2, True), (12, 3, 64, 2, False), (6, 6, 64, 4, False),
+     (8, 8, 60, 8, False), (7, 7, 63, 1, True), (16, 6, 64, 4, False)],
+)  # fmt: skip
+def test_heads_are_cut_whole(heads: int, kv: int, ffn: int, tp: int, splits: bool) -> None:
+    assert splits_heads(DecoderModel(8, 512, heads, kv, 64, ffn, 4096), tp) is splits
+
+
+def test_convolutions_are_not_cut_and_scans_have_no_heads_to_cut() -> None:
+    conv = ConvModel("resnet", (32, 32), (4, 8))
+    assert (splits_heads(conv, 1), splits_heads(conv, 2)) == (True, False)
+    assert splits_heads(HybridModel(64, 512, 4), 4), "no heads divide by anything"
+
+
+def test_divisors_in_order() -> None:
+    assert [divisors(number) for number in (1, 2, 12, 16, 17)] == [
+        [1], [1, 2], [1, 2, 3, 4, 6, 12], [1, 2, 4, 8, 16], [1, 17]
+    ]  # fmt: skip

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import csv
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from statistics import geometric_mean as geometric
 from statistics import median
 
 import pytest
 
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.validation.backtest import Backtest, Prediction, as_json, backtest, cases_of
-from trainspec_cli.planner.validation.fit import fit
+from trainspec_cli.planner.validation.fit import FRACTIONS, fit
 
 MEASURED = Path(__file__).parents[2] / "data" / "measured"
 
@@ -53,6 +57,42 @@ def test_step_time_error_does_not_grow(throughput: Backtest) -> None:
     assert summary["step_time_mape"] < 0.091
     assert summary["step_time_median_ape"] < 0.067
     assert abs(summary["bias"]) < 0.015
+
+
+def geometric_mean(values: Iterable[float | None]) -> float:
+    return geometric([value for value in values if value])
+
+
+def test_no_prediction_changes_unnoticed(throughput: Backtest, memory: Backtest) -> None:
+    """Whoever changes a constant or a formula sees by how much, compares the errors above, and writes the new means."""
+    found, peaks = throughput.predictions, memory.predictions
+    assert geometric_mean(p.step_time_s for p in found) == pytest.approx(3.27136312, rel=1e-7)
+    assert geometric_mean(p.tokens_s_gpu for p in found) == pytest.approx(1864.29838, rel=1e-7)
+    assert geometric_mean(p.peak_memory_bytes for p in found) == pytest.approx(6.58128397e10, rel=1e-7)
+    assert geometric_mean(p.memory_bytes for p in found) == pytest.approx(5.56691278e10, rel=1e-7)
+    assert geometric_mean(p.peak_memory_bytes for p in peaks) == pytest.approx(5.67879564e10, rel=1e-7)
+    assert geometric_mean(p.memory_bytes for p in peaks) == pytest.approx(2.18616425e9, rel=1e-7)
+
+
+def test_the_columns_are_read_as_they_were(throughput: Backtest, memory: Backtest) -> None:
+    assert geometric_mean(p.measured_step_time_s for p in throughput.predictions) == pytest.approx(3.25496634, rel=1e-7)
+    assert geometric_mean(p.measured_memory_bytes for p in memory.predictions) == pytest.approx(2.15970482e9, rel=1e-7)
+    assumed = Counter(name for p in throughput.predictions for name in p.assumed)
+    assert assumed == {"recompute": 342, "mbs": 47, "head_dim": 43, "interconnect": 36, "layer pattern": 27}
+    summary = as_json(throughput)["summary"]
+    assert (summary["rows"], summary["predicted"], summary["refused"]) == (1194, 1181, 13)
+    assert summary["refused_by_reason"]["columns mbs and gbs are empty"] == 8
+    assert as_json(memory)["summary"]["refused_by_reason"] == {
+        "columns mbs and gbs are empty": 4,
+        "column n_gpus is empty": 3,
+    }
+    assert summary["step_time_mape"] == pytest.approx(0.0902332, rel=1e-5)
+    assert summary["step_time_median_ape"] == pytest.approx(0.0649506, rel=1e-5)
+    assert summary["bias"] == pytest.approx(0.0109985, rel=1e-5)
+    assert summary["memory_worst_under"] == pytest.approx(-0.270988, rel=1e-5)
+    assert sum(ranking.loss for ranking in throughput.ranking) == pytest.approx(0.252683, rel=1e-5)
+    assert next(iter(summary["by_gpu"])) == "H100-SXM-80GB", "the largest group comes first"
+    assert sum(group["rows"] for group in summary["by_gpu"].values()) == len(throughput.points()) == 1092
 
 
 @pytest.mark.parametrize(
@@ -146,3 +186,12 @@ def test_fit_recovers_a_slower_cluster() -> None:
     fitted = fit(cases_of(before.predictions), Efficiency(), iterations=3)
     after = [abs(error) for error in backtest(slower, fitted).errors()]
     assert sum(after) / len(after) < 0.08
+
+
+def test_no_fraction_is_fitted_beyond_what_there_is() -> None:
+    """Runs that all take a third of what is predicted: many a fraction would pass 1."""
+    rows = [row for row in read("throughput.csv") if row["source"] == "mosaicml/llm-foundry"][:4]
+    cases = cases_of(backtest(rows, Efficiency()).predictions)
+    faster = [replace(case, step_time_s=case.step_time_s / 3, weight=100.0) for case in cases]
+    fitted = fit(faster, Efficiency(), prior=3.0, iterations=3).as_dict()
+    assert max(fitted[name] for name in FRACTIONS) == 0.98

@@ -101,22 +101,26 @@ class StepWatch(threading.Thread):
                 return
 
     def _report(self, waited_s: float) -> None:
-        began = time.time()
-        position = whereabouts(self._main)
-        self._journal.write(
-            HangEvent(
+        """Report the hang; the first rank that did so ends the run, and so does one that cannot write its report."""
+        ends = True
+        try:
+            began = time.time()
+            own = HangEvent(
                 step=self._step + 1,
                 waited_s=waited_s,
                 deadline_s=self._deadline_s,
                 host=socket.gethostname(),
-                **position,
+                **whereabouts(self._main),
             )
-        )
-        time.sleep(OTHERS_S)
-        reports = self._read_reports(began - 2 * OTHERS_S)
-        if self._rank == min(reports):
-            self._write_error(reports, waited_s)
-            self._end(WorkerError.exit_code)
+            self._journal.write(own)
+            time.sleep(OTHERS_S)
+            reports = {self._rank: own} | self._read_reports(began - 2 * OTHERS_S)
+            ends = self._rank == min(reports)
+            if ends:
+                self._write_error(reports, waited_s)
+        finally:
+            if ends:
+                self._end(WorkerError.exit_code)
 
     def _read_reports(self, since: float) -> dict[int, HangEvent]:
         """Return the newest report of each rank that has left one."""

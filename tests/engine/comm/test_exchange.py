@@ -1,0 +1,110 @@
+"""Collectives of activations in two ranks, forward and backward, and the processes' way into a group."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainspec_cli.engine.comm import exchange, joining
+from trainspec_cli.engine.comm.exchange import Peers, enter_region, leave_region
+
+
+class Timed:
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __call__(self) -> Any:
+        self.times += 1
+        return nullcontext()
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
+    """The second of two ranks; the first holds 100 more everywhere."""
+
+    def gather(whole: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
+        assert mine.is_contiguous()
+        whole.copy_(torch.cat((mine + 100, mine)))
+
+    def scatter(mine: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
+        assert whole.is_contiguous()
+        mine.copy_((2 * whole + 100)[len(mine) :])
+
+    def reduce(x: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        x.copy_(2 * x + 100 if op == dist.ReduceOp.SUM else x + 100)
+
+    monkeypatch.setattr(exchange, "all_gather", gather)
+    monkeypatch.setattr(exchange, "reduce_scatter", scatter)
+    monkeypatch.setattr(exchange.dist, "all_reduce", reduce)
+    return Peers(SimpleNamespace(size=lambda: 2, rank=lambda: 1), Timed())  # type: ignore[arg-type]
+
+
+def both_passes(function: Any, x: torch.Tensor, peers: Peers, parallel: bool, dy: torch.Tensor) -> tuple[Any, Any]:
+    x = x.clone().requires_grad_()
+    out = function(x, peers, parallel)
+    out.backward(dy.expand_as(out).clone())
+    return out.detach(), x.grad
+
+
+X = torch.arange(12.0).view(2, 3, 2)
+ONE = torch.ones(())
+
+
+def test_a_region_sees_the_whole_sequence_and_returns_a_part_of_the_sum(peers: Peers) -> None:
+    whole, dx = both_passes(enter_region, X, peers, True, ONE)
+    assert torch.equal(whole, torch.cat((X + 100, X), dim=1))
+    assert whole.is_contiguous()
+    assert torch.equal(dx, torch.full_like(X, 102.0)), "the ranks' gradients are summed, and a part comes back"
+    wide = torch.arange(16.0).view(2, 4, 2)
+    part, dx = both_passes(leave_region, wide, peers, True, ONE)
+    assert torch.equal(part, 2 * wide[:, 2:] + 100)
+    assert torch.equal(dx, torch.cat((torch.full((2, 2, 2), 101.0), torch.ones(2, 2, 2)), dim=1))
+    assert peers.time.times == 4  # type: ignore[attr-defined]
+
+
+def test_without_cut_sequences_one_direction_sums_and_the_other_passes_on(peers: Peers) -> None:
+    gradient = torch.ones(())
+    same, dx = both_passes(enter_region, X, peers, False, gradient)
+    assert torch.equal(same, X)
+    assert torch.equal(dx, torch.full_like(X, 102.0))
+    kept = X.clone()
+    summed, dx = both_passes(leave_region, kept, peers, False, gradient)
+    assert torch.equal(summed, 2 * X + 100)
+    assert torch.equal(kept, X), "the input is not written over"
+    assert torch.equal(dx, torch.ones_like(X))
+    assert peers.time.times == 2  # type: ignore[attr-defined]
+
+
+def test_sums_and_maxima_are_in_place_and_timed(peers: Peers) -> None:
+    x = torch.tensor([1.0, 2.0])
+    assert peers.sum_(x) is x
+    assert x.tolist() == [102.0, 104.0]
+    assert peers.maximum_(x) is x
+    assert x.tolist() == [202.0, 204.0]
+    assert (peers.size, peers.rank, peers.time.times) == (2, 1, 2)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("device_type", "device", "backend"), [("cpu", "cpu", "gloo"), ("cuda", "cuda:3", "cpu:gloo,cuda:nccl")]
+)
+def test_a_rank_joins_with_its_own_device(
+    device_type: str, device: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    chosen: list[Any] = []
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(joining, "_stores", [])
+    monkeypatch.setattr(joining, "_open_store", lambda world_size: f"store of {world_size}")
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(joining.dist, "init_process_group", lambda name, **more: given.update(more, backend=name))
+    assert joining.join_processes(device_type) == torch.device(device)
+    assert given.pop("timeout").total_seconds() == 1800
+    assert given == {"backend": backend, "store": "store of 8", "rank": 5, "world_size": 8}
+    assert chosen == ([torch.device(device)] if device_type == "cuda" else [])
+    assert joining._stores == ["store of 8"], "a process group holds only the C++ half"

@@ -1,0 +1,72 @@
+"""What is measured of a device."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from trainspec_cli.engine.observe import device
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """Stands in for `time`: a call takes what the test says."""
+
+    def __init__(self, *calls_s: float):
+        self.now_s, self._calls_s = 0.0, iter(calls_s)
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def call(self) -> None:
+        self.now_s += next(self._calls_s)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Clock]]:
+    def make(*calls_s: float) -> Clock:
+        made = Clock(*calls_s)
+        monkeypatch.setattr(device, "time", made)
+        return made
+
+    yield make  # type: ignore[misc]
+
+
+def test_the_quickest_round_counts_and_the_first_call_does_not(clock: type[Clock]) -> None:
+    time = clock(0.1, 3.0, 2.0, 5.0)
+    assert device.quickest_s(time.call, CPU, rounds=3) == pytest.approx(2.0)
+
+
+def test_a_round_lasts_for_its_time_and_is_the_mean_of_its_calls(clock: type[Clock]) -> None:
+    """Rounds of 1 + 2 + 3 s, and of 4 + 1 s."""
+    time = clock(0.1, 1.0, 2.0, 3.0, 4.0, 1.0)
+    assert device.quickest_s(time.call, CPU, rounds=2, round_s=4.5) == pytest.approx(2.0)
+
+
+def test_a_matrix_product_of_n_takes_two_n_cubed_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "quickest_s", lambda call, where, rounds, round_s: (call(), 0.5)[1])
+    assert device.matmul_flops(CPU, torch.float32, 10, rounds=3, round_s=0.1) == 4000.0
+
+
+def test_the_peak_is_that_of_the_best_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int, float]] = []
+
+    def flops(where: torch.device, dtype: torch.dtype, size: int, rounds: int, round_s: float) -> float:
+        asked.append((size, rounds, round_s))
+        return {1024: 7e9, 2048: 5e9}[size]
+
+    monkeypatch.setattr(device, "matmul_flops", flops)
+    assert device.measure_peak(CPU, torch.bfloat16, seconds=5.0) == device.Peak(
+        7e9, "best bfloat16 matmul measured on this device"
+    )
+    assert asked == [(1024, 10, 0.5), (2048, 10, 0.5)]
+
+
+def test_the_peak_of_memory_is_in_bytes() -> None:
+    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert kib * 1024 <= device.peak_memory_bytes(CPU) <= kib * 1024 * 2
+    assert device.device_allocations(CPU) == 0

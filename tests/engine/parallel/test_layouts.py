@@ -1,0 +1,54 @@
+"""A step's loss and gradients in two processes are those of one, whatever the model is cut along."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORKER = Path(__file__).with_name("layout_worker.py")
+FP32 = 5e-6
+"""Of the Euclidean norm: sums in other orders, and the sharded gradients' exchange in fp32."""
+NAMES = (
+    *("ring", "ulysses", "zero 2", "zero 1", "plain tensor", "tensor of a hybrid"),
+    *("tensor of latent attention", "tensor of sinks and biases", "interleaved", "gpipe", "zero bubble", "experts"),
+    *("adapters, zero 2", "adapters, interleaved", "adapters, plain tensor"),
+)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    file = tmp_path_factory.mktemp("layouts") / "meeting"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(file), str(rank)], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        for rank in range(2)
+    ]
+    try:
+        printed = [rank.communicate(timeout=240)[0] for rank in started]
+    finally:
+        for rank in started:
+            rank.kill()
+    assert [rank.returncode for rank in started] == [0, 0]
+    return [json.loads(text.splitlines()[-1]) for text in printed]
+
+
+def test_every_layout_is_judged(ranks: list[dict[str, Any]]) -> None:
+    assert all(set(rank) == set(NAMES) for rank in ranks)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_ranks_compute_what_one_computes(ranks: list[dict[str, Any]], name: str) -> None:
+    found = [rank[name] for rank in ranks]
+    assert sum(rank["loss"] for rank in found) == pytest.approx(1.0, rel=1e-6)
+    assert sum(rank["squared"] for rank in found) == pytest.approx(1.0, rel=1e-5)
+    assert sorted({one for rank in found for one in rank["errors"]}) == found[0]["names"]
+    errors = {one: error for rank in found for one, error in rank["errors"].items()}
+    assert {one: error for one, error in errors.items() if not error < FP32} == {}

@@ -1,0 +1,121 @@
+"""Messages between stages, and weights' gradients that are computed later."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainspec_cli.engine.parallel import pipeline
+from trainspec_cli.engine.parallel.pipeline import Hidden, Message, WeightQueue, message_after
+from trainspec_cli.policy.pipeline import Action, Kind, actions
+from trainspec_cli.spec.recipe.layout import Layout
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "message"),
+    [
+        ("forward", 0, Message(1, 7, is_gradient=False)),
+        ("forward", 2, Message(3, 7, is_gradient=False)),
+        ("forward", 3, None),
+        ("backward", 3, Message(2, 7, is_gradient=True)),
+        ("backward", 1, Message(0, 7, is_gradient=True)),
+        ("backward", 0, None),
+        ("backward_input", 1, Message(0, 7, is_gradient=True)),
+        ("backward_input", 0, None),
+        ("backward_weight", 2, None),
+    ],
+)
+def test_an_action_sends_to_the_next_stage_or_back(kind: Kind, stage: int, message: Message | None) -> None:
+    layout = Layout(pp=2, pipeline_schedule="interleaved", virtual_stages=2)
+    assert message_after(layout, Action(kind, stage, 7)) == message
+
+
+def test_hidden_states_are_the_sequences_parts_in_the_format_of_the_computation() -> None:
+    like = Hidden(24, sequence_parts=4, dtype=torch.bfloat16).like(torch.zeros(3, 32, dtype=torch.int64))
+    assert (tuple(like.shape), like.dtype, like.device.type) == ((3, 8, 24), torch.bfloat16, "meta")
+
+
+def model(bias: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5, bias=bias), nn.Tanh(), nn.Linear(5, 4, bias=bias)).double()
+
+
+def gradients(net: nn.Module) -> list[Any]:
+    return [None if parameter.grad is None else parameter.grad.clone() for parameter in net.parameters()]
+
+
+def step(net: nn.Module, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Forward and backward; return the output and the input's gradient."""
+    x = torch.randn(2, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    out = net(x)
+    out.square().sum().backward()
+    assert x.grad is not None
+    return out.detach(), x.grad
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_weights_gradients_come_when_their_micro_batch_is_worked_off(bias: bool) -> None:
+    plain, split, queue = model(bias), model(bias), WeightQueue()
+    queue.apply(split)
+    wanted = []
+    for seed in (1, 2):
+        plain.zero_grad()
+        wanted.append((step(plain, seed), gradients(plain)))
+    for seed, ((out, dx), _) in zip((1, 2), wanted, strict=True):
+        queue.hold(0, seed)
+        found_out, found_dx = step(split, seed)
+        queue.stop_holding()
+        torch.testing.assert_close((found_out, found_dx), (out, dx))
+    weights = [parameter for parameter in split.parameters() if parameter.dim() > 1]
+    assert all(parameter.grad is None for parameter in weights)
+    queue.work_off(0, 2)
+    of_second = [gradient for gradient in wanted[1][1] if gradient.dim() > 1]
+    torch.testing.assert_close([parameter.grad for parameter in weights], of_second)
+    queue.work_off(1, 1)  # another stage's
+    torch.testing.assert_close([parameter.grad for parameter in weights], of_second)
+    queue.work_off(0, 1)
+    torch.testing.assert_close(gradients(split), [a + b for a, b in zip(wanted[0][1], wanted[1][1], strict=True)])
+    queue.work_off(0, 1)
+    torch.testing.assert_close(gradients(split), [a + b for a, b in zip(wanted[0][1], wanted[1][1], strict=True)])
+
+
+def test_without_holding_a_backward_is_a_plain_one() -> None:
+    plain, split, queue = model(True), model(True), WeightQueue()
+    queue.apply(split)
+    torch.testing.assert_close(step(split, 1), step(plain, 1))
+    torch.testing.assert_close(gradients(split), gradients(plain))
+
+
+def test_an_input_without_a_gradient_gets_none() -> None:
+    """The first stage's tokens are embedded, or a layer's input is frozen."""
+    split, queue = model(False), WeightQueue()
+    queue.apply(split)
+    split(torch.ones(1, 6, dtype=torch.float64)).sum().backward()
+    assert all(parameter.grad is not None for parameter in split.parameters())
+
+
+def test_messages_come_from_their_senders_and_go_by_the_line_of_their_direction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The middle one of three ranks."""
+    asked: list[tuple[Any, ...]] = []
+    done = SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
+    calls = SimpleNamespace(
+        irecv=lambda tensor, group, group_src: asked.append(("receive", group, group_src)) or done,
+        isend=lambda tensor, group, group_dst: asked.append(("send", group, group_dst)) or done,
+    )
+    monkeypatch.setattr(pipeline, "dist", calls)
+    layout, up = Layout(pp=3), SimpleNamespace(rank=lambda: 1)
+    lines = pipeline.Lines(up, "down", torch.device("cpu"))  # type: ignore[arg-type]
+    mail = pipeline.Mailbox(layout, actions(layout, 1), lines, torch.empty(2, device="meta"), nullcontext)
+    mail.receive(Message(1, 0, is_gradient=False))
+    mail.send(Message(2, 0, is_gradient=False), torch.ones(2))
+    mail.receive(Message(1, 0, is_gradient=True))
+    mail.send(Message(0, 0, is_gradient=True), torch.ones(2))
+    mail.end()
+    assert asked == [("receive", up, 0), ("send", up, 2), ("receive", "down", 2), ("send", "down", 0)]

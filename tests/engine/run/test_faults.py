@@ -1,0 +1,119 @@
+"""Faults that a recipe asks for: which are this rank's, when they are due, and that each occurs once."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from trainspec_cli.engine.run import faults
+from trainspec_cli.engine.run.faults import Faults, InjectedFault
+from trainspec_cli.engine.shares import Share
+from trainspec_cli.environment_names import GROUP
+from trainspec_cli.rundir.paths import RunDir
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """make("kill(step=4)", group=1, rank=2): -> the faults of that rank."""
+
+    def make(text: str, group: int = 0, rank: int = 0) -> Faults:
+        monkeypatch.setenv(GROUP, str(group))
+        monkeypatch.setattr(faults, "dist", SimpleNamespace(get_rank=lambda: rank))
+        return Faults(SimpleNamespace(spec=SimpleNamespace(fault=text)), RunDir(tmp_path))  # type: ignore[arg-type]
+
+    (tmp_path / "faults").mkdir()
+    return make
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
+    """The signals that the process sends itself, and how long it sleeps."""
+    sent: list[tuple[str, float]] = []
+    monkeypatch.setattr(faults.os, "kill", lambda pid, number: sent.append(("signal", number)))
+    monkeypatch.setattr(faults, "time", SimpleNamespace(sleep=lambda seconds: sent.append(("sleep", seconds))))
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("text", "group", "rank", "at"),
+    [
+        ("kill(step=4)", 0, 0, {4: [("signal", signal.SIGKILL)]}),
+        ("stop(step=0)", 0, 0, {0: [("signal", signal.SIGSTOP)]}),
+        ("kill(step=4,group=1,rank=2)", 1, 2, {4: [("signal", signal.SIGKILL)]}),
+        ("kill(step=4,group=1,rank=2)", 1, 0, {}),
+        ("kill(step=4,group=1,rank=2)", 2, 1, {}),
+        ("kill(step=4); kill(step=5)", 0, 0, {4: [("signal", 9)], 5: [("signal", 9)]}),
+        ("slow(step=2,seconds=0.2,steps=3)", 0, 0, {step: [("sleep", 0.2)] for step in (2, 3, 4)}),
+        ("lighthouse(step=3)", 0, 0, {}),
+    ],
+)
+def test_a_fault_occurs_on_its_rank_at_its_step(
+    make: Any, sent: list[tuple[str, float]], text: str, group: int, rank: int, at: dict[int, Any]
+) -> None:
+    planted, found = make(text, group, rank), {}
+    for step in range(8):
+        planted.inject(step, None)
+        if sent:
+            found[step] = list(sent)
+        sent.clear()
+    assert found == at
+
+
+def test_a_fault_occurs_once_in_the_life_of_a_run_and_a_slow_step_each_time(
+    make: Any, sent: list[tuple[str, float]], tmp_path: Path
+) -> None:
+    text = "kill(step=4); slow(step=4,seconds=0.5); kill(step=4)"
+    make(text).inject(4, None)
+    assert sent == [("signal", 9), ("sleep", 0.5), ("signal", 9)]
+    assert sorted(path.name for path in (tmp_path / "faults").iterdir()) == ["0_kill", "2_kill"]
+    make(text).inject(4, None)
+    assert sent[3:] == [("sleep", 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("exception", InjectedFault, "a fault that the recipe asked for"),
+        ("oom", torch.OutOfMemoryError, "no memory is left"),
+    ],
+)
+def test_an_error_is_raised(make: Any, kind: str, error: type[Exception], message: str) -> None:
+    planted = make(f"{kind}(step=1)")
+    planted.inject(0, None)
+    with pytest.raises(error, match=message):
+        planted.inject(1, None)
+
+
+def test_a_flipped_bit_doubles_or_halves_one_value(make: Any) -> None:
+    share = Share("w", torch.nn.Parameter(torch.full((3, 4), 1.5)))
+    make("bitflip(step=1)").inject(1, SimpleNamespace(shares=[share]))
+    values = share.local.flatten().tolist()
+    assert values.count(1.5) == 11
+    assert (values[6], share.parameter.flatten()[6].item()) in ((0.75, 0.75), (3.0, 3.0))
+
+
+def test_a_full_disk_lasts_for_its_steps(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[int, tuple[int, int]]] = []
+    stand_in = SimpleNamespace(
+        RLIMIT_FSIZE=resource.RLIMIT_FSIZE,
+        RLIM_INFINITY=resource.RLIM_INFINITY,
+        getpagesize=lambda: 4096,
+        getrlimit=lambda _: (7, 10**9),
+        setrlimit=lambda kind, limit: limits.append((kind, limit)),
+    )
+    monkeypatch.setattr(faults, "resource", stand_in)
+    planted, after = make("disk_full(step=3,steps=2)"), []
+    for step in range(7):
+        planted.inject(step, None)
+        after.append(len(limits))
+    assert after == [0, 0, 0, 1, 1, 2, 2]
+    assert limits == [
+        (resource.RLIMIT_FSIZE, (4096, 10**9)),
+        (resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, 10**9)),
+    ]

@@ -1,0 +1,65 @@
+"""What a failing worker leaves for its supervisor."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from trainspec_cli.engine import __main__ as worker
+from trainspec_cli.environment_names import GENERATION, GROUP
+from trainspec_cli.errors import WorkerError
+from trainspec_cli.rundir import generations
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import WorkerErrorRecord, read_error
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    for name in (GENERATION, GROUP, "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(worker, "StopRequest", lambda: SimpleNamespace(listen=lambda: None))
+    monkeypatch.setattr(worker.sys, "argv", ["engine", str(tmp_path)])
+    return RunDir(tmp_path)
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def work(run_dir: RunDir, stop: object) -> None:
+        raise error
+
+    monkeypatch.setattr(worker, "work", work)
+    with pytest.raises(type(error)):
+        worker.main()
+
+
+def test_an_error_that_was_foreseen_keeps_its_code_hint_and_exit_code(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail(monkeypatch, WorkerError("the loss is not finite", code="not_finite", hint="lower optim.lr"))
+    told = read_error(run_dir.error(0), WorkerErrorRecord)
+    assert (told.rank, told.host, told.type) == (0, socket.gethostname(), "WorkerError")
+    assert (told.code, told.hint, told.exit_code) == ("not_finite", "lower optim.lr", WorkerError.exit_code)
+    assert told.message == "the loss is not finite"
+    assert "in work" in told.traceback and told.time is not None
+
+
+@pytest.mark.parametrize(("group", "rank", "size", "number"), [(0, 1, 4, 1), (2, 3, 4, 11), (1, 0, 2, 2)])
+def test_any_other_error_is_told_of_by_the_rank_over_all_replica_groups(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, group: int, rank: int, size: int, number: int
+) -> None:
+    for name, value in ((GROUP, group), ("RANK", rank), ("WORLD_SIZE", size)):
+        monkeypatch.setenv(name, str(value))
+    fail(monkeypatch, KeyError("w"))
+    told = read_error(run_dir.error(number), WorkerErrorRecord)
+    assert (told.rank, told.type, told.code, told.hint, told.exit_code) == (number, "KeyError", None, None, None)
+
+
+def test_a_worker_that_is_fenced_off_writes_no_error(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GENERATION, str(generations.begin(run_dir)))
+    fail(monkeypatch, KeyError("w"))
+    run_dir.error(0).unlink()
+    generations.begin(run_dir)
+    fail(monkeypatch, KeyError("w"))
+    assert not run_dir.error(0).exists()

@@ -1,0 +1,267 @@
+"""A cluster as the planner sees it, and the figures of a candidate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from trainspec_cli.errors import RecipeError
+from trainspec_cli.planner.capacity import (
+    accelerator_of,
+    assumptions,
+    changes,
+    describe_fabric,
+    efficiency_of,
+    open_layout,
+    plan_capacity,
+    software_of,
+    template_of,
+)
+from trainspec_cli.planner.hardware.catalogue import find_accelerator
+from trainspec_cli.planner.hardware.rates import Efficiency, peak_flops_per_s
+from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
+from trainspec_cli.planner.search.variants import plan_on_what_divides
+from trainspec_cli.spec.field_types import AUTO
+from trainspec_cli.spec.recipe.batching import BatchingSpec
+from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, Machine, ReliabilitySpec
+from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.layout import LayoutSpec
+from trainspec_cli.spec.recipe.lora import LoraSpec
+from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.optim import OptimSpec
+from trainspec_cli.spec.recipe.run import PrecisionSpec, RunSpec, TrainSection
+
+CHIP = AcceleratorSpec(
+    *("chip", "maker", 500.0, 80.0, 3.0),
+    matmul_bf16_tflops=400.0,
+    link_gb_per_s=300.0,
+    link_kind="nvswitch",
+    sources={"default": "made up"},
+)
+CLUSTER = ClusterSpec(num_nodes=2, devices_per_node=4, accelerator=CHIP, nic_gbit_per_s=400.0)
+SPEC = RunSpec(
+    model=DecoderModel(4, 1024, 8, 8, 128, 4096, 8192),
+    data=DataSpec(seq_len=2048, source="tokens"),
+    optim=OptimSpec(lr=1e-4),
+    batching=BatchingSpec(global_batch_size=32, micro_batch_size=2),
+    train=TrainSection(max_steps=10),
+    cluster=CLUSTER,
+    layout=LayoutSpec(dp_shard=8, dp_replicate=1),
+)
+
+
+def test_a_described_cluster_is_taken_as_it_is() -> None:
+    fabric = describe_fabric(CLUSTER, None)
+    assert fabric.chip == replace(CHIP, sources=None)
+    assert (fabric.num_devices, fabric.devices_per_node, fabric.scaleup_devices) == (8, 4, 4)
+    assert (fabric.link_gb_per_s, fabric.nic_gbit_per_s, fabric.nic_kind) == (300, 400, "infiniband")
+    own = replace(CLUSTER, scaleup_devices=8, link_gb_per_s=7.0, nic_kind="roce", host_link_gb_per_s=9.0)
+    fabric = describe_fabric(own, None)
+    assert (fabric.scaleup_devices, fabric.link_gb_per_s) == (8, 7)
+    assert (fabric.nic_kind, fabric.host_link_gb_per_s) == ("roce", 9)
+
+
+@pytest.mark.parametrize(("tflops", "gbit"), [(501.0, 400), (500.0, 200), (201.0, 200), (200.0, 100)])
+def test_a_network_that_is_not_named_is_that_of_the_chips_class(tflops: float, gbit: float) -> None:
+    unnamed = replace(CLUSTER, nic_gbit_per_s=0.0, accelerator=replace(CHIP, bf16_tflops=tflops))
+    assert describe_fabric(unnamed, None).nic_gbit_per_s == gbit
+    card = replace(CHIP, bf16_tflops=tflops, link_kind="pcie")
+    assert describe_fabric(replace(unnamed, accelerator=card), None).nic_gbit_per_s == 50
+
+
+@pytest.mark.parametrize(
+    ("machine", "devices"),
+    [
+        (None, 8),
+        (Machine("m", 1, 2**30), 1),
+        (Machine("m", 16, 2**30), 2),
+        (Machine("m", 16, 2**30, gpu_names=("NVIDIA H200",) * 3), 3),
+    ],
+    ids=["no machine", "one core", "cores", "GPUs"],
+)
+def test_devices_of_a_node_that_are_left_open(machine: Machine | None, devices: int) -> None:
+    fabric = describe_fabric(replace(CLUSTER, devices_per_node=AUTO), machine)
+    assert (fabric.devices_per_node, fabric.num_devices, fabric.scaleup_devices) == (devices, 2 * devices, devices)
+
+
+def test_this_machines_accelerator() -> None:
+    gpus = Machine("m", 64, 2**40, gpu_names=("NVIDIA H100 80GB HBM3",), gpu_memory_bytes=79 * 2**30)
+    found = accelerator_of(gpus)
+    assert (found.name, found.memory_gb) == ("H100-SXM-80GB", 79)
+    assert accelerator_of(replace(gpus, gpu_memory_bytes=0)) == find_accelerator("H100-SXM-80GB")
+    with pytest.raises(RecipeError, match="the catalogue has no accelerator like Abacus"):
+        accelerator_of(replace(gpus, gpu_names=("Abacus",)))
+    with pytest.raises(RecipeError, match="names no accelerator"):
+        accelerator_of(None)
+
+
+def test_a_process_has_half_of_a_cpu() -> None:
+    cpu = accelerator_of(Machine("m", 8, 2**35, bf16=True))
+    assert (cpu.vendor, cpu.link_kind, cpu.link_gb_per_s) == ("cpu", "pcie", 2)
+    assert (cpu.bf16_tflops, cpu.fp32_tflops) == pytest.approx((4 * 0.47, 4 * 0.11))
+    assert (cpu.memory_gb, cpu.memory_tb_per_s) == pytest.approx((16, 0.024))
+    assert accelerator_of(Machine("m", 1, 2**35)).bf16_tflops == pytest.approx(0.11), "one core at least"
+
+
+@pytest.mark.parametrize("key", ["memory_gb", "memory_tb_per_s", "bf16_tflops"])
+def test_rates_of_nothing_are_refused(key: str) -> None:
+    chip: Any = replace(CHIP, **{key: 0.0})
+    with pytest.raises(RecipeError, match=f"`{key}` is 0; more than 0 is needed") as caught:
+        describe_fabric(replace(CLUSTER, accelerator=chip), None)
+    assert [problem.path for problem in caught.value.problems] == [f"cluster.accelerator.{key}"]
+    half = replace(CHIP, bf16_tflops=0.0, fp16_tflops=100.0)
+    assert describe_fabric(replace(CLUSTER, accelerator=half), None).chip.fp16_tflops == 100
+
+
+def test_corrections_leave_the_other_efficiencies() -> None:
+    assert efficiency_of(CLUSTER) == Efficiency()
+    corrected = efficiency_of(replace(CLUSTER, efficiency={"nic": 0.5}))
+    assert corrected == replace(Efficiency(), nic=0.5)
+    with pytest.raises(RecipeError) as caught:
+        efficiency_of(replace(CLUSTER, efficiency={"nic": 0.5, "warp": 9.0, "wrap": 1.0}))
+    assert [p.path for p in caught.value.problems] == ["cluster.efficiency.warp", "cluster.efficiency.wrap"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "sharded", "expected"),
+    [
+        ({}, True, {"weight_bytes": 4, "master_bytes": 0, "grad_bytes": 4, "reduce_bytes": 4, "moment_bytes": 8}),
+        ({}, False, {"weight_bytes": 2, "master_bytes": 4, "fused_kernels": False, "fused_loss": False}),
+        ({"compile": True}, False, {"fused_kernels": True, "fused_loss": True}),
+        ({"optim": OptimSpec(lr=1.0, name="sgd")}, True, {"moment_bytes": 0}),
+        ({"precision": PrecisionSpec(reduce="bf16")}, True, {"grad_bytes": 2, "reduce_bytes": 2}),
+    ],
+    ids=["sharded", "whole", "compiled", "sgd", "reduced in bf16"],
+)
+def test_the_engine_as_software(changed: dict[str, Any], sharded: bool, expected: dict[str, Any]) -> None:
+    software = software_of(replace(SPEC, **changed), sharded)
+    assert {key: getattr(software, key) for key in expected} == expected
+    assert (software.attention_generation, software.fused_accumulation, software.fused_attention) == (2, False, True)
+
+
+def test_formats_that_are_left_open_follow_the_chip() -> None:
+    fabric = describe_fabric(CLUSTER, None)
+    template = template_of(SPEC, fabric)
+    assert (template.compute, template.matmul, template.seq_len, template.trainable) == ("bf16", "bf16", 2048, 1)
+    old = replace(fabric, chip=replace(fabric.chip, bf16_tflops=0.0, fp16_tflops=100.0))
+    assert template_of(SPEC, old).compute == "fp16"
+    mixed = template_of(replace(SPEC, precision=PrecisionSpec(compute="bf16", matmul="fp8")), fabric)
+    assert (mixed.compute, mixed.matmul) == ("bf16", "fp8")
+    adapters = template_of(replace(SPEC, lora=LoraSpec(rank=4)), fabric)
+    assert 0 < adapters.trainable < 0.1 and adapters.lora.rank == 4
+
+
+@pytest.mark.parametrize(
+    ("recompute", "lora", "again"),
+    [("none", 0, 0.0), ("full", 0, 1 / 3), ("full", 8, 0.5)],
+    ids=["kept", "done again", "done again under adapters"],
+)
+def test_figures_of_a_candidate(recompute: Any, lora: int, again: float) -> None:
+    """32 samples of 2048 tokens a step on 8 devices. Frozen weights have half of the backward."""
+    plan = plan_capacity(replace(SPEC, recompute=recompute, lora=LoraSpec(rank=lora)))
+    best = plan.best
+    assert best is not None and plan.world_size == 8
+    assert plan.tokens_per_step == 32 * 2048
+    assert (best.micro_batch_size, best.grad_accum_steps, best.recompute) == (2, 2, recompute)
+    assert best.step_time_s == pytest.approx(best.time.total_s)
+    assert best.tokens_per_s == pytest.approx(32 * 2048 / best.step_time_s)
+    assert best.tokens_per_s_per_gpu == pytest.approx(best.tokens_per_s / 8)
+    assert best.mfu == pytest.approx(best.tokens_per_s_per_gpu * plan.flops_per_token / 500e12)
+    assert best.hfu / best.mfu - 1 == pytest.approx(again, rel=0.05)
+    assert best.peak_memory_bytes == max(stage.total_bytes for stage in best.memory)
+    assert best.memory_limit_bytes == memory_limit_bytes(CHIP) == 0.97 * 80 * 2**30
+    assert plan.params == plan.active_params
+    assert (plan.considered, len(plan.candidates)) == (1, 1)
+
+
+def test_single_changes_that_may_help() -> None:
+    wide = replace(SPEC, layout=open_layout(SPEC), recompute=AUTO, batching=BatchingSpec(32))
+    assert [words for words, _ in changes(SPEC)] == [
+        "recompute=full",
+        "batching.micro_batch_size=1",
+        "layout=auto recompute=auto",
+        "offload=optimizer",
+        "layout=auto recompute=auto offload=optimizer",
+    ]
+    tried = dict(changes(SPEC))
+    assert tried["recompute=full"] == replace(SPEC, recompute="full")
+    assert tried["batching.micro_batch_size=1"].batching.micro_batch_size == 1
+    assert tried["layout=auto recompute=auto"] == replace(SPEC, layout=open_layout(SPEC), recompute=AUTO)
+    assert tried["offload=optimizer"] == replace(SPEC, offload="optimizer")
+    both = tried["layout=auto recompute=auto offload=optimizer"]
+    assert (both.layout, both.recompute, both.offload) == (open_layout(SPEC), AUTO, "optimizer")
+    assert list(changes(replace(wide, offload="optimizer"))) == []
+    assert list(changes(replace(wide, recompute="full", offload=AUTO, batching=BatchingSpec(32, 1))))[1:] == []
+
+
+def test_open_axes_keep_what_is_no_axis() -> None:
+    layout = LayoutSpec(2, 4, 1, 1, 1, 1, 3, etp=2, sequence_parallel=False, stage_layers=(1, 3))
+    opened = open_layout(replace(SPEC, layout=layout))
+    axes = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "zero_stage", "pipeline_schedule", "virtual_stages")
+    assert [getattr(opened, axis) for axis in axes] == [AUTO] * 9
+    assert (opened.etp, opened.sequence_parallel, opened.stage_layers) == (2, False, (1, 3))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "compiled", "said"),
+    [
+        (CLUSTER, True, []),
+        (CLUSTER, False, ["launched one by one"]),
+        (replace(CLUSTER, nic_gbit_per_s=0.0), True, ["no network between nodes: 200 Gbit/s a device"]),
+        (replace(CLUSTER, nic_gbit_per_s=0.0, num_nodes=1), True, []),
+        (replace(CLUSTER, accelerator=replace(CHIP, matmul_bf16_tflops=0.0)), True, ["no measured matmul rate"]),
+        (replace(CLUSTER, accelerator=replace(CHIP, vendor="cpu")), True, ["CPU's rates"]),
+    ],
+    ids=["all known", "eager", "no network", "one node", "no measured rate", "CPU"],
+)
+def test_what_was_assumed_is_said(cluster: ClusterSpec, compiled: bool, said: list[str]) -> None:
+    mfu, *others = assumptions(replace(SPEC, cluster=cluster, compile=compiled), describe_fabric(cluster, None))
+    assert mfu.startswith("MFU counts")
+    assert len(others) == len(said)
+    assert all(part in line for part, line in zip(said, others, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("fmt", "tflops"),
+    [("bf16", 500), ("fp16", 400), ("tf32", 250), ("fp32", 60), ("fp8", 1000), ("mxfp8", 1000), ("nvfp4", 2000)],
+)
+def test_the_peak_of_each_format(fmt: str, tflops: float) -> None:
+    rates = {
+        "fp16_tflops": 400.0,
+        "tf32_tflops": 250.0,
+        "fp32_tflops": 60.0,
+        "fp8_tflops": 1000.0,
+        "fp4_tflops": 2000.0,
+    }
+    assert peak_flops_per_s(replace(CHIP, **rates), fmt) == tflops * 1e12
+    assert peak_flops_per_s(CHIP, fmt) == 500e12, "a chip without the format is judged by its bf16"
+    assert peak_flops_per_s(replace(CHIP, fp8_tflops=900.0), "nvfp4") == 900e12
+
+
+@pytest.mark.parametrize(("spares", "standing_by"), [(None, 1), (2, 3)])
+def test_nodes_over_which_nothing_divides_stand_by(spares: int | None, standing_by: int) -> None:
+    """32 samples divide over 8 devices and not over 12."""
+    cluster = replace(CLUSTER, num_nodes=3, reliability=ReliabilitySpec(spare_nodes=spares))
+    spec = replace(SPEC, cluster=cluster, layout=LayoutSpec())
+    changed, plan = plan_on_what_divides(spec)
+    assert (changed.cluster.num_nodes, changed.cluster.reliability.spare_nodes) == (2, standing_by)
+    assert (plan.world_size, plan.best is not None) == (8, True)
+    assert plan.assumptions[0] == ("a batch of 32 divides over no layout of all 3 nodes: 2 work, 1 stand by as spares")
+    assert plan.assumptions[1:] == plan_capacity(changed).assumptions
+
+
+def test_of_smaller_counts_of_nodes_the_fastest_is_taken() -> None:
+    """40 samples divide over 20 devices of five nodes and 16 of four, and not over 28 of seven."""
+    spec = replace(SPEC, cluster=replace(CLUSTER, num_nodes=7), layout=LayoutSpec(), batching=BatchingSpec(40))
+    changed, plan = plan_on_what_divides(spec)
+    assert (changed.cluster.num_nodes, plan.world_size) == (5, 20)
+
+
+def test_nodes_over_which_the_batch_divides_all_work() -> None:
+    spec, plan = plan_on_what_divides(SPEC)
+    assert spec is SPEC and plan == plan_capacity(SPEC)
+    odd = replace(SPEC, layout=LayoutSpec(tp=3))
+    spec, plan = plan_on_what_divides(odd)
+    assert spec is odd and plan.best is None
