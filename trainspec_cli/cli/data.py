@@ -195,9 +195,8 @@ def _print_folder(folder: Path, manifest: ShardManifest, as_json: bool) -> None:
 
 
 def _rows(manifest: ShardManifest) -> dict[str, Any]:
-    fewer = "" if manifest.vocab_size >= manifest.vocab_size_asked else (
-        f" (the text is too small to fill the {manifest.vocab_size_asked} asked for)"
-    )  # fmt: skip
+    asked = manifest.vocab_size_asked
+    fewer = f" (the text is too small to fill the {asked} asked for)" if manifest.vocab_size < asked else ""
     xz = manifest.xz_bits_per_byte
     why = "conversations are not judged so" if manifest.learns_parts else "this Python has no lzma"
     return {

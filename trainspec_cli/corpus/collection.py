@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,11 +110,8 @@ def write_collection(parts: Mapping[str, tuple[Path, float]], validation: Mappin
     folder = cache_dir() / "tokens" / f"collection-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     if not folder.exists():
         make_cache()
-        try:
-            with publishing(folder) as temporary:
-                (temporary / COLLECTION).write_text(text, encoding="utf-8")
-        except FileExistsError:
-            return folder  # another process made the same folder meanwhile
+        with suppress(FileExistsError), publishing(folder) as temporary:  # unless another process made it meanwhile
+            (temporary / COLLECTION).write_text(text, encoding="utf-8")
     return folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,10 +89,8 @@ def _prepare_cached(data: DataSpec, on_progress: OnProgress | None) -> Path:
     folder = cached_folder(data, find_files(data))
     if not folder.exists():
         make_cache()
-        try:
+        with suppress(FileExistsError):  # another process made the same folder meanwhile
             prepare_into(data, folder, on_progress)
-        except FileExistsError:
-            return folder  # another process made the same folder meanwhile
     return folder
 
 

@@ -1,15 +1,21 @@
-"""Turn documents into a token folder, in three passes over the text: scan, train the tokenizer, encode."""
+"""Turn documents into a token folder, in three passes over the text: scan, train the tokenizer, encode.
+
+Conversations are encoded with a mark on each token that is learnt.
+"""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from trainspec_cli.corpus import bpe
-from trainspec_cli.corpus.chat_tokens import write_conversations
+from trainspec_cli.corpus.chat import SHAPES, Conversation
 from trainspec_cli.corpus.manifest import (
     SCHEMA,
     SPLITS,
@@ -19,16 +25,16 @@ from trainspec_cli.corpus.manifest import (
     SplitSummary,
     write_manifest,
 )
-from trainspec_cli.corpus.shards import ShardWriter, choose_dtype
+from trainspec_cli.corpus.shards import ShardWriter, choose_dtype, write_documents
 from trainspec_cli.corpus.sources import Document, documents
 from trainspec_cli.corpus.split import HeldoutRule, SplitScan, pieces
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.huggingface.chat_template import CHATML_TOKENS
+from trainspec_cli.huggingface.chat_template import CHATML_TOKENS, Span
 from trainspec_cli.reading.files import expand
 from trainspec_cli.spec.recipe.data import DataSpec
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
 OnProgress = Callable[[str, float], None]
 """Called with the phase and the fraction of the whole that is done, from 0 to 1."""
@@ -38,6 +44,8 @@ TOKENIZER_SAMPLE_BYTES = 64 * 2**20
 """Text that the tokenizer is trained on, taken evenly from the whole; more hardly changes the vocabulary."""
 BATCH_CHARS = 2 * 2**20
 """Characters encoded in one call, over all cores."""
+BATCH_CONVERSATIONS = 512
+"""Conversations encoded in one call, over all cores."""
 
 
 def write_tokens(data: DataSpec, files: list[Path], folder: Path, on_progress: OnProgress) -> None:
@@ -196,3 +204,75 @@ class XzMeter:
             return None
         self._xz_bytes += len(self._compressor.flush())
         return 8 * self._xz_bytes / self._text_bytes
+
+
+@dataclass
+class _WrittenSplit:
+    """The shards and learnt-token masks of a split so far."""
+
+    writer: ShardWriter
+    masks: list[np.ndarray] = field(default_factory=list)
+
+
+def write_conversations(
+    conversations: Iterable[Conversation], tokenizer: Tokenizer, end_id: int, rule: HeldoutRule, folder: Path
+) -> dict[Split, SplitSummary]:
+    """Write shards and document indices of both splits. Raises RecipeError if no token is to be learnt."""
+    tokenizer.encode_special_tokens = False  # the template's own special tokens are meant
+    special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+    dtype = choose_dtype(bpe.count_vocab(tokenizer))
+    with ShardWriter(folder, "train", dtype) as train, ShardWriter(folder, "heldout", dtype) as heldout:
+        written: dict[Split, _WrittenSplit] = {"train": _WrittenSplit(train), "heldout": _WrittenSplit(heldout)}
+        rest = iter(conversations)
+        while batch := list(islice(rest, BATCH_CONVERSATIONS)):
+            for conversation, encoding in zip(batch, _encode_conversations(batch, tokenizer), strict=True):
+                train_text, _ = rule.parts(conversation.text)
+                _write_conversation(
+                    written["train" if train_text else "heldout"], conversation, encoding, end_id, special
+                )
+        for split in SPLITS:
+            write_documents(folder, split, written[split].masks)
+        if not any(mask.any() for mask in written["train"].masks):
+            raise RecipeError(Problem("empty_data", "no conversation holds a reply to learn", "data.path", SHAPES))
+        return {split: written[split].writer.finish() for split in SPLITS}
+
+
+def _encode_conversations(batch: Sequence[Conversation], tokenizer: Tokenizer) -> list[Encoding]:
+    """Encode a batch with offsets. Templates already contain special tokens; completions get the tokenizer's own."""
+    encodings = {}
+    for is_chat in (True, False):
+        texts = [conversation.text for conversation in batch if conversation.is_chat == is_chat]
+        encodings[is_chat] = iter(tokenizer.encode_batch(texts, add_special_tokens=not is_chat))
+    return [next(encodings[conversation.is_chat]) for conversation in batch]
+
+
+def _write_conversation(
+    written: _WrittenSplit, conversation: Conversation, encoding: Encoding, end_id: int, special: frozenset[int]
+) -> None:
+    ids, learnt = list(encoding.ids), _learnt(conversation.spans, encoding)
+    if conversation.is_chat:
+        learnt = _with_ends(learnt, ids, special)
+    elif ids[-1:] != [end_id]:
+        ids.append(end_id)
+        learnt = np.append(learnt, True)
+    else:
+        learnt[-1] = True
+    num_bytes = sum(len(conversation.text[start:end].encode()) for start, end in conversation.spans)
+    written.writer.append(ids, text_bytes=num_bytes, documents=1)
+    written.masks.append(learnt.astype(np.uint8))
+
+
+def _learnt(spans: Sequence[Span], encoding: Encoding) -> np.ndarray:
+    """Mark the tokens that overlap a span."""
+    offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+    learnt = np.zeros(len(offsets), dtype=bool)
+    for start, end in spans:
+        learnt |= (offsets[:, 1] > start) & (offsets[:, 0] < end) & (offsets[:, 1] > offsets[:, 0])
+    return learnt
+
+
+def _with_ends(learnt: np.ndarray, ids: Sequence[int], special: frozenset[int]) -> np.ndarray:
+    """Also mark a special token right after a reply: it ends the turn, which the model must learn."""
+    is_special = np.array([token in special for token in ids], dtype=bool)
+    marked: np.ndarray = learnt | (np.concatenate(([False], learnt[:-1])) & is_special)
+    return marked

@@ -33,14 +33,8 @@ def show_launch(arguments: Sequence[str], nodes: NodeOptions, *, force: bool, as
     job, plan = rehearse(_prepare(loaded, nodes, force=force, as_json=as_json))
     if not as_json:
         return f"{describe_plan(plan)}\n\n{render_command(job.command, job.environment, Path.cwd())}"
-    return json_text(
-        {
-            "run": str(job.root),
-            "command": list(job.command),
-            "environment": dict(job.environment),
-            "plan": to_plain(plan),
-        }
-    )
+    shown = {"run": str(job.root), "command": list(job.command), "environment": dict(job.environment)}
+    return json_text(shown | {"plan": to_plain(plan)})
 
 
 def _prepare(loaded: Loaded, nodes: NodeOptions, *, force: bool, as_json: bool) -> Session:

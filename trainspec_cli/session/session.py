@@ -6,31 +6,20 @@ in this one order. The other nodes of a run join what the first has started (`no
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from trainspec_cli.compose.origins import show_path
-from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, Stopped, WorkerError
 from trainspec_cli.launch.backend import OpenBackend
 from trainspec_cli.launch.backend.local import LocalBackend
 from trainspec_cli.launch.backend.nodes.backend import NodesBackend, Reach, build_nodes_job
-from trainspec_cli.launch.failure import Explanation
 from trainspec_cli.launch.job.claim import claim
 from trainspec_cli.launch.job.folder import RUNS, make_folder, storage, write_launch, write_resume
 from trainspec_cli.launch.job.job import Job, build_job
-from trainspec_cli.launch.outcome import RunOutcome, conclude
-from trainspec_cli.launch.signals import StopRequests, on_stop_signal
-from trainspec_cli.launch.supervise import Ending, supervise
-from trainspec_cli.report.collect import collect
-from trainspec_cli.report.live import LiveView
-from trainspec_cli.report.render import render_summary
-from trainspec_cli.report.text import describe_recovery
+from trainspec_cli.launch.signals import StopRequests
 from trainspec_cli.rundir import generations
-from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.memory import newest_copy
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan
@@ -39,10 +28,9 @@ from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.data import prepare_data
 from trainspec_cli.session.load import Loaded
 from trainspec_cli.session.predict import predict
+from trainspec_cli.session.run import run
 from trainspec_cli.session.select_kernels import select_kernels
-from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.field_types import AUTO
-from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.kernels import KernelTable
 from trainspec_cli.spec.results.plan import Plan
@@ -135,92 +123,3 @@ def _describe_start(run: RunDir, before: Plan, plan: Plan) -> Iterator[str]:
     for name in MACHINE_BOUND:
         if getattr(before, name) != getattr(plan, name):
             yield f"{name} is {getattr(plan, name)} on this machine, and was {getattr(before, name)}"
-
-
-def run(
-    job: Job,
-    plan: Plan,
-    backend: OpenBackend,
-    console: RunConsole,
-    *,
-    as_json: bool = False,
-    requests: StopRequests | None = None,
-) -> int:
-    """Supervise the job until its run has ended, and report how it ended; return the exit code.
-
-    Raises WorkerError where it failed, or was begun anew by another start while it ran; BrokenPipeError where it ended
-    well and nobody reads that.
-    """
-    ending = _supervise(job, plan, backend, console, requests or StopRequests())
-    job = ending.job
-    if ending.left_behind:
-        console.print(f"processes {', '.join(map(str, ending.left_behind))} hang in the kernel and could not be ended")
-    Fence(job.run, ending.generation).check()
-    outcome = conclude(job, ending)
-    if outcome.result.status == "failed":
-        kind = MachineError if outcome.exit_code == MachineError.exit_code else WorkerError
-        raise kind(_failure(job, outcome.explanation, console, as_json=as_json))
-    if console.reader_left:
-        raise BrokenPipeError
-    if as_json:
-        print(json_text({"run": str(job.root), **to_plain(outcome.result)}))
-    else:
-        _report_end(job, outcome, console)
-    return outcome.exit_code
-
-
-def _supervise(job: Job, plan: Plan, backend: OpenBackend, console: RunConsole, requests: StopRequests) -> Ending:
-    """Show what the job does until it ends; return how its last start ended."""
-    stopping = console.stopping_run_without_reader()
-    with stopping, on_stop_signal(requests.add), LiveView(job.run, plan, console) as view:
-        return supervise(job, plan, backend, view.watch, view.say, requests)
-
-
-def _failure(job: Job, explanation: Explanation | None, console: RunConsole, *, as_json: bool) -> Problem:
-    """Print the traceback ahead of the error, where it does not push it off the screen; in JSON it belongs to it."""
-    assert explanation is not None, "a failed run has an explanation"
-    detail = "\n\n".join(filter(None, (explanation.detail, f"logs: {_shown(job.logs)}")))
-    message = explanation.headline
-    if as_json:
-        message = f"{message}\n\n{detail}"
-    else:
-        console.report(f"\n{detail}\n")
-    step = job.run.newest_step
-    hint = f"go on from step {step}: {_resume_command(job.run)}" if step else ""
-    return Problem("worker_failed", message, hint=explanation.hint or hint)
-
-
-def _report_end(job: Job, outcome: RunOutcome, console: RunConsole) -> None:
-    if outcome.explanation:
-        console.report(f"{outcome.explanation.headline}\n")
-    if outcome.exit_code == EXIT_DONE or outcome.result.steps:
-        console.print(render_summary(collect(job.root)))
-    if outcome.result.recoveries:
-        costs = [f"  {describe_recovery(recovery)}" for recovery in outcome.result.recoveries]
-        console.report("failures", *costs, "")
-    console.report(_last_lines(job.run, outcome))
-
-
-def _last_lines(run: RunDir, outcome: RunOutcome) -> str:
-    folder, report = f"run folder  {_shown(run.root)}", f"report      trainspec report {_quoted(run)}"
-    if outcome.exit_code == EXIT_DONE:
-        return f"done after {outcome.result.steps} steps\n{folder}\n{report}"
-    if outcome.exit_code == Stopped.exit_code:
-        stopped = f"stopped with a checkpoint at step {run.newest_step}"
-        return f"{stopped}\n{folder}\n{report}\nresume      {_resume_command(run)}"
-    return f"interrupted before there was a checkpoint\n{folder}"
-
-
-def _resume_command(run: RunDir) -> str:
-    if run.job_sbatch.is_file():
-        return f"sbatch {shlex.quote(_shown(run.job_sbatch))}"
-    return f"trainspec resume {_quoted(run)}"
-
-
-def _quoted(run: RunDir) -> str:
-    return shlex.quote(_shown(run.root))
-
-
-def _shown(path: Path) -> str:
-    """Return the path as it would be typed here."""
-    return show_path(path, Path.cwd())

@@ -151,6 +151,9 @@ class WeightQueue:
     def hold(self, stage: int, micro_batch: int) -> None:
         self.holding = self._held[stage, micro_batch]
 
+    def stop_holding(self) -> None:
+        self.holding = None
+
     def work_off(self, stage: int, micro_batch: int) -> None:
         for product in self._held.pop((stage, micro_batch), []):
             product()

@@ -63,7 +63,7 @@ class PipelineRun:
         exchange_in_backward(self.stages.parts[action.stage], False)
         self.stages.queue.hold(*_place(action))
         self._backpropagate(action)
-        self.stages.queue.holding = None
+        self.stages.queue.stop_holding()
 
     def _backward_weight(self, action: Action) -> None:
         self.stages.queue.work_off(*_place(action))

@@ -111,12 +111,8 @@ def _candidates(plan: Json) -> str:
     headings = ("", "layout", "micro-batch", "recompute", "#step", f"#{unit}/s/device", "#MFU", "#HFU", "memory")
     rows = [_candidate_row(rank, one) for rank, one in enumerate(plan["candidates"][:TABLED_CANDIDATES], 1)]
     considered = f"{plan['considered']:,} layouts were considered; " if plan["considered"] else ""
-    count = (
-        f"{considered}the {len(rows)} best are listed."
-        if plan["best"]
-        else f"{considered}none fits; these come nearest."
-    )
-    return _section("Layouts", count, _table(headings, rows))
+    listed = f"the {len(rows)} best are listed." if plan["best"] else "none fits; these come nearest."
+    return _section("Layouts", f"{considered}{listed}", _table(headings, rows))
 
 
 def _candidate_row(rank: int, candidate: Json) -> str:
