@@ -54,7 +54,7 @@ class Checkpoints:
         """Restore the newest whole checkpoint; None where there is none."""
         restored = load_newest(self._run_dir, self._state.held, self._state.device, self._memory)
         if restored:
-            self._cadence.last_due_step = restored.manifest.step
+            self._cadence.start_at(restored.manifest.step)
             if restored.slot is None:
                 self._saved_step = restored.manifest.step
             else:
@@ -178,9 +178,12 @@ class Cadence:
         self._is_auto = plan.spec.checkpoint.interval_steps == AUTO
         wanted = plan.spec.checkpoint.interval_steps
         self._interval_steps = MEASURING_STEPS if wanted == AUTO else wanted
-        self.last_due_step = 0
+        self._last_due = 0
         self._usual_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self._beside_s: list[float] = []
+
+    def start_at(self, step: int) -> None:
+        self._last_due = step
 
     def note_step(self, step_time_s: float, *, writing: bool) -> None:
         (self._beside_s if writing else self._usual_s).append(step_time_s)
@@ -189,9 +192,9 @@ class Cadence:
         """Return whether one is due after `step`. Called once a step."""
         if self._interval_steps is None:
             return False
-        due = step - self.last_due_step >= self._interval_steps if self._is_auto else step % self._interval_steps == 0
+        due = step - self._last_due >= self._interval_steps if self._is_auto else step % self._interval_steps == 0
         if due:
-            self.last_due_step = step
+            self._last_due = step
         return due
 
     def learn(self, saved: Saved) -> CadenceEvent | None:
