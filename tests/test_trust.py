@@ -92,6 +92,15 @@ def test_pipes_are_refused_and_so_is_what_all_may_write(run: Path) -> None:
         check_tree(run)
 
 
+@pytest.mark.parametrize("folder", ["logs", "checkpoints", "events"])
+def test_every_folder_is_looked_through(run: Path, folder: str) -> None:
+    for name in ("logs", "events"):
+        (run / name).mkdir()
+    os.mkfifo(run / folder / "pipe")
+    with pytest.raises(MachineError, match=f"{folder}/pipe is neither a file nor a folder"):
+        check_tree(run)
+
+
 def test_folders_within_folders_without_end_are_refused(run: Path) -> None:
     """Deeper than Python recurses, and than a path may be long."""
     folder, before = os.open(run, os.O_RDONLY), Path.cwd()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,29 @@ def test_exit_codes(capsys, monkeypatch, raised: BaseException, code: int, text:
     monkeypatch.setattr(__main__, "dispatch", fail)
     assert __main__.run(["launch"]) == code
     assert capsys.readouterr().err == text
+
+
+@pytest.mark.parametrize("code", [0, 4, 5])
+def test_what_a_command_returns_is_the_exit_code(monkeypatch, code: int) -> None:
+    monkeypatch.setattr("trainspec_cli.session.launch.launch", lambda *_, **__: code)
+    assert __main__.run(["launch", "recipe=tiny"]) == code
+
+
+@pytest.mark.parametrize("command", ["launch", "resume"])
+def test_a_request_to_stop_interrupts_what_comes_before_the_workers(monkeypatch, command: str) -> None:
+    """Unasked, SIGTERM ends a process at once, and whatever it has started or half written stays."""
+
+    def begin(*_: object, **__: object) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    monkeypatch.setattr(f"trainspec_cli.session.{command}.{command}", begin)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        assert __main__.run([command, "recipe=tiny" if command == "launch" else "runs/one"]) == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_fault_of_the_program_leaves_its_traceback_in_a_file(capsys, monkeypatch) -> None:

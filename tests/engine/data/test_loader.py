@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -44,6 +46,15 @@ def step_tokens(folder, num_ranks: int, step: int, micro: int = 1) -> torch.Tens
 def test_the_stream_is_the_same_for_any_number_of_ranks(folder, num_ranks, micro):
     for step in (0, 7, 50):
         assert torch.equal(step_tokens(folder, num_ranks, step, micro), step_tokens(folder, 1, step))
+
+
+def test_a_rank_of_context_parallelism_gets_its_positions(folder):
+    positions = torch.tensor([0, 1, 30, 31])
+    whole = read_step(order(folder), plan(0, 2, micro=3), step=1)
+    held = read_step(order(folder), replace(plan(0, 2, micro=3), positions_S=positions), step=1)
+    for (tokens, targets), (held_tokens, held_targets) in zip(whole, held, strict=True):
+        assert torch.equal(held_tokens, tokens[:, positions])
+        assert torch.equal(held_targets, targets[:, positions])
 
 
 def test_an_epoch_sees_every_sample_once(folder):
