@@ -69,6 +69,10 @@ def test_every_key_that_stands_twice_is_told(write) -> None:
         ("a.yaml:2:11", "the key `c` occurs twice, first in line 2", "keep one"),
         ("a.yaml:3:1", "the key `a` occurs twice, first in line 1", "keep one"),
     ]
+    assert faults(write("b.yaml", "x:\n- a: 1\n  a: 2\n- {b: [{c: 1, c: 2}]}\n")) == [
+        ("b.yaml:3:3", "the key `a` occurs twice, first in line 2", "keep one"),
+        ("b.yaml:4:15", "the key `c` occurs twice, first in line 4", "keep one"),
+    ]
 
 
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:

@@ -5,13 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from trainspec_cli.engine.checkpoint.parts import TensorPart
-from trainspec_cli.engine.run.result import Divergence, RunTally
+from trainspec_cli.engine.observe.device import Peak
+from trainspec_cli.engine.run.result import Divergence, RunTally, write_result
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.rundir.event_types import StepEvent
 from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_result
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -120,3 +123,27 @@ def test_steps_of_earlier_starts_count_where_this_one_updated_nothing(tmp_path, 
         check_end(tmp_path, own, step=4)
     else:
         assert "of 4 steps" in refusal(lambda: check_end(tmp_path, own, step=4)).message
+
+
+def test_mfu_is_of_the_peak_of_all_devices_whatever_they_share(tmp_path):
+    """Two data-parallel ranks of two tensor-parallel ones: four devices."""
+    run = run_with(tmp_path)
+    figures = {"grad_norm": 1.0, "samples": 8, "step_time_s": 0.5, "time_s": {"forward": 0.5}}
+    tally = RunTally(Peak(1e12, "made up"))
+    tally.steps = [
+        StepEvent(step=n, skipped=False, loss=2.0, **figures, tokens=1000, time=n * 0.5) for n in range(1, 41)
+    ]
+    plan = SimpleNamespace(
+        flops_per_token=1e9,
+        world_size=4,
+        layout=SimpleNamespace(data_parallel_size=2),
+        spec=SimpleNamespace(data=SimpleNamespace(unit="tokens")),
+    )
+    state = SimpleNamespace(
+        shares=[], mesh=SimpleNamespace(group=lambda axis: dist.group.WORLD), device=torch.device("cpu")
+    )
+    write_result(run, state, plan, tally, status="done", step=40, heldout={"heldout_loss": 1.5})
+    result = read_result(run)
+    assert (result.status, result.exit_code, result.steps, result.heldout_loss) == ("done", 0, 40, 1.5)
+    assert result.tokens_per_s == pytest.approx(2000.0)
+    assert result.mfu == pytest.approx(2000.0 * 1e9 / (4 * 1e12))
