@@ -56,9 +56,13 @@ def test_strong_decays_over_many_blocks_lose_no_digits() -> None:
     x, b, c = (torch.randn(1, 512, heads, 4, generator=generator) for heads in (2, 1, 1))
     dt = torch.rand(1, 512, 2, generator=generator) * (torch.arange(512) % 64 < 40)[None, :, None]
     a = torch.tensor([-100.0, -0.01])
-    found = selective_scan(x, dt, a, b, c, 64)
-    expected = recurrence(*(tensor.double() for tensor in (x, dt, a, b, c)))
-    assert float((found - expected).norm() / expected.norm()) < 1e-5
+    inputs = [tensor.requires_grad_() for tensor in (x, dt, a, b, c)]
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    found, expected = selective_scan(*inputs, 64), recurrence(*exact)
+    assert float((found - expected).detach().norm() / expected.detach().norm()) < 1e-5
+    found_gradients = torch.autograd.grad(found.sum(), inputs)
+    for gradient, wanted in zip(found_gradients, torch.autograd.grad(expected.sum(), exact), strict=True):
+        assert float((gradient - wanted).norm() / wanted.norm()) < 1e-4
 
 
 def test_convolution_is_causal_and_of_each_channel() -> None:

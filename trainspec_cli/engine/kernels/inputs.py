@@ -1,4 +1,4 @@
-"""What each operation is tried with: inputs at given shapes, random numbers like those of a run, and its reference.
+"""The trial of each operation: inputs at given shapes, random numbers like those of a run, and its reference.
 
 Shapes: as in the kernels' own modules.
 """

@@ -85,7 +85,7 @@ class WandbLog:
 
 
 class MlflowLog:
-    """In the run folder unless MLFLOW_TRACKING_URI names a server."""
+    """The run as MLflow keeps it: in the run folder unless MLFLOW_TRACKING_URI names a server."""
 
     def __init__(self, run_dir: RunDir, spec: RunSpec):
         from mlflow import MlflowClient

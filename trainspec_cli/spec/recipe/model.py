@@ -15,7 +15,7 @@ from trainspec_cli.spec.recipe.model_parts import Activation, ExpertSpec, Latent
 
 @dataclass(frozen=True)
 class FamilyRecord:
-    """Where the work, memory and layers of a family are written, and what it cannot be used with. The modules are named
+    """A family: the modules of its work, memory and layers, and what it cannot be used with. The modules are named
     and not imported: the planner imports its own, and the engine, which alone imports torch, its own."""
 
     work: str
