@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,15 @@ def one_process(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_earlier_meshes():
+    """DTensor keeps the placements of what it has met, with their mesh: an equal mesh of a later test would be given one
+    whose process groups are gone."""
+    yield
+    if "torch.distributed.tensor" in sys.modules:
+        torch.distributed.tensor.debug._clear_sharding_prop_cache()
 
 
 @pytest.fixture

@@ -373,7 +373,7 @@ OWNED = [f"cluster.cost.{key}" for key in ("device_price_usd", "useful_years", "
 def test_a_forecast_lists_what_it_rests_on(changes: dict[str, object], groups: int, keys: list[str]) -> None:
     candidate = replace(CANDIDATE, layout=Layout(dp_replicate=groups, tp=8, pp=16))
     spec = replace(SPEC, cluster=replace(CLUSTER, **changes))  # type: ignore[arg-type]
-    found = gather_assumptions(spec, candidate, 1.21)
+    found = gather_assumptions(spec, candidate)
     assert [assumption.key for assumption in found] == keys
     by_key = {assumption.key: assumption for assumption in found}
     step, memory = by_key["step_time_s"], by_key["peak_memory_bytes"]
@@ -388,7 +388,7 @@ def test_a_forecast_lists_what_it_rests_on(changes: dict[str, object], groups: i
 def test_sources_of_an_accelerators_figures() -> None:
     def source(sources: dict[str, str] | None) -> str:
         chip = replace(H100, sources=sources)
-        found = gather_assumptions(replace(SPEC, cluster=replace(CLUSTER, accelerator=chip)), CANDIDATE, 1.0)
+        found = gather_assumptions(replace(SPEC, cluster=replace(CLUSTER, accelerator=chip)), CANDIDATE)
         return next(each.source for each in found if each.key == "cluster.accelerator.tdp_w")
 
     assert [source(None), source({"default": "sheet"}), source({"default": "sheet", "tdp_w": "meter"})] == [
