@@ -1,4 +1,5 @@
 import sys
+from importlib import import_module
 
 import pytest
 import torch
@@ -15,11 +16,12 @@ def one_process(tmp_path):
 
 @pytest.fixture(autouse=True)
 def nothing_of_earlier_meshes():
-    """DTensor keeps the placements of what it has met, with their mesh: an equal mesh of a later test would be given one
-    whose process groups are gone."""
+    """DTensor keeps the placements that it has met: an equal mesh of a later test would be given an earlier one, whose
+    process groups are gone."""
     yield
     if "torch.distributed.tensor" in sys.modules:
-        torch.distributed.tensor.debug._clear_sharding_prop_cache()
+        debug = import_module("torch.distributed.tensor.debug")
+        debug._clear_sharding_prop_cache()
 
 
 @pytest.fixture
