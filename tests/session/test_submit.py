@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.__main__ import run
+from trainspec_cli.session.submit import plan_runs
 
 RECIPE = """\
 defaults: [tiny, _self_]
@@ -42,6 +43,13 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Submit:
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path / "cache"))
     return lambda *arguments: run(["sbatch", "recipe=mine", *arguments, "--submit"])
+
+
+def test_a_job_on_unnamed_gpus_multiplies_in_bf16(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every GPU that torch still supports does; the catalogue knows of those that do not."""
+    gpus = ("cluster.device=cuda", "cluster.devices_per_node=2", "cluster.num_nodes=1", "precision=auto")
+    (planned,) = plan_runs(["recipe=tiny", *gpus], [])
+    assert (planned.plan.device, planned.plan.compute) == ("cuda", "bf16")
 
 
 def test_own_lines_are_shown_and_submitted(

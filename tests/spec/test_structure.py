@@ -182,3 +182,14 @@ def test_a_key_that_many_could_mean_is_no_guess(data) -> None:
     """Three places are named, and more are not."""
     ((_, _, _, hint),) = told(with_value(data, "steps", 1))
     assert hint.startswith("a recipe has: ")
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl", "parquet", "arrow", "chat", "tokens", "nanogpt", "megatron"])
+def test_every_kind_of_text_may_be_a_part(make_spec, source: str) -> None:
+    part = {"source": source, "path": "x"}
+    spec = make_spec({"data.source": "mixture", "data.mixture": {"a": part}, "data.validation": {"b": part}})
+    assert (spec.data.mixture["a"].source, spec.data.validation["b"].source) == (source, source)
+
+
+def test_a_run_may_wait_for_ever(make_spec) -> None:
+    assert make_spec({"resilience.hang_floor_s": None}).resilience.hang_floor_s is None

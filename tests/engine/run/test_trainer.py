@@ -22,6 +22,7 @@ from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.observe.journal import Journal
 from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup, StepSamples, StepStart, TrainProgress
 from trainspec_cli.engine.run.signals import StopRequest
+from trainspec_cli.engine.run.sources import WrittenSample
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.run.trainer import Trainer
 from trainspec_cli.planner.plan import plan
@@ -163,6 +164,15 @@ def test_an_ordinary_run_makes_each_step_once_and_leaves_its_result(context: Run
     assert result["final_loss"] == events(context, "step")[-1]["loss"]
     assert result["weights_sha256"] == digest(context)
     assert result["tokens_per_s"] > 0
+
+
+def test_a_sample_is_that_of_the_step_it_was_written_after(
+    context: RunContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context.source, "write_sample", lambda: WrittenSample("def ", "def f(): pass"))
+    Trainer(context, SingleGroup(context)).run()
+    written = [(event["step"], event["prompt"], event["text"]) for event in events(context, "sample")]
+    assert written == [(STEPS, "def ", "def f(): pass")]
 
 
 def test_it_goes_on_from_a_checkpoint_where_it_stopped(context: RunContext) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
+from rich.text import Text
 
-from trainspec_cli.report.plan.text import bar, render_plan, render_sweep, run_rows
+from trainspec_cli.report.plan.text import _memory_cell, bar, render_plan, render_sweep, run_rows
 from trainspec_cli.report.plan.trace import render_trace, trace_as_json
 from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
 from trainspec_cli.spec.results.tools import TraceResult
@@ -15,6 +16,14 @@ from trainspec_cli.units import GIB
 
 EXPECTED = Path(__file__).parent / "expected"
 """Whole texts, read through once by a person; each figure follows from those of conftest.py."""
+
+
+@pytest.mark.parametrize(("peak_gib", "filled"), [(40, 5), (80, 10), (200, 10)])
+def test_the_bar_of_memory_ends_with_its_cells(peak_gib: int, filled: int) -> None:
+    cell = _memory_cell({"peak_memory_bytes": peak_gib * GIB, "memory_limit_bytes": 80 * GIB})
+    assert isinstance(cell, Text)
+    drawn = cell.plain.partition(" ")[0]
+    assert (drawn.count("█"), len(cell.plain[: cell.plain.index(f" {peak_gib}")])) == (filled, 10)
 
 
 def text_of(renderable: RenderableType, width: int = 150) -> str:

@@ -113,6 +113,14 @@ def test_a_legal_layout_is_not_refused(make_spec, changes):
     assert check_engine(make_spec(changes)) == []
 
 
+@pytest.mark.parametrize(("ep", "refused"), [(2, False), (4, False), (8, True)])
+def test_experts_are_spread_over_sharded_context_and_tensor_ranks_alike(make_spec, ep, refused):
+    experts = {"num_experts": 8, "top_k": 2, "expert_ffn_size": 16}
+    spec = make_spec({"model.experts": experts, "layout.dp_shard": 1, "layout.cp": 2, "layout.tp": 2, "layout.ep": ep})
+    found = [problem.message for problem in check_engine(spec) if problem.path == "layout.ep"]
+    assert any("does not divide the 4 ranks" in message for message in found) is refused, found
+
+
 @pytest.mark.parametrize(
     "changes",
     [
