@@ -169,8 +169,6 @@ def test_an_ordinary_run_makes_each_step_once_and_leaves_its_result(context: Run
 def test_a_sample_is_that_of_the_step_it_was_written_after(
     context: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context: RunContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(context.source, "write_sample", lambda: WrittenSample("def ", "def f(): pass"))
     Trainer(context, SingleGroup(context)).run()
     written = [(event["step"], event["prompt"], event["text"]) for event in events(context, "sample")]
