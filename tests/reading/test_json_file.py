@@ -63,6 +63,15 @@ def test_an_object_that_is_not_as_it_should_be(tmp_path: Path, content: str, say
     assert error.value.problems[0].line == (2 if "not JSON" in says else None)
 
 
+def test_what_is_no_json_is_shown_by_its_line_and_column(tmp_path: Path) -> None:
+    file = tmp_path / "file.json"
+    file.write_text('{"steps": 1,\n  "more" 2}')
+    with pytest.raises(UnreadableFileError) as error:
+        read_object(file, {})
+    (problem,) = error.value.problems
+    assert (problem.line, problem.column) == (2, 10)
+
+
 def test_an_object_may_have_more_fields(tmp_path: Path) -> None:
     file = tmp_path / "file.json"
     file.write_text('{"steps": null, "more": 1}')

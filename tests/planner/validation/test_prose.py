@@ -47,7 +47,8 @@ def test_networks(text: str, per_node: int, gbit: float, kind: str | None) -> No
     ],
 )
 def test_recompute(text: str, matmul: float, layers: float, is_open: bool) -> None:
-    found, left_open = recompute_of({"act_ckpt": text}, models()["llama3_8b"], Layout())
+    row = {} if text == "unstated" else {"act_ckpt": text}
+    found, left_open = recompute_of(row, models()["llama3_8b"], Layout())
     assert (found.matmul, left_open) == (matmul, is_open)
     assert found.layers == pytest.approx(layers)
 
@@ -189,6 +190,7 @@ def test_hybrids_of_rows_are_a_tenth_attention() -> None:
     assert isinstance(routed, HybridModel) and routed.experts is not None
     assert (routed.mamba_layers, routed.mlp_layers, routed.expert_layers) == (9, 0, 9)
     assert (routed.experts.num_experts, routed.experts.top_k, routed.experts.expert_ffn_size) == (8, 4, 64)
+    assert state(row | {"n_experts": "0"}).setup.model == model
     alone = state(row | {"heads": "", "ffn": "", "model": "mamba2"}).setup.model
     assert isinstance(alone, HybridModel)
     assert (alone.mamba_layers, alone.attention_layers, alone.mlp_layers) == (20, 0, 0)

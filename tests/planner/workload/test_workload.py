@@ -392,6 +392,8 @@ def test_layers_of_a_hybrid() -> None:
         "input_bytes": 160,
     }
     assert [works[0].params for _, works in kinds[1:]] == [192 * 2 / 2 * 2 / 2 * 2 + 16, 2 * 16 * 24 / 2 + 16, 336]
+    more = replace(HYBRID, mamba_layers=4, attention_layers=3, mlp_layers=2, expert_layers=5)
+    assert [count for count, _ in layer_kinds(more, 10.0, 20, Layout())] == [4, 3, 2, 5]
     alone = HybridModel(16, 32, 2, mamba_head_dim=4, mamba_state_size=3, mamba_groups=2)
     assert [count for count, _ in layer_kinds(alone, 10.0, 20, Layout())] == [2]
     whole = layer_kinds(alone, 10.0, 20, NOT_SPLIT)[0][1][0]
