@@ -94,6 +94,7 @@ def test_another_commit_draws_another_sample() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_sample_of_the_matrix_keeps_every_clause(tmp_path: Path) -> None:
     seed = commit()
     drawn = sample(seed)
