@@ -424,6 +424,14 @@ def test_a_part_of_a_tensor_is_refused_with_the_number_in_its_whole_file(tmp_pat
         fill_parts(folder, whole, [TensorPart("model.0.weight", torch.zeros(7, 2), (0, 3), full)])
 
 
+def test_a_run_may_have_seen_more_samples_than_a_recipe_may_ask_for(tmp_path):
+    """The limits of a recipe's numbers, by their names, are not those of what a run counts."""
+    folder = RunDir(tmp_path).checkpoint(3)
+    save(RunDir(tmp_path), trained(), 3)
+    rewrite(folder, about=replace(read_manifest(folder).about, samples=5 * 10**12))
+    assert read_manifest(folder).about.samples == 5 * 10**12
+
+
 @pytest.mark.parametrize("name", ["../rank00000.safetensors", "/etc/passwd", "rank0.safetensors", "", 7])
 def test_a_manifest_names_files_of_its_own_folder_alone(tmp_path, name):
     told = {"name": name, "bytes": 1, "sha256": "0"}

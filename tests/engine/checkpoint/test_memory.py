@@ -20,6 +20,7 @@ from trainspec_cli.engine.checkpoint.store import load_newest
 from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.canonical import to_plain
 
 CPU = torch.device("cpu")
 
@@ -168,7 +169,7 @@ def find_over(monkeypatch: pytest.MonkeyPatch, *locations: CopyLocation) -> Any:
     """What the ranks at `locations` find together, as the first of them sees it."""
 
     def gather(own: Any, read: Any) -> Any:
-        return [read([asdict(part) for part in memory._whole_parts(location)]) for location in locations]
+        return [read([to_plain(part) for part in memory._whole_parts(location)]) for location in locations]
 
     monkeypatch.setattr(memory, "gather_json", gather)
     return find_newest(locations[0])
@@ -239,7 +240,7 @@ def test_one_rank_of_a_node_removes_its_copies(tmp_path: Path) -> None:
 def test_what_a_peer_says_of_its_copies_is_checked() -> None:
     part = WrittenPart(FileDigest(file_name(1), 3, "00"), {"w": TensorEntry((2,), "F32", ())})
     kept = KeptPart(1, 2, About(3, 4, 5, "d"), 6, part)
-    content = asdict(kept)
+    content = to_plain(kept)
     assert KeptPart.read(content) == kept
     for damaged in ({"slot": "1"}, {"rank": None}, {"world_size": 2.5}, {"about": {}}):
         with pytest.raises((ValueError, TypeError, KeyError, RecipeError)):

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainspec_cli.errors import MachineError, RecipeError
+from trainspec_cli.errors import MachineError
+from trainspec_cli.rundir.fields import read_record
 from trainspec_cli.rundir.files import read_json, write_json
-from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.trust import is_plain_name
 
 SCHEMA = "trainspec.checkpoint/2"
@@ -110,12 +110,11 @@ def read_manifest(folder: Path) -> CheckpointManifest:
             raise ValueError(f"its schema is not {SCHEMA}")
         if stated != _digest(content):
             raise ValueError("it was altered: its sha256 is not its content's")
-        del content["schema"]
-        manifest = from_plain(CheckpointManifest, content)
+        manifest = read_record(CheckpointManifest, content)
         check_content(manifest.files, manifest.tensors)
         _check_listed(manifest)
         return manifest
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecipeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise refused(folder, f"{folder / MANIFEST} cannot be read: {error}") from error
 
 
@@ -128,8 +127,8 @@ def _check_listed(manifest: CheckpointManifest) -> None:
 
 
 def part_from(content: Mapping[str, Any]) -> WrittenPart:
-    """Build from plain JSON, the inverse of `asdict`. Raises ValueError or RecipeError for malformed JSON."""
-    part = from_plain(WrittenPart, content)
+    """Build from plain JSON, the inverse of `asdict`. Raises ValueError for malformed JSON."""
+    part = read_record(WrittenPart, content)
     check_content((part.file,), part.tensors)
     return part
 
@@ -137,7 +136,7 @@ def part_from(content: Mapping[str, Any]) -> WrittenPart:
 def check_content(files: Sequence[FileDigest], tensors: Mapping[str, TensorEntry]) -> None:
     """Raise ValueError for a file that is not of the checkpoint's own folder, and for a negative size."""
     chunks = [chunk for entry in tensors.values() for chunk in entry.chunks]
-    for name in [*(file.name for file in files), *(chunk.file for chunk in chunks)]:
+    for name in dict.fromkeys([*(file.name for file in files), *(chunk.file for chunk in chunks)]):
         if not is_plain_name(name):
             raise ValueError(f"it names a file outside of its folder, {name!r}")
         if not re.fullmatch(r"rank\d{5,}\.safetensors", name):

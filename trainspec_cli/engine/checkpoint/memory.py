@@ -35,8 +35,8 @@ from trainspec_cli.engine.checkpoint.manifest import (
 )
 from trainspec_cli.engine.comm.json_collectives import gather_json
 from trainspec_cli.errors import MachineError
+from trainspec_cli.rundir.fields import read_record
 from trainspec_cli.rundir.files import read_json, write_json
-from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.structure import convert
 
 
@@ -76,7 +76,7 @@ class MemoryCopies:
         self._location, self._image, self._device = location, image, device
         self._group = dist.new_group(backend="gloo")
         own = KeptImage(image.bytes, image.entries(file_name(location.rank)))
-        self._images = gather_json(asdict(own), partial(from_plain, KeptImage))
+        self._images = gather_json(asdict(own), partial(read_record, KeptImage))
         self._own: dict[int, Tensor] = {}
         self._guests: dict[int, Tensor] = {}
 
@@ -141,7 +141,7 @@ class KeptPart:
     @staticmethod
     def read(content: Mapping[str, Any]) -> KeptPart:
         """Build from plain JSON, the inverse of `asdict`. Raises as `part_from` does."""
-        kept = from_plain(KeptPart, content)
+        kept = read_record(KeptPart, content)
         check_content((kept.part.file,), kept.part.tensors)
         return kept
 
