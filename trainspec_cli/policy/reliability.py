@@ -13,11 +13,11 @@ class Durations:
     """Seconds that each way of coming back takes, for one job on one cluster, with a spare at hand."""
 
     restart_s: float
-    """From a failure to the first new work of a job that starts again, the checkpoint read."""
+    """The time from a failure to the first new work of a job that starts again and reads its checkpoint."""
     group_return_s: float
-    """From a failure until the failed group could join again, the state copied from a healthy one."""
+    """The time from a failure until the failed group can join again, with the state of a healthy one."""
     heal_s: float
-    """Of these, the copying."""
+    """The part of `group_return_s` that copies the state."""
 
 
 def durations(cluster: ReliabilitySpec, state_bytes_per_device: float, load_s: float) -> Durations:

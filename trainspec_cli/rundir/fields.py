@@ -31,7 +31,7 @@ class ValueKind:
     """The values that a field may have."""
 
     name: str
-    """For people."""
+    """The kind as an error names it."""
     read: Callable[[Any], Any]
     """Returns the value as the record holds it. Raises FieldError where it is not of this kind."""
 

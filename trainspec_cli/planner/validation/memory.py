@@ -28,12 +28,8 @@ def memory_figure(row: Row, setup: Setup) -> tuple[float | None, float | None]:
     """-> (predicted, measured) in bytes, or (None, None) where the row measures no memory."""
     if number(row, "peak_mem_gib"):
         return predicted_as(row.get("mem_kind") or "", setup), number(row, "peak_mem_gib", 0.0) * GIB  # type: ignore[operator]
-    value, metric, unit = (
-        number(row, "value") if row.get("metric") else None,
-        (row.get("metric") or "").lower(),
-        (row.get("unit") or ""),
-    )
-    if value is None:
+    metric, unit, value = row.get("metric") or "", row.get("unit") or "", number(row, "value")
+    if not metric or value is None:
         return None, None
     if unit == "%":
         return relative_activations(setup), value / 100

@@ -264,18 +264,16 @@ def fp8_units(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
 
 def packages(spec: RunSpec) -> Iterator[Problem]:
     """The packages that an extra brings are installed."""
-    tracked = [(f"tracking.{name}", name, name) for name in TRACKERS if getattr(spec.tracking, name)]
+    tracked = [(f"tracking.{name}", "true", name, name) for name in TRACKERS if getattr(spec.tracking, name)]
     sources = {"data.source": spec.data.source}
     for group in ("mixture", "validation"):
         sources |= {f"data.{group}.{name}.source": part.source for name, part in getattr(spec.data, group).items()}
-    tables = [(path, "pyarrow", "hf") for path, source in sources.items() if source in OF_TABLES]
-    for path, package, extra in (*tracked, *tables):
+    tables = [(path, source, "pyarrow", "hf") for path, source in sources.items() if source in OF_TABLES]
+    scaled = [("precision.matmul", "fp8", "torchao", "float8")] if spec.precision.matmul == "fp8" else []
+    for path, value, package, extra in (*tracked, *tables, *scaled):
         if importlib.util.find_spec(package) is None:
-            message = f"`{path}` is {sources.get(path, 'true')}, and the package {package} is not installed"
+            message = f"`{path}` is {value}, and the package {package} is not installed"
             yield _lacking("missing_package", path, message, f"type pip install 'trainspec[{extra}]'")
-    if spec.precision.matmul == "fp8" and importlib.util.find_spec("torchao") is None:
-        message = "`precision.matmul` is fp8, and the package torchao is not installed"
-        yield _lacking("missing_package", "precision.matmul", message, "type pip install 'trainspec[float8]'")
 
 
 def compiler(spec: RunSpec) -> Iterator[Problem]:
