@@ -37,19 +37,6 @@ def locate(positions: np.ndarray, samples: int, seed: int) -> tuple[np.ndarray, 
     return epochs, indices
 
 
-def step_positions(step: int, global_batch_size: int) -> np.ndarray:
-    """Return the positions of the samples of `step` (counted from 0), over all ranks."""
-    return np.arange(step * global_batch_size, (step + 1) * global_batch_size, dtype=np.int64)
-
-
-def rank_positions(step: int, global_batch_size: int, rank: int, num_ranks: int) -> np.ndarray:
-    """Return the contiguous part of the step's positions that one data-parallel rank reads."""
-    if global_batch_size % num_ranks:
-        raise ValueError(f"{global_batch_size} samples a step do not divide by {num_ranks} data-parallel ranks")
-    share = global_batch_size // num_ranks
-    return step_positions(step, global_batch_size)[rank * share : (rank + 1) * share]
-
-
 def permute(indices: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
     """Map `indices` by the permutation of range(size) that seed and epoch choose.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Literal
 
@@ -9,6 +10,7 @@ from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner import workload
 from trainspec_cli.planner.hardware.catalogue import find_accelerator
 from trainspec_cli.planner.search.auto import best_candidate, is_searched
+from trainspec_cli.policy.division import count_micro_batches, turns_of
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec, PipelineSchedule
@@ -155,36 +157,20 @@ def resolve_layout(wanted: LayoutSpec, world_size: int) -> Layout:
 
 
 def resolve_batch(spec: RunSpec, layout: Layout) -> tuple[int, int]:
-    """-> (micro_batch_size, grad_accum_steps) of one rank."""
-    per_rank = _divide(
-        spec.batching.global_batch_size, layout.data_parallel_size, "batching.global_batch_size", "data-parallel ranks"
-    )
+    """-> (samples of the largest micro-batch, micro-batches) of the rank that has most samples."""
+    per_rank = math.ceil(spec.batching.global_batch_size / layout.data_parallel_size)
     micro = spec.batching.micro_batch_size
     if micro == AUTO:
         micro = choose_micro_batch(per_rank, spec.data.seq_len, layout)
-    accum = _divide(per_rank, int(micro), "batching.micro_batch_size", "samples a micro-batch")
-    if layout.pipeline_schedule == "interleaved" and accum % layout.pp:
-        raise RecipeError(_unturned(accum, layout))
-    return int(micro), accum
+    accum = count_micro_batches(per_rank, int(micro), turns_of(layout))
+    return math.ceil(per_rank / accum), accum
 
 
 def choose_micro_batch(per_rank: int, seq_len: int, layout: Layout) -> int:
     """The largest that is small enough; a pipeline wants micro-batches enough to fill its stages."""
-    sizes = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
-    sizes = [n for n in sizes if n * seq_len <= MAX_MICRO_BATCH_TOKENS] or [1]
-    if layout.pipeline_schedule == "interleaved":
-        sizes = [n for n in sizes if per_rank // n % layout.pp == 0] or sizes
-    filling = [n for n in sizes if layout.pp == 1 or per_rank // n >= FILLING * layout.pp]
-    return max(filling, default=1)
-
-
-def _unturned(accum: int, layout: Layout) -> Problem:
-    message = f"interleaving takes micro-batches in turns of pp={layout.pp}, and a rank has {accum} of them"
-    hint = (
-        f"make batching.global_batch_size a multiple of {layout.pp * layout.data_parallel_size} x "
-        "batching.micro_batch_size, or type layout.pipeline_schedule=1f1b"
-    )
-    return Problem("not_divisible", message, "layout.pipeline_schedule", hint)
+    filling = 1 if layout.pp == 1 else min(per_rank, FILLING * layout.pp)
+    small_enough = math.ceil(per_rank / max(1, MAX_MICRO_BATCH_TOKENS // seq_len))
+    return math.ceil(per_rank / max(filling, small_enough))
 
 
 def _divide(total: int, part: int, path: str, what: str) -> int:

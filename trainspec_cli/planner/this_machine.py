@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from trainspec_cli.planner.memory.predict import predict_memory
 from trainspec_cli.planner.setup import RECOMPUTE, Setup
 from trainspec_cli.planner.time.local import step_parts_s
 from trainspec_cli.planner.time.step import estimate_step, micro_batch
+from trainspec_cli.policy.division import count_micro_batches, turns_of
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.model import DecoderModel, ModelSpec
 from trainspec_cli.spec.results.plan import Plan
@@ -126,12 +128,13 @@ def suggest(plan: Plan, predict: Predict, limit_bytes: float) -> str:
 
     `limit_bytes` is what one process may take.
     """
-    per_rank = plan.micro_batch_size * plan.grad_accum_steps
     ranks = plan.layout.data_parallel_size
+    per_rank = math.ceil(plan.spec.batching.global_batch_size / (ranks * plan.replica_groups))
     sharded = replace(plan.layout, dp_replicate=1, dp_shard=ranks, zero_stage=3)
     for layout, words in ((plan.layout, ""), (sharded, f"layout.dp_replicate=1 layout.dp_shard={ranks}")):
-        for micro in (size for size in range(plan.micro_batch_size, 0, -1) if per_rank % size == 0):
-            other = replace(plan, layout=layout, micro_batch_size=micro, grad_accum_steps=per_rank // micro)
+        for micro in range(plan.micro_batch_size, 0, -1):
+            accum = count_micro_batches(per_rank, micro, turns_of(layout))
+            other = replace(plan, layout=layout, micro_batch_size=micro, grad_accum_steps=accum)
             if predict(other).needed_bytes <= limit_bytes:
                 return " ".join(filter(None, (words, f"batching.micro_batch_size={micro}")))
     return ""

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from lab.quorum import DiedError, Network
+from trainspec_cli.policy.spread import Portion
 
 from trainspec_cli.engine.data.staging import SLOTS, Staging
 from trainspec_cli.engine.elastic.membership import GroupRank, HealFailedError
@@ -25,7 +26,6 @@ from trainspec_cli.engine.run.coordinator import RunContext, TrainProgress
 from trainspec_cli.engine.run.replica_groups import START, PortionReader, ReplicaGroups
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.errors import WorkerError
-from trainspec_cli.policy.spread import Portion
 from trainspec_cli.rundir.event_types import StepEvent
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.files import write_json

@@ -1,45 +1,41 @@
-"""The batches of a run: the samples of a rank at a step are a pure function; reading is prefetched."""
+"""Reading a run's batches: this rank's samples of a step as micro-batches on the device, read ahead by a thread."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trainspec_cli.corpus.rows import Row
-from trainspec_cli.corpus.samples import SampleOrder, rank_positions
+from trainspec_cli.corpus.samples import SampleOrder
 from trainspec_cli.engine.batch import MicroBatch, held_part
-from trainspec_cli.engine.data.staging import PREFETCHED_STEPS, Slot, Staging
+from trainspec_cli.engine.data.staging import Slot, Staging
+from trainspec_cli.policy.division import OwnSamples
 
 
-@dataclass(frozen=True)
-class BatchPlan:
-    """The settings that determine the tokens of a rank at a step."""
+def positions_of(own: OwnSamples) -> np.ndarray:
+    """Return the positions to read for `own`, one micro-batch after another.
 
-    global_batch_size: int
-    micro_batch_size: int
-    seed: int
-    rank: int
-    """The index among the data-parallel ranks."""
-    num_ranks: int
-    positions_S: Tensor | None = None
-    """The positions of each sequence that this rank holds (context parallelism); None: all."""
+    Of a rank that has no samples one position, whose sample shows the shapes of its empty micro-batches.
+    """
+    runs = [np.arange(start, start + size, dtype=np.int64) for start, size in zip(own.starts, own.sizes, strict=True)]
+    return np.concatenate(runs) if own.samples else np.array(own.starts[:1])
 
 
-def read_step(order: SampleOrder, plan: BatchPlan, step: int) -> list[MicroBatch]:
-    """Return this rank's micro-batches of `step`, on the host."""
-    return read_positions(order, plan, rank_positions(step, plan.global_batch_size, plan.rank, plan.num_ranks))
+def cut_micro_batches(whole: MicroBatch, own: OwnSamples) -> list[MicroBatch]:
+    """Cut the samples at `positions_of(own)` into micro-batches."""
+    parts = zip(*(tensor[: own.samples].split(own.sizes) for tensor in whole), strict=True)
+    return list(parts)
 
 
-def read_positions(order: SampleOrder, plan: BatchPlan, positions: np.ndarray) -> list[MicroBatch]:
-    """Return the micro-batches of the samples at `positions`, in this order."""
-    rows = order.rows(positions)
-    parts = [rows[start : start + plan.micro_batch_size] for start in range(0, len(rows), plan.micro_batch_size)]
-    return [held_part(to_tensors(part), plan.positions_S) for part in parts]
+def read_tokens(order: SampleOrder, own: OwnSamples, positions_S: Tensor | None) -> list[MicroBatch]:
+    """Return the micro-batches of `own`; `positions_S` are the positions of a sequence that this rank holds."""
+    whole = to_tensors(order.rows(positions_of(own)))
+    return [held_part(part, positions_S) for part in cut_micro_batches(whole, own)]
 
 
 def to_tensors(rows: Sequence[Row]) -> MicroBatch:
@@ -48,31 +44,37 @@ def to_tensors(rows: Sequence[Row]) -> MicroBatch:
     return tuple(torch.from_numpy(np.stack(field)) for field in zip(*fields, strict=True))
 
 
-def batches(order: SampleOrder, plan: BatchPlan, staging: Staging, start: int, end: int) -> Iterator[list[MicroBatch]]:
-    """Yield the micro-batches of steps `start` to `end` - 1, on the device."""
-    return read_ahead(lambda step: read_step(order, plan, step), staging, start, end)
+class BatchReader:
+    """Brings this rank's micro-batches to the device, and reads ahead what most likely follows."""
 
+    def __init__(self, read: Callable[[OwnSamples], list[MicroBatch]], staging: Staging):
+        self._read, self._staging = read, staging
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
+        self._ahead: deque[tuple[OwnSamples, Future[Slot]]] = deque()
 
-def read_ahead(
-    read_step: Callable[[int], list[MicroBatch]], staging: Staging, start: int, end: int
-) -> Iterator[list[MicroBatch]]:
-    """Yield the batches of `read_step` for steps `start` to `end` - 1 on the device, prefetched by a thread.
+    def take(self, wanted: OwnSamples, following: Iterable[OwnSamples]) -> list[MicroBatch]:
+        """Return the micro-batches of `wanted`, valid until the next call, and start to read what may follow.
 
-    A batch is valid until the next one is requested: then its memory is reused.
-    """
+        `following` are the samples of the next steps, as far as they are foreseen: `PREFETCHED_STEPS` at most.
+        """
+        if not self._ahead or self._ahead[0][0] != wanted:
+            self._forget()
+            self._start(wanted)
+        batch = self._staging.take(self._ahead.popleft()[1].result())
+        for own in list(following)[len(self._ahead) :]:
+            self._start(own)
+        return batch
 
-    def read(step: int) -> Slot:
-        return staging.stage(read_step(step))
+    def _start(self, own: OwnSamples) -> None:
+        self._ahead.append((own, self._pool.submit(lambda: self._staging.stage(self._read(own)))))
 
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") as pool:
-        coming = [pool.submit(read, step) for step in range(start, min(start + PREFETCHED_STEPS, end))]
-        try:
-            for step in range(start, end):
-                batch = staging.take(coming.pop(0).result())
-                if step + PREFETCHED_STEPS < end:
-                    coming.append(pool.submit(read, step + PREFETCHED_STEPS))
-                yield batch
-        finally:
-            for left in coming:
-                if not left.cancel() and left.exception() is None:
-                    staging.give_back(left.result())
+    def _forget(self) -> None:
+        """What was read ahead is not what is wanted now."""
+        while self._ahead:
+            _, slot = self._ahead.pop()
+            if not slot.cancel() and slot.exception() is None:
+                self._staging.give_back(slot.result())
+
+    def close(self) -> None:
+        self._forget()
+        self._pool.shutdown()

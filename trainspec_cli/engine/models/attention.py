@@ -78,12 +78,13 @@ class CausalCore(nn.Module):
         first = self._whole(q[:, :, :window], k[:, :, :window], v[:, :, :window])
         q, k, v = (F.pad(x, (0, 0, 0, -seq_len % window)).unflatten(2, (-1, window)) for x in (q, k, v))
         k, v = (torch.cat((x[:, :, :-1], x[:, :, 1:]), dim=3) for x in (k, v))
+        blocks = k.shape[2]
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q[:, :, 1:], k, v))
         row, column = (torch.arange(size, device=q.device) for size in (window, 2 * window))
         mask = (column > row[:, None]) & (column <= row[:, None] + window)
         if self.sinks:
             k, v, mask = _sink_key(_pad_front(k)), _pad_front(v), F.pad(mask, (1, 0), value=True)
-        rest = self._attend(q, k, v, mask).unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)
+        rest = self._attend(q, k, v, mask).unflatten(0, (batch, blocks)).transpose(1, 2).flatten(2, 3)
         return torch.cat((first, rest[:, :, : seq_len - window]), dim=2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -138,8 +139,8 @@ class Attention(nn.Module):
     def forward(
         self, x_BSD: Tensor, cos_SE: Tensor | None = None, sin_SE: Tensor | None = None, mask_B1SS: Tensor | None = None
     ) -> Tensor:
-        heads = (*x_BSD.shape[:2], -1, self.head_dim)
-        q_BSHE, k_BSKE, v_BSKE = (project(x_BSD).view(heads) for project in (self.q, self.k, self.v))
+        split = (-1, self.head_dim)
+        q_BSHE, k_BSKE, v_BSKE = (project(x_BSD).unflatten(-1, split) for project in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
             q_BSHE, k_BSKE = self.q_norm(q_BSHE), self.k_norm(k_BSKE)
         if cos_SE is not None and sin_SE is not None:

@@ -15,7 +15,7 @@ from trainspec_cli.engine.models.norm import precise
 
 
 class Ranks(Protocol):
-    """Ranks that hold equal parts of a micro-batch."""
+    """Ranks that hold parts of a micro-batch, of any sizes."""
 
     @property
     def size(self) -> int: ...
@@ -46,13 +46,13 @@ class BatchNorm(nn.Module):
         scale = precise(self.weight) * (self.running_variance + self.eps).rsqrt()
         return _scale(x, scale, precise(self.bias) - self.running_mean * scale)
 
-    def mean_over_ranks(self, x: Tensor) -> Tensor:
-        """Return the mean over the ranks' equally large parts, in place."""
-        return x if self.ranks is None or self.ranks.size == 1 else self.ranks.sum_(x).div_(self.ranks.size)
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """Sum over the ranks, in place."""
+        return x if self.ranks is None or self.ranks.size == 1 else self.ranks.sum_(x)
 
-    def remember(self, mean: Tensor, variance: Tensor, count: int) -> None:
+    def remember(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         """Add a batch's statistics to the running ones, the variance unbiased; skip those that are not finite."""
-        unbiased = variance * (count / max(1, count - 1))
+        unbiased = variance * (count / (count - 1).clamp(min=1))
         for running, new in ((self.running_mean, mean), (self.running_variance, unbiased)):
             running.lerp_(torch.where(new.isfinite(), new.to(running.dtype), running), self.momentum)
 
@@ -62,26 +62,28 @@ class _BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: BatchNorm) -> Tensor:
-        mean = norm.mean_over_ranks(_channel_mean(x))
-        variance = norm.mean_over_ranks(_channel_mean((precise(x) - _along(mean, x)).square_()))
+        own = _channel_sum(x)
+        totals = norm.sum_over_ranks(torch.cat([own, own.new_full((1,), x.numel() // x.shape[1])]))
+        mean, count = totals[:-1] / totals[-1], totals[-1]
+        variance = norm.sum_over_ranks(_channel_sum((precise(x) - _along(mean, x)).square_())) / count
         inverse_std = (variance + norm.eps).rsqrt()
         ctx.norm = norm
-        ctx.save_for_backward(x, weight, mean, variance)
+        ctx.save_for_backward(x, weight, mean, variance, count)
         scale = precise(weight) * inverse_std
         return _scale(x, scale, precise(bias) - mean * scale)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
-        x, weight, mean, variance = ctx.saved_tensors
-        norm, per_rank = ctx.norm, x.numel() // x.shape[1]
+        x, weight, mean, variance, count = ctx.saved_tensors
+        norm = ctx.norm
         inverse_std = (variance + norm.eps).rsqrt()
         normal, gradient = (precise(x) - _along(mean, x)).mul_(_along(inverse_std, x)), precise(gradient)
-        to_bias, to_weight = _channel_mean(gradient), _channel_mean(gradient * normal)
-        both = norm.mean_over_ranks(torch.stack([to_bias, to_weight]))
+        to_bias, to_weight = _channel_sum(gradient), _channel_sum(gradient * normal)
+        both = norm.sum_over_ranks(torch.stack([to_bias, to_weight])) / count
         to_x = gradient - _along(both[0], x) - normal.mul_(_along(both[1], x))
         to_x *= _along(precise(weight) * inverse_std, x)
-        norm.remember(mean, variance, per_rank * (norm.ranks.size if norm.ranks else 1))
-        return to_x.to(x.dtype), (to_weight * per_rank).to(weight.dtype), (to_bias * per_rank).to(weight.dtype), None
+        norm.remember(mean, variance, count)
+        return to_x.to(x.dtype), to_weight.to(weight.dtype), to_bias.to(weight.dtype), None
 
 
 @torch.compiler.disable
@@ -94,9 +96,9 @@ def _scale(x: Tensor, scale_C: Tensor, shift_C: Tensor) -> Tensor:
     return torch.addcmul(_along(shift_C, x), precise(x), _along(scale_C, x)).to(x.dtype)
 
 
-def _channel_mean(x: Tensor) -> Tensor:
-    """Return the mean (C,) of (B, C, ...), in fp32 at least."""
-    return x.mean(dim=[0, *range(2, x.dim())], dtype=torch.promote_types(x.dtype, torch.float32))
+def _channel_sum(x: Tensor) -> Tensor:
+    """Return the sum (C,) of (B, C, ...), in fp32 at least."""
+    return x.sum(dim=[0, *range(2, x.dim())], dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def _along(values_C: Tensor, x: Tensor) -> Tensor:

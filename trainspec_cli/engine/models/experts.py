@@ -30,7 +30,7 @@ class SortedTokens(NamedTuple):
     def combine(self, y_MD: Tensor, weights_TK: Tensor) -> Tensor:
         """Return (T, D): the weighted sum of each token's copies."""
         tokens, chosen = weights_TK.shape
-        y_TKD = take(y_MD, self.place_M, self.source_M).view(tokens, chosen, -1)
+        y_TKD = take(y_MD, self.place_M, self.source_M).view(tokens, chosen, y_MD.shape[1])
         return torch.bmm(weights_TK.to(y_TKD.dtype)[:, None], y_TKD)[:, 0]
 
 
@@ -56,13 +56,13 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, rows_M: Tensor, copies_M: Tensor) -> Tensor:
         ctx.save_for_backward(copies_M)
-        ctx.tokens = len(x_TD)
+        ctx.tokens, ctx.copies = len(x_TD), len(rows_M) // max(1, len(x_TD))
         return x_TD[rows_M]
 
     @staticmethod
     def backward(ctx: Any, dy_MD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (copies_M,) = ctx.saved_tensors
-        return dy_MD[copies_M].view(ctx.tokens, -1, dy_MD.shape[1]).sum(1), None, None
+        return dy_MD[copies_M].view(ctx.tokens, ctx.copies, dy_MD.shape[1]).sum(1), None, None
 
 
 def take(x_TD: Tensor, rows_M: Tensor, copies_M: Tensor) -> Tensor:

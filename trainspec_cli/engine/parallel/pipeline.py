@@ -70,10 +70,17 @@ class Lines:
 
 
 class Mailbox:
-    """The messages of one rank over one run of a schedule. Tensors are all of one shape."""
+    """The messages of one rank over one run of a schedule."""
 
-    def __init__(self, layout: Layout, schedule: Schedule, lines: Lines, like: Tensor, time_collective: TimeCollective):
-        """`like`: a tensor (on meta) of the messages' shape and type."""
+    def __init__(
+        self,
+        layout: Layout,
+        schedule: Schedule,
+        lines: Lines,
+        like: Sequence[Tensor],
+        time_collective: TimeCollective,
+    ):
+        """`like`: for each micro-batch a tensor (on meta) of its messages' shape and type."""
         self.layout, self.lines, self.like, self.time = layout, lines, like, time_collective
         self.rank = lines.up.rank()
         self._here: dict[Message, Tensor] = {}
@@ -113,9 +120,10 @@ class Mailbox:
         return tensor
 
     def _post(self, sender: int) -> None:
-        tensor = torch.empty_like(self.like, device=self.lines.device)
+        message = self._expected[sender].popleft()
+        tensor = torch.empty_like(self.like[message.micro_batch], device=self.lines.device)
         work = dist.irecv(tensor, group=self.lines.towards(sender < self.rank), group_src=sender)
-        self._posted[self._expected[sender].popleft()] = (tensor, work)
+        self._posted[message] = (tensor, work)
 
     def end(self) -> None:
         """Every message has been taken."""

@@ -5,19 +5,22 @@ An ordinary run is one replica group (`SingleGroup`); `replica_groups.py` has th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from trainspec_cli.corpus.samples import step_positions
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.train_state import TrainState
+from trainspec_cli.engine.data.loader import BatchReader
+from trainspec_cli.engine.data.staging import PREFETCHED_STEPS
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.sources import DataSource
+from trainspec_cli.policy.division import even_division
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.results.plan import Plan
 
@@ -108,6 +111,31 @@ class Coordinator(Protocol):
         """End all exchange: no step follows."""
 
 
+class GroupBatches:
+    """Takes the samples of this replica group as micro-batches of this rank, on the device."""
+
+    def __init__(self, run: RunContext):
+        self.division = even_division(run.plan.layout, run.plan.micro_batch_size)
+        self._source, self._clock, self._rank = run.source, run.state.clock, run.state.mesh.data_rank
+        self._reader = BatchReader(run.source.read, run.source.staging)
+
+    def take(self, step: tuple[int, int], *following: tuple[int, int]) -> list[MicroBatch]:
+        """Read a step's samples, and start to read those of the steps that follow, as far as they are foreseen.
+
+        A step is given by the position of the group's first sample and their number.
+        """
+        own, *coming = (self.division.of_rank(self._rank, start, samples) for start, samples in (step, *following))
+        with self._clock.part("data_wait"):
+            return self._reader.take(own, coming)
+
+    def count_targets(self, start: int, samples: int) -> int:
+        """Count what the loss of the samples from position `start` on is the mean over."""
+        return self._source.counted(np.arange(start, start + samples))
+
+    def close(self) -> None:
+        self._reader.close()
+
+
 class SingleGroup:
     """The only replica group of its run: nobody to wait for, nothing to exchange, nothing that others do."""
 
@@ -117,8 +145,7 @@ class SingleGroup:
     def __init__(self, run: RunContext):
         self._run, self._spec = run, run.plan.spec
         self.journal = Journal(run.run_dir, dist.get_rank(), run.plan.spec)
-        self._coming: Iterator[list[MicroBatch]] | None = None
-        """Batches that are read ahead, from the first step that is taken on."""
+        self._batches = GroupBatches(run)
 
     @property
     def stop_flag(self) -> bool:
@@ -128,12 +155,9 @@ class SingleGroup:
         return StepStart(progress)
 
     def take(self, progress: TrainProgress) -> StepSamples:
-        samples = self._spec.batching.global_batch_size
-        with self._run.state.clock.part("data_wait"):
-            if self._coming is None:
-                self._coming = self._run.source.batches(progress.step, self._spec.train.max_steps)
-            micro_batches = next(self._coming)
-        return StepSamples(micro_batches, self._run.source.counted(step_positions(progress.step, samples)), samples)
+        samples, left = self._spec.batching.global_batch_size, self._spec.train.max_steps - progress.step
+        steps = [(progress.samples + samples * ahead, samples) for ahead in range(min(left, 1 + PREFETCHED_STEPS))]
+        return StepSamples(self._batches.take(*steps), self._batches.count_targets(progress.samples, samples), samples)
 
     def reduce(self, state: TrainState, loss: Tensor) -> None:
         pass
@@ -145,7 +169,7 @@ class SingleGroup:
         pass
 
     def leave(self) -> None:
-        self._coming = None
+        self._batches.close()
 
 
 def open_coordinator(run: RunContext) -> Coordinator:

@@ -40,17 +40,17 @@ def heldout_loss(state: TrainState, rows: Rows, *, num_bytes: int, batch_size: i
 
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
-def heldout_metrics(state: TrainState, loader: SampleLoader) -> dict[str, float | None] | None:
+def heldout_metrics(state: TrainState, loader: SampleLoader, *, batch_size: int) -> dict[str, float | None] | None:
     """Return means over the held-out samples (`heldout_loss`, and `heldout_accuracy` or `heldout_dice`), on every rank.
 
     None where no sample is held out.
     """
     if loader.num_heldout == 0:
         return None
-    (part,) = state.parts
+    (part,), ranks = state.parts, state.mesh.layout.data_parallel_size
     part.eval()
     totals: dict[str, Tensor] = {}
-    for images, labels, num_real in loader.heldout_batches():
+    for images, labels, num_real in loader.heldout_batches(batch_size, state.mesh.data_rank, ranks):
         predictions = forward_only(state.stages, images.to(state.device))
         assert predictions is not None, "convolutions have one stage"
         for name, per_sample in part.judge(predictions, labels.to(state.device)).items():

@@ -23,10 +23,10 @@ class PipelineRun:
 
     def __init__(self, stages: Stages, schedule: Schedule, micro_batches: Sequence[MicroBatch], global_tokens: int):
         self.stages, self.micro_batches, self.global_tokens = stages, micro_batches, global_tokens
-        tokens = micro_batches[0][0]
-        self.loss = torch.zeros((), device=tokens.device)
+        self.loss = torch.zeros((), device=micro_batches[0][0].device)
         self._own = schedule[stages.lines.up.rank()]
-        self._mail = Mailbox(stages.layout, schedule, stages.lines, stages.hidden.like(tokens), stages.clock.collective)
+        like = [stages.hidden.like(micro_batch[0]) for micro_batch in micro_batches]
+        self._mail = Mailbox(stages.layout, schedule, stages.lines, like, stages.clock.collective)
         self._inputs: dict[tuple[int, int], Tensor] = {}
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self._left = Counter(action.stage for action in self._own if action.kind in _GRADIENTS_DONE)
@@ -113,7 +113,7 @@ def forward_only(stages: Stages, tokens: Tensor, *others: Tensor) -> Tensor | No
         [Action("forward", stage, 0) for stage in range(last + 1) if layout.rank_of_stage(stage) == rank]
         for rank in range(layout.pp)
     ]
-    mail = Mailbox(layout, schedule, stages.lines, stages.hidden.like(tokens), stages.clock.collective)
+    mail = Mailbox(layout, schedule, stages.lines, [stages.hidden.like(tokens)], stages.clock.collective)
     leaving = None
     for action in schedule[stages.lines.up.rank()]:
         entering = tokens if action.stage == 0 else mail.receive(Message(action.stage, 0, is_gradient=False))

@@ -11,31 +11,25 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.train_state import TrainState
-from trainspec_cli.engine.data.staging import Slot
 from trainspec_cli.engine.digest import diverging_groups, local_digest
 from trainspec_cli.engine.elastic.cross_group import sum_as_one, sum_in_packets
 from trainspec_cli.engine.elastic.membership import NOBODY, GroupRank, Membership, Participation
 from trainspec_cli.engine.observe.journal import GroupJournal
-from trainspec_cli.engine.run.coordinator import RunContext, StepSamples, StepStart, TrainProgress
-from trainspec_cli.engine.run.sources import DataSource
+from trainspec_cli.engine.run.coordinator import GroupBatches, RunContext, StepSamples, StepStart, TrainProgress
 from trainspec_cli.environment_names import GROUP, START
 from trainspec_cli.errors import WorkerError
+from trainspec_cli.policy.division import Portion, lr_factor, take_portion
 from trainspec_cli.policy.recovery import enough_groups
-from trainspec_cli.policy.spread import Portion, lr_factor, take_portion
 from trainspec_cli.rundir.event_types import RecoveryEvent, RetryEvent
 from trainspec_cli.rundir.files import read_json
-from trainspec_cli.spec.results.plan import Plan
 
 WAIT_S = 0.1
 USUAL_STEPS = 20
@@ -73,7 +67,7 @@ class ReplicaGroups:
         self._progress = TrainProgress()
         self._samples = torch.tensor([0])
         """`TrainProgress.samples` as a tensor, which a healing group copies with the state."""
-        self._reader = PortionReader(plan, run.source, run.state)
+        self._batches = GroupBatches(run)
         self._portion = Portion(0, 0, 0)
         self._membership = Membership(own, self._healed_tensors, self._spec.resilience.exchange_timeout_s)
         self._taking_part = NOBODY
@@ -148,17 +142,17 @@ class ReplicaGroups:
     # What the step takes and exchanges
 
     def take(self, progress: TrainProgress) -> StepSamples:
-        batching, present, groups = self._spec.batching, self._taking_part, self._run.plan.replica_groups
-        place = (progress.samples, present.rank, len(present.groups))
-        self._portion = portion = take_portion(batching, self._reader.unit_samples, groups, *place)
+        batching, present, position = self._spec.batching, self._taking_part, progress.samples
+        even = (1.0,) * len(present.groups)
+        total, groups = batching.global_batch_size, self._run.plan.replica_groups
+        self._portion = portion = take_portion(batching, total, even, groups, position, present.rank)
         taken = portion.step_samples
-        with self._run.state.clock.part("data_wait"):
-            micro_batches = self._reader.take(portion)
+        following = (portion.start + taken, portion.samples)  # for as long as the groups stay the same
         return StepSamples(
-            micro_batches,
-            global_tokens=self._run.source.counted(np.arange(progress.samples, progress.samples + taken)),
+            self._batches.take((portion.start, portion.samples), following),
+            global_tokens=self._batches.count_targets(position, taken),
             step_samples=taken,
-            lr_factor=lr_factor(batching.shrink_lr, taken, batching.global_batch_size),
+            lr_factor=lr_factor(batching.shrink_lr, taken, total),
             event_fields={
                 "group": self._own.group,
                 "groups": tuple(present.groups),
@@ -199,46 +193,8 @@ class ReplicaGroups:
             stall_s, lost = 0.0, 0  # several at once cost as much as one
 
     def leave(self) -> None:
+        self._batches.close()
         self._membership.leave()
-
-
-class PortionReader:
-    """Reads a group's portions as this rank's micro-batches, one step ahead for as long as the groups stay the same."""
-
-    def __init__(self, plan: Plan, source: DataSource, state: TrainState):
-        layout = plan.layout
-        turns = layout.pp if layout.pipeline_schedule == "interleaved" else 1
-        self.unit_samples = plan.micro_batch_size * layout.data_parallel_size * turns
-        """The least that a group takes: interleaving takes micro-batches in turns of pp."""
-        self._plan, self._source, self._state = plan, source, state
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
-        self._ahead: tuple[Portion, Future[Slot]] | None = None
-
-    def take(self, portion: Portion) -> list[MicroBatch]:
-        """Return this rank's micro-batches of `portion`, on the device, and start to read what most likely follows."""
-        batch = self._source.staging.take(self._awaited(portion))
-        following = replace(portion, start=portion.start + portion.step_samples)
-        self._ahead = following, self._pool.submit(self._read, following)
-        return batch
-
-    def _awaited(self, portion: Portion) -> Slot:
-        """Return what was read ahead, if it is this portion; else read it now."""
-        if self._ahead is None:
-            return self._read(portion)
-        foreseen, slot = self._ahead[0], self._ahead[1].result()
-        if foreseen == portion:
-            return slot
-        self._source.staging.give_back(slot)
-        return self._read(portion)
-
-    def _read(self, portion: Portion) -> Slot:
-        return self._source.staging.stage(self._source.read(self.positions(portion)))
-
-    def positions(self, portion: Portion) -> np.ndarray:
-        """Return this rank's part of every micro-batch of the group."""
-        size, layout = self._plan.micro_batch_size, self._plan.layout
-        whole = np.arange(portion.start, portion.start + portion.samples)
-        return whole.reshape(-1, layout.data_parallel_size, size)[:, self._state.mesh.data_rank].ravel()
 
 
 def _diverged(groups: list[int], step: int) -> WorkerError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,10 +16,11 @@ from trainspec_cli.corpus.labelled import LabelledSamples, open_samples
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.data.heldout import total
-from trainspec_cli.engine.data.loader import BatchPlan, batches, read_ahead, read_positions
+from trainspec_cli.engine.data.loader import read_tokens
 from trainspec_cli.engine.data.sample_loader import SampleLoader
 from trainspec_cli.engine.data.staging import Staging
 from trainspec_cli.engine.run.evaluate import heldout_loss, heldout_metrics, write_text
+from trainspec_cli.policy.division import OwnSamples
 from trainspec_cli.rundir.event_types import SetFigures
 from trainspec_cli.spec.results.plan import Plan
 
@@ -39,11 +39,8 @@ class DataSource(Protocol):
     staging: Staging
     """Holds its batches until they are taken."""
 
-    def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
-        """Yield this rank's micro-batches of steps `start` to `end` - 1."""
-
-    def read(self, positions: np.ndarray) -> list[MicroBatch]:
-        """Read the samples at `positions` of the run as micro-batches, on the host."""
+    def read(self, own: OwnSamples) -> list[MicroBatch]:
+        """Read the samples of `own` as micro-batches, on the host."""
 
     def counted(self, positions: np.ndarray) -> int:
         """Count the targets that the loss of the samples at `positions` is the mean over."""
@@ -68,17 +65,6 @@ def open_source(plan: Plan, folder: str | None, state: TrainState) -> DataSource
     return TokenSource(plan, Collection.open(folder), state)
 
 
-def batch_plan(plan: Plan, state: TrainState) -> BatchPlan:
-    return BatchPlan(
-        global_batch_size=plan.spec.batching.global_batch_size,
-        micro_batch_size=plan.micro_batch_size,
-        seed=plan.spec.train.seed,
-        rank=state.mesh.data_rank,
-        num_ranks=plan.layout.data_parallel_size,
-        positions_S=None if state.positions_S is None else state.positions_S.cpu(),
-    )
-
-
 class TokenSource:
     """Text as token shards, evaluated in bits per byte beside what xz comes to."""
 
@@ -87,15 +73,13 @@ class TokenSource:
         self.order = collection.order(plan.spec.data, plan.spec.train.seed)
         self.evaluation_texts = collection.evaluation_texts(plan.spec.data)
         self.staging = Staging(state.device)
-
-    def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
-        return batches(self.order, batch_plan(self.plan, self.state), self.staging, start, end)
+        self.positions_S = None if state.positions_S is None else state.positions_S.cpu()
 
     def counted(self, positions: np.ndarray) -> int:
         return max(1, self.order.counted(positions))
 
-    def read(self, positions: np.ndarray) -> list[MicroBatch]:
-        return read_positions(self.order, batch_plan(self.plan, self.state), positions)
+    def read(self, own: OwnSamples) -> list[MicroBatch]:
+        return read_tokens(self.order, own, self.positions_S)
 
     def evaluate(self) -> Figures | None:
         """Return the loss on all text held out of the training sets, else on the validation sets; and on each set."""
@@ -158,19 +142,16 @@ class SampleSource:
     def __init__(self, plan: Plan, samples: LabelledSamples, state: TrainState):
         self.plan, self.state, self.staging = plan, state, Staging(state.device)
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.loader = SampleLoader(samples, batch_plan(plan, state), (os.cpu_count() or 1) // processes)
+        self.loader = SampleLoader(samples, plan.spec.train.seed, (os.cpu_count() or 1) // processes)
 
-    def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
-        return read_ahead(self.loader.read_step, self.staging, start, end)
-
-    def read(self, positions: np.ndarray) -> list[MicroBatch]:
-        return self.loader.read_positions(positions)
+    def read(self, own: OwnSamples) -> list[MicroBatch]:
+        return self.loader.read(own)
 
     def counted(self, positions: np.ndarray) -> int:
         return len(positions)
 
     def evaluate(self) -> Figures | None:
-        return heldout_metrics(self.state, self.loader)
+        return heldout_metrics(self.state, self.loader, batch_size=self.plan.micro_batch_size)
 
     def summarise(self, evaluated: Figures | None) -> Figures:
         return evaluated or {}

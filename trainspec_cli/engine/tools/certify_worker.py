@@ -5,6 +5,7 @@ Each leaves gradients.stage*.npz (every parameter's full gradient of the first s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,11 +20,13 @@ from trainspec_cli.engine.checkpoint.manifest import About
 from trainspec_cli.engine.checkpoint.saver import Saver
 from trainspec_cli.engine.checkpoint.store import load_newest
 from trainspec_cli.engine.comm.joining import join_processes
+from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of
 from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.mesh import Mesh, build_mesh
 from trainspec_cli.engine.optim.optimizer import clear_gradients
 from trainspec_cli.engine.run.step import compute_gradients, train_step
 from trainspec_cli.engine.shares import unique_shares
+from trainspec_cli.policy.division import even_division
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import to_plain
@@ -100,14 +103,19 @@ def _save(plan: Plan, state: TrainState, run_dir: RunDir, step: int) -> None:
     saver.close()
 
 
-def drawn_batch(plan: Plan, state: TrainState, step: int) -> list[MicroBatch]:
-    """This rank's micro-batches of a step's global batch, which is the same for every layout."""
+def drawn_batch(plan: Plan, state: TrainState, step: int, weights: Sequence[float] = ()) -> list[MicroBatch]:
+    """This rank's micro-batches of a step's global batch, which is the same for every layout.
+
+    `weights` are the shares of the data-parallel ranks; without them they are equal.
+    """
     generator = torch.Generator().manual_seed(plan.spec.train.seed * 1_000_003 + step)
     inputs, targets = drawn_samples(plan.spec, generator)
-    ranks, rank = plan.layout.data_parallel_size, state.mesh.data_rank
-    mine = (samples.unflatten(0, (-1, ranks))[:, rank].to(state.device) for samples in (inputs, targets))
-    parts = zip(*(samples.split(plan.micro_batch_size) for samples in mine), strict=True)
-    return [held_part(part, state.positions_S) for part in parts]
+    division = even_division(plan.layout, plan.micro_batch_size)
+    if weights:
+        division = replace(division, weights=tuple(weights))
+    own = division.of_rank(state.mesh.data_rank, 0, len(inputs))
+    mine = tuple(samples[positions_of(own)].to(state.device) for samples in (inputs, targets))
+    return [held_part(part, state.positions_S) for part in cut_micro_batches(mine, own)]
 
 
 def drawn_samples(spec: RunSpec, generator: torch.Generator) -> MicroBatch:

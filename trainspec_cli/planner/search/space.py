@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from trainspec_cli.policy.division import count_micro_batches, turns_of
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec, PipelineSchedule, ZeroStage
 from trainspec_cli.spec.recipe.model import ModelSpec
@@ -14,7 +15,7 @@ from trainspec_cli.spec.recipe.run import RunSpec
 MIN_TOKENS_PER_RANK = 512
 """Context parallelism does not cut sequences finer."""
 MAX_MICRO_BATCHES = 6
-"""Sizes of a micro-batch that are tried: the smallest divisors that are powers of two, and the whole."""
+"""Sizes of a micro-batch that are tried: the smallest powers of two, and the whole."""
 
 ELASTIC_GROUPS = (2, 4, 8, 16, 32, 64, 128)
 """Replica groups that are tried: more lose less to a failure each, and share their state among fewer devices."""
@@ -44,6 +45,11 @@ class Space:
                         continue
                     yield from self._data_parallel(tp, cp, pp)
 
+    def divides_evenly(self) -> bool:
+        """Return whether a layout gives every data-parallel rank the same number of samples."""
+        samples = self.spec.batching.global_batch_size
+        return any(samples % layout.data_parallel_size == 0 for layout, _, _ in self.layouts())
+
     def _axis(self, wanted: int | str, most: int) -> Sequence[int]:
         if wanted != AUTO:
             return (int(wanted),)
@@ -57,15 +63,17 @@ class Space:
     def _data_parallel(self, tp: int, cp: int, pp: int) -> Iterator[tuple[Layout, int, int]]:
         width = self.world_size // (tp * cp * pp)
         samples = self.spec.batching.global_batch_size
-        if not self._keep(samples % width == 0, "the batch does not divide by the data-parallel ranks"):
+        if not self._keep(samples >= width, "a data-parallel rank would go without samples"):
             return
+        per_rank = -(-samples // width)
         base = Layout(cp=cp, tp=tp, pp=pp, sequence_parallel=self.spec.layout.sequence_parallel and tp > 1)
         for sharded in self._shardings(base, width):
             for routed in self._expert_axes(sharded):
-                for micro in self._micro_batches(samples // width):
-                    accum = samples // width // micro
-                    for layout in self._schedules(routed, accum):
-                        yield layout, micro, accum
+                for micro in self._micro_batches(per_rank):
+                    for layout in self._schedules(routed):
+                        accum = count_micro_batches(per_rank, micro, turns_of(layout))
+                        if self._keep(accum <= per_rank, "fewer samples a rank than micro-batches of a turn"):
+                            yield layout, -(-per_rank // accum), accum
 
     def _shardings(self, base: Layout, width: int) -> Iterator[Layout]:
         """Sharded over all ranks, or for ZeRO-3 over a node's and replicated across, or not at all.
@@ -112,12 +120,11 @@ class Space:
     def _micro_batches(self, per_rank: int) -> Sequence[int]:
         pinned = self.spec.batching.micro_batch_size
         if pinned != AUTO:
-            fits = per_rank % int(pinned) == 0
-            return (int(pinned),) if self._keep(fits, "the micro-batch does not divide a rank's batch") else ()
-        powers = [size for size in divisors(per_rank) if size & (size - 1) == 0][:MAX_MICRO_BATCHES]
+            return (min(int(pinned), per_rank),)
+        powers = [2**power for power in range(MAX_MICRO_BATCHES) if 2**power <= per_rank]
         return powers if per_rank in powers else [*powers, per_rank]
 
-    def _schedules(self, base: Layout, accum: int) -> Iterator[Layout]:
+    def _schedules(self, base: Layout) -> Iterator[Layout]:
         wanted = self.spec.layout
         if base.pp == 1:
             yield base
@@ -126,15 +133,13 @@ class Space:
         if not self._keep(base.pp <= layers, "more pipeline stages than layers"):
             return
         for schedule in schedules_of(wanted):
-            for chunks in self._chunks(schedule, base.pp, layers, accum):
+            for chunks in self._chunks(schedule, base.pp, layers):
                 yield replace(base, pipeline_schedule=schedule, virtual_stages=chunks, stage_layers=wanted.stage_layers)
 
-    def _chunks(self, schedule: PipelineSchedule, pp: int, layers: int, accum: int) -> Sequence[int]:
+    def _chunks(self, schedule: PipelineSchedule, pp: int, layers: int) -> Sequence[int]:
         wanted = self.spec.layout.virtual_stages
         if schedule != "interleaved":
             return (1,)
-        if not self._keep(accum % pp == 0, "interleaving needs micro-batches in multiples of pp"):
-            return ()
         per_stage = -(-layers // pp)
         sizes = [size for size in divisors(per_stage) if size > 1] if wanted == AUTO else [int(wanted)]
         return sizes[:4]

@@ -21,18 +21,18 @@ PINNED = ("cp", "tp", "pp", "ep", "etp", "pipeline_schedule", "virtual_stages")
 
 
 def plan_on_what_divides(spec: RunSpec, machine: Machine | None = None) -> tuple[RunSpec, CapacityPlan]:
-    """-> (`spec` on the nodes that work, its plan). Where no layout is legal on all nodes, the fastest of the largest
-    counts of nodes on which one is; the others become spares."""
+    """-> (`spec` on the nodes that work, its plan). Where the batch divides evenly in no layout of all nodes, the
+    fastest of all nodes and of the largest counts of nodes; those that do not work become spares."""
     fabric = describe_fabric(spec.cluster, machine)
-    if any(True for _ in Space(spec, fabric.num_devices, fabric.scaleup_devices).layouts()):
-        return spec, plan_capacity(spec, machine)
+    whole = plan_capacity(spec, machine)
+    if Space(spec, fabric.num_devices, fabric.scaleup_devices).divides_evenly():
+        return spec, whole
     counts = set(_counts(fabric.num_devices, fabric.devices_per_node)) - {spec.cluster.num_nodes}
     smaller = [_leave_spares(spec, nodes) for nodes in sorted(counts, reverse=True)[:TRIED]]
     planned = [(changed, plan_capacity(changed, machine)) for changed in smaller]
-    fitting = [(changed, plan) for changed, plan in planned if plan.best]
-    if not fitting:
-        return spec, plan_capacity(spec, machine)
-    changed, plan = max(fitting, key=lambda pair: pair[1].best.tokens_per_s if pair[1].best else 0.0)
+    changed, plan = max(((spec, whole), *planned), key=lambda pair: pair[1].best.tokens_per_s if pair[1].best else 0.0)
+    if changed is spec:
+        return spec, whole
     return changed, replace(plan, assumptions=(_note(spec, changed), *plan.assumptions))
 
 
@@ -55,8 +55,8 @@ def _leave_spares(spec: RunSpec, nodes: int) -> RunSpec:
 def _note(spec: RunSpec, changed: RunSpec) -> str:
     left = spec.cluster.num_nodes - changed.cluster.num_nodes
     return (
-        f"a batch of {spec.batching.global_batch_size:,} divides over no layout of all {spec.cluster.num_nodes:,} "
-        f"nodes: {changed.cluster.num_nodes:,} work, {left:,} stand by as spares"
+        f"a batch of {spec.batching.global_batch_size:,} divides evenly over no layout of all "
+        f"{spec.cluster.num_nodes:,} nodes: {changed.cluster.num_nodes:,} work, {left:,} stand by as spares"
     )
 
 

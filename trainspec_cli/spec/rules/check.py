@@ -40,7 +40,6 @@ def check(spec: RunSpec) -> list[Problem]:
     rules: list[Rule] = [
         *MODEL_RULES,
         world_size,
-        batch,
         schedule,
         vocabulary,
         data_path,
@@ -112,26 +111,6 @@ def _fitting(sizes: dict[str, int], processes: int) -> str:
         return f"choose axes whose product divides {processes}, or change cluster.devices_per_node"
     fitting = ", ".join(map(str, divisors(processes // others)))
     return f"type {axis}=auto; where the other axes stay, it may be {fitting}"
-
-
-def batch(spec: RunSpec) -> Iterator[Problem]:
-    """The global batch is cut into whole micro-batches on every data-parallel rank."""
-    processes, sizes = count_processes(spec), _fixed_axes(spec)
-    model_parallel = math.prod(sizes.get(axis, 1) for axis in ("pp", "cp", "tp"))
-    searched = any(axis not in sizes for axis in ("pp", "cp", "tp"))
-    if processes is None or searched or processes % model_parallel:
-        return
-    ranks, size, micro = processes // model_parallel, spec.batching.global_batch_size, spec.batching.micro_batch_size
-    if size % ranks:
-        message = f"a global batch of {size} samples does not divide by {ranks} data-parallel ranks"
-        path, near = "batching.global_batch_size", [size - size % ranks, size + ranks - size % ranks]
-        hint = f"type {path}={' or '.join(str(n) for n in near if n)}"
-        yield Problem(code="not_divisible", path=path, message=message, hint=hint)
-    elif micro != AUTO and size // ranks % micro:
-        message = f"{size} samples on {ranks} ranks are {size // ranks} each, which do not divide by {micro}"
-        path, fitting = "batching.micro_batch_size", ", ".join(map(str, divisors(size // ranks)))
-        hint = f"type {path}=auto; it may be {fitting}"
-        yield Problem(code="not_divisible", path=path, message=message, hint=hint)
 
 
 def schedule(spec: RunSpec) -> Iterator[Problem]:

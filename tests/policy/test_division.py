@@ -1,8 +1,8 @@
 """Every sample of a step is taken by exactly one of the groups that are there."""
 
 import pytest
-
 from trainspec_cli.policy.spread import lr_factor, take_portion
+
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 
 KEEP = BatchingSpec(global_batch_size=48)

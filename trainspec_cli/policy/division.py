@@ -1,0 +1,162 @@
+"""Divide a step's samples over replica groups, data-parallel ranks and micro-batches: pure functions of the position.
+
+A step's samples follow those of the step before it, so every sample is used exactly once, whatever failed before, and
+however unevenly the samples are divided. Any number of samples can be divided over any number of ranks: parts differ
+by at most one sample where nothing else is asked for, and a part may be empty.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+from trainspec_cli.spec.recipe.batching import BatchingSpec, ShrinkRule
+from trainspec_cli.spec.recipe.layout import Layout
+
+ROUNDING = 1e-9
+"""A share that is so little below a whole number of samples is that number."""
+
+
+@dataclass(frozen=True)
+class Portion:
+    """The samples of one replica group in a step."""
+
+    start: int
+    """The position of its first sample in the run."""
+    samples: int
+    step_samples: int
+    """Samples of all replica groups together."""
+
+
+@dataclass(frozen=True)
+class OwnSamples:
+    """The samples of one data-parallel rank in a step: neighbouring positions of the run for each micro-batch."""
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def samples(self) -> int:
+        return sum(self.sizes)
+
+    def moved(self, positions: int) -> OwnSamples:
+        """Return the same samples, so many positions later."""
+        return OwnSamples(tuple(start + positions for start in self.starts), self.sizes)
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a replica group divides its samples over its data-parallel ranks."""
+
+    weights: tuple[float, ...]
+    """The share of each rank, in any unit."""
+    micro_batch_size: int
+    """At most so many samples of a rank are processed together."""
+    turns: int = 1
+    """The number of micro-batches is a multiple of it."""
+    micro_batches: int = 1
+    """At least so many, a multiple of `turns`."""
+
+    def of_rank(self, rank: int, start: int, samples: int) -> OwnSamples:
+        """Return one rank's part of `samples` samples from position `start` on.
+
+        All ranks get the same number of micro-batches, since they exchange gradients and parameters in each.
+        """
+        return _from_zero(self, samples)[rank].moved(start)
+
+    def count_micro_batches(self, samples: int) -> int:
+        return max(
+            self.micro_batches, count_micro_batches(max(self.counts(samples)), self.micro_batch_size, self.turns)
+        )
+
+    def counts(self, samples: int) -> tuple[int, ...]:
+        """Return the samples of each rank."""
+        return weighted_counts(samples, self.weights)
+
+
+@lru_cache(maxsize=8)
+def _from_zero(division: Division, samples: int) -> tuple[OwnSamples, ...]:
+    return divide(division.counts(samples), division.count_micro_batches(samples))
+
+
+def even_division(layout: Layout, micro_batch_size: int) -> Division:
+    """Return the division over ranks that are equally fast."""
+    return Division((1.0,) * layout.data_parallel_size, micro_batch_size, turns_of(layout))
+
+
+def turns_of(layout: Layout) -> int:
+    """The interleaved schedule takes micro-batches in turns of pp (arXiv:2104.04473, section 2.2)."""
+    return layout.pp if layout.pipeline_schedule == "interleaved" else 1
+
+
+def count_micro_batches(samples: int, micro_batch_size: int, turns: int) -> int:
+    """Return how many micro-batches of at most that size a rank needs for its samples, in whole turns."""
+    return math.ceil(max(1, math.ceil(samples / micro_batch_size)) / turns) * turns
+
+
+def weighted_counts(samples: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """Return whole numbers in proportion to `weights` that sum to `samples`: largest remainders, first ones first.
+
+    Where there are samples enough, no rank goes without: one that does nothing shows no speed.
+    """
+    least = 1 if samples >= len(weights) else 0
+    total = sum(weights)
+    exact = [samples * weight / total for weight in weights]
+    counts = [max(least, math.floor(part + ROUNDING)) for part in exact]
+    missing = samples - sum(counts)
+    change = 1 if missing > 0 else -1
+    queue = [(change * (counts[rank] - exact[rank]), change * rank, rank) for rank in range(len(counts))]
+    heapq.heapify(queue)
+    for _ in range(abs(missing)):
+        while change < 0 and counts[queue[0][2]] == least:
+            heapq.heappop(queue)
+        distance, tie, rank = queue[0]
+        counts[rank] += change
+        heapq.heapreplace(queue, (distance + 1, tie, rank))
+    return tuple(counts)
+
+
+def divide(counts: Sequence[int], micro_batches: int) -> tuple[OwnSamples, ...]:
+    """Divide `sum(counts)` samples from position 0 on, of which rank i takes `counts[i]`.
+
+    Each micro-batch consists of neighbouring samples, over all ranks; the sizes of any two differ by at most one, of a
+    rank's as of the whole group's.
+    """
+    sizes, spare_before = [], 0
+    for count in counts:
+        each, spare = divmod(count, micro_batches)
+        sizes.append(tuple(each + ((turn - spare_before) % micro_batches < spare) for turn in range(micro_batches)))
+        spare_before += spare
+    starts: list[list[int]] = [[] for _ in counts]
+    position = 0
+    for turn in range(micro_batches):
+        for rank, own in enumerate(sizes):
+            starts[rank].append(position)
+            position += own[turn]
+    return tuple(OwnSamples(tuple(begun), own) for begun, own in zip(starts, sizes, strict=True))
+
+
+def take_portion(
+    batching: BatchingSpec, samples: int, weights: Sequence[float], replica_groups: int, position: int, rank: int
+) -> Portion:
+    """Return the portion, of the step of `samples` that begins at `position`, of group number `rank`.
+
+    `weights` has one share for each group that takes part, of `replica_groups`; a batch that shrinks with them keeps
+    at least one sample a group.
+    """
+    present = len(weights)
+    if batching.on_loss == "shrink":
+        samples = max(present, samples * present // replica_groups)
+    counts = weighted_counts(samples, weights)
+    before = [0, *accumulate(counts)]
+    return Portion(position + before[rank], counts[rank], samples)
+
+
+def lr_factor(rule: ShrinkRule, step_samples: int, global_batch_size: int) -> float:
+    """Return the factor on the learning rate for a step of fewer samples."""
+    share = step_samples / global_batch_size
+    return {"linear": share, "sqrt": math.sqrt(share), "none": 1.0}[rule]
