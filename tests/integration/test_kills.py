@@ -75,9 +75,13 @@ def read_until(process: subprocess.Popen[str], beginning: str) -> None:
 
 def test_a_reader_that_goes_away_stops_the_run_with_a_checkpoint(environment, tmp_path, read_result):
     command = [*LAUNCH, "recipe=tiny", "train.max_steps=1000000", "train.log_interval_steps=1", "run.dir=run"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=-1, stderr=-1, text=True)
-    read_until(process, "step 2/")
-    assert process.wait(timeout=240) == 141
+    command = ["nohup", *command]  # which ignores SIGHUP, and keeps pipes as they are
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdin=-3, stdout=-1, stderr=-1, text=True)
+    try:
+        read_until(process, "step 2/")
+        assert process.wait(timeout=240) == 141
+    finally:
+        process.kill()
     assert process.stderr is not None
     assert process.stderr.read() == ""
     stopped = read_result("run")

@@ -40,13 +40,15 @@ class Run:
         self.job: Job = build_job(self.plan, run.root, machine)
         self.job.logs.mkdir(parents=True, exist_ok=True)
         self.ending = Ending(self.job, 0, stop_requested=False)
-        self.watched = False
+        self.watched = self.loses_reader = False
         monkeypatch.setattr(run_module, "supervise", self._supervise)
 
     def _supervise(self, job: Job, plan: Any, backend: Any, watch: Any, report: Any, requests: StopRequests) -> Ending:
         assert (job, plan, backend) == (self.job, self.plan, LocalBackend)
-        assert self.console.run_goes_on
         self.watched = callable(watch) and callable(report) and requests.count == 0
+        if self.loses_reader:
+            self.console.on_broken_pipe()
+            assert requests.count == 1, "the run is asked to stop, whatever signals are ignored"
         return self.ending
 
     def __call__(self, **options: Any) -> int:
@@ -62,7 +64,7 @@ def run(make_run: MakeRun, here: Machine, console: RunConsole, monkeypatch: pyte
 def test_a_run_that_is_done(run: Run, shown: StringIO) -> None:
     write_result(run.dir, DONE)
     assert run() == 0
-    assert run.watched and not run.console.run_goes_on
+    assert run.watched
     assert shown.getvalue().endswith("done after 20 steps\nrun folder  run\nreport      trainspec report run\n")
 
 
@@ -97,7 +99,6 @@ def test_a_run_whose_supervision_fails_goes_on_no_more(run: Run, monkeypatch: py
     monkeypatch.setattr(run_module, "supervise", refuse)
     with pytest.raises(MachineError):
         run()
-    assert not run.console.run_goes_on
     with pytest.raises(BrokenPipeError):
         run.console.on_broken_pipe()
 
@@ -174,10 +175,12 @@ def test_a_run_that_was_begun_anew_elsewhere_is_left_alone(run: Run) -> None:
 
 def test_a_reader_that_left_is_told_nothing_more(run: Run, shown: StringIO) -> None:
     write_result(run.dir, DONE)
-    run.console.reader_left = True
+    run.loses_reader = True
     with pytest.raises(BrokenPipeError):
         run()
     assert shown.getvalue() == ""
+    with pytest.raises(BrokenPipeError):
+        run.console.on_broken_pipe()
 
 
 def test_failures_that_the_run_outlived_are_listed(run: Run, shown: StringIO) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
@@ -45,26 +44,27 @@ class PrintableConsole(Console):
 class RunConsole(PrintableConsole):
     """A console whose reader may go away (`| head`): the command ends then, with the exit code that a shell gives it.
 
-    While a run goes on that stops it in order, as a closed terminal does; before and after there is nothing to save.
+    While a run goes on that stops it in order, under `nohup` too; before and after there is nothing to save.
     """
 
     reader_left = False
-    run_goes_on = False
+    _stop_run: Callable[[], None] | None = None
+    """Asks the run that goes on to stop."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = self.reader_left = True
-        if not self.run_goes_on:
+        if self._stop_run is None:
             raise BrokenPipeError
-        signal.raise_signal(signal.SIGHUP)
+        self._stop_run()
 
     @contextmanager
-    def stopping_run_without_reader(self) -> Iterator[None]:
+    def stopping_run_without_reader(self, stop_run: Callable[[], None]) -> Iterator[None]:
         """A reader that goes away during the block asks the run to stop."""
-        self.run_goes_on = True
+        self._stop_run = stop_run
         try:
             yield
         finally:
-            self.run_goes_on = False
+            self._stop_run = None
 
 
 def make_console(*, as_json: bool) -> RunConsole:

@@ -59,7 +59,7 @@ def run(
 
 def _supervise(job: Job, plan: Plan, backend: OpenBackend, console: RunConsole, requests: StopRequests) -> Ending:
     """Show what the job does until it ends; return how its last start ended."""
-    stopping = console.stopping_run_without_reader()
+    stopping = console.stopping_run_without_reader(requests.add)
     with stopping, on_stop_signal(requests.add), LiveView(job.run, plan, console) as view:
         return supervise(job, plan, backend, view.watch, view.say, requests)
 
