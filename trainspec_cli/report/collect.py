@@ -14,7 +14,9 @@ from trainspec_cli.report.runs import status_of
 from trainspec_cli.rundir.accounting import WallTime, account, measure_throughput
 from trainspec_cli.rundir.event_types import (
     PARTS,
+    AchievedEvent,
     CheckpointEvent,
+    DirectiveEvent,
     EvalEvent,
     Event,
     SampleEvent,
@@ -33,8 +35,8 @@ from trainspec_cli.spec.results.prediction import LocalPrediction
 
 Curve = tuple[tuple[int, float | None], ...]
 """(step, value); None where the value was not finite."""
-BesideSteps = EvalEvent | CheckpointEvent | SampleEvent
-Kind = TypeVar("Kind", EvalEvent, CheckpointEvent, SampleEvent)
+BesideSteps = EvalEvent | CheckpointEvent | SampleEvent | DirectiveEvent | AchievedEvent
+Kind = TypeVar("Kind", EvalEvent, CheckpointEvent, SampleEvent, DirectiveEvent, AchievedEvent)
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,10 @@ class Report:
     warnings: tuple[WarningEvent, ...]
     missing_ranks: tuple[int, ...]
     """Ranks that left no events."""
+    directives: tuple[DirectiveEvent, ...] = ()
+    """What the scheduler has changed or advised."""
+    achieved: tuple[AchievedEvent, ...] = ()
+    """What came of them, by their numbers."""
     time_s: WallTime = field(default_factory=WallTime)
     """Where the wall time of all attempts went."""
     goodput: float | None = None
@@ -153,6 +159,8 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
         sample=next(reversed(first.of_kind(SampleEvent)), None),
         warnings=tuple(event for rank in sorted(histories) for event in histories[rank].warnings),
         missing_ranks=tuple(rank for rank in range(world_size or 0) if rank not in histories),
+        directives=tuple(first.of_kind(DirectiveEvent)),
+        achieved=tuple(first.of_kind(AchievedEvent)),
         time_s=time_s,
         goodput=time_s.goodput,
         kernels=from_plain(KernelSpec, plan.get("kernels", {})),

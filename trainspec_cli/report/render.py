@@ -13,7 +13,7 @@ from trainspec_cli.report.chart import render_chart
 from trainspec_cli.report.collect import Curve, Report, Speed
 from trainspec_cli.report.kernels_text import describe_choice
 from trainspec_cli.report.rich_text import Text
-from trainspec_cli.report.text import describe_evaluation, describe_event, describe_speed
+from trainspec_cli.report.text import describe_directive, describe_evaluation, describe_event, describe_speed
 from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.spec.results.prediction import LocalPrediction
 from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
@@ -54,6 +54,7 @@ def render_report(report: Report) -> RenderableType:
             _heldout_title(report), [f"step {event.step}: {describe_evaluation(event)}" for event in report.evaluations]
         ),
         _wall_time(report),
+        _lines("scheduler", _directives(report)),
         _lines("checkpoints", map(describe_event, report.checkpoints)),
         _lines("warnings", _warnings(report)),
         _sample(report),
@@ -118,6 +119,11 @@ def _sample(report: Report) -> Section:
     written = Text.assemble((report.sample.prompt, "bold"), report.sample.text)
     title = Text(f"what the model writes (step {report.sample.step})", style="bold")
     return Group(title, Padding(written, (0, 0, 0, 2), expand=False))
+
+
+def _directives(report: Report) -> list[str]:
+    achieved = {event.number: event for event in report.achieved}
+    return [describe_directive(event, achieved.get(event.number)) for event in report.directives]
 
 
 def _warnings(report: Report) -> list[str]:

@@ -194,6 +194,44 @@ class RecoveryEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DirectiveEvent(Event):
+    """The scheduler divides the samples otherwise, or advises it. Also a line of `directives.jsonl`."""
+
+    type: Literal["directive"] = "directive"
+    step: Count
+    """Updates made before it; it holds from the next one on."""
+    number: Count
+    kind: Literal["shares"] = "shares"
+    applied: bool
+    """False: `scheduler.mode` is advise."""
+    counts: tuple[Count, ...]
+    """Samples of each data-parallel rank in a step."""
+    micro_batch_size: Count
+    """At most."""
+    micro_batches: Count
+    reason: str
+    before_s: Seconds
+    """The slowest rank's own computing in a step, with the exchanges of its micro-batches."""
+    expected_s: Seconds
+    """The same after the change."""
+    group: Count | Absent | None = ABSENT
+    """The replica group whose ranks it is about."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AchievedEvent(Event):
+    """What a directive has come to. Also a line of `directives.jsonl`."""
+
+    type: Literal["achieved"] = "achieved"
+    step: Count
+    number: Count
+    before_s: Seconds
+    expected_s: Seconds
+    achieved_s: Seconds
+    """The slowest rank's own computing in a step since then, with the exchanges of its micro-batches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EndEvent(Event):
     type: Literal["end"] = "end"
     step: Count
@@ -234,6 +272,8 @@ EVENT_TYPES: dict[str, type[Event]] = {
     "warning": WarningEvent,
     "retry": RetryEvent,
     "recovery": RecoveryEvent,
+    "directive": DirectiveEvent,
+    "achieved": AchievedEvent,
     "end": EndEvent,
     "launch": LaunchMark,
     "failure": FailureMark,

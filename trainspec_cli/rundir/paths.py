@@ -12,6 +12,7 @@ RUN/
   stops/          one file a start that was asked to stop        secrets/     what its processes share, while it lasts
   job.sbatch      the script of the Slurm job    errors/node00001.json  how a node was lost
   slurm.json      the job it was last given to
+  directives.jsonl  what the scheduler has changed, and what came of it
   kernels.json    the kernels that were measured for `kernels=auto`, and which were chosen
 """
 
@@ -29,6 +30,7 @@ class RunDir:
         self.composed_yaml = self.root / "composed.yaml"
         self.run_json = self.root / "run.json"
         self.plan_json = self.root / "plan.json"
+        self.directives = self.root / "directives.jsonl"
         self.kernels_json = self.root / "kernels.json"
         self.versions_json = self.root / "versions.json"
         self.command_txt = self.root / "command.txt"

@@ -42,7 +42,7 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
     """
     predictor = _predictor(plan, machine, console, may_probe=may_probe)
     if predictor is None:
-        return replace(plan, prediction=None)
+        return replace(plan, prediction=None, largest_micro_batch_size=None)
     prediction = predictor.predict(plan.as_one_group)
     console.report(describe_prediction(prediction, plan.tokens_per_step))
     if prediction.needed_bytes > predictor.limit_bytes:
@@ -50,7 +50,18 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
         if not force:
             raise PlanError(problem)
         console.report(f"{problem.message}; forced")
-    return replace(plan, prediction=prediction)
+    return replace(plan, prediction=prediction, largest_micro_batch_size=_largest_micro_batch(plan, predictor))
+
+
+def _largest_micro_batch(plan: Plan, predictor: Predictor) -> int:
+    """Return the samples of the largest micro-batch that fits, up to twice the plan's: what the scheduler may give a
+    fast rank."""
+    fitting = plan.micro_batch_size
+    for size in range(plan.micro_batch_size + 1, 2 * plan.micro_batch_size + 1):
+        if predictor.predict(replace(plan.as_one_group, micro_batch_size=size)).needed_bytes > predictor.limit_bytes:
+            break
+        fitting = size
+    return fitting
 
 
 def _predictor(plan: Plan, machine: Machine, console: PrintableConsole, *, may_probe: bool) -> Predictor | None:

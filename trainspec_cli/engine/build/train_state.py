@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -28,12 +29,27 @@ from trainspec_cli.engine.parallel.pipeline import Hidden, Lines, WeightQueue
 from trainspec_cli.engine.parallel.recompute import apply_recompute
 from trainspec_cli.engine.parallel.tensor import apply_tensor_parallel, partial_parameters
 from trainspec_cli.engine.shares import Cut, Share
-from trainspec_cli.policy.pipeline import cut_layers
+from trainspec_cli.policy.pipeline import Kind, cut_layers
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.model import ModelSpec
 from trainspec_cli.spec.results.plan import Plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+@dataclass
+class Throttle:
+    """Passes that take longer than they need: an injected fault, of which there usually is none."""
+
+    parts: Mapping[int, float]
+    """The part of the model's layers in each stage of this rank."""
+    sample_s: float = 0.0
+    """How much longer all passes of one sample through all layers take."""
+
+    def wait(self, kind: Kind, stage: int, samples: int) -> None:
+        """Wait for what a pass of that kind takes longer; the whole backward costs two forwards."""
+        if self.sample_s:
+            time.sleep(self.sample_s * self.parts[stage] * samples * (2 if kind == "backward" else 1) / 3)
 
 
 @dataclass(frozen=True)
@@ -47,6 +63,7 @@ class Stages:
     queue: WeightQueue
     hidden: Hidden
     clock: StepClock
+    throttle: Throttle
 
 
 @dataclass(frozen=True)
@@ -86,13 +103,15 @@ def build_train_state(plan: Plan, device: torch.device, mesh: Mesh | None = None
     """Each stage on meta: kernels -> fp8 -> cut -> recompute -> compile -> shard -> materialise; then the optimizer."""
     mesh, clock = mesh or build_mesh(plan.layout, device.type), StepClock(device)
     positions_S = _positions(plan, mesh)
-    parts, shares, partials = {}, [], []
+    parts, shares, partials, layer_parts = {}, [], [], {}
     queue = WeightQueue()
     for stage in plan.layout.stages_of_rank(mesh.rank("pp")):
         part, cuts, partial = _spread_stage(plan, mesh, clock, stage)
         if plan.layout.splits_backward:
             queue.apply(part)
         parts[stage] = part
+        layers = _layers_of(plan, stage)
+        layer_parts[stage] = 1.0 if layers is None else len(layers) / plan.spec.model.num_layers
         held = [_share(plan, name, parameter, cuts) for name, parameter in part.named_parameters()]
         allocate(part, device, offload=plan.offload != "none")
         materialise(part, held, device, plan.spec.train.seed, positions_S)
@@ -102,7 +121,15 @@ def build_train_state(plan: Plan, device: torch.device, mesh: Mesh | None = None
         device=device,
         mesh=mesh,
         clock=clock,
-        stages=Stages(plan.layout, parts, Lines(mesh.group("pp"), mesh.upstream, device), queue, _hidden(plan), clock),
+        stages=Stages(
+            plan.layout,
+            parts,
+            Lines(mesh.group("pp"), mesh.upstream, device),
+            queue,
+            _hidden(plan),
+            clock,
+            Throttle(layer_parts),
+        ),
         shares=shares,
         optimizer=build_optimizer(
             [share for share in shares if share.is_trained],

@@ -20,7 +20,7 @@ from trainspec_cli.engine.data.staging import PREFETCHED_STEPS
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.sources import DataSource
-from trainspec_cli.policy.division import even_division
+from trainspec_cli.policy.division import OwnSamples, even_division
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.results.plan import Plan
 
@@ -59,10 +59,14 @@ class StepStart:
 class StepSamples:
     micro_batches: list[MicroBatch]
     """This rank's, on the device."""
+    own: OwnSamples
+    """Where they lie in the run."""
     global_tokens: int
     """Targets that count, over all replica groups: the step's loss is the mean over them."""
     step_samples: int
     """Samples of all replica groups together."""
+    group_samples: int
+    """Those of this one."""
     lr_factor: float = 1.0
     """The learning rate is multiplied by it."""
     event_fields: Mapping[str, Any] = field(default_factory=dict)
@@ -80,6 +84,12 @@ class Coordinator(Protocol):
     """This replica group writes the run's log and its checkpoints."""
     finished_without: bool
     """The other replica groups had finished the run before this one came back: it leaves their result as it is."""
+    batches: GroupBatches
+    """The samples of this replica group."""
+
+    @property
+    def group(self) -> int | None:
+        """The number of this replica group, where there are several."""
 
     @property
     def journal(self) -> Journal | GroupJournal:
@@ -116,17 +126,18 @@ class GroupBatches:
 
     def __init__(self, run: RunContext):
         self.division = even_division(run.plan.layout, run.plan.micro_batch_size)
+        """May be changed between steps."""
         self._source, self._clock, self._rank = run.source, run.state.clock, run.state.mesh.data_rank
         self._reader = BatchReader(run.source.read, run.source.staging)
 
-    def take(self, step: tuple[int, int], *following: tuple[int, int]) -> list[MicroBatch]:
-        """Read a step's samples, and start to read those of the steps that follow, as far as they are foreseen.
+    def take(self, step: tuple[int, int], *following: tuple[int, int]) -> tuple[OwnSamples, list[MicroBatch]]:
+        """Read this rank's part of a step, and start to read what most likely follows.
 
         A step is given by the position of the group's first sample and their number.
         """
         own, *coming = (self.division.of_rank(self._rank, start, samples) for start, samples in (step, *following))
         with self._clock.part("data_wait"):
-            return self._reader.take(own, coming)
+            return own, self._reader.take(own, coming)
 
     def count_targets(self, start: int, samples: int) -> int:
         """Count what the loss of the samples from position `start` on is the mean over."""
@@ -140,12 +151,12 @@ class SingleGroup:
     """The only replica group of its run: nobody to wait for, nothing to exchange, nothing that others do."""
 
     restores_at_start, leads = True, True
-    waits_for_groups, finished_without = False, False
+    waits_for_groups, finished_without, group = False, False, None
 
     def __init__(self, run: RunContext):
         self._run, self._spec = run, run.plan.spec
         self.journal = Journal(run.run_dir, dist.get_rank(), run.plan.spec)
-        self._batches = GroupBatches(run)
+        self.batches = GroupBatches(run)
 
     @property
     def stop_flag(self) -> bool:
@@ -157,7 +168,9 @@ class SingleGroup:
     def take(self, progress: TrainProgress) -> StepSamples:
         samples, left = self._spec.batching.global_batch_size, self._spec.train.max_steps - progress.step
         steps = [(progress.samples + samples * ahead, samples) for ahead in range(min(left, 1 + PREFETCHED_STEPS))]
-        return StepSamples(self._batches.take(*steps), self._batches.count_targets(progress.samples, samples), samples)
+        own, micro_batches = self.batches.take(*steps)
+        targets = self.batches.count_targets(progress.samples, samples)
+        return StepSamples(micro_batches, own, targets, step_samples=samples, group_samples=samples)
 
     def reduce(self, state: TrainState, loss: Tensor) -> None:
         pass
@@ -169,7 +182,7 @@ class SingleGroup:
         pass
 
     def leave(self) -> None:
-        self._batches.close()
+        self.batches.close()
 
 
 def open_coordinator(run: RunContext) -> Coordinator:

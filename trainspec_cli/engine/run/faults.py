@@ -38,6 +38,11 @@ class Faults:
 
     def inject(self, step: int, state: TrainState) -> None:
         """Inject the faults that are due when `step` updates have been made."""
+        state.stages.throttle.sample_s = sum(
+            fault.seconds
+            for _, fault in self._mine
+            if fault.kind == "throttle" and fault.step <= step < fault.step + fault.steps
+        )
         for number, fault in self._mine:
             if fault.kind == "slow" and fault.step <= step < fault.step + fault.steps:
                 time.sleep(fault.seconds)

@@ -37,6 +37,7 @@ class PipelineRun:
         for action in self._own:
             with self.stages.clock.part("forward" if action.kind == "forward" else "backward"):
                 _HANDLERS[action.kind](self, action)
+                self.stages.throttle.wait(action.kind, action.stage, len(self.micro_batches[action.micro_batch][0]))
         self._mail.end()
         return self.loss
 

@@ -58,7 +58,7 @@ class ReplicaGroups:
 
     def __init__(self, run: RunContext, own: GroupRank):
         plan = run.plan
-        self._run, self._spec, self._own = run, plan.spec, own
+        self._run, self._spec, self._own, self.group = run, plan.spec, own, own.group
         self.journal = GroupJournal(run.run_dir, own.group, own.rank, plan.spec)
         self.restores_at_start = os.environ[START] == "1"
         """A group that comes back heals, and looks for a checkpoint only where nobody holds the state any more."""
@@ -67,7 +67,7 @@ class ReplicaGroups:
         self._progress = TrainProgress()
         self._samples = torch.tensor([0])
         """`TrainProgress.samples` as a tensor, which a healing group copies with the state."""
-        self._batches = GroupBatches(run)
+        self.batches = GroupBatches(run)
         self._portion = Portion(0, 0, 0)
         self._membership = Membership(own, self._healed_tensors, self._spec.resilience.exchange_timeout_s)
         self._taking_part = NOBODY
@@ -148,10 +148,13 @@ class ReplicaGroups:
         self._portion = portion = take_portion(batching, total, even, groups, position, present.rank)
         taken = portion.step_samples
         following = (portion.start + taken, portion.samples)  # for as long as the groups stay the same
+        own, micro_batches = self.batches.take((portion.start, portion.samples), following)
         return StepSamples(
-            self._batches.take((portion.start, portion.samples), following),
-            global_tokens=self._batches.count_targets(position, taken),
+            micro_batches,
+            own,
+            global_tokens=self.batches.count_targets(position, taken),
             step_samples=taken,
+            group_samples=portion.samples,
             lr_factor=lr_factor(batching.shrink_lr, taken, total),
             event_fields={
                 "group": self._own.group,
@@ -193,7 +196,7 @@ class ReplicaGroups:
             stall_s, lost = 0.0, 0  # several at once cost as much as one
 
     def leave(self) -> None:
-        self._batches.close()
+        self.batches.close()
         self._membership.leave()
 
 

@@ -21,7 +21,7 @@ from trainspec_cli.policy.pipeline import actions
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Scalars on the device, the same on every rank; read late so that nothing waits."""
+    """Scalars and figures on the device, the same on every rank; read late so that nothing waits."""
 
     loss: Tensor
     """Mean over the global batch's tokens, in nats."""
@@ -32,12 +32,16 @@ class StepOutcome:
     """How many ranks were asked to stop."""
     writing: Tensor
     """How many ranks were writing a checkpoint."""
+    figures: Tensor
+    """(ranks, F): what each rank reported; F is 0 where they report nothing."""
 
     def on_host(self) -> StepOutcome:
         """Start copies to the host; they are complete when the device has reached this point."""
         scalars = (self.loss, self.grad_norm, self.skipped, self.stop, self.writing)
         together = torch.stack([scalar.to(self.loss.device, torch.float64) for scalar in scalars])
-        return StepOutcome(*together.to("cpu", non_blocking=True).unbind())
+        copied, figures = (tensor.to("cpu", non_blocking=True) for tensor in (together, self.figures))
+        loss, norm, skipped, stop, writing = copied.unbind()
+        return StepOutcome(loss, norm, skipped, stop, writing, figures)
 
 
 class GroupExchange(Protocol):
@@ -57,11 +61,12 @@ def train_step(
     groups: GroupExchange | None = None,
     stop_requested: bool = False,
     writing: bool = False,
+    figures: Sequence[float] = (),
 ) -> StepOutcome | None:
     """Make one update; return None where the replica groups did not agree on the step, and nothing was updated.
 
     `groups` None: there is one alone. `stop_requested` and `writing` are this rank's flags, which the step adds up
-    over the ranks.
+    over the ranks; `figures` are its own, as many on every rank, which the step brings to all of them.
     """
     loss = compute_gradients(state, micro_batches, global_tokens)
     if groups is not None:
@@ -70,20 +75,23 @@ def train_step(
             clear_gradients(state.shares)
             forget_visits(state.routers)
             return None
-    return _update(state, loss, clip_norm, stop_requested, writing)
+    return _update(state, loss, clip_norm, (float(stop_requested), float(writing)), figures)
 
 
 def _update(
-    state: TrainState, loss: Tensor, clip_norm: float | None, stop_requested: bool, writing: bool
+    state: TrainState, loss: Tensor, clip_norm: float | None, flags: Sequence[float], figures: Sequence[float]
 ) -> StepOutcome:
-    """Agree on loss, norm and flags in one exchange, clip by the norm of all ranks together, and update.
+    """Agree on loss, norm, flags and figures in one exchange, clip by the norm of all ranks together, and update.
 
     `loss` is this rank's share of the mean.
     """
     with state.clock.part("optimizer"):
         squared = squared_norm(state.shares).to(loss.device)
-    flags = [squared.new_full((), float(flag)) for flag in (stop_requested, writing)]  # filled there, nothing is copied
-    agreed = torch.stack([loss.double(), squared, *flags])
+    sums = [loss.double(), squared, *(squared.new_full((), flag) for flag in flags)]  # filled there, nothing is copied
+    reported = squared.new_zeros((dist.get_world_size(), len(figures)))
+    for place, figure in enumerate(figures):
+        reported[dist.get_rank(), place].fill_(figure)
+    agreed = torch.cat([torch.stack(sums), reported.flatten()])
     with state.clock.collective():
         dist.all_reduce(agreed)
     mean_loss, norm = agreed[0].float(), agreed[1].sqrt().float()
@@ -91,7 +99,8 @@ def _update(
         skipped = guarded_update(state.optimizer, state.shares, norm, mean_loss, clip_norm)
     if state.routers:
         update_balance(state.routers, Peers(state.mesh.stage.get_group(), state.clock.collective))
-    return StepOutcome(loss=mean_loss, grad_norm=norm, skipped=skipped, stop=agreed[2], writing=agreed[3])
+    figures_of_all = agreed[len(sums) :].view_as(reported)
+    return StepOutcome(mean_loss, norm, skipped, stop=agreed[2], writing=agreed[3], figures=figures_of_all)
 
 
 def compute_gradients(state: TrainState, micro_batches: Sequence[MicroBatch], global_tokens: int) -> Tensor:

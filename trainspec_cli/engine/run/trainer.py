@@ -22,6 +22,7 @@ from trainspec_cli.engine.run.checkpoints import Checkpoints
 from trainspec_cli.engine.run.coordinator import Coordinator, RunContext, StepSamples, TrainProgress
 from trainspec_cli.engine.run.faults import Faults
 from trainspec_cli.engine.run.result import Divergence, RunTally, write_result
+from trainspec_cli.engine.run.scheduling import StepScheduler
 from trainspec_cli.engine.run.step import StepOutcome, train_step
 from trainspec_cli.policy.schedule import learning_rate
 from trainspec_cli.rundir.event_types import EndEvent, EvalEvent, SampleEvent, StartEvent, StepEvent, WarningEvent
@@ -37,7 +38,7 @@ class DoneStep:
     outcome: StepOutcome
     lr: float
     segments: Segments
-    samples: int
+    samples: StepSamples
     event_fields: Mapping[str, Any]
     """Further fields of its event."""
 
@@ -56,6 +57,7 @@ class Trainer:
         self.faults = Faults(run.plan, run.run_dir)
         self.watch = StepWatch(run.run_dir, self.journal, self.spec.resilience.hang_floor_s)
         self.checkpoints = Checkpoints(run.plan, run.run_dir, run.state, run.recipe_digest, self.journal)
+        self.scheduler = StepScheduler(run.plan, run.run_dir, run.state, self.journal, coordinator.group)
         self.restored_from: str | None = None
         self.progress = TrainProgress()
         if coordinator.restores_at_start:
@@ -128,6 +130,7 @@ class Trainer:
             return None
         step = self.progress.step
         self.faults.inject(step, self.state)
+        self.coordinator.batches.division = self.scheduler.divide(step)
         samples = self.coordinator.take(self.progress)
         lr = learning_rate(self.spec.optim.schedule, self.spec.optim.lr, step, self.spec.train.max_steps)
         lr *= samples.lr_factor
@@ -140,6 +143,7 @@ class Trainer:
             groups=self.coordinator,
             stop_requested=self.coordinator.stop_flag,
             writing=self.checkpoints.writing,
+            figures=self.scheduler.figures(step),
         )
         return None if outcome is None else self._count(outcome, lr, samples)
 
@@ -157,7 +161,7 @@ class Trainer:
             self.checkpoints.after_step(step, self.progress.samples, writes=self.coordinator.leads)
         self.watch.beat(step)
         fields = {**samples.event_fields, **self._data_flow()}
-        return DoneStep(step, outcome, lr, self.clock.cut(), samples.step_samples, fields)
+        return DoneStep(step, outcome, lr, self.clock.cut(), samples, fields)
 
     def _data_flow(self) -> dict[str, int]:
         """Count what bringing the step's batch took, and new memory: none is asked for once all is warm."""
@@ -184,14 +188,14 @@ class Trainer:
     def _record(self, done: DoneStep) -> None:
         parts_s = done.segments.parts_s()
         step_time_s = sum(parts_s.values())
-        skipped = bool(done.outcome.skipped.item())
+        skipped, samples = bool(done.outcome.skipped.item()), done.samples.step_samples
         event = StepEvent(
             step=done.step,
             loss=done.outcome.loss.item(),
             grad_norm=done.outcome.grad_norm.item(),
             lr=done.lr,
-            tokens=done.samples * self.spec.data.seq_len if self.spec.data.unit == "tokens" else ABSENT,
-            samples=done.samples,
+            tokens=samples * self.spec.data.seq_len if self.spec.data.unit == "tokens" else ABSENT,
+            samples=samples,
             step_time_s=step_time_s,
             time_s=parts_s,
             skipped=skipped,
@@ -206,6 +210,8 @@ class Trainer:
         self.divergence.note_step(done.step, skipped=skipped)
         if leak := self.memory.check(done.step):
             self.journal.write(WarningEvent(step=done.step, message=leak))
+        taken = done.samples
+        self.scheduler.note_step(done.step, taken.own, parts_s, taken.group_samples, done.outcome.figures)
         self.coordinator.note_step(done.step, step_time_s)
 
     # What is due between steps, and at the end
@@ -269,6 +275,7 @@ class Trainer:
         sha256 = write_result(
             self.run_dir, self.state, self.plan, self.tally, status=status, step=step, heldout=summary
         )
+        self.scheduler.close()
         self.journal.write(EndEvent(step=step, status=status, weights_sha256=sha256))
         self.journal.close()
 

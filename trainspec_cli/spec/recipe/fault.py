@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-FaultKind = Literal["kill", "stop", "hang", "exception", "oom", "slow", "bitflip", "disk_full", "lighthouse"]
+FaultKind = Literal[
+    "kill", "stop", "hang", "exception", "oom", "slow", "throttle", "bitflip", "disk_full", "lighthouse"
+]
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,8 @@ class Fault:
     kind: FaultKind
     """kill: SIGKILL. stop: SIGSTOP. hang: the worker waits forever. exception, oom: it raises one. slow: it sleeps.
 
+    throttle: its passes take `seconds` longer for each sample, as on a slower device.
+
     bitflip: one bit of a parameter changes. disk_full: no file that it writes grows beyond a page. lighthouse: the
     rendezvous server, where the replica groups meet, is killed.
     """
@@ -25,9 +29,9 @@ class Fault:
     rank: int = 0
     """The rank within the replica group."""
     seconds: float = 1.0
-    """slow: the delay per step."""
+    """slow: the delay per step; throttle: per sample."""
     steps: int = 1
-    """slow, disk_full: the number of steps."""
+    """slow, throttle, disk_full: the number of steps."""
 
 
 class FaultSyntaxError(ValueError):

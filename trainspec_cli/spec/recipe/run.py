@@ -25,6 +25,7 @@ from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import ModelSpec
 from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
+from trainspec_cli.spec.recipe.scheduler import SchedulerSpec
 
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer"]
@@ -156,6 +157,7 @@ class RunSpec:
     """The state that is kept in host memory between its uses."""
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     resilience: ResilienceSpec = field(default_factory=ResilienceSpec)
+    scheduler: SchedulerSpec = field(default_factory=SchedulerSpec)
     fault: str = ""
     """Faults to inject, such as `kill(group=1,step=40)`; several are separated by `;`."""
     sample: SampleSection = field(default_factory=SampleSection)

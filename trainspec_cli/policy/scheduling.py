@@ -1,0 +1,92 @@
+"""Decide when samples are divided otherwise: what the ranks' speeds would win, against what a change costs.
+
+The decision is a pure function of what all ranks know, so each of them makes the same one without another exchange;
+the planner's simulation calls it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from trainspec_cli.policy.balance import best_division, compute_s
+from trainspec_cli.policy.division import Division
+from trainspec_cli.policy.speeds import Speed
+from trainspec_cli.units import format_duration
+
+WORTHWHILE = 0.03
+"""A change is made where it saves at least this fraction of the computing."""
+UNREMARKABLE = 0.1
+"""Ranks whose speeds differ by less than this fraction are called equally fast."""
+COST_STEPS = 1.0
+"""What a change of shares costs, in steps' computing: batches that were read ahead are read anew."""
+
+
+@dataclass(frozen=True)
+class ShareChange:
+    """Another division of the samples, and what it is expected to save."""
+
+    division: Division
+    before_s: float
+    """The slowest rank's computing in a step as it is."""
+    after_s: float
+    """As it is expected to be."""
+    reason: str
+
+
+class ShareScheduler:
+    """Follows the speeds of the data-parallel ranks, step by step."""
+
+    def __init__(self, even: Division, largest_micro_batch: int, *, keeps_micro_batches: bool = False):
+        """`keeps_micro_batches`: what a step computes depends on which samples share a micro-batch (batch norm)."""
+        self.division = even
+        """The division in force."""
+        self._even, self._largest, self._keeps = even, largest_micro_batch, keeps_micro_batches
+        self._known: tuple[int, tuple[Speed, ...]] | None = None
+        self._wanted: ShareChange | None = None
+        self._lost_s = 0.0
+
+    def follow(self, division: Division) -> None:
+        """Take over a division that was decided elsewhere (before the run was resumed)."""
+        self.division, self._known, self._wanted = division, None, None
+
+    def note_step(self, samples: int, speeds: Sequence[Speed | None], exchange_s: float) -> ShareChange | None:
+        """Take in a step of so many samples, made at these speeds of the ranks (None: not known yet), in which each
+        micro-batch cost `exchange_s` beside them.
+
+        Return the change that is to be made, which is then in force. As in the ski-rental problem, one is made once
+        what was lost without it has come to what it costs: that is never more than twice the least possible.
+        """
+        if any(speed is None for speed in speeds):
+            return None
+        known = samples, tuple(speed for speed in speeds if speed is not None)
+        if known != self._known:
+            self._known, self._wanted = known, self._consider(*known, exchange_s)
+            self._lost_s = 0.0 if self._wanted is None else self._lost_s
+        if self._wanted is None:
+            return None
+        self._lost_s += self._wanted.before_s - self._wanted.after_s
+        if self._lost_s < COST_STEPS * self._wanted.after_s:
+            return None
+        decided, self._lost_s = self._wanted, 0.0
+        self.follow(decided.division)
+        return decided
+
+    def _consider(self, samples: int, speeds: tuple[Speed, ...], exchange_s: float) -> ShareChange | None:
+        before_s = compute_s(self.division, samples, speeds, exchange_s)
+        best = best_division(self._even, samples, speeds, self._largest, exchange_s, keeps_micro_batches=self._keeps)
+        if best.compute_s > before_s * (1 - WORTHWHILE):
+            return None
+        return ShareChange(best.division, before_s, best.compute_s, describe_speeds(speeds))
+
+
+def describe_speeds(speeds: Sequence[Speed]) -> str:
+    """`rank 2 computes a sample in 41 ms, the ranks' median is 20 ms`: the rank that differs most."""
+    usual_s = median(speed.per_sample_s for speed in speeds)
+    ratios = [max(speed.per_sample_s / usual_s, usual_s / speed.per_sample_s) for speed in speeds]
+    if max(ratios) - 1 < UNREMARKABLE:
+        return f"all ranks compute a sample in about {format_duration(usual_s)}"
+    odd = ratios.index(max(ratios))
+    own_s = speeds[odd].per_sample_s
+    return f"rank {odd} computes a sample in {format_duration(own_s)}, the median is {format_duration(usual_s)}"
