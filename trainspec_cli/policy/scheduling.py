@@ -81,6 +81,26 @@ class ShareScheduler:
         return ShareChange(best.division, before_s, best.compute_s, describe_speeds(speeds))
 
 
+def group_weights(rates: Sequence[float]) -> tuple[float, ...]:
+    """Return the share of each replica group by the samples that it computes a second; equal ones where groups are
+    about equally fast."""
+    return tuple(rates) if max(rates) > min(rates) * (1 + UNREMARKABLE) else (1.0,) * len(rates)
+
+
+def fill_rates(rates: Sequence[float]) -> tuple[float, ...]:
+    """Return `rates` where 0, a group whose rate is not known yet, is taken for a usual one."""
+    known = [rate for rate in rates if rate > 0]
+    usual = median(known) if known else 1.0
+    return tuple(rate if rate > 0 else usual for rate in rates)
+
+
+def describe_rates(groups: Sequence[int], rates: Sequence[float]) -> str:
+    """`replica group 1 computes 12.5 samples a second, the median is 25`: the group that differs most."""
+    usual = median(rates)
+    odd = max(range(len(rates)), key=lambda place: max(rates[place] / usual, usual / rates[place]))
+    return f"replica group {groups[odd]} computes {rates[odd]:.3g} samples a second, the median is {usual:.3g}"
+
+
 def describe_speeds(speeds: Sequence[Speed]) -> str:
     """`rank 2 computes a sample in 41 ms, the ranks' median is 20 ms`: the rank that differs most."""
     usual_s = median(speed.per_sample_s for speed in speeds)

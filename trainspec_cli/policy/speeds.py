@@ -19,8 +19,9 @@ SKIPPED_STEPS = 2
 CONFIRMING_STEPS = 3
 """So many steps in a row confirm a change."""
 REMEMBERED_STEPS = 50
-TELLING = 0.1
-"""Numbers of samples that are closer than this fraction say nothing of what is fixed and what grows with them."""
+TELLING = 0.3
+"""Numbers of samples that are closer than this fraction say too little of what is fixed and what grows with them: the
+steps' noise would be taken for it."""
 NOISE_FACTOR = 4.0
 """A step is beyond the noise at so many standard deviations (median absolute deviation x 1.4826)."""
 

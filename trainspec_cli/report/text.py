@@ -83,6 +83,8 @@ def describe_directive(event: DirectiveEvent, achieved: AchievedEvent | None = N
     """`step 30: shares are now 9, 9, 5, 9 of 32: rank 2 computes a sample in 44 ms, the median is 24 ms; 38% less
     computing is expected`."""
     counts = summarise_counts(event.counts)
+    if isinstance(event.micro_batches, int) and event.micro_batches > 1:
+        counts += f" in {event.micro_batches} micro-batches"
     saved = f"{1 - event.expected_s / event.before_s:.0%} less computing is expected"
     if achieved is not None:
         saved += f", {1 - achieved.achieved_s / achieved.before_s:.0%} achieved"

@@ -201,14 +201,15 @@ class DirectiveEvent(Event):
     step: Count
     """Updates made before it; it holds from the next one on."""
     number: Count
-    kind: Literal["shares"] = "shares"
+    kind: Literal["shares", "group_shares"] = "shares"
+    """shares: of the data-parallel ranks. group_shares: of the replica groups that take part."""
     applied: bool
     """False: `scheduler.mode` is advise."""
     counts: tuple[Count, ...]
-    """Samples of each data-parallel rank in a step."""
-    micro_batch_size: Count
-    """At most."""
-    micro_batches: Count
+    """Samples of each in a step."""
+    micro_batch_size: Count | Absent = ABSENT
+    """shares: at most so many samples of a rank at a time."""
+    micro_batches: Count | Absent = ABSENT
     reason: str
     before_s: Seconds
     """The slowest rank's own computing in a step, with the exchanges of its micro-batches."""

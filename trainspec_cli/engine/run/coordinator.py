@@ -127,6 +127,8 @@ class GroupBatches:
     def __init__(self, run: RunContext):
         self.division = even_division(run.plan.layout, run.plan.micro_batch_size)
         """May be changed between steps."""
+        self.rate = 0.0
+        """Samples that this replica group computes a second; 0 where that is not known, or nothing follows from it."""
         self._source, self._clock, self._rank = run.source, run.state.clock, run.state.mesh.data_rank
         self._reader = BatchReader(run.source.read, run.source.staging)
 

@@ -26,9 +26,10 @@ from trainspec_cli.engine.observe.journal import GroupJournal
 from trainspec_cli.engine.run.coordinator import GroupBatches, RunContext, StepSamples, StepStart, TrainProgress
 from trainspec_cli.environment_names import GROUP, START
 from trainspec_cli.errors import WorkerError
-from trainspec_cli.policy.division import Portion, lr_factor, take_portion
+from trainspec_cli.policy.division import Portion, lr_factor, take_portion, weighted_counts
 from trainspec_cli.policy.recovery import enough_groups
-from trainspec_cli.rundir.event_types import RecoveryEvent, RetryEvent
+from trainspec_cli.policy.scheduling import describe_rates, fill_rates, group_weights
+from trainspec_cli.rundir.event_types import DirectiveEvent, RecoveryEvent, RetryEvent
 from trainspec_cli.rundir.files import read_json
 
 WAIT_S = 0.1
@@ -49,6 +50,8 @@ class RollCall:
     """The groups that are present can make the step."""
     stop: bool
     """At least one rank was asked to stop."""
+    rates: tuple[float, ...]
+    """Samples that each of them computes a second; 0 where that is not known."""
 
 
 class ReplicaGroups:
@@ -69,6 +72,8 @@ class ReplicaGroups:
         """`TrainProgress.samples` as a tensor, which a healing group copies with the state."""
         self.batches = GroupBatches(run)
         self._portion = Portion(0, 0, 0)
+        self._rates: tuple[float, ...] = ()
+        self._weights: tuple[float, ...] = ()
         self._membership = Membership(own, self._healed_tensors, self._spec.resilience.exchange_timeout_s)
         self._taking_part = NOBODY
         self._committed: Participation | None = None
@@ -100,6 +105,7 @@ class ReplicaGroups:
                 self.commit()
             elif roll.enough:
                 self.journal.lead(self.leads, progress.step)
+                self._rates = fill_rates(roll.rates)
                 return StepStart(progress, roll.stop)
             else:
                 self.finished_without = self._committed is None and self._run.run_dir.result_json.exists()
@@ -118,13 +124,17 @@ class ReplicaGroups:
         complete = stepped or present >= read_json(self._run.run_dir.groups_json)["expected"]
         tenures = [0.0] * present
         tenures[self._taking_part.rank] = float(self._tenure_steps)
-        roll = torch.tensor([float(stepped), float(complete), float(self._run.stop.requested), *tenures])
+        rates = [0.0] * present
+        rates[self._taking_part.rank] = self.batches.rate
+        flags = [float(stepped), float(complete), float(self._run.stop.requested)]
+        roll = torch.tensor([*flags, *tenures, *rates], dtype=torch.float64)
         self._membership.sum_(roll)
         self._compare_digests()
         self._membership.settle(roll)
         has_stepped, is_complete, stop = (bool(count) for count in roll[:3])
-        self.leads = int(roll[3:].argmax()) == self._taking_part.rank
-        return RollCall((has_stepped or is_complete) and enough_groups(resilience, present), stop)
+        tenures, rates = roll[3:].view(2, present).tolist()
+        self.leads = tenures.index(max(tenures)) == self._taking_part.rank
+        return RollCall((has_stepped or is_complete) and enough_groups(resilience, present), stop, tuple(rates))
 
     def _compare_digests(self) -> None:
         """Raise WorkerError in every group where one's parameters differ."""
@@ -143,9 +153,10 @@ class ReplicaGroups:
 
     def take(self, progress: TrainProgress) -> StepSamples:
         batching, present, position = self._spec.batching, self._taking_part, progress.samples
-        even = (1.0,) * len(present.groups)
         total, groups = batching.global_batch_size, self._run.plan.replica_groups
-        self._portion = portion = take_portion(batching, total, even, groups, position, present.rank)
+        weights = group_weights(self._rates)
+        self._note_weights(weights, progress.step)
+        self._portion = portion = take_portion(batching, total, weights, groups, position, present.rank)
         taken = portion.step_samples
         following = (portion.start + taken, portion.samples)  # for as long as the groups stay the same
         own, micro_batches = self.batches.take((portion.start, portion.samples), following)
@@ -161,6 +172,28 @@ class ReplicaGroups:
                 "groups": tuple(present.groups),
                 "took": (portion.start, portion.samples),
             },
+        )
+
+    def _note_weights(self, weights: tuple[float, ...], step: int) -> None:
+        """The leading group writes down that the groups' shares have changed."""
+        before, self._weights = self._weights, weights
+        if len(before) != len(weights) or not self.leads or self._own.rank:
+            return
+        samples, rates = self._spec.batching.global_batch_size, self._rates
+        was, counts = weighted_counts(samples, before), weighted_counts(samples, weights)
+        if was == counts:
+            return
+        self.journal.write(
+            DirectiveEvent(
+                step=step,
+                number=step,
+                kind="group_shares",
+                applied=True,
+                counts=counts,
+                reason=describe_rates(self._taking_part.groups, rates),
+                before_s=max(count / rate for count, rate in zip(was, rates, strict=True)),
+                expected_s=max(count / rate for count, rate in zip(counts, rates, strict=True)),
+            )
         )
 
     def reduce(self, state: TrainState, loss: Tensor) -> None:

@@ -66,6 +66,8 @@ class StepScheduler:
         self._tracker = SpeedTracker(plan.spec.scheduler.change)
         self._last_s = (0.0, 0.0)
         self._slowest_s: deque[float] = deque(maxlen=MEASURED_STEPS)
+        self.rate = 0.0
+        """Samples that the replica group computes a second by its confirmed speeds; 0 where they are not known."""
         self._due: tuple[ShareChange, int] | None = None
         """The change that the next step begins with, and the samples of the last one."""
         self._watched: Watched | None = None
@@ -74,7 +76,11 @@ class StepScheduler:
 
     def _read(self) -> list[DirectiveEvent]:
         """Return the directives of the run so far, as rank 0 reads them."""
-        found = [event for event in read_sound(self._run_dir.directives) if isinstance(event, DirectiveEvent)]
+        found = [
+            event
+            for event in read_sound(self._run_dir.directives)
+            if isinstance(event, DirectiveEvent) and event.kind == "shares"
+        ]
         plain = [to_plain(event) for event in found]
         return broadcast_json(plain, lambda lines: [read_record(DirectiveEvent, line) for line in lines])
 
@@ -116,10 +122,12 @@ class StepScheduler:
         micro_batches = len(own.sizes)
         exchange_s = self._exchange_s(min(waited_s for *_, waited_s in reported), micro_batches)
         self._measure(step, max(last_s for _, _, last_s, _ in reported) + micro_batches * exchange_s)
-        if any(d.applied and d.step > step for d in self._written):
-            return  # what follows was decided before the run was resumed
         counts = self._shares.division.counts(samples)
         speeds = [slowest([reported[rank][:2] for rank in row], n) for row, n in zip(self._rows, counts, strict=True)]
+        if self._mode == "auto":
+            self.rate = sum(0.0 if speed is None else 1 / speed.per_sample_s for speed in speeds)
+        if any(d.applied and d.step > step for d in self._written):
+            return  # what follows was decided before the run was resumed
         if change := self._shares.note_step(samples, speeds, exchange_s):
             self._due = change, samples
 
@@ -192,7 +200,8 @@ def largest_micro_batch(plan: Plan) -> int:
 
 
 def division_of(even: Division, directive: DirectiveEvent) -> Division:
-    """Return the division that a directive asks for."""
+    """Return the division that a directive on shares asks for."""
+    assert isinstance(directive.micro_batch_size, int) and isinstance(directive.micro_batches, int)
     return replace(
         even,
         weights=tuple(map(float, directive.counts)),

@@ -212,6 +212,7 @@ class Trainer:
             self.journal.write(WarningEvent(step=done.step, message=leak))
         taken = done.samples
         self.scheduler.note_step(done.step, taken.own, parts_s, taken.group_samples, done.outcome.figures)
+        self.coordinator.batches.rate = self.scheduler.rate
         self.coordinator.note_step(done.step, step_time_s)
 
     # What is due between steps, and at the end
