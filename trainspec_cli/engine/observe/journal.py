@@ -8,7 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from trainspec_cli.rundir.event_types import EvalEvent, Event, SampleEvent, StartEvent, StepEvent
+from trainspec_cli.rundir.event_types import (
+    AchievedEvent,
+    DirectiveEvent,
+    EvalEvent,
+    Event,
+    SampleEvent,
+    StartEvent,
+    StepEvent,
+)
 from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
@@ -182,3 +190,20 @@ class GroupJournal:
     def close(self) -> None:
         self._close_log()
         self._own.close()
+
+
+class DirectiveLog:
+    """What the scheduler decides, written to `directives.jsonl` and then to the journal."""
+
+    def __init__(self, run_dir: RunDir, journal: Journal | GroupJournal):
+        self._run_dir, self._journal = run_dir, journal
+        self._file: EventWriter | None = None
+
+    def write(self, event: DirectiveEvent | AchievedEvent) -> None:
+        self._file = self._file or EventWriter(self._run_dir.directives, rank=0)
+        self._file.write(event)
+        self._journal.write(event)
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()

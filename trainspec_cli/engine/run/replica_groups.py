@@ -22,7 +22,7 @@ from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.digest import diverging_groups, local_digest
 from trainspec_cli.engine.elastic.cross_group import sum_as_one, sum_in_packets
 from trainspec_cli.engine.elastic.membership import NOBODY, GroupRank, Membership, Participation
-from trainspec_cli.engine.observe.journal import GroupJournal
+from trainspec_cli.engine.observe.journal import DirectiveLog, GroupJournal
 from trainspec_cli.engine.run.coordinator import GroupBatches, RunContext, StepSamples, StepStart, TrainProgress
 from trainspec_cli.environment_names import GROUP, START
 from trainspec_cli.errors import WorkerError
@@ -63,6 +63,7 @@ class ReplicaGroups:
         plan = run.plan
         self._run, self._spec, self._own, self.group = run, plan.spec, own, own.group
         self.journal = GroupJournal(run.run_dir, own.group, own.rank, plan.spec)
+        self._directives = DirectiveLog(run.run_dir, self.journal)
         self.restores_at_start = os.environ[START] == "1"
         """A group that comes back heals, and looks for a checkpoint only where nobody holds the state any more."""
         self._has_restored = self.restores_at_start
@@ -183,7 +184,7 @@ class ReplicaGroups:
         was, counts = weighted_counts(samples, before), weighted_counts(samples, weights)
         if was == counts:
             return
-        self.journal.write(
+        self._directives.write(
             DirectiveEvent(
                 step=step,
                 number=step,
@@ -230,6 +231,7 @@ class ReplicaGroups:
 
     def leave(self) -> None:
         self.batches.close()
+        self._directives.close()
         self._membership.leave()
 
 

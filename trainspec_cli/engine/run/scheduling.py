@@ -17,12 +17,12 @@ from torch import Tensor
 
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm.json_collectives import broadcast_json
-from trainspec_cli.engine.observe.journal import GroupJournal, Journal
+from trainspec_cli.engine.observe.journal import DirectiveLog, GroupJournal, Journal
 from trainspec_cli.policy.division import Division, OwnSamples, even_division
 from trainspec_cli.policy.scheduling import ShareChange, ShareScheduler
 from trainspec_cli.policy.speeds import SKIPPED_STEPS, Speed, SpeedTracker
 from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent
-from trainspec_cli.rundir.events import EventWriter, read_sound
+from trainspec_cli.rundir.events import read_sound
 from trainspec_cli.rundir.fields import read_record
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import to_plain
@@ -56,7 +56,7 @@ class StepScheduler:
     ):
         """`group`: the replica group, where there are several; their runs are not resumed to the bit, so none of their
         directives is followed again."""
-        self._plan, self._run_dir, self._journal, self._group = plan, run_dir, journal, group
+        self._plan, self._run_dir, self._group = plan, run_dir, group
         self._mode = plan.spec.scheduler.mode
         self._even = even_division(plan.layout, plan.micro_batch_size)
         self._shares = ShareScheduler(
@@ -72,7 +72,7 @@ class StepScheduler:
         """The change that the next step begins with, and the samples of the last one."""
         self._watched: Watched | None = None
         self._written = self._read() if self._mode != "off" and group is None else []
-        self._writer: EventWriter | None = None
+        self._log = DirectiveLog(run_dir, journal)
 
     def _read(self) -> list[DirectiveEvent]:
         """Return the directives of the run so far, as rank 0 reads them."""
@@ -184,13 +184,10 @@ class StepScheduler:
             return
         if self._group is not None and isinstance(event, DirectiveEvent):
             event = replace(event, group=self._group)
-        self._writer = self._writer or EventWriter(self._run_dir.directives, rank=0)
-        self._writer.write(event)
-        self._journal.write(event)
+        self._log.write(event)
 
     def close(self) -> None:
-        if self._writer:
-            self._writer.close()
+        self._log.close()
 
 
 def largest_micro_batch(plan: Plan) -> int:
