@@ -170,7 +170,8 @@ def choose_micro_batch(per_rank: int, seq_len: int, layout: Layout) -> int:
     """The largest that is small enough; a pipeline wants micro-batches enough to fill its stages."""
     filling = 1 if layout.pp == 1 else min(per_rank, FILLING * layout.pp)
     small_enough = range(1, min(per_rank, MAX_MICRO_BATCH_TOKENS // seq_len) + 1)
-    return max((size for size in small_enough if math.ceil(per_rank / size) >= filling), default=1)
+    numbers = (math.ceil(per_rank / size) for size in small_enough)
+    return math.ceil(per_rank / min((number for number in numbers if number >= filling), default=per_rank))
 
 
 def _divide(total: int, part: int, path: str, what: str) -> int:
