@@ -19,6 +19,10 @@ NAMES = (
     *("tensor of latent attention", "tensor of sinks and biases", "interleaved", "gpipe", "zero bubble", "experts"),
     *("adapters, zero 2", "adapters, interleaved", "adapters, plain tensor"),
 )
+UNEVEN = (
+    *("uneven zero 3", "uneven zero 1", "uneven replicas", "uneven experts", "uneven replicas of experts"),
+    *("empty zero 3", "empty experts", "even resnet", "uneven resnet", "even unet", "uneven unet"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +45,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_every_layout_is_judged(ranks: list[dict[str, Any]]) -> None:
-    assert all(set(rank) == set(NAMES) for rank in ranks)
+    assert all(set(rank) == {*NAMES, *UNEVEN} for rank in ranks)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + UNEVEN)
 def test_two_ranks_compute_what_one_computes(ranks: list[dict[str, Any]], name: str) -> None:
     found = [rank[name] for rank in ranks]
     assert sum(rank["loss"] for rank in found) == pytest.approx(1.0, rel=1e-6)
