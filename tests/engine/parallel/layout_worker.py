@@ -1,13 +1,14 @@
 """`layout_worker.py FILE RANK`: one of two ranks that compute a step's gradients in each layout; beside them, alone.
 
 For each layout it prints the loss, this rank's share of the squared norm, and the relative error (Euclidean) of the
-gradient of each parameter that the rank holds.
+gradient of each parameter that the rank holds, and of all of them together.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -96,6 +97,10 @@ def runs() -> dict[str, Run]:
     return whole | adapted | {name: Run(case, weights=weights) for name, (case, weights) in UNEVEN.items()}
 
 
+def norm_of(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.stack([tensor.norm() for tensor in tensors]).norm()
+
+
 def main() -> None:
     torch.set_num_threads(1)
     file, rank = sys.argv[1], int(sys.argv[2])
@@ -116,6 +121,8 @@ def main() -> None:
             "errors": {
                 one: float((gradient - wanted[one]).norm() / wanted[one].norm()) for one, gradient in gradients.items()
             },
+            "error": float(norm_of(gradients[one] - wanted[one] for one in gradients))
+            / float(norm_of(wanted[one] for one in gradients)),
             "names": sorted(wanted),
         }
     print(json.dumps(found))
