@@ -13,7 +13,7 @@ train:
   max_steps: four
   sed: 3
 batching:
-  global_batch_size: 7
+  global_batch_size: 7.5
 optim:
   schedule:
     kind: cosin
@@ -47,7 +47,7 @@ def test_every_fault_at_once_with_its_place(capsys, write) -> None:
         ("wrong_type", "compile", "command line:5:None"),
         ("wrong_type", "train.max_steps", "recipes/mine.yaml:6:3"),
         ("unknown_key", "train.sed", "recipes/mine.yaml:7:3"),
-        ("not_divisible", "batching.global_batch_size", "recipes/mine.yaml:9:3"),
+        ("wrong_type", "batching.global_batch_size", "recipes/mine.yaml:9:3"),
         ("wrong_choice", "optim.schedule.kind", "recipes/mine.yaml:12:5"),
         ("not_divisible", "layout.dp_shard", "recipes/mine.yaml:14:3"),
         ("missing_file", "data.path", "recipes/mine.yaml:16:3"),

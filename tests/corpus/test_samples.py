@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trainspec_cli.corpus.rows import empty_row
-from trainspec_cli.corpus.samples import BLOCK, Mixed, locate, num_samples, permute, rank_positions, step_positions
+from trainspec_cli.corpus.samples import BLOCK, Mixed, locate, num_samples, permute
 
 
 @pytest.mark.parametrize("size", [*range(1, 130), 255, 256, 257, 1000, 4095, 4097, 65_537, 100_003])
@@ -54,25 +54,12 @@ def test_large_orders_look_random():
 
 
 def test_an_epoch_sees_every_sample_once_and_the_next_begins_where_it_ends():
-    samples, batch = 103, 8
-    positions = np.concatenate([step_positions(step, batch) for step in range(30)])
-    epochs, indices = locate(positions, samples, seed=1)
+    samples = 103
+    epochs, indices = locate(np.arange(240), samples, seed=1)
     assert epochs.tolist() == [position // samples for position in range(240)]
     for epoch in (0, 1):
         assert sorted(indices[epochs == epoch]) == list(range(samples))
     assert indices[epochs == 0].tolist() != indices[epochs == 1].tolist()
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 12])
-def test_ranks_share_a_step_without_overlap_whatever_their_number(num_ranks):
-    parts = [rank_positions(5, 12, rank, num_ranks) for rank in range(num_ranks)]
-    assert np.concatenate(parts).tolist() == step_positions(5, 12).tolist() == list(range(60, 72))
-    assert {len(part) for part in parts} == {12 // num_ranks}
-
-
-def test_a_batch_that_does_not_divide_is_refused():
-    with pytest.raises(ValueError, match="12 samples a step do not divide by 5"):
-        rank_positions(0, 12, 0, 5)
 
 
 @pytest.mark.parametrize(("tokens", "samples"), [(0, 0), (1, 0), (10, 0), (11, 1), (20, 1), (21, 2)])

@@ -248,7 +248,9 @@ def test_nodes_over_which_nothing_divides_stand_by(spares: int | None, standing_
     changed, plan = plan_on_what_divides(spec)
     assert (changed.cluster.num_nodes, changed.cluster.reliability.spare_nodes) == (2, standing_by)
     assert (plan.world_size, plan.best is not None) == (8, True)
-    assert plan.assumptions[0] == ("a batch of 32 divides over no layout of all 3 nodes: 2 work, 1 stand by as spares")
+    assert plan.assumptions[0] == (
+        "a batch of 32 divides evenly over no layout of all 3 nodes: 2 work, 1 stand by as spares"
+    )
     assert plan.assumptions[1:] == plan_capacity(changed).assumptions
 
 
@@ -257,6 +259,16 @@ def test_of_smaller_counts_of_nodes_the_fastest_is_taken() -> None:
     spec = replace(SPEC, cluster=replace(CLUSTER, num_nodes=7), layout=LayoutSpec(), batching=BatchingSpec(40))
     changed, plan = plan_on_what_divides(spec)
     assert (changed.cluster.num_nodes, plan.world_size) == (5, 20)
+
+
+def test_all_nodes_work_where_they_are_faster_though_the_batch_does_not_divide() -> None:
+    """Of 31 samples a rank has three at most on 12 devices, and four on eight."""
+    spec = replace(SPEC, cluster=replace(CLUSTER, num_nodes=3), layout=LayoutSpec(), batching=BatchingSpec(31))
+    changed, plan = plan_on_what_divides(spec)
+    assert changed is spec and plan == plan_capacity(spec)
+    assert plan.best is not None
+    assert plan.best.micro_batch_size * plan.best.grad_accum_steps == 3
+    assert plan.best.tokens_per_s == pytest.approx(31 * SPEC.data.seq_len / plan.best.step_time_s)
 
 
 def test_nodes_over_which_the_batch_divides_all_work() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.planner.plan import choose_micro_batch, plan, resolve_layout
+from trainspec_cli.policy.division import even_division, take_portion
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, Machine
 from trainspec_cli.spec.recipe.data import DataSpec
@@ -51,11 +52,33 @@ def test_a_peak_that_no_sheet_gives_is_left_to_be_measured(compute, gpu):
     assert plan(replace(SPEC, precision=PrecisionSpec(compute=compute)), machine).peak_flops is None
 
 
-def test_the_micro_batch_divides_a_ranks_share_and_keeps_to_the_token_limit():
+def test_the_micro_batch_keeps_to_the_token_limit():
     got = plan(SPEC, LAPTOP)
     assert (got.micro_batch_size, got.grad_accum_steps) == (8, 3)
-    pinned = replace(SPEC, batching=BatchingSpec(48, micro_batch_size=2))
-    assert (plan(pinned, LAPTOP).micro_batch_size, plan(pinned, LAPTOP).grad_accum_steps) == (2, 12)
+
+
+@pytest.mark.parametrize(
+    ("batching", "devices", "sizes"),
+    [
+        (BatchingSpec(48, micro_batch_size=2), 2, (2, 12)),
+        (BatchingSpec(48), 5, (5, 2)),
+        (BatchingSpec(48, micro_batch_size=4), 5, (4, 3)),
+        (BatchingSpec(7, micro_batch_size=3), 2, (2, 2)),
+        (BatchingSpec(7, micro_batch_size=64), 2, (4, 1)),
+        (BatchingSpec(7), 3, (3, 1)),
+        (BatchingSpec(3), 5, (1, 1)),
+        (BatchingSpec(33), 2, (6, 3)),
+    ],
+    ids=str,
+)
+def test_any_batch_divides_over_any_number_of_ranks(batching: BatchingSpec, devices: int, sizes: tuple[int, int]):
+    """The largest micro-batch and the number of them, of the rank that has most samples."""
+    cluster = ClusterSpec(devices_per_node=devices, device="cpu")
+    got = plan(replace(SPEC, batching=batching, cluster=cluster), LAPTOP)
+    assert (got.micro_batch_size, got.grad_accum_steps) == sizes
+    division = even_division(got.layout, got.micro_batch_size)
+    ranks = [division.of_rank(rank, 0, batching.global_batch_size) for rank in range(devices)]
+    assert (max(max(own.sizes) for own in ranks), len(ranks[0].sizes)) == sizes, "as the engine divides it"
 
 
 @pytest.mark.parametrize(
@@ -76,19 +99,13 @@ def test_axes_that_do_not_multiply_to_the_world_are_refused():
         plan(replace(SPEC, layout=LayoutSpec(dp_replicate=2, dp_shard=1)), H200S)
 
 
-def test_a_batch_that_does_not_divide_is_refused_with_sizes_that_do():
-    cluster = ClusterSpec(devices_per_node=5, device="cpu")
-    with pytest.raises(RecipeError, match=r"48 does not divide by 5") as caught:
-        plan(replace(SPEC, cluster=cluster), LAPTOP)
-    assert caught.value.problems[0].hint == "near sizes that divide 48: 3, 4, 6"
-
-
 @pytest.mark.parametrize(
     ("per_rank", "seq_len", "layout", "size"),
     [
         (48, 1024, Layout(), 8),
         (64, 2048, Layout(), 4),
         (7, 1024, Layout(), 7),
+        (13, 1024, Layout(), 7),
         (48, 10_000, Layout(), 1),
         (64, 256, Layout(pp=2), 8),
         (4, 256, Layout(pp=4), 1),
@@ -96,6 +113,9 @@ def test_a_batch_that_does_not_divide_is_refused_with_sizes_that_do():
         (32, 256, Layout(pp=2, pipeline_schedule="interleaved"), 4),
         (24, 256, Layout(pp=3, pipeline_schedule="interleaved"), 2),
         (6, 256, Layout(pp=4, pipeline_schedule="interleaved"), 1),
+        (10, 256, Layout(pp=2), 1),
+        (15, 256, Layout(pp=2), 2),
+        (1, 256, Layout(pp=2), 1),
     ],
     ids=str,
 )
@@ -143,6 +163,12 @@ def test_layouts_that_do_not_divide(layout: LayoutSpec, says: str):
         resolve_layout(layout, 8)
 
 
+def test_a_size_that_does_not_divide_is_refused_with_sizes_near_it_that_do():
+    with pytest.raises(RecipeError) as caught:
+        resolve_layout(LayoutSpec(tp=5), 48)
+    assert caught.value.problems[0].hint == "near sizes that divide 48: 3, 4, 6"
+
+
 @pytest.mark.parametrize(
     ("resilience", "replicas", "groups", "layout"),
     [
@@ -160,6 +186,20 @@ def test_replica_groups_have_a_layout_each(resilience: ResilienceSpec, replicas:
     got = plan(spec, LAPTOP)
     assert (got.replica_groups, got.layout) == (groups, layout)
     assert got.micro_batch_size * got.grad_accum_steps == 48 // 4, "all groups share the batch"
+
+
+@pytest.mark.parametrize(
+    ("samples", "groups", "devices", "sizes"), [(7, 2, 4, (2, 1)), (10, 3, 6, (2, 1)), (2, 3, 3, (1, 1))]
+)
+def test_any_batch_divides_over_any_number_of_groups(samples: int, groups: int, devices: int, sizes: tuple[int, int]):
+    """The plan is of the rank that has most samples, over all groups."""
+    batching, resilience = BatchingSpec(samples), ResilienceSpec(mode="elastic", replica_groups=groups)
+    cluster = ClusterSpec(devices_per_node=devices, device="cpu")
+    got = plan(replace(SPEC, batching=batching, cluster=cluster, resilience=resilience), LAPTOP)
+    assert (got.micro_batch_size, got.grad_accum_steps) == sizes
+    portion = take_portion(batching, samples, (1.0,) * groups, groups, 0, 0)
+    counts = even_division(got.layout, got.micro_batch_size).counts(portion.samples)
+    assert max(counts) == sizes[0] * sizes[1]
 
 
 def test_groups_that_do_not_divide_the_processes_are_refused():
@@ -211,11 +251,12 @@ def test_what_is_open_beside_the_layout_is_closed_and_the_rest_passed_on():
     assert (two.num_nodes, two.devices_per_node, two.world_size) == (2, 2, 4)
 
 
-def test_interleaving_takes_whole_turns():
+@pytest.mark.parametrize(
+    ("samples", "micro", "sizes"),
+    [(16, 4, (4, 4)), (12, 4, (3, 4)), (13, 4, (4, 4)), (1, 4, (1, 2)), (3, "auto", (1, 4))],
+)
+def test_interleaving_takes_whole_turns(samples: int, micro: Any, sizes: tuple[int, int]):
+    """Where a rank's samples are no whole turns, micro-batches are smaller, and some of one sample may be empty."""
     layout = LayoutSpec(dp_replicate=1, pp=2, pipeline_schedule="interleaved")
-    spec = replace(SPEC, layout=layout, batching=BatchingSpec(12, micro_batch_size=4))
-    with pytest.raises(RecipeError, match=r"in turns of pp=2, and a rank has 3") as caught:
-        plan(spec, LAPTOP)
-    assert "a multiple of 2 x batching.micro_batch_size" in caught.value.problems[0].hint
-    whole = plan(replace(spec, batching=BatchingSpec(16, micro_batch_size=4)), LAPTOP)
-    assert (whole.micro_batch_size, whole.grad_accum_steps) == (4, 4)
+    got = plan(replace(SPEC, layout=layout, batching=BatchingSpec(samples, micro_batch_size=micro)), LAPTOP)
+    assert (got.micro_batch_size, got.grad_accum_steps) == sizes

@@ -50,18 +50,12 @@ def doctor(arguments: Arguments = None, as_json: AsJson = False) -> int:
 
 def _examine(arguments: list[str]) -> Examined:
     nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
-    loaded = load([*arguments, *([f"cluster.num_nodes={nodes}"] if nodes > 1 else []), *_any_batch(arguments, nodes)])
+    loaded = load([*arguments, *([f"cluster.num_nodes={nodes}"] if nodes > 1 else [])])
     machine = this_machine(loaded.spec)
     if nodes > 1:
         return _examine_job(loaded, machine)
     with tempfile.TemporaryDirectory(prefix="trainspec-doctor-") as folder:
         return examine_here(plan_for(loaded, machine).as_one_group, machine, Path(folder))
-
-
-def _any_batch(arguments: list[str], nodes: int) -> list[str]:
-    """The doctor trains nothing: a batch that divides by any number of processes."""
-    key = "batching.global_batch_size"
-    return [] if any(argument.startswith(f"{key}=") for argument in arguments) else [f"{key}={5040 * nodes}"]
 
 
 def _examine_job(loaded: Loaded, machine: Machine) -> Examined:

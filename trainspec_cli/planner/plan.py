@@ -20,7 +20,7 @@ from trainspec_cli.spec.rules.elastic import wanted_groups, whole_hosts
 from trainspec_cli.spec.rules.layout import size_of
 
 MAX_MICRO_BATCH_TOKENS = 8192
-"""`micro_batch_size: auto` takes the largest divisor of a rank's batch whose tokens stay below this."""
+"""`micro_batch_size: auto` takes as many samples as have no more tokens than this."""
 
 FILLING = 4
 """Micro-batches a pipeline stage that `auto` gives where the batch allows: the stages then wait a fifth of the time."""
@@ -169,8 +169,9 @@ def resolve_batch(spec: RunSpec, layout: Layout) -> tuple[int, int]:
 def choose_micro_batch(per_rank: int, seq_len: int, layout: Layout) -> int:
     """The largest that is small enough; a pipeline wants micro-batches enough to fill its stages."""
     filling = 1 if layout.pp == 1 else min(per_rank, FILLING * layout.pp)
-    small_enough = math.ceil(per_rank / max(1, MAX_MICRO_BATCH_TOKENS // seq_len))
-    return math.ceil(per_rank / max(filling, small_enough))
+    small_enough = range(1, min(per_rank, MAX_MICRO_BATCH_TOKENS // seq_len) + 1)
+    numbers = (math.ceil(per_rank / size) for size in small_enough)
+    return math.ceil(per_rank / min((number for number in numbers if number >= filling), default=per_rank))
 
 
 def _divide(total: int, part: int, path: str, what: str) -> int:

@@ -132,8 +132,9 @@ def suggest(plan: Plan, predict: Predict, limit_bytes: float) -> str:
     per_rank = math.ceil(plan.spec.batching.global_batch_size / (ranks * plan.replica_groups))
     sharded = replace(plan.layout, dp_replicate=1, dp_shard=ranks, zero_stage=3)
     for layout, words in ((plan.layout, ""), (sharded, f"layout.dp_replicate=1 layout.dp_shard={ranks}")):
-        for micro in range(plan.micro_batch_size, 0, -1):
-            accum = count_micro_batches(per_rank, micro, turns_of(layout))
+        sizes = range(plan.micro_batch_size, 0, -1)
+        for accum in dict.fromkeys(count_micro_batches(per_rank, size, turns_of(layout)) for size in sizes):
+            micro = math.ceil(per_rank / accum)
             other = replace(plan, layout=layout, micro_batch_size=micro, grad_accum_steps=accum)
             if predict(other).needed_bytes <= limit_bytes:
                 return " ".join(filter(None, (words, f"batching.micro_batch_size={micro}")))

@@ -7,7 +7,6 @@ by at most one sample where nothing else is asked for, and a part may be empty.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -101,23 +100,29 @@ def count_micro_batches(samples: int, micro_batch_size: int, turns: int) -> int:
 def weighted_counts(samples: int, weights: Sequence[float]) -> tuple[int, ...]:
     """Return whole numbers in proportion to `weights` that sum to `samples`: largest remainders, first ones first.
 
-    Where there are samples enough, no rank goes without: one that does nothing shows no speed.
+    Where there are samples enough, no rank goes without: one that does nothing shows no speed. The others then share
+    the rest in proportion.
     """
-    least = 1 if samples >= len(weights) else 0
-    total = sum(weights)
-    exact = [samples * weight / total for weight in weights]
-    counts = [max(least, math.floor(part + ROUNDING)) for part in exact]
-    missing = samples - sum(counts)
-    change = 1 if missing > 0 else -1
-    queue = [(change * (counts[rank] - exact[rank]), change * rank, rank) for rank in range(len(counts))]
-    heapq.heapify(queue)
-    for _ in range(abs(missing)):
-        while change < 0 and counts[queue[0][2]] == least:
-            heapq.heappop(queue)
-        distance, tie, rank = queue[0]
-        counts[rank] += change
-        heapq.heapreplace(queue, (distance + 1, tie, rank))
+    single = _given_one(samples, weights) if samples >= len(weights) else set()
+    total = sum(weight for rank, weight in enumerate(weights) if rank not in single)
+    left = samples - len(single)
+    exact = [1.0 if rank in single else left * weight / total for rank, weight in enumerate(weights)]
+    counts = [math.floor(part + ROUNDING) for part in exact]
+    by_remainder = sorted(range(len(counts)), key=lambda rank: (counts[rank] - exact[rank], rank))
+    for rank in by_remainder[: samples - sum(counts)]:
+        counts[rank] += 1
     return tuple(counts)
+
+
+def _given_one(samples: int, weights: Sequence[float]) -> set[int]:
+    """Return the ranks whose share is less than one sample, beside those weaker than they that have one each."""
+    total, given = sum(weights), set[int]()
+    for rank in sorted(range(len(weights)), key=weights.__getitem__):
+        if (samples - len(given)) * weights[rank] / total + ROUNDING >= 1:
+            break
+        given.add(rank)
+        total -= weights[rank]
+    return given
 
 
 def divide(counts: Sequence[int], micro_batches: int) -> tuple[OwnSamples, ...]:
@@ -146,11 +151,11 @@ def take_portion(
     """Return the portion, of the step of `samples` that begins at `position`, of group number `rank`.
 
     `weights` has one share for each group that takes part, of `replica_groups`; a batch that shrinks with them keeps
-    at least one sample a group.
+    one sample a group, where it had as many.
     """
     present = len(weights)
     if batching.on_loss == "shrink":
-        samples = max(present, samples * present // replica_groups)
+        samples = max(min(present, samples), samples * present // replica_groups)
     counts = weighted_counts(samples, weights)
     before = [0, *accumulate(counts)]
     return Portion(position + before[rank], counts[rank], samples)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -18,14 +17,14 @@ from rich.console import Console
 
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.train_state import TrainState, build_train_state
-from trainspec_cli.engine.data.loader import read_ahead
 from trainspec_cli.engine.data.staging import SLOTS, Staging
 from trainspec_cli.engine.optim.optimizer import clear_gradients
-from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup
+from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup, StepSamples, TrainProgress
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.run.trainer import Trainer
 from trainspec_cli.planner.plan import plan
+from trainspec_cli.policy.division import OwnSamples
 from trainspec_cli.report.collect import collect
 from trainspec_cli.report.render import render_report
 from trainspec_cli.rundir.accounting import account_run
@@ -66,17 +65,12 @@ class Source:
 
     def __init__(self) -> None:
         self.staging = Staging(torch.device("cpu"))
-        self.asked, self.read = ([threading.Event() for _ in range(STEPS)] for _ in range(2))
+        self.asked, self.has_read = ([threading.Event() for _ in range(STEPS)] for _ in range(2))
 
-    def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
-        ahead = read_ahead(self._read, self.staging, start, end)
-        for asked in self.asked[start:end]:
-            asked.set()
-            yield next(ahead)
-
-    def _read(self, step: int) -> list[MicroBatch]:
+    def read(self, own: OwnSamples) -> list[MicroBatch]:
+        step = own.starts[0] // MICRO_BATCHES
         self.prepare(step)
-        self.read[step].set()
+        self.has_read[step].set()
         return drawn(step)
 
     def prepare(self, step: int) -> None:
@@ -103,6 +97,14 @@ class LateSource(Source):
         time.sleep(READ_S)
 
 
+class Asking(SingleGroup):
+    """Lets the source know which step's batch training asks for."""
+
+    def take(self, progress: TrainProgress) -> StepSamples:
+        self._run.source.asked[progress.step].set()  # type: ignore[attr-defined]
+        return super().take(progress)
+
+
 def drawn(step: int) -> list[MicroBatch]:
     generator = torch.Generator().manual_seed(step)
     return [tuple(torch.randint(50, (1, 16), generator=generator) for _ in range(2)) for _ in range(MICRO_BATCHES)]
@@ -113,7 +115,7 @@ def run(state: TrainState, folder: Path, source: Source) -> RunDir:
     write_json(run_dir.plan_json, to_plain(PLAN))
     write_json(run_dir.run_json, {"recipe": "slow", "created_at": 0.0})
     context = RunContext(PLAN, run_dir, source, state, "", StopRequest())
-    Trainer(context, SingleGroup(context)).run()
+    Trainer(context, Asking(context)).run()
     return run_dir
 
 
@@ -134,7 +136,7 @@ def test_a_batch_is_read_while_the_step_before_it_computes(state: TrainState, tm
 
     def wait_for_next_batch(*_: object) -> None:
         following = next(passes) // MICRO_BATCHES + 1
-        assert following == STEPS or source.read[following].wait(TIMEOUT_S)
+        assert following == STEPS or source.has_read[following].wait(TIMEOUT_S)
 
     part.register_forward_pre_hook(wait_for_next_batch)
     assert wait_share(run(state, tmp_path, source)) < 0.1

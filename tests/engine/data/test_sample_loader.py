@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainspec_cli.engine.data.loader import BatchPlan
 from trainspec_cli.engine.data.sample_loader import SampleLoader
+from trainspec_cli.policy.division import Division, OwnSamples
 
 
 class Numbered:
@@ -23,32 +23,47 @@ class Numbered:
         return np.array([index, 0], dtype=np.float32), np.array(index)
 
 
-def loader(rank: int = 0, num_ranks: int = 1, micro: int = 1) -> SampleLoader:
-    return SampleLoader(Numbered(), BatchPlan(12, micro, seed=5, rank=rank, num_ranks=num_ranks), num_readers=3)
+BATCH = 12
 
 
-def step_images(num_ranks: int, step: int, micro: int = 1) -> torch.Tensor:
-    parts = [loader(rank, num_ranks, micro).read_step(step) for rank in range(num_ranks)]
-    assert all(len(images) == micro for rank in parts for images, _ in rank)
-    return torch.cat([images for rank in parts for images, _ in rank])
+def loader() -> SampleLoader:
+    return SampleLoader(Numbered(), seed=5, num_readers=3)
 
 
-@pytest.mark.parametrize(("num_ranks", "micro"), [(2, 1), (3, 2), (4, 3)])
-def test_the_stream_is_the_same_for_any_number_of_ranks(num_ranks, micro):
+def step_images(step: int, division: Division) -> torch.Tensor:
+    """The whole global batch of a step, put together from every rank's micro-batches."""
+    owns = [division.of_rank(rank, step * BATCH, BATCH) for rank in range(len(division.weights))]
+    ranks = [loader().read(own) for own in owns]
+    assert [tuple(len(images) for images, _ in rank) for rank in ranks] == [own.sizes for own in owns]
+    assert all(torch.equal(images[:, 0], labels) for rank in ranks for images, labels in rank)
+    return torch.cat([rank[turn][0] for turn in range(len(ranks[0])) for rank in ranks])
+
+
+@pytest.mark.parametrize(
+    "division",
+    [Division((1.0, 1.0), 1), Division((1.0,) * 5, 2), Division((1.0, 0.001), 4), Division((1.0,) * 13, 3)],
+    ids=str,
+)
+def test_the_stream_is_the_same_however_it_is_divided(division):
     for step in (0, 1, 9):
-        assert torch.equal(step_images(num_ranks, step, micro), step_images(1, step))
+        assert torch.equal(step_images(step, division), step_images(step, Division((1.0,), BATCH)))
+
+
+def test_a_rank_without_samples_has_empty_micro_batches():
+    parts = loader().read(OwnSamples((40, 44), (0, 0)))
+    assert [(tuple(images.shape), tuple(labels.shape)) for images, labels in parts] == [((0, 2), (0,))] * 2
 
 
 def test_an_epoch_sees_every_sample_once_and_crops_it_anew():
-    seen = torch.cat([step_images(1, step) for step in range(5)])
+    seen = torch.cat([step_images(step, Division((1.0,) * 5, 2)) for step in range(5)])
     first, second = seen[:30], seen[30:]
     assert sorted(first[:, 0].tolist()) == sorted(second[:, 0].tolist()) == list(range(30))
     assert len(set(seen[:, 1].tolist())) == 60
 
 
-@pytest.mark.parametrize(("num_ranks", "micro"), [(1, 1), (2, 3), (3, 4)])
-def test_every_heldout_sample_is_judged_once(num_ranks, micro):
-    per_rank = [list(loader(rank, num_ranks, micro).heldout_batches()) for rank in range(num_ranks)]
+@pytest.mark.parametrize(("num_ranks", "size"), [(1, 1), (2, 3), (3, 4)])
+def test_every_heldout_sample_is_judged_once(num_ranks, size):
+    per_rank = [list(loader().heldout_batches(size, rank, num_ranks)) for rank in range(num_ranks)]
     assert len({len(batches) for batches in per_rank}) == 1, "every rank takes part in equally many forwards"
     judged = [labels[:real] for batches in per_rank for _, labels, real in batches]
     assert sorted(torch.cat(judged).tolist()) == list(range(11))

@@ -97,19 +97,36 @@ class World:
         return x
 
 
-def half(rank: int, folder: str) -> None:
+SPLITS = ((4, 4), (6, 2), (7, 1), (8, 0), (0, 8))
+
+
+def part(rank: int, folder: str) -> None:
+    """Pass each of `SPLITS` through, and last two batches of which the first is empty everywhere."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    x, gradient = (whole.chunk(2)[rank] for whole in draw())
+    found = []
+    for split in SPLITS:
+        x, gradient = (whole.split(split)[rank] for whole in draw())
+        norm = make_norm()
+        norm.ranks = World()
+        found.append([*pass_through(norm, x, gradient), norm.running_mean, norm.running_variance])
     norm = make_norm()
     norm.ranks = World()
-    parts = pass_through(norm, x, gradient)
-    torch.save([*parts, norm.running_mean, norm.running_variance], f"{folder}/{rank}.pt")
+    empty = pass_through(norm, *draw(0))
+    found.append([*empty, norm.running_mean, norm.running_variance])
+    torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
-def test_two_processes_are_one(tmp_path):
-    mp.spawn(half, (str(tmp_path),), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory) -> list[list[list[torch.Tensor]]]:
+    folder = tmp_path_factory.mktemp("norm")
+    mp.spawn(part, (str(folder),), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_two_processes_are_one_however_their_samples_are_divided(two_processes, split):
+    first, second = (found[SPLITS.index(split)] for found in two_processes)
     norm = make_norm()
     out, to_x, to_weight, to_bias = pass_through(norm, *draw())
     pairs = [
@@ -123,3 +140,10 @@ def test_two_processes_are_one(tmp_path):
     for rank in (first, second):
         assert torch.allclose(rank[4], norm.running_mean, rtol=1e-6)
         assert torch.allclose(rank[5], norm.running_variance, rtol=1e-6)
+
+
+def test_a_micro_batch_that_is_empty_on_every_rank_changes_nothing(two_processes):
+    for *_, (out, to_x, to_weight, to_bias, mean, variance) in two_processes:
+        assert tuple(out.shape) == tuple(to_x.shape) == (0, CHANNELS, 4, 6)
+        assert not to_weight.any() and not to_bias.any()
+        assert torch.equal(mean, make_norm().running_mean) and torch.equal(variance, make_norm().running_variance)

@@ -195,6 +195,40 @@ def test_what_is_cut_or_partial_is_all_that_regions_hold(name) -> None:
             assert any(fnmatchcase(f"{names[region]}.{leaf}", pattern) for pattern in patterns), leaf
 
 
+TINY_CONV = {name: model for name, model in models().items() if isinstance(model, ConvModel) and "tiny" in name}
+
+
+def samples(model, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets."""
+    if not isinstance(model, ConvModel):
+        ids = tokens(model, batch=count)
+        return ids, ids.roll(-1, 1)
+    shape = (count,) if model.architecture == "resnet" else (count, *model.input_size)
+    images = torch.randn(count, model.in_channels, *model.input_size, generator=torch.Generator().manual_seed(0))
+    return images, torch.arange(count).reshape(-1, *[1] * (len(shape) - 1)).expand(shape) % model.num_classes
+
+
+@pytest.mark.parametrize("name", [*TINY, *TINY_CONV])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_an_empty_micro_batch_changes_nothing(name, recompute) -> None:
+    """Its loss and gradients are zeros; statistics and visits stay as they are."""
+    model = {**TINY, **TINY_CONV}[name]
+    module = made(model)
+    apply_recompute(module.block_modules(), recompute)
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    loss, found = gradients(module, *samples(model, 0))
+    assert loss == 0
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    assert {name for name, gradient in found.items() if gradient is not None} == trained
+    assert all(not gradient.any() for gradient in found.values() if gradient is not None)
+    assert {name: torch.equal(buffer, before[name]) for name, buffer in module.named_buffers()} == dict.fromkeys(
+        before, True
+    )
+    wanted = gradients(made(model), *samples(model, 4))
+    again = gradients(module, *samples(model, 4))
+    torch.testing.assert_close(again, wanted, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_it_learns(name) -> None:
     """To repeat a sequence of 32 tokens: the loss falls below a third in 20 steps."""

@@ -1,20 +1,22 @@
 """`layout_worker.py FILE RANK`: one of two ranks that compute a step's gradients in each layout; beside them, alone.
 
 For each layout it prints the loss, this rank's share of the squared norm, and the relative error (Euclidean) of the
-gradient of each parameter that the rank holds.
+gradient of each parameter that the rank holds, and of all of them together.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from trainspec_cli.certify.cases import Case, build_plan
+from trainspec_cli.certify.families import FAMILIES, SAMPLES
 from trainspec_cli.engine.build.train_state import build_train_state
 from trainspec_cli.engine.comm.joining import leave_processes
 from trainspec_cli.engine.optim.optimizer import squared_norm
@@ -46,18 +48,42 @@ CASES = {
 ADAPTED = {"zero 2", "interleaved", "plain tensor"}
 """Trained by adapters, each of them beside the whole weights."""
 
+UNEVEN = {
+    "uneven zero 3": (Case("dense", Layout(dp_shard=2), micro_batch_size=2), (3.0, 1.0)),
+    "uneven zero 1": (Case("windowed", Layout(dp_shard=2, zero_stage=1), micro_batch_size=3), (0.4, 0.6)),
+    "uneven replicas": (Case("hybrid", Layout(dp_replicate=2), micro_batch_size=2), (1.0, 2.0)),
+    "uneven experts": (Case("latent", Layout(dp_shard=2, ep=2), micro_batch_size=2), (3.0, 1.0)),
+    "uneven replicas of experts": (Case("moe", Layout(dp_replicate=2), micro_batch_size=2), (1.0, 3.0)),
+    "empty zero 3": (Case("dense", Layout(dp_shard=2), micro_batch_size=2), (1.0, 0.001)),
+    "empty experts": (Case("latent", Layout(dp_shard=2, ep=2), micro_batch_size=2), (1.0, 0.001)),
+    "even resnet": (Case("resnet", Layout(dp_replicate=2)), (1.0, 1.0)),
+    "uneven resnet": (Case("resnet", Layout(dp_replicate=2)), (3.0, 1.0)),
+    "even unet": (Case("unet", Layout(dp_replicate=2)), (1.0, 1.0)),
+    "uneven unet": (Case("unet", Layout(dp_replicate=2)), (1.0, 7.0)),
+}
+"""The shares of the two ranks: "empty" ones leave one sample to the second, and three micro-batches without any."""
 
-def found_in(case: Case, lora: LoraSpec) -> tuple[float, float, dict[str, Tensor]]:
+
+@dataclass(frozen=True)
+class Run:
+    case: Case
+    lora: LoraSpec = field(default_factory=LoraSpec)
+    weights: tuple[float, ...] = ()
+
+
+def found_in(run: Run) -> tuple[float, float, dict[str, Tensor]]:
     """Return the loss, this rank's share of the squared norm, and the gradients by name."""
-    plan = build_plan(case, "cpu")
-    plan = replace(plan, spec=replace(plan.spec, lora=lora))
+    plan = build_plan(run.case, "cpu")
+    plan = replace(plan, spec=replace(plan.spec, lora=run.lora))
+    if run.weights and FAMILIES[run.case.family].unit == "samples":
+        plan = replace(plan, micro_batch_size=SAMPLES)  # batch norm speaks of all samples of one micro-batch
     state = build_train_state(plan, torch.device("cpu"))
     for share in state.shares:
         if share.name.endswith("lora_b"):  # zeros would leave the other half without a gradient
             full = torch.empty(share.full_shape)
             full.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(len(share.name)))
             share.local.data.copy_(share.part_of(full))
-    loss = compute_gradients(state, drawn_batch(plan, state, step=0), plan.tokens_per_step)
+    loss = compute_gradients(state, drawn_batch(plan, state, 0, run.weights), plan.tokens_per_step)
     squared = float(squared_norm(state.shares))
     gradients = {
         s.name: s.gather(s.parameter.grad) for s in unique_shares(state.shares) if s.parameter.grad is not None
@@ -65,9 +91,14 @@ def found_in(case: Case, lora: LoraSpec) -> tuple[float, float, dict[str, Tensor
     return float(loss), squared, gradients
 
 
-def runs() -> list[tuple[str, Case, LoraSpec]]:
-    whole = [(name, case, LoraSpec()) for name, case in CASES.items()]
-    return whole + [(f"adapters, {name}", case, LoraSpec(rank=4)) for name, case in CASES.items() if name in ADAPTED]
+def runs() -> dict[str, Run]:
+    whole = {name: Run(case) for name, case in CASES.items()}
+    adapted = {f"adapters, {name}": Run(CASES[name], LoraSpec(rank=4)) for name in CASES if name in ADAPTED}
+    return whole | adapted | {name: Run(case, weights=weights) for name, (case, weights) in UNEVEN.items()}
+
+
+def norm_of(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.stack([tensor.norm() for tensor in tensors]).norm()
 
 
 def main() -> None:
@@ -75,21 +106,23 @@ def main() -> None:
     file, rank = sys.argv[1], int(sys.argv[2])
     dist.init_process_group("gloo", init_method=f"file://{file}.{rank}", rank=0, world_size=1)
     alone = {
-        key: found_in(replace(Case(key[0], micro_batch_size=8)), key[1])
-        for key in dict.fromkeys((case.family, lora) for _, case, lora in runs())
+        (family, lora): found_in(Run(Case(family, micro_batch_size=SAMPLES), lora))
+        for family, lora in dict.fromkeys((run.case.family, run.lora) for run in runs().values())
     }
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     found = {}
-    for name, case, lora in runs():
-        loss, squared, gradients = found_in(case, lora)
-        wanted_loss, wanted_squared, wanted = alone[case.family, lora]
+    for name, run in runs().items():
+        loss, squared, gradients = found_in(run)
+        wanted_loss, wanted_squared, wanted = alone[run.case.family, run.lora]
         found[name] = {
             "loss": loss / wanted_loss,
             "squared": squared / wanted_squared,
             "errors": {
                 one: float((gradient - wanted[one]).norm() / wanted[one].norm()) for one, gradient in gradients.items()
             },
+            "error": float(norm_of(gradients[one] - wanted[one] for one in gradients))
+            / float(norm_of(wanted[one] for one in gradients)),
             "names": sorted(wanted),
         }
     print(json.dumps(found))

@@ -112,10 +112,34 @@ def test_messages_come_from_their_senders_and_go_by_the_line_of_their_direction(
     monkeypatch.setattr(pipeline, "dist", calls)
     layout, up = Layout(pp=3), SimpleNamespace(rank=lambda: 1)
     lines = pipeline.Lines(up, "down", torch.device("cpu"))  # type: ignore[arg-type]
-    mail = pipeline.Mailbox(layout, actions(layout, 1), lines, torch.empty(2, device="meta"), nullcontext)
+    mail = pipeline.Mailbox(layout, actions(layout, 1), lines, [torch.empty(2, device="meta")], nullcontext)
     mail.receive(Message(1, 0, is_gradient=False))
     mail.send(Message(2, 0, is_gradient=False), torch.ones(2))
     mail.receive(Message(1, 0, is_gradient=True))
     mail.send(Message(0, 0, is_gradient=True), torch.ones(2))
     mail.end()
     assert asked == [("receive", up, 0), ("send", up, 2), ("receive", "down", 2), ("send", "down", 0)]
+
+
+def test_a_message_has_its_micro_batchs_shape_though_it_is_asked_for_before_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last of two ranks posts the next message while it works on one."""
+    sizes = (2, 0, 3)
+    sent = iter(sizes)
+    asked: list[int] = []
+
+    def irecv(tensor: torch.Tensor, group: Any, group_src: int) -> Any:
+        asked.append(len(tensor))
+        tensor.fill_(next(sent))
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(pipeline, "dist", SimpleNamespace(irecv=irecv))
+    layout, up = Layout(pp=2, pipeline_schedule="gpipe"), SimpleNamespace(rank=lambda: 1)
+    lines = pipeline.Lines(up, "down", torch.device("cpu"))  # type: ignore[arg-type]
+    like = [torch.empty(size, 4, device="meta") for size in sizes]
+    mail = pipeline.Mailbox(layout, actions(layout, 3), lines, like, nullcontext)
+    for number, size in enumerate(sizes):
+        received = mail.receive(Message(1, number, is_gradient=False))
+        assert tuple(received.shape) == (size, 4) and (received == size).all()
+        assert asked == list(sizes[: number + 2])

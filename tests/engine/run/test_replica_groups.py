@@ -17,15 +17,17 @@ import numpy as np
 import pytest
 import torch
 from lab.quorum import DiedError, Network
-from trainspec_cli.policy.spread import Portion
 
-from trainspec_cli.engine.data.staging import SLOTS, Staging
+from trainspec_cli.engine.batch import MicroBatch
+from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of
+from trainspec_cli.engine.data.staging import Staging
 from trainspec_cli.engine.elastic.membership import GroupRank, HealFailedError
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.run.coordinator import RunContext, TrainProgress
-from trainspec_cli.engine.run.replica_groups import START, PortionReader, ReplicaGroups
+from trainspec_cli.engine.run.replica_groups import START, ReplicaGroups
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.errors import WorkerError
+from trainspec_cli.policy.division import OwnSamples
 from trainspec_cli.rundir.event_types import StepEvent
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.files import write_json
@@ -57,11 +59,9 @@ class Numbered:
 
     def __init__(self) -> None:
         self.staging = Staging(CPU)
-        self.reads = 0
 
-    def read(self, positions: np.ndarray) -> list[tuple[torch.Tensor, ...]]:
-        self.reads += 1
-        return [(torch.tensor([position]),) for position in positions]
+    def read(self, own: OwnSamples) -> list[MicroBatch]:
+        return cut_micro_batches((torch.from_numpy(positions_of(own)),), own)
 
     def counted(self, positions: np.ndarray) -> int:
         return len(positions)
@@ -124,7 +124,7 @@ class Group:
         for (positions,) in samples.micro_batches:
             self.share.gradient[positions] += 1
         self.router.tokens_per_expert_E.fill_(1.0)
-        loss = torch.tensor(float(len(samples.micro_batches)))
+        loss = self.share.gradient.sum()
         self.lab.reached(self, "reduce", step)
         self.coordinator.reduce(self.state, loss)
         self.lab.reached(self, "commit", step)
@@ -213,6 +213,16 @@ def test_portions_of_unequal_size_make_up_the_batch(lab: Callable[..., Lab]) -> 
     assert {event["samples"] for event in trial.log("step")} == {BATCH}
     assert sorted(len(group.led) for group in trial.started) == [0, 0, STEPS]
     assert trial.log("recovery") == trial.log("retry") == []
+
+
+def test_more_groups_than_samples(lab: Callable[..., Lab]) -> None:
+    """A group without samples exchanges an empty part; when another is lost, it takes its sample."""
+    trial = lab(3, replace(SPEC, batching=BatchingSpec(global_batch_size=2, micro_batch_size=1)))
+    trial.acts[2, "take", 4] = die
+    trial.start_all()
+    trial.check_all_done()
+    assert [event["samples"] for event in trial.log("step")] == [2] * STEPS
+    assert [event["groups"] for event in trial.log("step")] == [[0, 1, 2]] * 4 + [[0, 1]] * (STEPS - 4)
 
 
 @pytest.mark.parametrize("phase", ["take", "reduce"])
@@ -387,53 +397,3 @@ def test_a_shrunken_batch_changes_samples_and_learning_rate(lab: Callable[..., L
     trial.check_all_done()
     assert first.rates == pytest.approx([1.0, 1.0] + [factor] * (STEPS - 2))
     assert [event["samples"] for event in trial.log("step")] == [BATCH] * 2 + [3] * (STEPS - 2)
-
-
-# A group's portions, read ahead
-
-
-@pytest.fixture
-def source() -> Numbered:
-    return Numbered()
-
-
-@pytest.fixture
-def reader(source: Numbered) -> PortionReader:
-    return reader_of(source)
-
-
-def reader_of(source: Numbered, *, data_rank: int = 0, micro_batch_size: int = 1, **layout: Any) -> PortionReader:
-    plan = SimpleNamespace(layout=Layout(**layout), micro_batch_size=micro_batch_size)
-    state = SimpleNamespace(mesh=SimpleNamespace(data_rank=data_rank), device=CPU)
-    return PortionReader(plan, source, state)  # type: ignore[arg-type]
-
-
-def taken(reader: PortionReader, portion: Portion) -> list[int]:
-    return [int(tokens) for (tokens,) in reader.take(portion)]
-
-
-def test_what_follows_is_read_ahead_and_what_does_not_is_read_again(reader: PortionReader, source: Numbered) -> None:
-    steps = [Portion(start, 3, 6) for start in (0, 6, 12)]
-    again, shrunk = steps[-1], Portion(18, 6, 6)
-    for portion in (*steps, again, shrunk, Portion(24, 6, 6)):
-        assert taken(reader, portion) == list(range(portion.start, portion.start + portion.samples))
-    reader._pool.shutdown()
-    assert source.reads == 6 + 3, "the first, one made again, one of another size; each time what follows"
-
-
-def test_many_changes_leave_every_slot_in_use(reader: PortionReader) -> None:
-    for start in range(0, 60, 6):  # none follows on the one before
-        assert taken(reader, Portion(7 * start, 2, 6)) == [7 * start, 7 * start + 1]
-    assert SLOTS == 3, "taken, read ahead, and read anew"
-
-
-def test_the_ranks_of_a_group_read_every_sample_of_its_portion_once(source: Numbered) -> None:
-    ranks = [reader_of(source, data_rank=rank, micro_batch_size=2, dp_shard=3) for rank in range(3)]
-    assert {rank.unit_samples for rank in ranks} == {6}
-    positions = [rank.positions(Portion(6, 12, 24)).tolist() for rank in ranks]
-    assert positions == [[6, 7, 12, 13], [8, 9, 14, 15], [10, 11, 16, 17]]
-
-
-def test_an_interleaved_pipeline_takes_whole_turns(source: Numbered) -> None:
-    assert reader_of(source, pp=4, pipeline_schedule="interleaved", virtual_stages=2).unit_samples == 4
-    assert reader_of(source, pp=4, pipeline_schedule="1f1b").unit_samples == 1

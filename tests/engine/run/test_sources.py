@@ -22,6 +22,7 @@ from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.run import sources
 from trainspec_cli.engine.run.sources import SampleSource, TokenSource, WrittenSample, open_source
 from trainspec_cli.planner.plan import plan
+from trainspec_cli.policy.division import OwnSamples
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.data import DataSpec, TokenizerSpec
@@ -95,11 +96,11 @@ def test_batches_are_of_the_text_to_train_on(source: TokenSource) -> None:
     folder = source.collection.main
     trained = folder.tokens("train", 0, folder.num_tokens("train"))
     windows = {tuple(trained[start : start + TOKENS]) for start in range(0, len(trained) - TOKENS, TOKENS)}
-    (tokens, targets), *_ = next(source.batches(0, 1))
+    ((tokens, targets),) = source.read(OwnSamples((0,), (BATCH,)))
     assert {tuple(row) for row in tokens.tolist()} <= windows
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
-    (again,) = source.read(np.arange(BATCH))
-    assert torch.equal(again[0], tokens)
+    parts = source.read(OwnSamples((0, 2), (2, BATCH - 2)))
+    assert torch.equal(torch.cat([part for part, _ in parts]), tokens)
     assert source.counted(np.arange(BATCH)) == BATCH * TOKENS
 
 
@@ -149,7 +150,7 @@ def test_pictures_are_evaluated_on_those_that_were_held_out(one_process: None) -
     stages = SimpleNamespace(layout=layout, parts={0: model}, lines=lines, hidden=SimpleNamespace(like=lambda _: None))
     stages.clock = StepClock(CPU)
     state = SimpleNamespace(
-        device=CPU, mesh=SimpleNamespace(data_rank=0), positions_S=None, parts=[model], stages=stages
+        device=CPU, mesh=SimpleNamespace(data_rank=0, layout=Layout()), positions_S=None, parts=[model], stages=stages
     )
     figures = SampleSource(made, Pictures(), state).evaluate()  # type: ignore[arg-type]
     assert set(seen) == {-1.0, -2.0, -3.0, -4.0, -5.0}
@@ -249,12 +250,10 @@ def test_a_step_without_targets_divides_by_no_zero(source: TokenSource, counted:
     assert source.counted(np.arange(3)) == mean_over
 
 
-def test_a_ranks_batches_are_those_of_its_place_among_the_data(source: TokenSource) -> None:
-    mesh = SimpleNamespace(data_rank=3)
-    state = SimpleNamespace(mesh=mesh, positions_S=torch.tensor([0, 5]))
-    spec = replace(source.spec, batching=BatchingSpec(12), train=TrainSection(max_steps=1, seed=7))
-    layout = Layout(dp_replicate=2, dp_shard=2, tp=2)
-    made = sources.batch_plan(replace(source.plan, spec=spec, layout=layout, micro_batch_size=3), state)  # type: ignore[arg-type]
-    assert (made.global_batch_size, made.micro_batch_size, made.seed) == (12, 3, 7)
-    assert (made.rank, made.num_ranks) == (3, 4)
-    assert made.positions_S is not None and made.positions_S.tolist() == [0, 5]
+def test_a_rank_of_context_parallelism_reads_its_part_of_a_sequence(source: TokenSource) -> None:
+    positions = torch.tensor([0, 5])
+    state = SimpleNamespace(device=CPU, positions_S=positions)
+    of_rank = TokenSource(source.plan, source.collection, state)  # type: ignore[arg-type]
+    own = OwnSamples((7, 9), (2, 1))
+    for part, whole in zip(of_rank.read(own), source.read(own), strict=True):
+        assert [torch.equal(held, full[:, positions]) for held, full in zip(part, whole, strict=True)] == [True, True]

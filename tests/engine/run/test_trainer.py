@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.train_state import TrainState, build_train_state
+from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of
 from trainspec_cli.engine.data.staging import Staging
 from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.observe.journal import Journal
@@ -26,6 +27,7 @@ from trainspec_cli.engine.run.sources import WrittenSample
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.run.trainer import Trainer
 from trainspec_cli.planner.plan import plan
+from trainspec_cli.policy.division import Division, OwnSamples
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
@@ -56,11 +58,9 @@ class Source:
         self.staging = Staging(torch.device("cpu"))
         self.evaluations = 0
 
-    def batches(self, start: int, end: int) -> Iterator[list[MicroBatch]]:
-        return (self.read(np.arange(step * BATCH, (step + 1) * BATCH)) for step in range(start, end))
-
-    def read(self, positions: np.ndarray) -> list[MicroBatch]:
-        return [_sample(int(position)) for position in positions]
+    def read(self, own: OwnSamples) -> list[MicroBatch]:
+        samples = [_sample(int(position)) for position in positions_of(own)]
+        return cut_micro_batches(tuple(torch.cat(field) for field in zip(*samples, strict=True)), own)
 
     def counted(self, positions: np.ndarray) -> int:
         return TOKENS * len(positions)
@@ -109,7 +109,7 @@ class Scripted:
     def take(self, progress: TrainProgress) -> StepSamples:
         self.taken.append(progress.samples)
         positions = np.arange(progress.samples, progress.samples + BATCH)
-        micro_batches = self.run.source.read(positions)
+        micro_batches = self.run.source.read(Division((1.0,), 1).of_rank(0, progress.samples, BATCH))
         return StepSamples(micro_batches, self.run.source.counted(positions), BATCH, 0.5, {"group": 3})
 
     def reduce(self, state: TrainState, loss: Tensor) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from trainspec_cli.planner.search.space import Space, divisors, schedules_of, splits_heads, stages_of
+from trainspec_cli.policy.division import even_division
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.data import DataSpec
@@ -91,11 +92,8 @@ def test_every_layout_of_four_devices_and_no_other() -> None:
         ({"layout": LayoutSpec(cp=4), "data": DataSpec(seq_len=1022, source="tokens")},
          "the sequence does not divide by cp"),
         ({"layout": LayoutSpec(pp=3)}, "the axes' product is not the number of devices"),
-        ({"batching": BatchingSpec(60)}, "the batch does not divide by the data-parallel ranks"),
-        ({"batching": BatchingSpec(64, micro_batch_size=3)}, "the micro-batch does not divide a rank's batch"),
+        ({"batching": BatchingSpec(3), "layout": LayoutSpec(tp=AUTO)}, "a data-parallel rank would go without samples"),
         ({"layout": LayoutSpec(pp=16)}, "more pipeline stages than layers"),
-        ({"layout": LayoutSpec(pp=2, pipeline_schedule="interleaved"), "batching": BatchingSpec(16)},
-         "interleaving needs micro-batches in multiples of pp"),
     ],
     ids=str,
 )  # fmt: skip
@@ -119,12 +117,50 @@ def test_axes_keep_to_the_fast_links_and_to_sequences_of_512() -> None:
 @pytest.mark.parametrize(
     ("batch", "wanted", "sizes"),
     [(96, "auto", [1, 2, 4, 8, 16, 32, 96]), (64, "auto", [1, 2, 4, 8, 16, 32, 64]), (8, "auto", [1, 2, 4, 8]),
-     (6, "auto", [1, 2, 6]), (96, 3, [3])],
+     (6, "auto", [1, 2, 3, 6]), (5, "auto", [1, 2, 3, 5]), (1, "auto", [1]), (96, 3, [3]), (96, 100, [96]),
+     (64, 3, [3]), (9, 8, [5])],
 )  # fmt: skip
 def test_micro_batches_that_are_tried(batch: int, wanted: Any, sizes: list[int]) -> None:
+    """The samples of the largest, where they are divided evenly over as few as it takes; none twice."""
     layouts, _ = found_in(1, batching=BatchingSpec(batch, micro_batch_size=wanted))
     assert [micro for _, micro, _ in layouts] == sizes
-    assert [accum for _, _, accum in layouts] == [batch // size for size in sizes]
+    assert [accum for _, _, accum in layouts] == [-(-batch // size) for size in sizes]
+
+
+@pytest.mark.parametrize("batch", [33, 60, 63, 65])
+def test_a_batch_that_divides_over_nothing_has_the_layouts_of_any_other(batch: int) -> None:
+    wide = LayoutSpec(tp="auto", cp="auto", pp="auto", zero_stage=AUTO)
+    whole, _ = found_in(32, layout=wide, batching=BatchingSpec(64))
+    odd, _ = found_in(32, layout=wide, batching=BatchingSpec(batch))
+    assert {layout for layout, _, _ in odd} == {layout for layout, _, _ in whole}
+    assert len(odd) == len(set(odd))
+    for layout, micro, accum in odd:
+        division = even_division(layout, micro)
+        assert division.count_micro_batches(batch) == accum, "as the engine divides it"
+        assert max(max(division.of_rank(rank, 0, batch).sizes) for rank in (0, layout.data_parallel_size - 1)) == micro
+
+
+def test_ranks_go_without_samples_only_where_every_axis_is_pinned() -> None:
+    layouts, _ = found_in(32, batching=BatchingSpec(3))
+    assert {(layout.data_parallel_size, micro, accum) for layout, micro, accum in layouts} == {(32, 1, 1)}
+
+
+def test_fewer_samples_than_micro_batches_of_a_turn_are_interleaved_only_where_it_is_asked_for() -> None:
+    layouts, space = found_in(4, layout=LayoutSpec(pp=4, pipeline_schedule=AUTO), batching=BatchingSpec(3))
+    assert {layout.pipeline_schedule for layout, _, _ in layouts} == {"1f1b", "zero_bubble"}
+    assert set(space.refused) == {"fewer samples a rank than micro-batches of a turn"}
+    layouts, _ = found_in(4, layout=LayoutSpec(pp=4, pipeline_schedule="interleaved"), batching=BatchingSpec(3))
+    assert {(micro, accum) for _, micro, accum in layouts} == {(1, 4)}
+
+
+@pytest.mark.parametrize(
+    ("batch", "wanted", "evenly"),
+    [(64, LayoutSpec(tp=AUTO), True), (60, LayoutSpec(tp=AUTO), True), (60, LayoutSpec(), False),
+     (33, LayoutSpec(tp=AUTO), False), (33, LayoutSpec(tp=AUTO, pp=AUTO), True), (31, LayoutSpec(tp=AUTO), False)],
+)  # fmt: skip
+def test_whether_a_batch_divides_evenly_over_some_layout(batch: int, wanted: LayoutSpec, evenly: bool) -> None:
+    """60 samples do over four data-parallel ranks of eight devices each."""
+    assert Space(replace(SPEC, layout=wanted, batching=BatchingSpec(batch)), 32, 8).divides_evenly() is evenly
 
 
 def test_chunks_of_interleaved_stages() -> None:

@@ -106,14 +106,6 @@ DIVISION = [
     ({"layout.dp_shard": 3, "layout.dp_replicate": 3, "cluster.num_nodes": 2}, "layout.dp_shard",
      "the cluster has 2 x 2 = 4 processes (nodes x devices), the layout asks for dp_replicate=3 x dp_shard=3, "
      "which makes 9", "choose axes whose product divides 4, or change cluster.devices_per_node"),
-    ({"batching.global_batch_size": 7}, "batching.global_batch_size",
-     "a global batch of 7 samples does not divide by 2 data-parallel ranks",
-     "type batching.global_batch_size=6 or 8"),
-    ({"batching.global_batch_size": 1}, "batching.global_batch_size",
-     "a global batch of 1 samples does not divide by 2 data-parallel ranks", "type batching.global_batch_size=2"),
-    ({"batching.micro_batch_size": 3}, "batching.micro_batch_size",
-     "8 samples on 2 ranks are 4 each, which do not divide by 3",
-     "type batching.micro_batch_size=auto; it may be 1, 2, 4"),
 ]  # fmt: skip
 
 
@@ -127,12 +119,28 @@ def test_what_does_not_divide(make_spec, changes: dict[str, Any], path: str, mes
     [
         {"layout.dp_shard": 2},
         {"layout.dp_shard": 2, "layout.dp_replicate": 2, "cluster.num_nodes": 2},
-        {"layout.tp": 2, "batching.global_batch_size": 7},
-        {"cluster.devices_per_node": "auto", "layout.dp_shard": 3, "batching.global_batch_size": 7},
-        {"batching.micro_batch_size": 4},
+        {"cluster.devices_per_node": "auto", "layout.dp_shard": 3},
     ],
 )
 def test_what_divides_or_is_left_to_the_machine(make_spec, changes: dict[str, Any]) -> None:
+    assert check(make_spec(changes)) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batching.global_batch_size": 7},
+        {"batching.global_batch_size": 1},
+        {"batching.micro_batch_size": 3},
+        {"batching.micro_batch_size": 64},
+        {"batching.global_batch_size": 9, "cluster.devices_per_node": 4},
+        {"batching.global_batch_size": 9, "cluster.devices_per_node": 4, "layout.dp_shard": 2, "layout.tp": 2},
+        {"batching.global_batch_size": 9, "cluster.devices_per_node": 8, "layout.pp": 2, "layout.cp": 2},
+        {"resilience.mode": "elastic", "resilience.replica_groups": 3, "cluster.devices_per_node": 3},
+        {"layout.pp": 2, "layout.pipeline_schedule": "interleaved", "batching.micro_batch_size": 8},
+    ],
+)
+def test_any_batch_divides_over_any_number_of_ranks(make_spec, changes: dict[str, Any]) -> None:
     assert check(make_spec(changes)) == []
 
 
@@ -267,10 +275,10 @@ def test_a_family_may_do_without_some_sizes(make_spec) -> None:
 def test_unknown_values_hide_no_faults_of_others(data) -> None:
     data["train"]["max_steps"] = "four"
     data["optim"] = {"lr": 0, "schedule": {"kind": "cosin"}}
-    data["batching"]["global_batch_size"] = 7
+    data["model"]["num_kv_heads"] = 3
     draft, mistyped = build(RunSpec, data)
     assert [problem.path for problem in mistyped] == ["optim.schedule.kind", "train.max_steps"]
-    assert [problem.path for problem in check(draft)] == ["optim.lr", "batching.global_batch_size"]
+    assert [problem.path for problem in check(draft)] == ["optim.lr", "model.num_kv_heads"]
 
 
 def test_compiling_without_a_compiler_is_told_before_the_workers_start(make_spec, monkeypatch, tmp_path) -> None:

@@ -28,9 +28,9 @@ class About:
     """The step and the run that a checkpoint belongs to."""
 
     step: int
-    """Updates done; the next sample's position is step * global_batch_size."""
+    """Updates done."""
     samples: int
-    """Samples seen, over all ranks."""
+    """Samples seen, over all ranks: the next sample's position."""
     seed: int
     recipe_digest: str
 

@@ -62,18 +62,17 @@ class Space:
 
     def _data_parallel(self, tp: int, cp: int, pp: int) -> Iterator[tuple[Layout, int, int]]:
         width = self.world_size // (tp * cp * pp)
-        samples = self.spec.batching.global_batch_size
-        if not self._keep(samples >= width, "a data-parallel rank would go without samples"):
+        samples, wanted = self.spec.batching.global_batch_size, self.spec.layout
+        idle = samples < width and AUTO in (wanted.tp, wanted.cp, wanted.pp)
+        if not self._keep(not idle, "a data-parallel rank would go without samples"):
             return
         per_rank = -(-samples // width)
         base = Layout(cp=cp, tp=tp, pp=pp, sequence_parallel=self.spec.layout.sequence_parallel and tp > 1)
         for sharded in self._shardings(base, width):
             for routed in self._expert_axes(sharded):
-                for micro in self._micro_batches(per_rank):
-                    for layout in self._schedules(routed):
-                        accum = count_micro_batches(per_rank, micro, turns_of(layout))
-                        if self._keep(accum <= per_rank, "fewer samples a rank than micro-batches of a turn"):
-                            yield layout, -(-per_rank // accum), accum
+                for layout in self._schedules(routed):
+                    for accum in self._micro_batches(per_rank, turns_of(layout)):
+                        yield layout, -(-per_rank // accum), accum
 
     def _shardings(self, base: Layout, width: int) -> Iterator[Layout]:
         """Sharded over all ranks, or for ZeRO-3 over a node's and replicated across, or not at all.
@@ -117,12 +116,14 @@ class Space:
                 if self._keep(ranks % (ep * etp) == 0, "ep does not divide the ranks that share experts"):
                     yield replace(base, ep=ep, etp=etp)
 
-    def _micro_batches(self, per_rank: int) -> Sequence[int]:
+    def _micro_batches(self, per_rank: int, turns: int) -> Sequence[int]:
+        """Return the numbers of micro-batches to try, each once."""
         pinned = self.spec.batching.micro_batch_size
-        if pinned != AUTO:
-            return (min(int(pinned), per_rank),)
-        powers = [2**power for power in range(MAX_MICRO_BATCHES) if 2**power <= per_rank]
-        return powers if per_rank in powers else [*powers, per_rank]
+        powers = [2**power for power in range(MAX_MICRO_BATCHES) if 2**power < per_rank]
+        sizes = [*powers, per_rank] if pinned == AUTO else [int(pinned)]
+        numbers = dict.fromkeys(count_micro_batches(per_rank, size, turns) for size in sizes)
+        most = per_rank if self.spec.layout.pipeline_schedule == AUTO else max(numbers)
+        return [n for n in numbers if self._keep(n <= most, "fewer samples a rank than micro-batches of a turn")]
 
     def _schedules(self, base: Layout) -> Iterator[Layout]:
         wanted = self.spec.layout

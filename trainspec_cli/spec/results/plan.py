@@ -24,7 +24,9 @@ class Plan:
     compute: Literal["bf16", "fp32", "fp64"]
     """fp64 is for references alone: no recipe asks for it."""
     micro_batch_size: int
+    """Samples of the largest micro-batch."""
     grad_accum_steps: int
+    """Micro-batches of each rank in a step."""
     recompute: Recompute
     offload: Offload
     params: int
