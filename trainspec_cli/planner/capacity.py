@@ -11,6 +11,7 @@ from trainspec_cli.planner.hardware.rates import Efficiency, peak_flops_per_s
 from trainspec_cli.planner.hardware.topology import Fabric
 from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
 from trainspec_cli.planner.memory.predict import layer_memory, predict_memory
+from trainspec_cli.planner.run.batches import predict_sizes
 from trainspec_cli.planner.search.search import SLOWER, TOO_LARGE, Estimated, Search, recompute_names, share_recomputed
 from trainspec_cli.planner.search.space import Space
 from trainspec_cli.planner.setup import Setup, Software
@@ -229,6 +230,7 @@ def candidate_of(found: Estimated, spec: RunSpec, eff: Efficiency) -> Candidate:
         memory_limit_bytes=memory_limit_bytes(setup.fabric.chip),
         memory=stages,
         time=time,
+        sized_steps=predict_sizes(setup, spec, eff),
     )
 
 
