@@ -14,10 +14,10 @@ from trainspec_cli.policy.noise import (
     NoiseMeasurement,
     adascale_gain,
     best_size,
-    goodput,
     measure_noise,
     next_size,
     statistical_efficiency,
+    useful_samples_per_s,
 )
 from trainspec_cli.spec.recipe.batching import BatchingSpec, BatchScheduleSpec
 
@@ -196,7 +196,10 @@ def test_the_best_size_of_affine_steps_is_the_closed_form(fixed_s, sample_s, noi
     sizes = sorted({start, *(max(start, round(best * factor)) for factor in (0.5, 0.8, 1.0, 1.25, 2.0))})
     expected = min(sizes, key=lambda size: abs(math.log(size / best)))
     chosen = best_size(sizes, lambda size: size / (fixed_s + sample_s * size), noise_scale)
-    of = [goodput(size / (fixed_s + sample_s * size), noise_scale, start, size) for size in (chosen, expected)]
+    of = [
+        useful_samples_per_s(size / (fixed_s + sample_s * size), noise_scale, start, size)
+        for size in (chosen, expected)
+    ]
     assert of[0] == pytest.approx(max(of))
     assert of[0] == pytest.approx(of[1], rel=0.02)
 
@@ -220,7 +223,7 @@ def test_the_size_chosen_from_measurements_has_95_percent_of_the_best_goodput(se
         return true_speed(size) * float(np.random.default_rng([seed, size]).normal(1, 0.01))
 
     def of(size: int) -> float:
-        return goodput(true_speed(size), noise_scale, 64, size)
+        return useful_samples_per_s(true_speed(size), noise_scale, 64, size)
 
     sizes = BatchingSpec(global_batch_size=64, schedule=BatchScheduleSpec(growth=1.5)).sizes_up_to(20_000)
     chosen = best_size(sizes, measured_speed, average.noise_scale)

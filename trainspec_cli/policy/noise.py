@@ -109,16 +109,16 @@ def statistical_efficiency(noise_scale: float, start: int, size: int) -> float:
     return 1.0 if math.isinf(noise_scale) else (noise_scale + start) / (noise_scale + size)
 
 
-def goodput(samples_per_s: float, noise_scale: float, start: int, size: int) -> float:
-    """Return samples a second, counted as if all were of steps of `start` (Pollux)."""
+def useful_samples_per_s(samples_per_s: float, noise_scale: float, start: int, size: int) -> float:
+    """Return samples a second, counted as if all were of steps of `start`; what Pollux calls the goodput."""
     return samples_per_s * statistical_efficiency(noise_scale, start, size)
 
 
 def best_size(sizes: Sequence[int], samples_per_s: Callable[[int], float], noise_scale: float) -> int:
-    """Return the one of `sizes` with the highest goodput; of equals the smallest.
+    """Return the one of `sizes` with the most useful samples a second; of equals the smallest.
 
-    `samples_per_s`: the throughput of each size. For steps of alpha + beta B seconds the goodput is highest at
-    B = sqrt(alpha B_noise / beta), and among sizes that double at least 97% of that.
+    `samples_per_s`: the throughput of each size. For steps of alpha + beta B seconds the best size is
+    sqrt(alpha B_noise / beta), and the best of sizes that double is at least 97% as good.
     """
     start = min(sizes)
-    return max(sorted(sizes), key=lambda size: goodput(samples_per_s(size), noise_scale, start, size))
+    return max(sorted(sizes), key=lambda size: useful_samples_per_s(samples_per_s(size), noise_scale, start, size))

@@ -10,6 +10,7 @@ import pytest
 from trainspec_cli.planner.capacity import plan_capacity
 from trainspec_cli.planner.run.batches import PREDICTED_SIZES, expect_work
 from trainspec_cli.planner.run.forecast import forecast_run
+from trainspec_cli.planner.search.auto import as_plan
 from trainspec_cli.policy.batch import schedule_batches, step_batch
 from trainspec_cli.spec.recipe.batching import BatchingSpec, BatchScheduleSpec, RampStage
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec
@@ -97,6 +98,21 @@ def test_the_work_is_that_of_the_steps_one_after_the_other() -> None:
     assert work.time.dp_comm_s == pytest.approx(0.5)
     last_as_the_others = taken[-2] - taken[-1]
     assert work.work_s == pytest.approx(0.5 * len(taken) + 0.01 * (sum(taken) + last_as_the_others))
+
+
+def test_layouts_are_ranked_for_the_size_that_trains_most_samples() -> None:
+    """Of a ramp to 16 times the batch: those of that batch alone, as far as the first size divides over them."""
+    long_ramp = BatchScheduleSpec(kind="ramp", stages=(RampStage(10**6, 512),))
+    free = LayoutSpec(dp_replicate=1, pp="auto", tp="auto")
+    growing, constant = make_spec(long_ramp, layout=free), make_spec(CONSTANT, 512, layout=free)
+    plans = [plan_capacity(spec) for spec in (growing, constant)]
+    layouts = [[candidate.layout for candidate in plan.candidates] for plan in plans]
+    of_the_first = [candidate.layout for candidate in plan_capacity(make_spec(CONSTANT, layout=free)).candidates]
+    assert layouts[0] == layouts[1] != of_the_first
+    first, same = plans[0].candidates[0], plans[1].candidates[0]
+    assert (first.step_time_s, first.tokens_per_s, first.mfu) == (same.step_time_s, same.tokens_per_s, same.mfu)
+    assert "layouts are ranked by steps of 512 samples, which train most of the run" in plans[0].assumptions
+    assert as_plan(growing, first, plans[0], "bf16").grad_accum_steps == same.grad_accum_steps // 16
 
 
 def test_a_forecast_is_of_the_steps_that_the_run_makes() -> None:

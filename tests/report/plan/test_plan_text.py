@@ -64,15 +64,14 @@ def test_a_batch_that_grows_is_told_by_its_sizes(plan: dict[str, Any]) -> None:
     text = text_of(render_plan(growing(plan, 2)))
     assert "in 199 steps, 128 to 256 samples a step" in line_with(text, "run")
     row = line_with(text, "steps")
-    assert "199" in row and "100 of 128 samples (4.0 s each); 99 of 256 samples (5.0 s each)" in row
+    assert "199" in row and "100 of 128 samples (4.0 s), 99 of 256 (5.0 s)" in row
 
 
 def test_of_many_sizes_the_first_and_the_last_are_told(plan: dict[str, Any]) -> None:
     (row,) = [row for row in run_rows(growing(plan, 9)) if row[0] == "steps"]
     assert row[3] == (
-        "100 of 128 samples (4.0 s each); 99 of 256 samples (5.0 s each); 98 of 512 samples (6.0 s each); "
-        "3 more sizes; 94 of 8,192 samples (10.0 s each); 93 of 16,384 samples (11.0 s each); "
-        "92 of 32,768 samples (12.0 s each)"
+        "100 of 128 samples (4.0 s), 99 of 256 (5.0 s), 98 of 512 (6.0 s), 3 more sizes, "
+        "94 of 8,192 (10.0 s), 93 of 16,384 (11.0 s), 92 of 32,768 (12.0 s)"
     )
 
 

@@ -11,6 +11,7 @@ from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.step import estimate_step
 from trainspec_cli.policy.batch import run_phases, schedule_batches
+from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.forecast import BatchForecast
 from trainspec_cli.spec.results.prediction import Candidate, SizedStep, StepTime
@@ -43,12 +44,24 @@ def predict_sizes(setup: Setup, spec: RunSpec, eff: Efficiency) -> tuple[SizedSt
     sizes = sorted({phase.step_samples for phase in run_phases(schedule_batches(spec))})
     if sizes == [spec.batching.global_batch_size]:
         return ()
-    turns = setup.layout.pp if setup.layout.pipeline_schedule == "interleaved" else 1
-    at_once = setup.layout.data_parallel_size * setup.micro_batch_size * turns
-    return tuple(
-        SizedStep(size, estimate_step(replace(setup, grad_accum=math.ceil(size / at_once) * turns), eff))
-        for size in _spread(sizes)
-    )
+
+    def predict(samples: int) -> SizedStep:
+        micro_batches = count_micro_batches(setup.layout, setup.micro_batch_size, samples)
+        return SizedStep(samples, estimate_step(replace(setup, grad_accum=micro_batches), eff))
+
+    return tuple(map(predict, _spread(sizes)))
+
+
+def count_micro_batches(layout: Layout, micro_batch_size: float, samples: int) -> int:
+    """Return the micro-batches of each rank in a step of `samples`; the last may not be full."""
+    turns = layout.pp if layout.pipeline_schedule == "interleaved" else 1
+    return math.ceil(samples / (layout.data_parallel_size * micro_batch_size * turns)) * turns
+
+
+def main_size(spec: RunSpec) -> int:
+    """Return the size of the steps that train most of the run's samples: layouts are chosen for it."""
+    phases = run_phases(schedule_batches(spec))
+    return max(phases, key=lambda phase: phase.steps * phase.step_samples).step_samples
 
 
 def _spread(sizes: Sequence[int]) -> Sequence[int]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import axis_groups
 from trainspec_cli.planner.memory.frameworks import LayerMemory, mean_layer_memory, memory_limit_bytes, peak_of
+from trainspec_cli.planner.run.batches import count_micro_batches
 from trainspec_cli.planner.search.space import Space
 from trainspec_cli.planner.setup import RECOMPUTE, Setup, Software
 from trainspec_cli.planner.time.compute import EIGHT_BIT
@@ -53,6 +54,8 @@ class Search:
     keep: int = 10
     layer_memory: Callable[[Setup, str], LayerMemory] = lambda setup, _recompute: mean_layer_memory(setup)
     """Of a layer under a recomputation."""
+    samples: int | None = None
+    """Of the step that layouts are ranked by; None: of the run's first, which the space divides."""
     slack: float = 1.0
     """Of the limit: what is over by less may fit when it is counted more closely."""
     considered: int = 0
@@ -77,6 +80,8 @@ class Search:
 
     def _setup(self, layout: Layout, micro: int, accum: int) -> Setup:
         sharded = layout.shards_parameters
+        if self.samples is not None:
+            accum = count_micro_batches(layout, micro, self.samples)
         return replace(
             self.template,
             layout=layout,

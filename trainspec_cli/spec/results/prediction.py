@@ -91,7 +91,7 @@ class Candidate:
     memory: tuple[MemoryBreakdown, ...]
     """One for each pipeline stage."""
     time: StepTime
-    """Of a step of the run's first size, as is every other figure here."""
+    """Where the batch changes: of a step of the size that trains most of the samples, as is every other figure."""
     sized_steps: tuple[SizedStep, ...] = ()
     """Where the batch changes: steps of its sizes, or of some of many, smallest first."""
 
