@@ -185,23 +185,12 @@ def test_a_batch_of_the_noise_scale_uses_its_samples_half_as_well_as_the_smalles
     assert statistical_efficiency(1e6, 1, 10**6) == pytest.approx(0.5, rel=1e-5)
 
 
-@given(
-    fixed_s=st.floats(1e-3, 10),
-    sample_s=st.floats(1e-5, 1e-2),
-    noise_scale=st.floats(10, 1e6),
-    start=st.integers(1, 64),
-)
-def test_the_best_size_of_affine_steps_is_the_closed_form(fixed_s, sample_s, noise_scale, start) -> None:
+@given(fixed_s=st.floats(1e-2, 10), sample_s=st.floats(1e-5, 1e-2), noise_scale=st.floats(10, 1e6))
+def test_the_best_size_of_affine_steps_is_the_closed_form(fixed_s, sample_s, noise_scale) -> None:
     best = math.sqrt(fixed_s * noise_scale / sample_s)
-    sizes = sorted({start, *(max(start, round(best * factor)) for factor in (0.5, 0.8, 1.0, 1.25, 2.0))})
-    expected = min(sizes, key=lambda size: abs(math.log(size / best)))
+    sizes = [round(1000 * 1.25**n) for n in range(35)]
     chosen = best_size(sizes, lambda size: size / (fixed_s + sample_s * size), noise_scale)
-    of = [
-        useful_samples_per_s(size / (fixed_s + sample_s * size), noise_scale, start, size)
-        for size in (chosen, expected)
-    ]
-    assert of[0] == pytest.approx(max(of))
-    assert of[0] == pytest.approx(of[1], rel=0.02)
+    assert abs(math.log(chosen / max(best, 1000))) <= math.log(1.25) / 2 + 1e-3
 
 
 @pytest.mark.parametrize("seed", range(4))
