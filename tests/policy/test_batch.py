@@ -14,6 +14,7 @@ from trainspec_cli.policy.batch import (
     OPTIMIZER_RULES,
     BatchPhase,
     BatchSchedule,
+    BatchStage,
     StepBatch,
     count_steps,
     run_phases,
@@ -255,8 +256,14 @@ def test_beyond_the_largest_size_the_rate_falls_on() -> None:
 def test_the_batch_stays_while_the_rate_warms_up() -> None:
     lr = ScheduleSpec(kind="cosine", warmup_steps=200, final_lr_ratio=0.1)
     schedule = make_schedule(seesaw(), lr)
-    assert schedule.stages[1].from_samples > 200 * 64
+    first = next(step for step in range(200, 1000) if learning_rate(lr, 1.0, step, 1000) <= 64 / 96)
+    assert schedule.stages[1] == BatchStage(first * 64, 96)
     assert [step.lr for step in walk(schedule)[:3]] == [0.01, 0.02, 0.03]
+
+
+def test_no_size_is_larger_than_the_run() -> None:
+    schedule = make_schedule(seesaw(2.0), ScheduleSpec(kind="cosine", final_lr_ratio=0.0), max_steps=10)
+    assert max(stage.step_samples for stage in schedule.stages) <= 640
 
 
 def test_seesaw_of_a_late_decay_grows_late() -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from trainspec_cli.planner.capacity import plan_capacity
-from trainspec_cli.planner.run.batches import PREDICTED_SIZES, expect_work
+from trainspec_cli.planner.run.batches import PREDICTED_SIZES, expect_work, main_size
 from trainspec_cli.planner.run.forecast import forecast_run
 from trainspec_cli.planner.search.auto import as_plan
 from trainspec_cli.policy.batch import schedule_batches, step_batch
@@ -125,12 +125,34 @@ def test_a_forecast_is_of_the_steps_that_the_run_makes() -> None:
     work_s = sum(batch.steps * batch.step_time_s for batch in runs[1].batches)
     goodput = runs[1].goodput.goodput.value
     assert runs[1].wall_time_s.value == pytest.approx(work_s / goodput)
+    assert runs[1].goodput.wall_time_s == pytest.approx(work_s / goodput)
     assert runs[1].wall_time_s.value < runs[0].wall_time_s.value
     assert runs[1].energy_joules is not None
     assert runs[0].energy_joules is not None
     assert runs[1].energy_joules.value < runs[0].energy_joules.value
     step_time_s = next(one for one in runs[1].assumptions if one.key == "step_time_s")
     assert step_time_s.value == pytest.approx(work_s / runs[1].steps)
+
+
+def test_a_device_that_waits_in_large_steps_takes_less_energy() -> None:
+    spec = make_spec(SEESAW)
+    candidate = best(spec)
+    busy = (SizedStep(32, StepTime(matmul_s=1.0)), SizedStep(256, StepTime(matmul_s=8.0)))
+    waiting = (SizedStep(32, StepTime(matmul_s=1.0)), SizedStep(256, StepTime(matmul_s=1.0, bubble_s=7.0)))
+    energies = [
+        forecast_run(spec, plan_capacity(spec), replace(candidate, sized_steps=steps)).energy_joules
+        for steps in (busy, waiting)
+    ]
+    assert energies[0] is not None
+    assert energies[1] is not None
+    assert energies[1].value < energies[0].value
+
+
+def test_the_main_size_trains_most_samples_however_large_others_are() -> None:
+    tokens = 32 * 5000 * 2048
+    stages = (RampStage(tokens // 10, 64), RampStage(tokens - tokens // 10, 512))
+    assert main_size(make_spec(BatchScheduleSpec(kind="ramp", stages=stages))) == 64
+    assert main_size(make_spec(CONSTANT)) == 32
 
 
 def test_a_batch_that_follows_the_noise_is_forecast_as_the_first_and_says_so() -> None:

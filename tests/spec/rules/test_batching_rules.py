@@ -61,6 +61,7 @@ def test_sound_schedules(make_spec, changes: dict[str, Any]) -> None:
         (RAMP | stages((100, 16)) | {LARGEST: 64}, LARGEST, "kind` is ramp, which has no largest size",
          f"type {LARGEST}=null"),
         (SEESAW | {LARGEST: 4}, LARGEST, "is 4, and the run begins with 8", f"type {LARGEST}=12 or more"),
+        (SEESAW | {LARGEST: 8}, f"{PATH}.growth", "leads from 8 to no size up to the largest, 8", ""),
         (SEESAW | {LARGEST: 11}, f"{PATH}.growth", "leads from 8 to no size up to the largest, 11",
          f"type {PATH}.growth=1.1, a larger {LARGEST}"),
         (SEESAW | {"optim.schedule.final_lr_ratio": 0.8}, f"{PATH}.growth", "no size up to the largest, 10", ""),
