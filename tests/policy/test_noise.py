@@ -155,6 +155,24 @@ def test_a_size_of_a_recipe_that_was_changed_goes_to_the_nearest_below() -> None
     assert decide(batching(largest=128), [None], size=256) == [128]
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_follows_a_noise_scale_that_grows_and_stays_where_it_does(seed: int) -> None:
+    """From 60 to 400 over 2,000 steps; every step of eight ranks is measured, and every hundredth decided on."""
+    chance, spec = np.random.default_rng(seed), batching(largest=2000)
+    average, size, sizes = NoiseAverage(), 64, []
+    for step in range(1, 4001):
+        noise_scale = min(400.0, 60 * (400 / 60) ** (step / 2000))
+        ranks = math.sqrt(1 / 400) + chance.normal(size=(8, 400)) * math.sqrt(noise_scale / 400 / (size / 8))
+        whole = ranks.mean(axis=0)
+        measured = measure_noise(float((ranks**2).sum() / 8), float(whole @ whole), size, 8)
+        average = average.updated(measured, spec.schedule.smoothing_steps)
+        if step % spec.schedule.interval_steps == 0:
+            size = next_size(spec, size, average.noise_scale)
+            sizes.append(size)
+    assert sizes == sorted(sizes)
+    assert set(sizes) == {64, 128, 256}
+
+
 @given(first=st.integers(1, 5000), growth=st.floats(1.05, 16), times=st.floats(1, 50))
 def test_sizes_rise_to_the_largest_in_parts_of_the_first(first: int, growth: float, times: float) -> None:
     spec = BatchingSpec(global_batch_size=first, schedule=BatchScheduleSpec(growth=growth))

@@ -28,7 +28,7 @@ class BatchScheduleSpec:
 
     A run begins with `batching.global_batch_size` samples a step and trains `train.max_steps` times as many, whatever
     the schedule: progress is counted in samples, and a batch that grows makes fewer steps of them. The learning rate
-    follows `optim.schedule` over the samples, times a factor for the batch.
+    follows `optim.schedule`, whose steps are of the first size, over the samples, times a factor for the batch.
     """
 
     kind: Literal["constant", "ramp", "seesaw", "noise"] = "constant"
