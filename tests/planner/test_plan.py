@@ -9,8 +9,9 @@ import pytest
 
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.planner.plan import choose_micro_batch, plan, resolve_layout
+from trainspec_cli.policy.batch import count_steps, schedule_batches
 from trainspec_cli.policy.division import even_division, take_portion
-from trainspec_cli.spec.recipe.batching import BatchingSpec
+from trainspec_cli.spec.recipe.batching import BatchingSpec, BatchScheduleSpec
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, Machine
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.kernels import KernelSpec
@@ -50,6 +51,24 @@ def test_gpus_are_all_taken_and_their_peak_is_the_data_sheets():
 def test_a_peak_that_no_sheet_gives_is_left_to_be_measured(compute, gpu):
     machine = replace(H200S, gpu_names=(gpu,))
     assert plan(replace(SPEC, precision=PrecisionSpec(compute=compute)), machine).peak_flops is None
+
+
+def scheduled(**schedule: Any) -> RunSpec:
+    batching = BatchingSpec(global_batch_size=48, schedule=BatchScheduleSpec(**schedule))
+    return replace(SPEC, batching=batching, train=TrainSection(max_steps=1000))
+
+
+def test_a_plan_counts_the_steps_of_a_batch_that_changes() -> None:
+    constant, seesaw = plan(scheduled(), LAPTOP), plan(scheduled(kind="seesaw"), LAPTOP)
+    assert (constant.steps, constant.total_steps) == (None, 1000)
+    assert seesaw.steps == seesaw.total_steps == count_steps(schedule_batches(seesaw.spec)) < 700
+
+
+def test_noise_is_measured_between_two_ranks_at_least() -> None:
+    spec = scheduled(kind="noise", max_global_batch_size=96)
+    assert plan(spec, LAPTOP).total_steps == 1000
+    with pytest.raises(RecipeError, match="is measured between data-parallel ranks, and there is 1"):
+        plan(spec, replace(LAPTOP, cpu_cores=1))
 
 
 def test_the_micro_batch_keeps_to_the_token_limit():

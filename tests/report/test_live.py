@@ -19,8 +19,8 @@ MakeView = Callable[..., tuple[LiveView, io.StringIO]]
 def make_view(fake_run: Any) -> MakeView:
     def make(terminal: bool = False) -> tuple[LiveView, io.StringIO]:
         output = io.StringIO()
-        train = SimpleNamespace(max_steps=20, log_interval_steps=5)
-        plan: Any = SimpleNamespace(spec=SimpleNamespace(train=train, compile=True))
+        train = SimpleNamespace(log_interval_steps=5)
+        plan: Any = SimpleNamespace(spec=SimpleNamespace(train=train, compile=True), total_steps=20)
         return LiveView(fake_run.dir, plan, Console(file=output, force_terminal=terminal, width=110)), output
 
     return make

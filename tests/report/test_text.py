@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from trainspec_cli.report.backtest import render_backtest
 from trainspec_cli.report.findings import render_certificate, render_diagnosis
 from trainspec_cli.report.progress import Progress
-from trainspec_cli.report.text import describe_event, describe_progress
+from trainspec_cli.report.text import describe_event, describe_plan, describe_progress
 from trainspec_cli.rundir.event_types import (
     CadenceEvent,
     CheckpointEvent,
@@ -24,7 +24,12 @@ from trainspec_cli.rundir.event_types import (
     StartEvent,
     StepEvent,
 )
+from trainspec_cli.spec.recipe.batching import BatchScheduleSpec
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.doctor import Check, Diagnosis, NodeReport
+from trainspec_cli.spec.results.forecast import RunForecast
+from trainspec_cli.spec.results.plan import Plan
 
 
 def text_of(rendered: RenderableType, width: int = 120) -> list[str]:
@@ -114,6 +119,18 @@ EVAL = EvalEvent(step=4, heldout_loss=1.5, heldout_bits_per_byte=2.0)
 )  # fmt: skip
 def test_an_event_in_words(event: Event, shown: str) -> None:
     assert describe_event(event) == shown
+
+
+def test_a_plan_tells_its_batch_and_steps(forecast: tuple[RunSpec, RunForecast]) -> None:
+    spec, _ = forecast
+    constant = Plan(spec, Layout(), "cuda", 2, 8, "bf16", 2, 4, "none", "none", 8_030_261_248, 5.1e10)
+    seesaw = replace(spec, batching=replace(spec.batching, schedule=BatchScheduleSpec(kind="seesaw")))
+    shown = describe_plan(constant)
+    assert "batch     128 samples of 8192 tokens, 2 a process at a time" in shown
+    assert "steps     1000, 1.05B tokens in all" in shown
+    shown = describe_plan(replace(constant, spec=seesaw, steps=640))
+    assert "batch     128 samples of 8192 tokens at first (seesaw), 2 a process at a time" in shown
+    assert "steps     640, 1.05B tokens in all" in shown
 
 
 def backtest(**changes: Any) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from trainspec_cli.rundir.record import (
     RunRecord,
     RunResult,
     WorkerErrorRecord,
+    planned_steps,
     read_data_dir,
     read_error,
     read_max_steps,
@@ -174,6 +175,7 @@ def test_a_plan_of_another_version_is_refused_with_what_is_wrong(run: RunDir) ->
         ({}, "has no `spec`; an object is needed"),
         ({"spec": {"train": 7}}, "has no section `spec.train`"),
         ({"spec": {"train": {"max_steps": "many"}}}, "has 'many' as `max_steps`; a whole number is needed"),
+        ({"spec": {}, "steps": "many"}, "has 'many' as `steps`; a whole number is needed"),
     ],
 )
 def test_a_damaged_plan_is_reported_whatever_its_version(run: RunDir, content: dict[str, Any], reason: str) -> None:
@@ -187,6 +189,12 @@ def test_the_steps_of_a_run_of_any_version(run: RunDir, spec: dict[str, Any], st
     assert (read_plain_plan(run), read_max_steps(run)) == ({}, None)
     write_json(run.plan_json, {"spec": spec})
     assert read_max_steps(run) == steps
+
+
+@pytest.mark.parametrize(("planned", "steps"), [(None, 3), (2, 2)])
+def test_a_plan_whose_batch_changes_says_how_many_steps_that_makes(run: RunDir, planned, steps: int) -> None:
+    write_json(run.plan_json, {"spec": {"train": {"max_steps": 3}}, "steps": planned})
+    assert read_max_steps(run) == planned_steps(read_plain_plan(run)) == steps
 
 
 def test_a_section_that_is_no_object_is_reported(run: RunDir) -> None:

@@ -25,8 +25,9 @@ def _summary(recipe: str, plan: Plan) -> str:
     spec = plan.spec
     units = format_count(spec.train.max_steps * plan.tokens_per_step)
     length = f" x {spec.data.seq_len} tokens" if spec.data.unit == "tokens" else " samples"
+    first = "" if spec.batching.schedule.kind == "constant" else " at first"
     return (
         f"{recipe} is valid: {spec.model.name or spec.model.family}, {format_count(plan.params)} parameters, "
-        f"{spec.train.max_steps} steps of {spec.batching.global_batch_size}{length} "
+        f"{plan.total_steps} steps of {spec.batching.global_batch_size}{length}{first} "
         f"({units} in all), {plan.world_size} x {plan.device} in {plan.compute}"
     )

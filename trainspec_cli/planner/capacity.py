@@ -11,6 +11,7 @@ from trainspec_cli.planner.hardware.rates import Efficiency, peak_flops_per_s
 from trainspec_cli.planner.hardware.topology import Fabric
 from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
 from trainspec_cli.planner.memory.predict import layer_memory, predict_memory
+from trainspec_cli.planner.run.batches import main_size, predict_sizes
 from trainspec_cli.planner.search.search import SLOWER, TOO_LARGE, Estimated, Search, recompute_names, share_recomputed
 from trainspec_cli.planner.search.space import Space
 from trainspec_cli.planner.setup import Setup, Software
@@ -84,6 +85,7 @@ def run_search(spec: RunSpec, fabric: Fabric, eff: Efficiency, keep: int) -> tup
         eff=eff,
         keep=keep,
         layer_memory=layer_memory,
+        samples=main_size(spec),
         slack=SLACK,
     )
     return search, search.run(Space(spec, fabric.num_devices, fabric.scaleup_devices))
@@ -210,7 +212,7 @@ def candidate_of(found: Estimated, spec: RunSpec, eff: Efficiency) -> Candidate:
     time = estimate_step(setup, eff)
     stages = predict_memory(setup, found.recompute)
     devices = setup.fabric.num_devices
-    tokens_per_s = spec.batching.global_batch_size * _length(spec) / time.total_s
+    tokens_per_s = main_size(spec) * _length(spec) / time.total_s
     model_flops = workload.flops_per_token(spec.model, spec.data.seq_len, spec.lora)
     mfu = tokens_per_s * model_flops / devices / peak_flops_per_s(setup.fabric.chip, setup.matmul)
     attention = workload.mixing_flops_per_token(spec.model, spec.data.seq_len)
@@ -229,6 +231,7 @@ def candidate_of(found: Estimated, spec: RunSpec, eff: Efficiency) -> Candidate:
         memory_limit_bytes=memory_limit_bytes(setup.fabric.chip),
         memory=stages,
         time=time,
+        sized_steps=predict_sizes(setup, spec, eff),
     )
 
 
@@ -284,6 +287,8 @@ def assumptions(spec: RunSpec, fabric: Fabric) -> Iterator[str]:
         yield f"{chip.name}: no measured matmul rate; a usual part of the peak is taken, by its board power"
     if fabric.num_devices > fabric.scaleup_devices and not spec.cluster.nic_gbit_per_s:
         yield f"the cluster names no network between nodes: {fabric.nic_gbit_per_s:g} Gbit/s a device, as is usual"
+    if main_size(spec) != spec.batching.global_batch_size:
+        yield f"layouts are ranked by steps of {main_size(spec):,} samples, which train most of the run"
     if not spec.compile:
         yield "kernels are launched one by one (compile: false)"
 

@@ -10,12 +10,14 @@ from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner import workload
 from trainspec_cli.planner.hardware.catalogue import find_accelerator
 from trainspec_cli.planner.search.auto import best_candidate, is_searched
+from trainspec_cli.policy.batch import count_steps, schedule_batches
 from trainspec_cli.policy.division import count_micro_batches, turns_of
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec, PipelineSchedule
 from trainspec_cli.spec.recipe.run import Recompute, RunSpec
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.rules.batching import noise_ranks
 from trainspec_cli.spec.rules.elastic import wanted_groups, whole_hosts
 from trainspec_cli.spec.rules.layout import size_of
 
@@ -27,10 +29,12 @@ FILLING = 4
 
 
 def plan(spec: RunSpec, machine: Machine) -> Plan:
-    """Resolve `spec` on `machine`. Raises RecipeError where the sizes do not divide."""
+    """Resolve `spec` on `machine`. Raises RecipeError where the sizes do not divide, or no rank is left to measure."""
     device = resolve_device(spec.cluster, machine)
     devices_per_node = resolve_devices_per_node(spec, device, machine)
     layout, groups, micro_batch_size, grad_accum_steps, recompute = _choose(spec, machine, device, devices_per_node)
+    if problems := list(noise_ranks(spec, groups * layout.data_parallel_size)):
+        raise RecipeError(problems)
     compute = resolve_compute(spec, machine)
     peak_flops, peak_source = known_peak(spec.cluster, machine, device, compute)
     return Plan(
@@ -46,6 +50,7 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
         recompute=recompute,
         offload="none" if spec.offload == AUTO else spec.offload,
         kernels=spec.kernels,
+        steps=None if spec.batching.schedule.kind == "constant" else count_steps(schedule_batches(spec)),
         params=workload.count_params(spec.model),
         flops_per_token=workload.flops_per_token(spec.model, spec.data.seq_len, spec.lora),
         peak_flops=peak_flops,

@@ -92,7 +92,7 @@ def turns_of(layout: Layout) -> int:
     return layout.pp if layout.pipeline_schedule == "interleaved" else 1
 
 
-def count_micro_batches(samples: int, micro_batch_size: int, turns: int) -> int:
+def count_micro_batches(samples: int, micro_batch_size: float, turns: int) -> int:
     """Return how many micro-batches of at most that size a rank needs for its samples, in whole turns."""
     return math.ceil(max(1, math.ceil(samples / micro_batch_size)) / turns) * turns
 
@@ -123,6 +123,11 @@ def _given_one(samples: int, weights: Sequence[float]) -> set[int]:
         given.add(rank)
         total -= weights[rank]
     return given
+
+
+def micro_batches_of(layout: Layout, micro_batch_size: float, samples: int) -> int:
+    """Return the micro-batches of each rank in a step of `samples`, over ranks that are equally fast."""
+    return count_micro_batches(math.ceil(samples / layout.data_parallel_size), micro_batch_size, turns_of(layout))
 
 
 def divide(counts: Sequence[int], micro_batches: int) -> tuple[OwnSamples, ...]:

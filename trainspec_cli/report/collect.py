@@ -27,7 +27,7 @@ from trainspec_cli.rundir.event_types import (
 from trainspec_cli.rundir.events import read_log, read_sound
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_plain_plan, read_result, read_run_record
+from trainspec_cli.rundir.record import planned_steps, read_plain_plan, read_result, read_run_record
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.json_text import finite_or_none
 from trainspec_cli.spec.recipe.kernels import KernelSpec, KernelTable
@@ -140,7 +140,7 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
         status=status_of(run, running=running, queued=queued),
         exit_code=result.exit_code if result else None,
         steps=steps[-1].step if steps else begin.step if begin else 0,
-        max_steps=plan.get("spec", {}).get("train", {}).get("max_steps"),
+        max_steps=planned_steps(plan),
         elapsed_s=first.last_time - first.first_time,
         start_steps=tuple(start.begin.step for start in first.starts if start.begin),
         world_size=world_size,

@@ -57,7 +57,7 @@ class LiveView:
     def __init__(self, run: RunDir, plan: Plan, console: Console):
         train = plan.spec.train
         self._tail = EventTail(run.events(0))
-        self._progress = Progress(train.max_steps)
+        self._progress = Progress(plan.total_steps)
         self._before_first_step = "compiling" if plan.spec.compile else "first step"
         self._screen: Screen = (
             TerminalScreen(console) if console.is_terminal else PlainScreen(console, train.log_interval_steps)

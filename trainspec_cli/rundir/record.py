@@ -95,6 +95,8 @@ def read_plain_plan(run: RunDir) -> dict[str, Any]:
         raise unreadable(run.plan_json, "has no section `spec.train`")
     if "max_steps" in train:
         check_field(run.plan_json, train, "max_steps", int)
+    if plan.get("steps") is not None:
+        check_field(run.plan_json, plan, "steps", int)
     return plan
 
 
@@ -108,8 +110,14 @@ def read_section(run: RunDir, name: str) -> dict[str, Any]:
 
 def read_max_steps(run: RunDir) -> int | None:
     """Return the steps that the run was to make; None where no plan says."""
-    max_steps: int | None = read_plain_plan(run).get("spec", {}).get("train", {}).get("max_steps")
-    return max_steps
+    return planned_steps(read_plain_plan(run))
+
+
+def planned_steps(plan: dict[str, Any]) -> int | None:
+    """Return the steps of a plan that `read_plain_plan` has read, as `Plan.total_steps`; None where it does not say."""
+    steps: int | None = plan.get("steps")
+    max_steps: int | None = plan.get("spec", {}).get("train", {}).get("max_steps")
+    return max_steps if steps is None else steps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from trainspec_cli.report.plan.json import plan_as_json
+from trainspec_cli.spec.results.forecast import BatchForecast
 
 
 def test_the_schema_has_the_promised_names(plan: dict[str, Any]) -> None:
@@ -28,6 +29,15 @@ def test_the_schema_has_the_promised_names(plan: dict[str, Any]) -> None:
     assert all(promised <= candidate.keys() for candidate in plan["candidates"])
     promised = {"tokens", "wall_time_s", "goodput", "energy_joules", "carbon_kg", "cost_usd", "assumptions"}
     assert promised <= plan["run"].keys()
+
+
+def test_the_steps_of_each_size_have_promised_names(found, forecast) -> None:
+    (spec, run), (_, capacity) = forecast, found
+    of_sizes = replace(run, batches=(BatchForecast(128, 500, 4.0), BatchForecast(256, 250, 7.5)))
+    assert plan_as_json(spec, capacity, of_sizes)["run"]["batches"] == [
+        {"step_samples": 128, "steps": 500, "step_time_s": 4.0},
+        {"step_samples": 256, "steps": 250, "step_time_s": 7.5},
+    ]
 
 
 def test_it_survives_being_written_and_read(plan: dict[str, Any]) -> None:

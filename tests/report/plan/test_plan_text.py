@@ -54,6 +54,32 @@ def test_memory_and_time_are_taken_apart(plan: dict[str, Any]) -> None:
     assert "logits" not in text
 
 
+def growing(plan: dict[str, Any], sizes: int) -> dict[str, Any]:
+    """The plan with a batch of 128, 256, ... samples, of 100, 99, ... steps each."""
+    batches = [{"step_samples": 128 * 2**n, "steps": 100 - n, "step_time_s": 4.0 + n} for n in range(sizes)]
+    return plan | {"run": plan["run"] | {"batches": batches, "steps": sum(batch["steps"] for batch in batches)}}
+
+
+def test_a_batch_that_grows_is_told_by_its_sizes(plan: dict[str, Any]) -> None:
+    text = text_of(render_plan(growing(plan, 2)))
+    assert "in 199 steps, 128 to 256 samples a step" in line_with(text, "run")
+    row = line_with(text, "steps")
+    assert "199" in row and "100 of 128 samples (4.0 s), 99 of 256 (5.0 s)" in row
+
+
+def test_of_many_sizes_the_first_and_the_last_are_told(plan: dict[str, Any]) -> None:
+    (row,) = [row for row in run_rows(growing(plan, 9)) if row[0] == "steps"]
+    assert row[3] == (
+        "100 of 128 samples (4.0 s), 99 of 256 (5.0 s), 98 of 512 (6.0 s), 3 more sizes, "
+        "94 of 8,192 (10.0 s), 93 of 16,384 (11.0 s), 92 of 32,768 (12.0 s)"
+    )
+
+
+def test_a_constant_batch_has_no_row_of_steps(plan: dict[str, Any]) -> None:
+    assert "steps" not in [row[0] for row in run_rows(plan)]
+    assert "128 samples a step" in line_with(text_of(render_plan(plan)), "run")
+
+
 def test_the_run_has_values_bounds_and_causes(plan: dict[str, Any]) -> None:
     text = text_of(render_plan(plan))
     assert "90.0%" in line_with(text, "goodput") and "85.0% to 95.0%" in line_with(text, "goodput")

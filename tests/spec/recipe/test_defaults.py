@@ -71,7 +71,22 @@ DEFAULTS: dict[str, Any] = {
         "grad_clip_norm": 1.0,
         "schedule": {"kind": "cosine", "warmup_steps": 0, "decay_fraction": 0.2, "final_lr_ratio": 0.1},
     },
-    "batching": {"global_batch_size": 9, "micro_batch_size": "auto", "on_loss": "keep", "shrink_lr": "linear"},
+    "batching": {
+        "global_batch_size": 9,
+        "micro_batch_size": "auto",
+        "on_loss": "keep",
+        "shrink_lr": "linear",
+        "schedule": {
+            "kind": "constant",
+            "lr_rule": "optimizer",
+            "stages": [],
+            "growth": 1.5,
+            "max_global_batch_size": None,
+            "interval_steps": 100,
+            "smoothing_steps": 100,
+            "noise_fraction": 1.0,
+        },
+    },
     "train": {
         "max_steps": 10,
         "seed": 0,

@@ -10,6 +10,7 @@ from typing import Any
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner.memory.frameworks import DEFAULT_MEMORY
 from trainspec_cli.planner.run import goodput
+from trainspec_cli.planner.run.batches import expect_work
 from trainspec_cli.planner.run.cost import expect_carbon, expect_energy, expect_money, occupation
 from trainspec_cli.planner.run.uncertainty import propagate, within
 from trainspec_cli.policy import cadence, reliability
@@ -37,7 +38,7 @@ STORAGE_SOURCE = "a node, to checkpoint storage; BLOOM wrote 2.3 TB in 40 s from
 def forecast_run(
     spec: RunSpec, plan: CapacityPlan, candidate: Candidate, elastic: Candidate | None = None
 ) -> RunForecast:
-    """Expect what `candidate` makes of the recipe, from its first step to `train.max_steps`.
+    """Expect what `candidate` makes of the recipe, from its first step to its last.
 
     `elastic`: the same work in replica groups, to set beside it. Raises RecipeError for a run that failures never let
     end.
@@ -50,15 +51,15 @@ def forecast_run(
     if elastic is not None:
         useful = expect_goodput(spec, plan, elastic, replace(spec.resilience, mode="elastic"))
         others += [replace(useful, layout=elastic.layout.describe())] if useful else []
-    steps = spec.train.max_steps
-    inputs = {"step_time_s": within(candidate.step_time_s, STEP_TIME_KNOWN_WITHIN), "goodput": chosen.goodput}
-    wall_time_s = propagate(lambda of: steps * of["step_time_s"] / of["goodput"], inputs)
-    spent = occupation(chosen, candidate.time)
+    work = expect_work(spec, candidate)
+    inputs = {"step_time_s": within(work.step_time_s, STEP_TIME_KNOWN_WITHIN), "goodput": chosen.goodput}
+    wall_time_s = propagate(lambda of: work.steps * of["step_time_s"] / of["goodput"], inputs)
+    spent = occupation(chosen, work.time)
     energy, energy_parts = expect_energy(spec.cluster, plan.world_size, wall_time_s, spent)
     money, money_parts = expect_money(spec.cluster, plan.world_size, wall_time_s, energy)
     return RunForecast(
-        steps=steps,
-        tokens=steps * plan.tokens_per_step,
+        steps=work.steps,
+        tokens=spec.train.max_steps * plan.tokens_per_step,
         wall_time_s=wall_time_s,
         goodput=chosen,
         energy_joules=energy,
@@ -69,6 +70,7 @@ def forecast_run(
         cost_parts_usd=money_parts,
         assumptions=gather_assumptions(spec, candidate),
         notes=tuple(_notes(spec, candidate, chosen)),
+        batches=work.batches,
     )
 
 
@@ -124,21 +126,20 @@ def describe_job(
     spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resilience: ResilienceSpec
 ) -> goodput.SimulatedJob:
     """The run as the simulation sees it, with the recipe's checkpoint interval or else the best."""
-    groups = candidate.layout.dp_replicate
-    work_s = spec.train.max_steps * candidate.step_time_s
+    groups, work = candidate.layout.dp_replicate, expect_work(spec, candidate)
     saving = checkpoint_times(spec, plan)
     steps = spec.checkpoint.interval_steps
     if steps is None or steps == AUTO:
         mtbf_s = reliability.job_mtbf_s(spec.cluster.reliability, plan.world_size)
         rollback_s = reliability.rollback_mtbf_s(resilience, spec.cluster.reliability, mtbf_s, groups)
         best_s = cadence.checkpoint_interval_s(saving.blocked_s, saving.written_s, rollback_s)
-        steps = cadence.checkpoint_interval_steps(min(best_s, work_s), candidate.step_time_s)
+        steps = cadence.checkpoint_interval_steps(min(best_s, work.work_s), work.step_time_s)
     return goodput.SimulatedJob(
-        work_s=work_s,
-        step_time_s=candidate.step_time_s,
+        work_s=work.work_s,
+        step_time_s=work.step_time_s,
         devices=plan.world_size,
         replica_groups=groups,
-        interval_s=steps * candidate.step_time_s,
+        interval_s=steps * work.step_time_s,
         blocked_s=saving.blocked_s,
         written_s=saving.written_s,
         state_bytes_per_device=checkpoint_bytes(spec, plan.params) / (plan.world_size / groups),
@@ -174,6 +175,12 @@ def _notes(spec: RunSpec, candidate: Candidate, useful: Goodput) -> list[str]:
         notes.append(f"checkpoint.interval_steps is {left_open}; this counts on {best}, the best interval")
     if spec.resilience.mode == "elastic" and candidate.layout.dp_replicate == 1:
         notes.append("resilience.mode=elastic needs layout.dp_replicate above 1: one group alone restarts")
+    if spec.batching.schedule.kind == "noise":
+        largest = spec.batching.schedule.max_global_batch_size
+        notes.append(
+            f"the batch follows what the run will measure; this counts on {spec.batching.global_batch_size:,} samples "
+            f"a step throughout, and up to {largest:,} make fewer steps"
+        )
     return notes
 
 
@@ -195,11 +202,11 @@ def _scale_lost(parts: list[dict[str, float]], total: float) -> dict[str, float]
 
 def gather_assumptions(spec: RunSpec, candidate: Candidate) -> tuple[Assumption, ...]:
     """Return the assumptions that `forecast_run` uses, in the order of time, energy, money."""
-    cluster = spec.cluster
+    cluster, step_time_s = spec.cluster, expect_work(spec, candidate).step_time_s
     elastic = ELASTIC_KEYS if candidate.layout.dp_replicate > 1 else ()
     spares = ("spare_nodes", "repair_s") if cluster.reliability.spare_nodes is not None else ()
     return (
-        Assumption("step_time_s", candidate.step_time_s, STEP_TIME_KNOWN_WITHIN, "predicted; see trainspec backtest"),
+        Assumption("step_time_s", step_time_s, STEP_TIME_KNOWN_WITHIN, "predicted; see trainspec backtest"),
         Assumption("peak_memory_bytes", candidate.peak_memory_bytes, MEMORY_KNOWN_WITHIN, _memory_source()),
         Assumption("cluster.storage_gb_per_s", cluster.storage_gb_per_s, source=STORAGE_SOURCE),
         *_of("cluster.reliability", cluster.reliability, (*RESTART_KEYS, *spares, *elastic)),

@@ -7,6 +7,7 @@ from typing import Literal
 
 from trainspec_cli.planner.capacity import plan_capacity
 from trainspec_cli.planner.hardware.catalogue import find_accelerator
+from trainspec_cli.policy.division import micro_batches_of
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.layout import LayoutSpec
@@ -28,10 +29,16 @@ def is_searched(spec: RunSpec, machine: Machine, device: str) -> bool:
 
 
 def best_candidate(spec: RunSpec, machine: Machine, num_devices: int) -> Candidate | None:
-    """Return the best candidate; None where nothing fits."""
+    """Return the best candidate, with the micro-batches of the run's first step; None where nothing fits."""
     cluster = replace(spec.cluster, accelerator=None, devices_per_node=num_devices)
     found = plan_capacity(replace(spec, cluster=cluster), machine, shown=TRIED).candidates
-    return next((candidate for candidate in found if candidate.fits and is_run(candidate, spec)), None)
+    best = next((candidate for candidate in found if candidate.fits and is_run(candidate, spec)), None)
+    return best and replace(best, grad_accum_steps=_first_micro_batches(spec, best))
+
+
+def _first_micro_batches(spec: RunSpec, candidate: Candidate) -> int:
+    """Return the micro-batches of the run's first step: a candidate has those of its main size."""
+    return micro_batches_of(candidate.layout, candidate.micro_batch_size, spec.batching.global_batch_size)
 
 
 def as_plan(spec: RunSpec, candidate: Candidate, capacity: CapacityPlan, compute: Literal["bf16", "fp32"]) -> Plan:
@@ -45,7 +52,7 @@ def as_plan(spec: RunSpec, candidate: Candidate, capacity: CapacityPlan, compute
         devices_per_node=capacity.world_size // nodes,
         compute=compute,
         micro_batch_size=candidate.micro_batch_size,
-        grad_accum_steps=candidate.grad_accum_steps,
+        grad_accum_steps=_first_micro_batches(spec, candidate),
         recompute=candidate.recompute,  # type: ignore[arg-type]
         offload="none" if spec.offload == AUTO else spec.offload,
         params=capacity.params,

@@ -26,6 +26,7 @@ from trainspec_cli.planner.time.step import (
     recompute_part_s,
     waiting_share,
 )
+from trainspec_cli.policy.division import micro_batches_of
 from trainspec_cli.spec.recipe.layout import Layout
 
 TOO_LARGE = "memory"
@@ -53,6 +54,8 @@ class Search:
     keep: int = 10
     layer_memory: Callable[[Setup, str], LayerMemory] = lambda setup, _recompute: mean_layer_memory(setup)
     """Of a layer under a recomputation."""
+    samples: int | None = None
+    """Of the step that layouts are ranked by; None: of the run's first, which the space divides."""
     slack: float = 1.0
     """Of the limit: what is over by less may fit when it is counted more closely."""
     considered: int = 0
@@ -77,6 +80,8 @@ class Search:
 
     def _setup(self, layout: Layout, micro: int, accum: int) -> Setup:
         sharded = layout.shards_parameters
+        if self.samples is not None:
+            accum = micro_batches_of(layout, micro, self.samples)
         return replace(
             self.template,
             layout=layout,

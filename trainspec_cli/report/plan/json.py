@@ -94,6 +94,7 @@ def _run(run: RunForecast) -> dict[str, Any]:
     return {
         "steps": run.steps,
         "tokens": run.tokens,
+        "batches": [to_plain(batch) for batch in run.batches],
         **{name: interval.value if interval else None for name, interval in intervals.items()},
         "intervals": {name: _bounds(interval) for name, interval in intervals.items()},
         "recovery": _goodput(run.goodput),

@@ -78,6 +78,13 @@ def micro_batch_label(candidate: Json) -> str:
     return f"{candidate['micro_batch_size']:g} x {candidate['grad_accum_steps']}"
 
 
+def batch_label(batching: Json, run: Json | None) -> str:
+    """`1,024`; `1,024 to 8,192` where the batch grows."""
+    sizes = [batch["step_samples"] for batch in run["batches"]] if run else []
+    first = f"{batching['global_batch_size']:,}"
+    return f"{first} to {max(sizes):,}" if sizes else first
+
+
 def candidate_cells(candidate: Json) -> tuple[str, ...]:
     """(layout, micro-batch, recompute, step, units/s/device, MFU, HFU)"""
     rate = format_rate(candidate["tokens_per_s_per_gpu"])

@@ -53,7 +53,7 @@ def _heading(plan: Json) -> str:
     batching, unit = plan["batching"], labels.unit_of(plan["model"])
     run = plan["run"]
     length = f"; {format_count(run['tokens'])} {unit} in {run['steps']:,} steps" if run else ""
-    text = f"{labels.model_label(plan['model'])}; {batching['global_batch_size']:,} samples a step{length}"
+    text = f"{labels.model_label(plan['model'])}; {labels.batch_label(batching, run)} samples a step{length}"
     return f'<h1>{escape(_title(plan))}</h1><p class="soft">{escape(text)}</p>'
 
 

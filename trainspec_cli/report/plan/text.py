@@ -19,6 +19,7 @@ WIDE = 120
 """Columns that the whole table of layouts takes."""
 SHOWN_CANDIDATES = 8
 SHOWN_REASONS = 8
+SHOWN_SIZES = 6
 BAR_WIDTH = 28
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 COMPUTE, COMMUNICATION, WAITING = "cyan", "yellow", "bright_black"
@@ -58,9 +59,9 @@ def _header(plan: Json) -> RenderableType:
     model, cluster, batching, run = plan["model"], plan["cluster"], plan["batching"], plan["run"]
     unit = labels.unit_of(model)
     flops = f"{format_si(model['flops_per_token'], 'FLOP')} a {unit[:-1]} (attention counted causal)"
-    step = f"{batching['global_batch_size']:,} samples a step"
     lines = [("model", f"{labels.model_label(model)}; {flops}"), ("cluster", labels.devices_label(cluster))]
     if run:
+        step = f"{labels.batch_label(batching, run)} samples a step"
         lines.append(("run", f"{format_count(run['tokens'])} {unit} in {run['steps']:,} steps, {step}"))
     return _pairs(lines, bold=True)
 
@@ -160,6 +161,8 @@ def run_rows(plan: Json) -> Iterator[tuple[str, str, str, str]]:
     recovery, bounds = run["recovery"], run["intervals"]
     losses = labels.present(recovery["lost"] | {"kept": run["goodput"]}, labels.LOST_PARTS, 5e-5)
     lost = ", ".join(f"{name} {percent(value, 2)}" for _, name, value in losses)
+    if run["batches"]:
+        yield "steps", f"{run['steps']:,}", "", _batch_details(run["batches"])
     yield "time", format_duration(run["wall_time_s"]), labels.format_range(bounds["wall_time_s"], format_duration), ""
     goodput = labels.format_range(bounds["goodput"], labels.goodput_percent)
     yield "goodput", labels.goodput_percent(run["goodput"]), goodput, lost
@@ -171,6 +174,19 @@ def run_rows(plan: Json) -> Iterator[tuple[str, str, str, str]]:
     yield _cost_row("energy", run, "energy_joules", labels.format_energy, _shares(run["energy_parts_joules"]))
     yield _cost_row("carbon", run, "carbon_kg", labels.format_mass, f"CO2e; grid: {cluster['site']}")
     yield _cost_row("money", run, "cost_usd", labels.format_money, _shares(run["cost_parts_usd"]))
+
+
+def _batch_details(batches: Sequence[Json]) -> str:
+    """`12,000 of 1,024 samples (4.2 s), 9,000 of 2,048 (8.1 s)`; of many sizes the first and the last ones."""
+    details = [
+        f"{batch['steps']:,} of {batch['step_samples']:,}{' samples' * (place == 0)} "
+        f"({format_duration(batch['step_time_s'])})"
+        for place, batch in enumerate(batches)
+    ]
+    if len(details) > SHOWN_SIZES:
+        half = SHOWN_SIZES // 2
+        details[half:-half] = [f"{len(details) - 2 * half} more sizes"]
+    return ", ".join(details)
 
 
 def _checkpoint_row(recovery: Json) -> tuple[str, str, str, str]:

@@ -19,6 +19,12 @@ class ScheduleSpec:
     final_lr_ratio: Fraction = 0.1
     """The rate at the last step, as a fraction of the peak."""
 
+    @property
+    def lowest_lr_ratio(self) -> float:
+        """The rate that the schedule falls to, as a fraction of the peak; 1 where it does not fall."""
+        falls = self.kind == "cosine" or (self.kind == "wsd" and self.decay_fraction > 0)
+        return self.final_lr_ratio if falls else 1.0
+
 
 @dataclass(frozen=True)
 class OptimSpec:

@@ -86,6 +86,8 @@ class InitSpec:
 @dataclass(frozen=True)
 class TrainSection:
     max_steps: PositiveInt
+    """Steps of `batching.global_batch_size` samples, which together are the run's samples. A batch that changes
+    (`batching.schedule`) trains as many in another number of steps."""
     seed: NonNegativeInt = 0
     max_skipped_steps: PositiveInt = 10
     """A step whose loss or gradients are not finite updates nothing; this many in a row end the run."""

@@ -59,10 +59,20 @@ class Goodput:
 
 
 @dataclass(frozen=True)
+class BatchForecast:
+    """Steps of one size, of a run whose batch changes."""
+
+    step_samples: int
+    steps: int
+    step_time_s: float
+
+
+@dataclass(frozen=True)
 class RunForecast:
     """The run from its first step to its last."""
 
     steps: int
+    """Where the batch follows the measured noise scale, it makes no more than these."""
     tokens: float
     """Samples, for a model of images."""
     wall_time_s: Interval
@@ -80,3 +90,5 @@ class RunForecast:
     cost_parts_usd: dict[str, float] = field(default_factory=dict)
     assumptions: tuple[Assumption, ...] = ()
     notes: tuple[str, ...] = ()
+    batches: tuple[BatchForecast, ...] = ()
+    """In their order; empty for a constant batch, and for one that follows what the run will measure."""

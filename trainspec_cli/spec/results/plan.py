@@ -45,6 +45,10 @@ class Plan:
     kernels: KernelSpec = field(default_factory=KernelSpec)
     """The kernel of each operation; `auto` is resolved by measuring, just before the launch."""
 
+    steps: int | None = None
+    """Steps of the run, where its batch changes; at most so many where it follows what is measured. None:
+    `train.max_steps`."""
+
     prediction: LocalPrediction | None = None
     """Of a run on this machine's CPU; None where no probe speaks of it."""
 
@@ -69,6 +73,10 @@ class Plan:
         return replace(self, layout=layout, replica_groups=1)
 
     @property
+    def total_steps(self) -> int:
+        return self.spec.train.max_steps if self.steps is None else self.steps
+
+    @property
     def tokens_per_step(self) -> int:
-        """Samples, where the data's unit is the sample: their `seq_len` is 1."""
+        """Of the first size. Samples, where the data's unit is the sample: their `seq_len` is 1."""
         return self.spec.batching.global_batch_size * self.spec.data.seq_len

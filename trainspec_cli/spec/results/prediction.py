@@ -62,6 +62,15 @@ class StepTime:
 
 
 @dataclass(frozen=True)
+class SizedStep:
+    """A step of one size of a batch that changes."""
+
+    samples: int
+    """Over all devices."""
+    time: StepTime
+
+
+@dataclass(frozen=True)
 class Candidate:
     """One layout and its predicted memory and speed."""
 
@@ -82,6 +91,9 @@ class Candidate:
     memory: tuple[MemoryBreakdown, ...]
     """One for each pipeline stage."""
     time: StepTime
+    """Where the batch changes: of a step of the size that trains most of the samples, as is every other figure."""
+    sized_steps: tuple[SizedStep, ...] = ()
+    """Where the batch changes: steps of its sizes, or of some of many, smallest first."""
 
     @property
     def fits(self) -> bool:

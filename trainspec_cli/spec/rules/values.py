@@ -16,14 +16,20 @@ from trainspec_cli.spec.unknown import UNKNOWN
 def forget_out_of_range(section: Any, prefix: str = "") -> tuple[Any, list[Problem]]:
     """Return `section` with UNKNOWN in the place of each value that is out of its range, and a problem for each.
 
-    null and auto are in every range.
+    null and auto are in every range. The sections of a list are looked through one by one.
     """
-    changes, problems, ranges = {}, [], ranges_of(section.__class__)
+    changes: dict[str, Any] = {}
+    problems: list[Problem] = []
+    ranges = ranges_of(section.__class__)
     for field in fields(section):
         value, path = getattr(section, field.name), f"{prefix}{field.name}"
         if is_dataclass(value):
             changes[field.name], found = forget_out_of_range(value, f"{path}.")
             problems += found
+        elif isinstance(value, tuple) and any(map(is_dataclass, value)):
+            items = [forget_out_of_range(item, f"{path}.{place}.") for place, item in enumerate(value)]
+            changes[field.name] = tuple(item for item, _ in items)
+            problems += [problem for _, found in items for problem in found]
         elif value is not UNKNOWN and value is not None and value != AUTO and field.name in ranges:
             numbers = value if isinstance(value, tuple) else (value,)
             if not all(map(ranges[field.name].holds, numbers)):

@@ -1,0 +1,131 @@
+"""Rules for a batch that changes over the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from trainspec_cli.errors import Problem
+from trainspec_cli.spec.field_types import AUTO
+from trainspec_cli.spec.recipe.batching import RampStage
+
+if TYPE_CHECKING:
+    from trainspec_cli.spec.recipe.run import RunSpec
+
+PATH = "batching.schedule"
+LARGEST = f"{PATH}.max_global_batch_size"
+WITH_LARGEST = ("seesaw", "noise")
+"""Schedules with a largest size."""
+
+
+def largest_size(spec: RunSpec) -> float:
+    """Return the bound of a batch under `seesaw` or `noise`; infinity where nothing bounds it.
+
+    Seesaw needs no more than what the lowest learning rate asks for.
+    """
+    batching, largest = spec.batching, math.inf
+    if batching.schedule.kind == "seesaw" and spec.optim.schedule.lowest_lr_ratio:
+        largest = batching.global_batch_size / spec.optim.schedule.lowest_lr_ratio
+    return min(largest, batching.schedule.max_global_batch_size or math.inf)
+
+
+def ramp(spec: RunSpec) -> Iterator[Problem]:
+    """The stages of a ramp follow one another, and no size is smaller than the one before it."""
+    kind, stages, path = spec.batching.schedule.kind, spec.batching.schedule.stages, f"{PATH}.stages"
+    if kind != "ramp" and stages:
+        message = f"`{path}` has {len(stages)} sizes, and `{PATH}.kind` is {kind}, which has no stages"
+        yield Problem("unsupported", message, path, f"type {PATH}.kind=ramp, or ~{path}")
+    elif kind == "ramp" and not stages:
+        doubled = 2 * spec.batching.global_batch_size
+        hint = f"type {path}='[{{from_tokens: 1e9, global_batch_size: {doubled}}}]'"
+        yield Problem("missing_value", f"`{path}` is empty; a ramp has at least one", path, hint)
+    elif kind == "ramp":
+        first = RampStage(0, spec.batching.global_batch_size)
+        for place, (before, stage) in enumerate(pairwise((first, *stages))):
+            yield from _follows(stage, before, f"{path}.{place}")
+
+
+def _follows(stage: RampStage, before: RampStage, path: str) -> Iterator[Problem]:
+    if stage.from_tokens <= before.from_tokens:
+        message = f"`{path}.from_tokens` is {stage.from_tokens}, and the stage before it begins at {before.from_tokens}"
+        hint = f"put the stages in their order, each with more tokens: {before.from_tokens + 1} or more"
+        yield Problem("out_of_range", message, f"{path}.from_tokens", hint)
+    if stage.global_batch_size < before.global_batch_size:
+        path = f"{path}.global_batch_size"
+        message = f"`{path}` is {stage.global_batch_size}, and the steps before it have {before.global_batch_size}"
+        hint = f"a ramp does not fall: type {before.global_batch_size} or more"
+        yield Problem("out_of_range", message, path, hint)
+
+
+def bounds(spec: RunSpec) -> Iterator[Problem]:
+    """A largest size stands where the schedule has one, and leaves room for the batch to grow."""
+    schedule, start = spec.batching.schedule, spec.batching.global_batch_size
+    largest = schedule.max_global_batch_size
+    if schedule.kind not in WITH_LARGEST:
+        if largest is not None:
+            message = f"`{LARGEST}` is {largest}, and `{PATH}.kind` is {schedule.kind}, which has no largest size"
+            yield Problem("unsupported", message, LARGEST, f"type {LARGEST}=null, or batching=seesaw")
+    elif largest is not None and largest < start:
+        message = f"`{LARGEST}` is {largest}, and the run begins with {start} (`batching.global_batch_size`)"
+        yield Problem("out_of_range", message, LARGEST, f"type {LARGEST}={math.ceil(start * schedule.growth)} or more")
+    elif math.isinf(largest_size(spec)):
+        zero = "the learning rate ends at 0" if schedule.kind == "seesaw" else "the noise scale has no bound"
+        hint = f"type {LARGEST}={8 * start}, or what the data's critical batch size allows"
+        yield Problem("missing_value", f"`{LARGEST}` is null, and {zero}: so would the batch have none", LARGEST, hint)
+    elif _falls(spec) and len(spec.batching.sizes_up_to(largest_size(spec))) == 1:
+        message = (
+            f"a `{PATH}.growth` of {schedule.growth:g} leads from {start} to no size up to the largest, "
+            f"{largest_size(spec):g}: the batch would never change"
+        )
+        hint = f"type {PATH}.growth=1.1, a larger {LARGEST}, or {PATH}.kind=constant"
+        yield Problem("out_of_range", message, f"{PATH}.growth", hint)
+
+
+def _falls(spec: RunSpec) -> bool:
+    return spec.batching.schedule.kind != "seesaw" or spec.optim.schedule.lowest_lr_ratio < 1
+
+
+def seesaw(spec: RunSpec) -> Iterator[Problem]:
+    """Seesaw replaces a falling learning rate, and so needs one, and a rule for the rate."""
+    if spec.batching.schedule.kind != "seesaw":
+        return
+    if not _falls(spec):
+        lr = spec.optim.schedule
+        message = f"`{PATH}.kind` is seesaw, which grows the batch where the learning rate falls, and it does not"
+        path = "optim.schedule.kind" if lr.kind == "constant" else "optim.schedule.final_lr_ratio"
+        if lr.kind == "wsd" and lr.decay_fraction == 0:
+            path = "optim.schedule.decay_fraction"
+        typed = {"kind": "cosine", "final_lr_ratio": "0.1", "decay_fraction": "0.2"}[path.rpartition(".")[2]]
+        yield Problem("unsupported", message, path, f"type {path}={typed}, or {PATH}.kind=constant")
+    if spec.batching.schedule.lr_rule == "none":
+        path = f"{PATH}.lr_rule"
+        message = f"`{path}` is none: the learning rate would fall as without seesaw, and the batch grow beside it"
+        yield Problem("unsupported", message, path, f"type {path}=optimizer")
+
+
+def noise(spec: RunSpec) -> Iterator[Problem]:
+    ranks = data_parallel_ranks(spec)
+    if ranks is not None:
+        yield from noise_ranks(spec, ranks)
+
+
+def noise_ranks(spec: RunSpec, ranks: int) -> Iterator[Problem]:
+    """Check the number of data-parallel ranks of all replica groups, where it is known."""
+    if spec.batching.schedule.kind == "noise" and ranks == 1:
+        message = f"`{PATH}.kind` is noise, which is measured between data-parallel ranks, and there is 1"
+        hint = f"type cluster.devices_per_node=2 or more with room for data parallelism, or {PATH}.kind=seesaw"
+        yield Problem("unsupported", message, f"{PATH}.kind", hint)
+
+
+def data_parallel_ranks(spec: RunSpec) -> int | None:
+    """Return the data-parallel ranks of all replica groups; None where a machine or a search decides, or none fit."""
+    devices, axes = spec.cluster.devices_per_node, (spec.layout.pp, spec.layout.cp, spec.layout.tp)
+    if devices == AUTO or AUTO in axes:
+        return None
+    ranks, left = divmod(spec.cluster.num_nodes * int(devices), math.prod(map(int, axes)))
+    return None if left else ranks
+
+
+BATCHING_RULES = (ramp, bounds, seesaw, noise)
