@@ -17,7 +17,7 @@ from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec, PipelineSchedule
 from trainspec_cli.spec.recipe.run import Recompute, RunSpec
 from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.rules.batching import noise_ranks
+from trainspec_cli.spec.rules.batching import measurable_noise
 from trainspec_cli.spec.rules.elastic import wanted_groups, whole_hosts
 from trainspec_cli.spec.rules.layout import size_of
 
@@ -33,7 +33,7 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
     device = resolve_device(spec.cluster, machine)
     devices_per_node = resolve_devices_per_node(spec, device, machine)
     layout, groups, micro_batch_size, grad_accum_steps, recompute = _choose(spec, machine, device, devices_per_node)
-    if problems := list(noise_ranks(spec, groups * layout.data_parallel_size)):
+    if problems := list(measurable_noise(spec, layout, groups)):
         raise RecipeError(problems)
     compute = resolve_compute(spec, machine)
     peak_flops, peak_source = known_peak(spec.cluster, machine, device, compute)

@@ -41,7 +41,7 @@ def measure_noise(weighted_square: float, square: float, samples: int, ranks: in
 
 @dataclass(frozen=True)
 class NoiseAverage:
-    """Exponential averages of a run's measurements. A checkpoint holds them, so that a resumed run decides the same."""
+    """Exponential averages of a run's measurements."""
 
     trace: float = 0.0
     square: float = 0.0
@@ -77,6 +77,15 @@ class NoiseAverage:
         if mean is None:
             return None
         return max(0.0, mean.trace) / mean.square if mean.square > 0 else math.inf
+
+
+@dataclass(frozen=True)
+class BatchPace:
+    """Where the batch of a run stands: a checkpoint holds it, so that a resumed run decides the same."""
+
+    size: int
+    """Samples of the steps to come, under the schedule `noise`."""
+    noise: NoiseAverage
 
 
 def next_size(batching: BatchingSpec, size: int, noise_scale: float | None) -> int:

@@ -68,6 +68,8 @@ class StepEvent(Event):
     step_time_s: Seconds
     time_s: dict[str, Seconds]
     """By part (`PARTS`)."""
+    noise_scale: float | Absent | None = ABSENT
+    """Of the gradients, in samples (`policy/noise.py`), averaged over the steps so far; None where it is infinite."""
     skipped: bool
     """The loss or the gradients were not finite, and nothing was updated."""
     h2d_copies: Count | Absent = ABSENT

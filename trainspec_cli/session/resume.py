@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.launch.job.machine import detect
+from trainspec_cli.policy.batch import count_steps, schedule_batches
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan, read_run_record
 from trainspec_cli.session.console import RunConsole, make_console
@@ -54,7 +55,7 @@ def prepare_resume(
     left to do, MachineError for what this node lacks."""
     old = read_plan(run)
     loaded = _change(run, old, changes)
-    check_unfinished(run, loaded.spec.train.max_steps)
+    check_unfinished(run, loaded.spec)
     check_data_of(run, loaded.spec.data)
     reach = _reach(run, loaded.spec, changes, nodes)
     if reach:
@@ -70,7 +71,7 @@ def prepare_unchanged(
     """Return the session of a run whose nodes are started by agents: it begins, or goes on, just as it was planned.
     Raises RecipeError where nothing is left to do."""
     plan = read_plan(run)
-    check_unfinished(run, plan.spec.train.max_steps)
+    check_unfinished(run, plan.spec)
     machine = detect(look_for_gpus=plan.device == "cuda")
     return Session(plan, machine, run, console, reach, force=force, as_json=as_json)
 
@@ -123,10 +124,10 @@ def _keep_kernels(plan: Plan, old: Plan, machine: Machine) -> Plan:
     return replace(plan, kernels=old.kernels)
 
 
-def check_unfinished(run: RunDir, max_steps: int) -> None:
+def check_unfinished(run: RunDir, spec: RunSpec) -> None:
     """Raises RecipeError where the run has made all of its steps."""
-    step = run.newest_step
-    if step >= max_steps:
-        message = f"the run is at step {step}, and `train.max_steps` is {max_steps}: nothing is left to do"
-        hint = f"to train on: trainspec resume {run.root} train.max_steps={2 * step}"
+    step, steps = run.newest_step, count_steps(schedule_batches(spec))
+    if step >= steps:
+        message = f"the run is at step {step}, and `train.max_steps` is {spec.train.max_steps}: nothing is left to do"
+        hint = f"to train on: trainspec resume {run.root} train.max_steps={2 * spec.train.max_steps}"
         raise RecipeError(Problem("nothing_left", message, "train.max_steps", hint))

@@ -22,7 +22,7 @@ from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.optim.optimizer import build_optimizer
 from trainspec_cli.engine.parallel.balance import routers_of, sum_over_sequence
 from trainspec_cli.engine.parallel.context import apply_context_parallel, held_positions
-from trainspec_cli.engine.parallel.data_parallel import DataParallel, apply_data_parallel
+from trainspec_cli.engine.parallel.data_parallel import DataParallel, NoiseProbe, apply_data_parallel
 from trainspec_cli.engine.parallel.expert import apply_expert_parallel
 from trainspec_cli.engine.parallel.float8 import apply_float8
 from trainspec_cli.engine.parallel.pipeline import Hidden, Lines, WeightQueue
@@ -64,6 +64,7 @@ class Stages:
     hidden: Hidden
     clock: StepClock
     throttle: Throttle
+    noise: NoiseProbe
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,9 @@ def build_train_state(plan: Plan, device: torch.device, mesh: Mesh | None = None
     mesh, clock = mesh or build_mesh(plan.layout, device.type), StepClock(device)
     positions_S = _positions(plan, mesh)
     parts, shares, partials, layer_parts = {}, [], [], {}
-    queue = WeightQueue()
+    queue, noise = WeightQueue(), NoiseProbe(device)
     for stage in plan.layout.stages_of_rank(mesh.rank("pp")):
-        part, cuts, partial = _spread_stage(plan, mesh, clock, stage)
+        part, cuts, partial = _spread_stage(plan, mesh, clock, noise, stage)
         if plan.layout.splits_backward:
             queue.apply(part)
         parts[stage] = part
@@ -129,6 +130,7 @@ def build_train_state(plan: Plan, device: torch.device, mesh: Mesh | None = None
             _hidden(plan),
             clock,
             Throttle(layer_parts),
+            noise,
         ),
         shares=shares,
         optimizer=build_optimizer(
@@ -142,7 +144,9 @@ def build_train_state(plan: Plan, device: torch.device, mesh: Mesh | None = None
     )
 
 
-def _spread_stage(plan: Plan, mesh: Mesh, clock: StepClock, stage: int) -> tuple[Any, dict[str, Cut], list[str]]:
+def _spread_stage(
+    plan: Plan, mesh: Mesh, clock: StepClock, noise: NoiseProbe, stage: int
+) -> tuple[Any, dict[str, Cut], list[str]]:
     """One stage of the model, spread over the mesh's other axes.
 
     -> (the module, which parameters are cut how, names of those whose gradients are partial over tp).
@@ -162,7 +166,7 @@ def _spread_stage(plan: Plan, mesh: Mesh, clock: StepClock, stage: int) -> tuple
             module.compile()
     experts = [module.experts for module in part.expert_modules()]
     expert_shard = mesh.experts["expert_shard"] if mesh.experts else None
-    apply_data_parallel(part, experts, mesh.shard, expert_shard, _data_parallel(plan, mesh, clock))
+    apply_data_parallel(part, experts, mesh.shard, expert_shard, _data_parallel(plan, mesh, clock, noise))
     return part, cuts, partial
 
 
@@ -193,7 +197,7 @@ def _cut(part: Any, layout: Layout, mesh: Mesh, clock: StepClock) -> tuple[dict[
     return cuts, partial
 
 
-def _data_parallel(plan: Plan, mesh: Mesh, clock: StepClock) -> DataParallel:
+def _data_parallel(plan: Plan, mesh: Mesh, clock: StepClock, noise: NoiseProbe) -> DataParallel:
     return DataParallel(
         compute=DTYPES[plan.compute],
         reduce=DTYPES[plan.spec.precision.reduce],
@@ -201,6 +205,7 @@ def _data_parallel(plan: Plan, mesh: Mesh, clock: StepClock) -> DataParallel:
         offload=plan.offload != "none",
         replicas=Peers(mesh.group("dp_replicate"), clock.collective),
         time_collective=clock.collective,
+        noise=noise,
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainspec_cli.errors import MachineError
+from trainspec_cli.policy.noise import BatchPace
 from trainspec_cli.rundir.fields import read_record
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.trust import is_plain_name
@@ -33,6 +34,8 @@ class About:
     """Samples seen, over all ranks: the next sample's position."""
     seed: int
     recipe_digest: str
+    pace: BatchPace | None = None
+    """Where a batch that follows the gradients' noise stands; None where there is none."""
 
 
 @dataclass(frozen=True)

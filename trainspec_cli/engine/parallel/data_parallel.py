@@ -24,6 +24,29 @@ from torch.distributed.tensor import Shard
 from trainspec_cli.engine.comm.exchange import Peers, TimeCollective, all_gather, reduce_scatter
 
 
+class NoiseProbe:
+    """Adds up |G|^2 / w over the gradients G that are about to be summed, each of the part w of a step's samples.
+
+    That is the sum of w |g|^2 over the parts' mean gradients g = G / w: see `policy/noise.py`.
+    """
+
+    def __init__(self, device: torch.device):
+        self._sum = torch.zeros((), dtype=torch.float64, device=device)
+        self.weight = 0.0
+        """The part of the step's samples that the next gradients are of; 0: they are not looked at."""
+
+    @torch.no_grad()
+    def add(self, gradient: Tensor) -> None:
+        if self.weight > 0:
+            self._sum += gradient.float().square().sum().double() / self.weight
+
+    def take(self) -> Tensor:
+        """Return the sum of this rank, and begin the next step's."""
+        taken, self._sum = self._sum, torch.zeros_like(self._sum)
+        self.weight = 0.0
+        return taken
+
+
 @dataclass(frozen=True)
 class DataParallel:
     """How parameters and gradients are held and exchanged."""
@@ -36,6 +59,7 @@ class DataParallel:
     """Shards, gradients and optimizer state live in host memory; the update runs there."""
     replicas: Peers
     time_collective: TimeCollective
+    noise: NoiseProbe
 
     def offload_policy(self, device_type: str) -> OffloadPolicy:
         return CPUOffloadPolicy(pin_memory=device_type == "cuda") if self.offload else OffloadPolicy()
@@ -67,7 +91,7 @@ def _shard(module: nn.Module, mesh: DeviceMesh, how: DataParallel, *, free: bool
     if mesh.size() == 1:
         module.set_custom_reduce_scatter(_NothingToReduce())  # type: ignore[arg-type]
     elif mesh.device_type == "cpu":
-        _time_shard_collectives(module, how.time_collective)
+        _time_shard_collectives(module, how)
 
 
 def _shardable_dim(module: nn.Module, mesh: DeviceMesh) -> int:
@@ -80,11 +104,14 @@ def _sum_gradients(module: FSDPModule, mesh: DeviceMesh, how: DataParallel) -> N
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     if how.replicas.size > 1:
-        module.set_all_reduce_hook(partial(_sum_over_replicas, how.replicas))
+        first = how.noise if mesh.size() == 1 else None
+        module.set_all_reduce_hook(partial(_sum_over_replicas, how.replicas, first))
 
 
-def _sum_over_replicas(replicas: Peers, gradient: Tensor) -> None:
-    """Sum `gradient` over the replicas, in place."""
+def _sum_over_replicas(replicas: Peers, noise: NoiseProbe | None, gradient: Tensor) -> None:
+    """Sum `gradient` over the replicas, in place; `noise` where this is the first sum that it goes into."""
+    if noise is not None:
+        noise.add(gradient)
     replicas.sum_(gradient)
     _keep_for_this_stream(gradient)
 
@@ -98,13 +125,15 @@ def _keep_for_this_stream(buffer: Tensor) -> None:
 class _TimedCollective:
     """A collective of FSDP2 with a stopwatch around it; on a CPU the call returns when it is done."""
 
-    def __init__(self, collective: Any, time_collective: TimeCollective):
-        self._collective, self._time_collective = collective, time_collective
+    def __init__(self, collective: Any, time_collective: TimeCollective, noise: NoiseProbe | None = None):
+        self._collective, self._time_collective, self._noise = collective, time_collective, noise
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
+        if self._noise is not None:
+            self._noise.add(input_tensor)
         with self._time_collective():
             return self._collective(output_tensor, input_tensor, group=group, **options)
 
@@ -129,9 +158,9 @@ class _NothingToReduce:
         raise AssertionError("one rank reduces nothing")
 
 
-def _time_shard_collectives(module: FSDPModule, time_collective: TimeCollective) -> None:
-    module.set_custom_all_gather(_TimedCollective(all_gather, time_collective))  # type: ignore[arg-type]
-    module.set_custom_reduce_scatter(_TimedCollective(reduce_scatter, time_collective))  # type: ignore[arg-type]
+def _time_shard_collectives(module: FSDPModule, how: DataParallel) -> None:
+    module.set_custom_all_gather(_TimedCollective(all_gather, how.time_collective))  # type: ignore[arg-type]
+    module.set_custom_reduce_scatter(_TimedCollective(reduce_scatter, how.time_collective, how.noise))  # type: ignore[arg-type]
 
 
 # When gradients are exchanged

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from statistics import median
 
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from trainspec_cli.engine.checkpoint.store import Restored, load_newest
 from trainspec_cli.engine.comm.json_collectives import broadcast_json, raise_together
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.policy.cadence import checkpoint_interval_s, checkpoint_interval_steps
+from trainspec_cli.policy.noise import BatchPace
 from trainspec_cli.policy.reliability import job_mtbf_s, rollback_mtbf_s
 from trainspec_cli.rundir.event_types import CadenceEvent, CheckpointEvent, WarningEvent
 from trainspec_cli.rundir.fields import read_record
@@ -36,10 +38,17 @@ class Checkpoints:
     """One rank's checkpoints; every rank makes the same calls at the same steps, and decides by what all agreed on."""
 
     def __init__(
-        self, plan: Plan, run_dir: RunDir, state: TrainState, recipe_digest: str, journal: Journal | GroupJournal
+        self,
+        plan: Plan,
+        run_dir: RunDir,
+        state: TrainState,
+        recipe_digest: str,
+        journal: Journal | GroupJournal,
+        pace: Callable[[], BatchPace | None] = lambda: None,
     ):
+        """`pace` says where a batch stands that follows the gradients' noise."""
         self._plan, self._run_dir, self._state = plan, run_dir, state
-        self._recipe_digest, self._journal = recipe_digest, journal
+        self._recipe_digest, self._journal, self._pace = recipe_digest, journal, pace
         self._memory = find_place(run_dir) if plan.spec.checkpoint.memory_interval_steps else None
         self._saver = Saver(run_dir, state.held, state.device, plan.spec.checkpoint.keep_last, self._memory)
         self._cadence = Cadence(plan)
@@ -120,7 +129,7 @@ class Checkpoints:
             clear(self._memory)
 
     def _about(self, step: int, samples: int) -> About:
-        return About(step, samples, self._plan.spec.train.seed, self._recipe_digest)
+        return About(step, samples, self._plan.spec.train.seed, self._recipe_digest, self._pace())
 
     def _end_pending(self) -> None:
         self._begun = None

@@ -5,7 +5,7 @@ An ordinary run is one replica group (`SingleGroup`); `replica_groups.py` has th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,11 +16,10 @@ from torch import Tensor
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.data.loader import BatchReader
-from trainspec_cli.engine.data.staging import PREFETCHED_STEPS
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.sources import DataSource
-from trainspec_cli.policy.division import OwnSamples, even_division
+from trainspec_cli.policy.division import Division, OwnSamples, even_division
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.results.plan import Plan
 
@@ -61,6 +60,8 @@ class StepSamples:
     """This rank's, on the device."""
     own: OwnSamples
     """Where they lie in the run."""
+    division: Division
+    """How the group's samples were divided."""
     global_tokens: int
     """Targets that count, over all replica groups: the step's loss is the mean over them."""
     step_samples: int
@@ -105,8 +106,11 @@ class Coordinator(Protocol):
         `restore` loads the newest checkpoint, for the case that no replica group holds the state any more.
         """
 
-    def take(self, progress: TrainProgress) -> StepSamples:
-        """Read this rank's part of the samples of the step that begins at `progress`."""
+    def take(self, steps: Sequence[tuple[int, int]]) -> StepSamples:
+        """Read this rank's part of the first of `steps`: (first position, samples over all replica groups).
+
+        The others are those that most likely follow.
+        """
 
     def reduce(self, state: TrainState, loss: Tensor) -> None:
         """Sum gradients, `loss` and the experts' visits over the replica groups, in place."""
@@ -167,12 +171,13 @@ class SingleGroup:
     def begin(self, progress: TrainProgress, restore: Callable[[], TrainProgress]) -> StepStart:
         return StepStart(progress)
 
-    def take(self, progress: TrainProgress) -> StepSamples:
-        samples, left = self._spec.batching.global_batch_size, self._spec.train.max_steps - progress.step
-        steps = [(progress.samples + samples * ahead, samples) for ahead in range(min(left, 1 + PREFETCHED_STEPS))]
+    def take(self, steps: Sequence[tuple[int, int]]) -> StepSamples:
+        (start, samples), *_ = steps
         own, micro_batches = self.batches.take(*steps)
-        targets = self.batches.count_targets(progress.samples, samples)
-        return StepSamples(micro_batches, own, targets, step_samples=samples, group_samples=samples)
+        targets = self.batches.count_targets(start, samples)
+        return StepSamples(
+            micro_batches, own, self.batches.division, targets, step_samples=samples, group_samples=samples
+        )
 
     def reduce(self, state: TrainState, loss: Tensor) -> None:
         pass

@@ -152,11 +152,10 @@ class ReplicaGroups:
 
     # What the step takes and exchanges
 
-    def take(self, progress: TrainProgress) -> StepSamples:
-        batching, present, position = self._spec.batching, self._taking_part, progress.samples
-        total, groups = batching.global_batch_size, self._run.plan.replica_groups
-        weights = group_weights(self._rates)
-        self._note_weights(weights, progress.step)
+    def take(self, steps: Sequence[tuple[int, int]]) -> StepSamples:
+        batching, present, (position, total) = self._spec.batching, self._taking_part, steps[0]
+        groups, weights = self._run.plan.replica_groups, group_weights(self._rates)
+        self._note_weights(weights, total)
         self._portion = portion = take_portion(batching, total, weights, groups, position, present.rank)
         taken = portion.step_samples
         following = (portion.start + taken, portion.samples)  # for as long as the groups stay the same
@@ -164,6 +163,7 @@ class ReplicaGroups:
         return StepSamples(
             micro_batches,
             own,
+            self.batches.division,
             global_tokens=self.batches.count_targets(position, taken),
             step_samples=taken,
             group_samples=portion.samples,
@@ -175,12 +175,12 @@ class ReplicaGroups:
             },
         )
 
-    def _note_weights(self, weights: tuple[float, ...], step: int) -> None:
-        """The leading group writes down that the groups' shares have changed."""
+    def _note_weights(self, weights: tuple[float, ...], samples: int) -> None:
+        """The leading group writes down that the groups' shares of a step's samples have changed."""
         before, self._weights = self._weights, weights
         if len(before) != len(weights) or not self.leads or self._own.rank:
             return
-        samples, rates = self._spec.batching.global_batch_size, self._rates
+        step, rates = self._progress.step, self._rates
         was, counts = weighted_counts(samples, before), weighted_counts(samples, weights)
         if was == counts:
             return

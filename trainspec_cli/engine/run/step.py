@@ -32,16 +32,18 @@ class StepOutcome:
     """How many ranks were asked to stop."""
     writing: Tensor
     """How many ranks were writing a checkpoint."""
+    weighted_square: Tensor
+    """The sum of w |g|^2 over the parts w of the step's samples, whose mean gradients are g; 0 where not measured."""
     figures: Tensor
     """(ranks, F): what each rank reported; F is 0 where they report nothing."""
 
     def on_host(self) -> StepOutcome:
         """Start copies to the host; they are complete when the device has reached this point."""
-        scalars = (self.loss, self.grad_norm, self.skipped, self.stop, self.writing)
+        scalars = (self.loss, self.grad_norm, self.skipped, self.stop, self.writing, self.weighted_square)
         together = torch.stack([scalar.to(self.loss.device, torch.float64) for scalar in scalars])
         copied, figures = (tensor.to("cpu", non_blocking=True) for tensor in (together, self.figures))
-        loss, norm, skipped, stop, writing = copied.unbind()
-        return StepOutcome(loss, norm, skipped, stop, writing, figures)
+        loss, norm, skipped, stop, writing, weighted_square = copied.unbind()
+        return StepOutcome(loss, norm, skipped, stop, writing, weighted_square, figures)
 
 
 class GroupExchange(Protocol):
@@ -62,13 +64,15 @@ def train_step(
     stop_requested: bool = False,
     writing: bool = False,
     figures: Sequence[float] = (),
+    step_samples: int | None = None,
 ) -> StepOutcome | None:
     """Make one update; return None where the replica groups did not agree on the step, and nothing was updated.
 
     `groups` None: there is one alone. `stop_requested` and `writing` are this rank's flags, which the step adds up
-    over the ranks; `figures` are its own, as many on every rank, which the step brings to all of them.
+    over the ranks; `figures` are its own, as many on every rank, which the step brings to all of them. `step_samples`
+    are those of all ranks, where the noise of their gradients is to be measured.
     """
-    loss = compute_gradients(state, micro_batches, global_tokens)
+    loss = compute_gradients(state, micro_batches, global_tokens, step_samples)
     if groups is not None:
         groups.reduce(state, loss)
         if not groups.commit():
@@ -87,7 +91,8 @@ def _update(
     """
     with state.clock.part("optimizer"):
         squared = squared_norm(state.shares).to(loss.device)
-    sums = [loss.double(), squared, *(squared.new_full((), flag) for flag in flags)]  # filled there, nothing is copied
+    noise = state.stages.noise.take().to(squared.device)
+    sums = [loss.double(), squared, noise, *(squared.new_full((), flag) for flag in flags)]  # filled there, not copied
     reported = squared.new_zeros((dist.get_world_size(), len(figures)))
     for place, figure in enumerate(figures):
         reported[dist.get_rank(), place].fill_(figure)
@@ -100,10 +105,20 @@ def _update(
     if state.routers:
         update_balance(state.routers, Peers(state.mesh.stage.get_group(), state.clock.collective))
     figures_of_all = agreed[len(sums) :].view_as(reported)
-    return StepOutcome(mean_loss, norm, skipped, stop=agreed[2], writing=agreed[3], figures=figures_of_all)
+    return StepOutcome(
+        mean_loss,
+        norm,
+        skipped,
+        stop=agreed[3],
+        writing=agreed[4],
+        weighted_square=agreed[2],
+        figures=figures_of_all,
+    )
 
 
-def compute_gradients(state: TrainState, micro_batches: Sequence[MicroBatch], global_tokens: int) -> Tensor:
+def compute_gradients(
+    state: TrainState, micro_batches: Sequence[MicroBatch], global_tokens: int, step_samples: int | None = None
+) -> Tensor:
     """Compute the gradients of the global batch's mean loss, and return this rank's share of it.
 
     The ranks' shares sum to the loss.
@@ -111,7 +126,7 @@ def compute_gradients(state: TrainState, micro_batches: Sequence[MicroBatch], gl
     layout = state.mesh.layout
     scale_balance_loss(state.routers, global_tokens)
     schedule = actions(layout, len(micro_batches))
-    loss = PipelineRun(state.stages, schedule, micro_batches, global_tokens).run()
+    loss = PipelineRun(state.stages, schedule, micro_batches, global_tokens, step_samples).run()
     for late in state.late_sums:
         sum_late(late)
     return loss / layout.tp  # each rank of tp computed the same

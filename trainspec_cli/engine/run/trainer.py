@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from trainspec_cli.engine.build.train_state import DTYPES
+from trainspec_cli.engine.data.staging import PREFETCHED_STEPS
 from trainspec_cli.engine.observe.clock import Segments
 from trainspec_cli.engine.observe.device import Peak, device_allocations, device_name, measure_peak
 from trainspec_cli.engine.observe.memory import MemoryWatch
@@ -21,10 +22,10 @@ from trainspec_cli.engine.optim.optimizer import set_learning_rate
 from trainspec_cli.engine.run.checkpoints import Checkpoints
 from trainspec_cli.engine.run.coordinator import Coordinator, RunContext, StepSamples, TrainProgress
 from trainspec_cli.engine.run.faults import Faults
+from trainspec_cli.engine.run.pace import StepPace
 from trainspec_cli.engine.run.result import Divergence, RunTally, write_result
 from trainspec_cli.engine.run.scheduling import StepScheduler
 from trainspec_cli.engine.run.step import StepOutcome, train_step
-from trainspec_cli.policy.schedule import learning_rate
 from trainspec_cli.rundir.event_types import EndEvent, EvalEvent, SampleEvent, StartEvent, StepEvent, WarningEvent
 from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.spec.results.plan import Plan
@@ -56,14 +57,17 @@ class Trainer:
         self.coordinator, self.journal = coordinator, coordinator.journal
         self.faults = Faults(run.plan, run.run_dir)
         self.watch = StepWatch(run.run_dir, self.journal, self.spec.resilience.hang_floor_s)
-        self.checkpoints = Checkpoints(run.plan, run.run_dir, run.state, run.recipe_digest, self.journal)
+        self.pace = StepPace(run.plan)
+        self.checkpoints = Checkpoints(
+            run.plan, run.run_dir, run.state, run.recipe_digest, self.journal, lambda: self.pace.kept
+        )
         self.scheduler = StepScheduler(run.plan, run.run_dir, run.state, self.journal, coordinator.group)
         self.restored_from: str | None = None
         self.progress = TrainProgress()
         if coordinator.restores_at_start:
             self.progress = self._restore()
         self.tally = RunTally(_peak(run.plan, run.state.device))
-        self.memory = MemoryWatch(run.state.device, self.progress.step, self.spec.train.max_steps)
+        self.memory = MemoryWatch(run.state.device, self.progress.step, run.plan.total_steps)
         self.divergence = Divergence(run.run_dir, self.spec.train.max_skipped_steps)
         self.unread: DoneStep | None = None
         self.allocated = device_allocations(run.state.device)
@@ -74,6 +78,7 @@ class Trainer:
         """Load the newest whole checkpoint; where there is none the run goes on as it is."""
         if restored := self.checkpoints.resume():
             self.restored_from = str(restored.folder)
+            self.pace.state = restored.manifest.about.pace or self.pace.state
             return TrainProgress(restored.manifest.step, restored.manifest.about.samples)
         return self.progress
 
@@ -131,9 +136,10 @@ class Trainer:
         step = self.progress.step
         self.faults.inject(step, self.state)
         self.coordinator.batches.division = self.scheduler.divide(step)
-        samples = self.coordinator.take(self.progress)
-        lr = learning_rate(self.spec.optim.schedule, self.spec.optim.lr, step, self.spec.train.max_steps)
-        lr *= samples.lr_factor
+        batch = self.pace.batch(self.progress)
+        assert batch is not None, "the run is not over"
+        samples = self.coordinator.take(self.pace.coming(self.progress, 1 + PREFETCHED_STEPS))
+        lr = batch.lr * samples.lr_factor
         set_learning_rate(self.state.optimizer, lr)
         outcome = train_step(
             self.state,
@@ -144,6 +150,7 @@ class Trainer:
             stop_requested=self.coordinator.stop_flag,
             writing=self.checkpoints.writing,
             figures=self.scheduler.figures(step),
+            step_samples=samples.group_samples if self.pace.measures_noise else None,
         )
         return None if outcome is None else self._count(outcome, lr, samples)
 
@@ -157,11 +164,23 @@ class Trainer:
             outcome = outcome.on_host()
         self.progress = TrainProgress(self.progress.step + 1, self.progress.samples + samples.step_samples)
         step = self.progress.step
+        noise_scale = self._note_noise(step, outcome, samples) if self.pace.follows_noise else None
         with self.clock.part("checkpoint"):
             self.checkpoints.after_step(step, self.progress.samples, writes=self.coordinator.leads)
         self.watch.beat(step)
         fields = {**samples.event_fields, **self._data_flow()}
+        if noise_scale is not None:
+            fields["noise_scale"] = noise_scale
         return DoneStep(step, outcome, lr, self.clock.cut(), samples, fields)
+
+    def _note_noise(self, step: int, outcome: StepOutcome, samples: StepSamples) -> float | None:
+        """Return the noise scale of the gradients up to this step; None where it is not measured."""
+        if not self.pace.measures_noise:
+            return None
+        every_time = self.plan.layout.exchanges_every_backward
+        parts = samples.division.count_parts(samples.group_samples, every_micro_batch=every_time)
+        square = outcome.grad_norm.item() ** 2
+        return self.pace.note_step(step, outcome.weighted_square.item(), square, samples.group_samples, parts)
 
     def _data_flow(self) -> dict[str, int]:
         """Count what bringing the step's batch took, and new memory: none is asked for once all is warm."""
@@ -188,6 +207,9 @@ class Trainer:
     def _record(self, done: DoneStep) -> None:
         parts_s = done.segments.parts_s()
         step_time_s = sum(parts_s.values())
+        fields = dict(done.event_fields)
+        if not self.pace.follows_noise and self.pace.measures_noise:
+            fields["noise_scale"] = self._note_noise(done.step, done.outcome, done.samples)
         skipped, samples = bool(done.outcome.skipped.item()), done.samples.step_samples
         event = StepEvent(
             step=done.step,
@@ -199,7 +221,7 @@ class Trainer:
             step_time_s=step_time_s,
             time_s=parts_s,
             skipped=skipped,
-            **done.event_fields,
+            **fields,
         )
         self.journal.write(event)
         self.tally.steps.append(event)
@@ -219,7 +241,7 @@ class Trainer:
 
     @property
     def _is_last_step(self) -> bool:
-        return self.progress.step >= self.spec.train.max_steps
+        return self.pace.batch(self.progress) is None
 
     @property
     def _is_evaluation_due(self) -> bool:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from trainspec_cli.errors import Problem
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.batching import RampStage
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.model import ModelSpec
 
 if TYPE_CHECKING:
     from trainspec_cli.spec.recipe.run import RunSpec
@@ -116,6 +118,32 @@ def noise_ranks(spec: RunSpec, ranks: int) -> Iterator[Problem]:
     if spec.batching.schedule.kind == "noise" and ranks == 1:
         message = f"`{PATH}.kind` is noise, which is measured between data-parallel ranks, and there is 1"
         hint = f"type cluster.devices_per_node=2 or more with room for data parallelism, or {PATH}.kind=seesaw"
+        yield Problem("unsupported", message, f"{PATH}.kind", hint)
+
+
+def noise_hindrance(model: ModelSpec, layout: Layout, replica_groups: int) -> str:
+    """Return why the noise of the gradients cannot be measured in a layout; empty where it can.
+
+    It shows in the gradients of whole samples, before they are summed: ranks of context, tensor and expert parallelism
+    hold parts of a sample's, as do the two ends of a pipeline of a tied embedding.
+    """
+    if replica_groups > 1:
+        return "it is measured within one replica group, and there are several"
+    if layout.data_parallel_size < 2:
+        return "it is measured between data-parallel ranks, and there is 1"
+    for axis in ("cp", "tp", "ep"):
+        if getattr(layout, axis) > 1:
+            return f"ranks of {axis} hold parts of a sample's gradient"
+    return (
+        "a tied embedding has a part of its gradient on two stages" if model.tied_embeddings and layout.pp > 1 else ""
+    )
+
+
+def measurable_noise(spec: RunSpec, layout: Layout, replica_groups: int) -> Iterator[Problem]:
+    """Refuse a batch that is to follow a noise which cannot be measured in the layout."""
+    if spec.batching.schedule.kind == "noise" and (why := noise_hindrance(spec.model, layout, replica_groups)):
+        message = f"`{PATH}.kind` is noise, and in this layout ({layout.describe()}) nobody measures it: {why}"
+        hint = f"type layout=ddp or layout=fsdp with two processes or more, or {PATH}.kind=seesaw"
         yield Problem("unsupported", message, f"{PATH}.kind", hint)
 
 

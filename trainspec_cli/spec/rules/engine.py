@@ -22,7 +22,6 @@ TRAINED: dict[str, tuple[Any, ...]] = {
     "precision.compute": ("bf16", "fp32", AUTO),
     "precision.matmul": ("compute", "fp8"),
     "cluster.device": ("cpu", "cuda", AUTO),
-    "batching.schedule.kind": ("constant",),
 }
 """The values that this version's engine and launcher take; the first is the one to type."""
 

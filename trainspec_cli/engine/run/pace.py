@@ -1,0 +1,68 @@
+"""The samples and the learning rate of the steps to come, by the recipe's batch schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from trainspec_cli.engine.run.coordinator import TrainProgress
+from trainspec_cli.policy.batch import StepBatch, schedule_batches, step_batch
+from trainspec_cli.policy.noise import BatchPace, NoiseAverage, measure_noise, next_size
+from trainspec_cli.policy.schedule import learning_rate
+from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.rules.batching import noise_hindrance
+
+
+class StepPace:
+    """The same on every rank: what it learns of the gradients' noise comes with the steps' own exchange."""
+
+    def __init__(self, plan: Plan):
+        self._spec = plan.spec
+        self._schedule = schedule_batches(plan.spec)
+        self._kind = plan.spec.batching.schedule.kind
+        self.follows_noise = self._kind == "noise"
+        self.measures_noise = not noise_hindrance(plan.spec.model, plan.layout, plan.replica_groups)
+        self.state = BatchPace(plan.spec.batching.global_batch_size, NoiseAverage())
+
+    @property
+    def kept(self) -> BatchPace | None:
+        """Return what a checkpoint holds, for a resumed run to decide the same."""
+        return self.state if self.follows_noise else None
+
+    def batch(self, progress: TrainProgress) -> StepBatch | None:
+        """Return the step that begins at `progress`; None where the run has trained all that it should.
+
+        A constant batch is counted in steps: while a replica group is away, they may have fewer samples.
+        """
+        if self._kind != "constant":
+            size = self.state.size if self.follows_noise else None
+            over = progress.samples >= self._schedule.run_samples
+            return None if over else step_batch(self._schedule, progress.samples, size)
+        if progress.step >= self._spec.train.max_steps:
+            return None
+        optim = self._spec.optim
+        rate = learning_rate(optim.schedule, optim.lr, progress.step, self._spec.train.max_steps)
+        return StepBatch(self._spec.batching.global_batch_size, rate)
+
+    def coming(self, progress: TrainProgress, steps: int) -> list[tuple[int, int]]:
+        """Return (first position, samples) of so many steps from `progress` on, as far as they are foreseen."""
+        return list(islice(self._following(progress), steps))
+
+    def _following(self, progress: TrainProgress) -> Iterator[tuple[int, int]]:
+        while batch := self.batch(progress):
+            yield progress.samples, batch.samples
+            progress = TrainProgress(progress.step + 1, progress.samples + batch.samples)
+
+    def note_step(self, step: int, weighted_square: float, square: float, samples: int, parts: int) -> float | None:
+        """Take in the squared norms of a step's gradients (as of `measure_noise`, over `parts` of its `samples`).
+
+        Return the noise scale in samples, averaged over the steps so far; None where nothing was measured.
+        """
+        if parts < 2:
+            return None
+        batching, size, noise = self._spec.batching, self.state.size, self.state.noise
+        noise = noise.updated(measure_noise(weighted_square, square, samples, parts), batching.schedule.smoothing_steps)
+        if self.follows_noise and step % batching.schedule.interval_steps == 0:
+            size = next_size(batching, size, noise.noise_scale)
+        self.state = BatchPace(size, noise)
+        return noise.noise_scale
