@@ -19,10 +19,12 @@ from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.certify.families import FAMILIES, SAMPLES
 from trainspec_cli.engine.build.train_state import build_train_state
 from trainspec_cli.engine.comm.joining import leave_processes
-from trainspec_cli.engine.optim.optimizer import squared_norm
+from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of
+from trainspec_cli.engine.optim.optimizer import clear_gradients, squared_norm
 from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.shares import unique_shares
 from trainspec_cli.engine.tools.certify_worker import drawn_batch
+from trainspec_cli.policy.division import even_division
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
 
@@ -64,6 +66,10 @@ UNEVEN = {
 """The shares of the two ranks: "empty" ones leave one sample to the second, and three micro-batches without any."""
 
 
+NOISY = {"zero 2", "zero 1", "uneven zero 3", "uneven replicas", "empty zero 3"}
+"""The noise of their gradients is judged: exchanged after every backward, or once; summed over shards, or replicas."""
+
+
 @dataclass(frozen=True)
 class Run:
     case: Case
@@ -71,8 +77,9 @@ class Run:
     weights: tuple[float, ...] = ()
 
 
-def found_in(run: Run) -> tuple[float, float, dict[str, Tensor]]:
-    """Return the loss, this rank's share of the squared norm, and the gradients by name."""
+def found_in(run: Run) -> tuple[float, float, dict[str, Tensor], float]:
+    """Return the loss, this rank's share of the squared norm, the gradients by name, and this rank's share of the sum
+    of w |g|^2 over the parts w of the step, whose mean gradients are g."""
     plan = build_plan(run.case, "cpu")
     plan = replace(plan, spec=replace(plan.spec, lora=run.lora))
     if run.weights and FAMILIES[run.case.family].unit == "samples":
@@ -83,12 +90,33 @@ def found_in(run: Run) -> tuple[float, float, dict[str, Tensor]]:
             full = torch.empty(share.full_shape)
             full.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(len(share.name)))
             share.local.data.copy_(share.part_of(full))
-    loss = compute_gradients(state, drawn_batch(plan, state, 0, run.weights), plan.tokens_per_step)
+    loss = compute_gradients(state, drawn_batch(plan, state, 0, run.weights), plan.tokens_per_step, SAMPLES)
     squared = float(squared_norm(state.shares))
     gradients = {
         s.name: s.gather(s.parameter.grad) for s in unique_shares(state.shares) if s.parameter.grad is not None
     }
-    return float(loss), squared, gradients
+    return float(loss), squared, gradients, float(state.stages.noise.take())
+
+
+def noise_alone(run: Run) -> float:
+    """Return the sum of w |g|^2, part after part in one process."""
+    plan, layout = build_plan(replace(run.case, layout=Layout(), recompute="none"), "cpu"), run.case.layout
+    division = even_division(layout, build_plan(run.case, "cpu").micro_batch_size)
+    if run.weights:
+        division = replace(division, weights=run.weights)
+    state = build_train_state(plan, torch.device("cpu"))
+    (whole,) = drawn_batch(replace(plan, micro_batch_size=SAMPLES), state, 0)
+    total = 0.0
+    for rank in range(layout.data_parallel_size):
+        own = division.of_rank(rank, 0, SAMPLES)
+        micro_batches = cut_micro_batches(tuple(tensor[positions_of(own)] for tensor in whole), own)
+        parts = [[one] for one in micro_batches] if layout.exchanges_every_backward else [micro_batches]
+        for part in parts:
+            if samples := sum(len(micro_batch[0]) for micro_batch in part):
+                clear_gradients(state.shares)
+                compute_gradients(state, part, plan.tokens_per_step)
+                total += float(squared_norm(state.shares)) * SAMPLES / samples
+    return total
 
 
 def runs() -> dict[str, Run]:
@@ -109,12 +137,13 @@ def main() -> None:
         (family, lora): found_in(Run(Case(family, micro_batch_size=SAMPLES), lora))
         for family, lora in dict.fromkeys((run.case.family, run.lora) for run in runs().values())
     }
+    noise = {name: noise_alone(run) for name, run in runs().items() if name in NOISY}
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     found = {}
     for name, run in runs().items():
-        loss, squared, gradients = found_in(run)
-        wanted_loss, wanted_squared, wanted = alone[run.case.family, run.lora]
+        loss, squared, gradients, noise_share = found_in(run)
+        wanted_loss, wanted_squared, wanted, _ = alone[run.case.family, run.lora]
         found[name] = {
             "loss": loss / wanted_loss,
             "squared": squared / wanted_squared,
@@ -125,6 +154,8 @@ def main() -> None:
             / float(norm_of(wanted[one] for one in gradients)),
             "names": sorted(wanted),
         }
+        if name in NOISY:
+            found[name]["noise"] = noise_share / noise[name]
     print(json.dumps(found))
     leave_processes()
 

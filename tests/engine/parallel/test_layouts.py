@@ -62,3 +62,9 @@ def test_two_ranks_compute_what_one_computes(ranks: list[dict[str, Any]], name: 
     limit = UNEVEN_FP32 if name in UNEVEN and not name.endswith("net") else FP32
     assert {one: error for one, error in errors.items() if not error < limit} == {}
     assert max(rank["error"] for rank in found) < UNEVEN_FP32
+
+
+@pytest.mark.parametrize("name", ["zero 2", "zero 1", "uneven zero 3", "uneven replicas", "empty zero 3"])
+def test_the_noise_of_gradients_is_that_of_their_parts(ranks: list[dict[str, Any]], name: str) -> None:
+    """Each part's gradient, before it is summed, is what one process computes of the part's samples."""
+    assert sum(rank[name]["noise"] for rank in ranks) == pytest.approx(1.0, rel=1e-6)
