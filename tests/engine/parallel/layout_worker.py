@@ -86,7 +86,7 @@ def found_in(run: Run) -> tuple[float, float, dict[str, Tensor], float]:
         plan = replace(plan, micro_batch_size=SAMPLES)  # batch norm speaks of all samples of one micro-batch
     state = build_train_state(plan, torch.device("cpu"))
     for share in state.shares:
-        if share.name.endswith("lora_b"):  # zeros would leave the other half without a gradient
+        if share.name.endswith(("lora_b", "widen.norm.weight")):  # zeros would leave others without a gradient
             full = torch.empty(share.full_shape)
             full.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(len(share.name)))
             share.local.data.copy_(share.part_of(full))
