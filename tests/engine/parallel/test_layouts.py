@@ -16,8 +16,8 @@ FP32 = 5e-6
 """Of the Euclidean norm: sums in other orders, and the sharded gradients' exchange in fp32."""
 UNEVEN_FP32 = 1e-6
 """Of decoders and hybrids, for each parameter. In convolutions the sums of some, such as the bias of the stem's norm,
-cancel: one process in fp32 is there as far from fp64, by 3e-6 and more, as two are, with even shares and uneven ones. All
-parameters together keep within it in every family."""
+cancel: one process in fp32 is there as far from fp64, by 3e-6 and more, as two are, with even shares and uneven ones.
+All parameters together keep within it in every family."""
 NAMES = (
     *("ring", "ulysses", "zero 2", "zero 1", "plain tensor", "tensor of a hybrid"),
     *("tensor of latent attention", "tensor of sinks and biases", "interleaved", "gpipe", "zero bubble", "experts"),
