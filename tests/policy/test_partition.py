@@ -198,6 +198,12 @@ def test_more_stages_than_layers_are_refused() -> None:
         cut_by_times(LayerTimes([1.0] * 3), Layout(pp=4))
 
 
+@pytest.mark.parametrize("speeds", [(1.0,), (1.0, 0.0), (1.0, -1.0), (1.0, 1.0, 1.0)])
+def test_speeds_are_one_for_each_rank(speeds: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="2 pipeline ranks need as many speeds above 0"):
+        cut_by_times(LayerTimes([1.0] * 3), Layout(pp=2), speeds)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 @pytest.mark.parametrize("kind", ["alike", "by turns", "any"])
 def test_large_models_come_near_to_what_no_cut_can_reach(schedule: str, kind: str) -> None:

@@ -64,7 +64,7 @@ def cut_by_times(
     good.
 
     Exact (to `equal`) with one stage a rank; with several (interleaved, zbv) within 5% of the best, mostly exact.
-    Raises ValueError where there are fewer layers than stages.
+    Raises ValueError where there are fewer layers than stages, or not one speed above 0 for each rank.
     """
     return _Problem.of(times, layout, speeds, room, equal).solve()
 
@@ -120,6 +120,8 @@ class _Problem:
     ) -> _Problem:
         if len(times.layers_s) < layout.num_stages:
             raise ValueError(f"{len(times.layers_s)} layers do not fill {layout.num_stages} pipeline stages")
+        if speeds and (len(speeds) != layout.pp or min(speeds) <= 0):
+            raise ValueError(f"{layout.pp} pipeline ranks need as many speeds above 0, not {list(speeds)}")
         rank_of_stage = tuple(layout.rank_of_stage(stage) for stage in range(layout.num_stages))
         beside = [0.0] * layout.pp
         beside[rank_of_stage[0]] += times.embedding_s
