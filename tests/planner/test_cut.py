@@ -16,7 +16,9 @@ from trainspec_cli.planner.hardware.topology import axis_groups
 from trainspec_cli.planner.memory.frameworks import estimate_memory, memory_limit_bytes
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.planner.setup import RECOMPUTE, Setup
+from trainspec_cli.planner.this_machine import setup_of as setup_of_plan
 from trainspec_cli.planner.time.step import estimate_step, micro_batch, rank_parts
+from trainspec_cli.policy.pipeline import layers_per_rank
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.data import DataSpec
@@ -144,6 +146,19 @@ def test_a_device_that_the_best_cut_does_not_fit_gets_the_best_that_does() -> No
         assert max(stage.total_bytes for stage in memory) == size
 
 
+def test_memory_bounds_all_stages_of_a_rank_together() -> None:
+    """Layers that predict further tokens stand on the second rank, whose layers go to the first as far as they fit."""
+    model = replace(DENSE, vocab_size=1024, prediction_layers=4)
+    layout = Layout(pp=2, pipeline_schedule="interleaved", virtual_stages=2)
+    setup = setup_of(model, layout, recompute=RECOMPUTE["full"])
+    best, _ = cut_on_chip(setup, "full", EFF)
+    held = layers_per_rank(12, best.layout)
+    assert held[0] - held[1] >= 4
+    assert cut_on_chip(with_memory(setup, fullest_bytes(best) * 1.0001), "full", EFF)[0].layout == best.layout
+    within, _ = cut_on_chip(with_memory(setup, fullest_bytes(best) * 0.9999), "full", EFF)
+    assert layers_per_rank(12, within.layout) == (held[0] - 1, held[1] + 1)
+
+
 def test_without_a_chip_flops_decide() -> None:
     times = relative_times(DENSE, 8192.0, 8192, Layout(pp=4))
     layer = 2 * 8192 * (4096 * 128 * 2 * 40 + 3 * 4096 * 14336) + 4 * 8192 * 4096 * 4096
@@ -164,6 +179,10 @@ def test_a_launch_on_known_gpus_runs_the_planned_cut() -> None:
     spec = spec_of(cluster=ClusterSpec(devices_per_node=4))
     got = plan(spec, H100S)
     assert got.layout.stage_layers is not None and got.layout.stage_layers[-1] < 3
+    setup = setup_of_plan(got, H100S)
+    once = micro_batch(setup, axis_groups(got.layout, setup.fabric, EFF), EFF)
+    assert got.layout == cut(planned_times(once, setup), replace(got.layout, stage_layers=None))
+    assert got.layout != plan(spec, UNKNOWN).layout, "by FLOPs alone the head is heavier"
     pinned = replace(spec, layout=replace(spec.layout, stage_layers=(3, 3, 3, 3)))
     assert plan(pinned, H100S).layout.stage_layers == (3, 3, 3, 3)
 

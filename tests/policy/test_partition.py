@@ -173,6 +173,14 @@ def test_the_stage_with_the_head_gives_a_layer_to_its_neighbour() -> None:
     assert cut_by_times(heavy, Layout(pp=2)) == (1, 3)
 
 
+def test_a_cut_that_is_found_later_is_not_heavier() -> None:
+    """The search takes up the borders it has begun with after others have lowered its bound."""
+    times = LayerTimes([3.6, 8.75, 0.72, 8.51, 8.04, 6.99, 0.69, 2.87, 2.95], 0.5)
+    layout, speeds = Layout(pp=3, pipeline_schedule="interleaved", virtual_stages=2), (1.0, 1.0, 0.25)
+    least_s = min(heaviest_s(times, counts, layout, speeds) for counts in every_cut(9, 6))
+    assert heaviest_s(times, cut_by_times(times, layout, speeds), layout, speeds) <= least_s * 1.05
+
+
 def test_a_rank_at_half_speed_has_half_of_the_layers() -> None:
     times = LayerTimes([1.0] * 14)
     assert cut_by_times(times, Layout(pp=4), (1.0, 1.0, 0.5, 1.0)) == (4, 4, 2, 4)
