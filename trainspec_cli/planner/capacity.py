@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner import workload
+from trainspec_cli.planner.cut import cut_on_chip
 from trainspec_cli.planner.hardware.rates import Efficiency, peak_flops_per_s
 from trainspec_cli.planner.hardware.topology import Fabric
 from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
-from trainspec_cli.planner.memory.predict import layer_memory, predict_memory
+from trainspec_cli.planner.memory.predict import layer_memory
 from trainspec_cli.planner.run.batches import main_size, predict_sizes
 from trainspec_cli.planner.search.search import SLOWER, TOO_LARGE, Estimated, Search, recompute_names, share_recomputed
 from trainspec_cli.planner.search.space import Space
@@ -70,7 +71,7 @@ def choose_candidates(
         if sum(candidate.fits for candidate in candidates) == shown:
             break
     fitting = [candidate for candidate in candidates if candidate.fits]
-    chosen = fitting or candidates[:shown]
+    chosen = sorted(fitting, key=lambda candidate: candidate.step_time_s) or candidates[:shown]
     search.refused[TOO_LARGE] += len(candidates) - len(chosen)
     search.refused[SLOWER] += len(found) - len(candidates)
     return chosen
@@ -208,9 +209,8 @@ def software_of(spec: RunSpec, sharded: bool) -> Software:
 
 
 def candidate_of(found: Estimated, spec: RunSpec, eff: Efficiency) -> Candidate:
-    setup = found.setup
+    setup, stages = cut_on_chip(found.setup, found.recompute, eff)
     time = estimate_step(setup, eff)
-    stages = predict_memory(setup, found.recompute)
     devices = setup.fabric.num_devices
     tokens_per_s = main_size(spec) * _length(spec) / time.total_s
     model_flops = workload.flops_per_token(spec.model, spec.data.seq_len, spec.lora)

@@ -8,8 +8,11 @@ from typing import Literal
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner import workload
+from trainspec_cli.planner.capacity import efficiency_of
+from trainspec_cli.planner.cut import cut, cut_on_chip, is_open, relative_times
 from trainspec_cli.planner.hardware.catalogue import find_accelerator
 from trainspec_cli.planner.search.auto import best_candidate, is_searched
+from trainspec_cli.planner.this_machine import is_known, setup_of
 from trainspec_cli.policy.batch import count_steps, schedule_batches
 from trainspec_cli.policy.division import count_micro_batches, turns_of
 from trainspec_cli.spec.field_types import AUTO
@@ -37,7 +40,7 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
         raise RecipeError(problems)
     compute = resolve_compute(spec, machine)
     peak_flops, peak_source = known_peak(spec.cluster, machine, device, compute)
-    return Plan(
+    drafted = Plan(
         spec=spec,
         layout=layout,
         replica_groups=groups,
@@ -56,6 +59,18 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
         peak_flops=peak_flops,
         peak_source=peak_source,
     )
+    return replace(drafted, layout=_cut_layers(drafted, machine))
+
+
+def _cut_layers(plan: Plan, machine: Machine) -> Layout:
+    """Layers of the pipeline's stages: by planned times on known GPUs, elsewhere by the layers' FLOPs."""
+    spec, layout = plan.spec, plan.layout
+    if not is_open(layout, spec.model):
+        return layout
+    if is_known(plan, machine):
+        return cut_on_chip(setup_of(plan, machine), plan.recompute, efficiency_of(spec.cluster))[0].layout
+    tokens = plan.micro_batch_size * spec.data.seq_len / layout.cp
+    return cut(relative_times(spec.model, tokens, spec.data.seq_len, layout), layout)
 
 
 def _choose(

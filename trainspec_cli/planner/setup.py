@@ -104,6 +104,10 @@ class Setup:
     offload_layers: float = 0.0
     """Part of the layers whose activations wait in host memory."""
 
+    tabled: bool = False
+    """A row of a table of measured runs, timed as when the efficiencies were fitted to them: where layers of each kind
+    stand is unknown, so that each counts as their average, and full recomputation counts the head among its layers."""
+
     @property
     def tokens(self) -> float:
         """Tokens of a rank's micro-batch, after context parallelism."""

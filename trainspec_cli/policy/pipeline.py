@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
+from trainspec_cli.policy.partition import cut_evenly
 from trainspec_cli.spec.recipe.layout import Layout
 
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
@@ -26,9 +27,7 @@ class Action:
 
 def cut_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
     """Return the layers of each stage: by `stage_layers`, else evenly with spare layers in the first stages."""
-    stages = layout.num_stages
-    even, spare = divmod(num_layers, stages)
-    counts = layout.stage_layers or tuple(even + (stage < spare) for stage in range(stages))
+    counts = layout.stage_layers or cut_evenly(num_layers, layout.num_stages)
     return tuple(range(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from trainspec_cli.report.kernels_text import describe_choice
+from trainspec_cli.report.plan.labels import stages_label
 from trainspec_cli.report.progress import Progress
 from trainspec_cli.rundir.accounting import Recovery, recovery_of
 from trainspec_cli.rundir.event_types import (
@@ -126,6 +127,7 @@ def describe_plan(plan: Plan) -> str:
         "model": f"{spec.model.name or spec.model.family}, {format_count(plan.params)} parameters",
         "devices": f"{plan.world_size} x {plan.device}, {plan.compute}",
         "layout": plan.layout.describe(),
+        **({"stages": f"{cut} layers"} if (cut := stages_label(plan.layout.stage_layers)) else {}),
         **({"groups": f"{plan.replica_groups} of {plan.group_size} each"} if plan.replica_groups > 1 else {}),
         "batch": f"{describe_batch(plan)}, {micro}",
         "steps": f"{plan.total_steps}, {format_count(spec.train.max_steps * plan.tokens_per_step)} {unit} in all",

@@ -18,7 +18,7 @@ from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.launch.measuring import traced_ranks
 from trainspec_cli.planner.memory.engine import engine_peak, is_counted, run_of, tensors_by_cause
 from trainspec_cli.planner.memory.engine.blocks import profile_block
-from trainspec_cli.planner.memory.engine.run import CAUSES, outer_peaks
+from trainspec_cli.planner.memory.engine.run import CAUSES, rank_peaks
 from trainspec_cli.planner.memory.engine.step import shape_of
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.recipe.layout import Layout
@@ -237,8 +237,10 @@ def test_no_count_changes_unnoticed(tmp_path: Path) -> None:
     """
     found = [",".join(("run", "rank", *CAUSES))]
     for run in (*DEFAULT_RUNS, *(run for runs in FAMILIES.values() for run in runs)):
-        for rank, peak in enumerate(outer_peaks(run_of(plan_of(run)))):
-            found.append(",".join((run.name, str(rank), *(f"{peak.by_cause[cause]:.0f}" for cause in CAUSES))))
+        counted = run_of(plan_of(run))
+        for number, rank in enumerate(sorted({0, counted.layout.pp - 1})):
+            peak = engine_peak(counted, rank)
+            found.append(",".join((run.name, str(number), *(f"{peak.by_cause[cause]:.0f}" for cause in CAUSES))))
     compare(found, COUNTED, tmp_path)
 
 
@@ -284,3 +286,12 @@ def test_what_cannot_be_counted_is_said() -> None:
     assert tensors_by_cause(replace(staged, offload="optimizer")) is None
     fullest = max((engine_peak(run_of(staged), rank) for rank in (0, 1)), key=lambda peak: peak.total_bytes)
     assert tensors_by_cause(staged) == fullest.by_cause
+
+
+def test_a_rank_with_more_layers_than_the_first_is_counted() -> None:
+    """Every rank's count is its own, or that of an earlier one that holds as much; the fullest is the run's."""
+    plan = plan_of(Run("llama_6m", {"pp": 4, "stage_layers": (1, 3, 1, 1)}, micro_batches=8, seq_len=256))
+    own, found = [engine_peak(run_of(plan), rank) for rank in range(4)], rank_peaks(run_of(plan))
+    assert found == [own[0], own[1], own[0], own[3]]
+    assert own[2].total_bytes <= own[0].total_bytes < own[1].total_bytes
+    assert tensors_by_cause(plan) == own[1].by_cause

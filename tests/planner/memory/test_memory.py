@@ -63,6 +63,14 @@ def test_recomputation_saves_in_order() -> None:
     assert kept[-1] == pytest.approx(2 * 8192 * 4096 * model.num_layers)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("layers", [None, (4, 12, 12, 4), (4, 6, 10, 12), (13, 7, 6, 6)])
+def test_the_peak_is_that_of_the_fullest_stage(layers: tuple[int, ...] | None) -> None:
+    setup = setup_of(layout=Layout(pp=4, stage_layers=layers))
+    sizes = [stage.total_bytes for stage in estimate_memory(setup)]
+    assert peak_bytes(setup) == max(sizes)
+    assert sizes.index(max(sizes)) == (layers.index(max(layers)) if layers else 0)
+
+
 def test_earlier_stages_hold_more_micro_batches() -> None:
     layout = Layout(pp=4)
     held = [in_flight(setup_of(layout=layout), stage) for stage in range(4)]

@@ -170,6 +170,10 @@ def test_chunks_of_interleaved_stages() -> None:
     assert [each.virtual_stages for each, _, _ in layouts] == [2, 4, 8, 16]
     layouts, _ = found_in(2, layout=replace(interleaved, virtual_stages=3), batching=BatchingSpec(4, 1))
     assert [each.virtual_stages for each, _, _ in layouts] == [3]
+    odd = replace(model, num_layers=61)  # type: ignore[type-var]
+    layouts, space = found_in(2, model=odd, layout=interleaved, batching=BatchingSpec(4, micro_batch_size=1))
+    assert layouts == [], "31 layers a rank divide by 31 alone, and 62 stages are more than there are layers"
+    assert space.refused["more pipeline stages than layers"] == 1
     uneven = replace(interleaved, pipeline_schedule="1f1b", virtual_stages=1, stage_layers=(5, 3))
     layouts, _ = found_in(2, layout=uneven, batching=BatchingSpec(4, 1))
     assert [(each.stage_layers, each.virtual_stages) for each, _, _ in layouts] == [((5, 3), 1)]

@@ -8,13 +8,15 @@ import pytest
 
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.planner.capacity import describe_fabric, plan_capacity, template_of
+from trainspec_cli.planner.cut import cut, is_open, planned_times
 from trainspec_cli.planner.hardware.catalogue import find_accelerator, models
 from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.hardware.topology import axis_groups
 from trainspec_cli.planner.memory.frameworks import memory_limit_bytes, peak_bytes
 from trainspec_cli.planner.search.search import Search, recompute_names
 from trainspec_cli.planner.search.space import Space
 from trainspec_cli.planner.setup import RECOMPUTE, Software
-from trainspec_cli.planner.time.step import estimate_step
+from trainspec_cli.planner.time.step import estimate_step, micro_batch
 from trainspec_cli.planner.workload.adapters import adapter_params
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.batching import BatchingSpec
@@ -56,9 +58,10 @@ def test_adapters_fit_where_training_every_weight_does_not() -> None:
     assert few.step_time_s < 0.8 * whole.step_time_s, "frozen weights have no gradients to compute"
 
 
-def test_pruning_loses_nothing() -> None:
-    """The fastest layouts are those that predicting every one of them finds."""
-    spec, eff = run_of("llama3_8b", nodes=2, batch=64), Efficiency()
+@pytest.mark.parametrize("pp", [AUTO, 4])
+def test_pruning_loses_nothing(pp: int | str) -> None:
+    """The fastest layouts are those that predicting every one of them finds, each with its layers best cut."""
+    spec, eff = run_of("llama3_8b", nodes=2, batch=64, layout=replace(OPEN, pp=pp)), Efficiency()
     fabric = describe_fabric(spec.cluster, None)
     template, software = template_of(spec, fabric), Software()
     search = Search(template, {True: software, False: software}, recompute_names("auto"), (False,), eff, keep=5)
@@ -69,6 +72,9 @@ def test_pruning_loses_nothing() -> None:
             setup = replace(template, layout=layout, micro_batch_size=float(micro), grad_accum=accum)
             setup = replace(setup, recompute=RECOMPUTE[name], software=software)
             if peak_bytes(setup) <= memory_limit_bytes(fabric.chip):
+                if is_open(layout, spec.model):
+                    once = micro_batch(setup, axis_groups(layout, fabric, eff), eff)
+                    setup = replace(setup, layout=cut(planned_times(once, setup), layout))
                 times.append(estimate_step(setup, eff).total_s)
                 break
     assert found == pytest.approx(sorted(times)[:5])

@@ -20,7 +20,7 @@ from trainspec_cli.planner.time.compute import (
     rates_of,
     ungrouped,
 )
-from trainspec_cli.planner.time.step import estimate_step, mean_layer
+from trainspec_cli.planner.time.step import estimate_step, micro_batch
 from trainspec_cli.planner.workload import layer_kinds
 from trainspec_cli.planner.workload.work import Gemm, Work
 from trainspec_cli.spec.recipe.layout import Layout
@@ -123,7 +123,7 @@ def test_zero_3_gathers_and_scatters_for_every_micro_batch_and_zero_1_once_a_ste
 
 def test_a_tensor_parallel_step_exchanges_forward_and_backward() -> None:
     setup = setup_of(Software(), Layout(tp=8), accum=3)
-    layer = mean_layer(setup, RATES, axis_groups(setup.layout, setup.fabric, EFF), EFF)
+    layer = micro_batch(setup, axis_groups(setup.layout, setup.fabric, EFF), EFF).layer
     assert layer.comm.tp > 0
     assert estimate_step(setup, EFF).tp_comm_s >= 3 * 2 * setup.model.num_layers * layer.comm.tp
 

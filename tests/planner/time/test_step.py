@@ -24,8 +24,8 @@ from trainspec_cli.planner.time.step import (
     own_work_s,
     part_of,
     pipeline_sends_s,
+    rank_parts,
     recompute_part_s,
-    stage_parts,
     waiting_share,
     with_prediction_layers,
 )
@@ -121,9 +121,35 @@ def test_work_that_is_done_again(recompute: Recompute, again: float) -> None:
 
 def test_stages_have_their_layers_and_the_ends_what_stands_there() -> None:
     assert own_work_s(LAYER) == OWN_S
-    first, last = stage_parts(MicroBatch(LAYER, EMBEDDING, HEAD, RATES), (2, 3))
+    once = MicroBatch.of([LAYER], [0] * 5, EMBEDDING, HEAD, RATES)
+    first, last = (rank.whole for rank in rank_parts(once, Layout(pp=2, stage_layers=(2, 3))))
     assert first == LayersPart(LayerTime(2, 4, 6, 10, 15, 24, 30, 4), LayerComm(34, 38, 46), 250, 80)
     assert last == LayersPart(LayerTime(23, 46, 9, 15, 30, 51, 51, 6), LayerComm(56, 57, 69), 360, 120)
+
+
+def test_stages_have_the_kinds_of_layers_that_stand_there() -> None:
+    """Two kinds, one of three times the work; of a V the first rank holds both ends."""
+    heavy = LayersPart().plus(LAYER, 3)
+    once = MicroBatch.of([LAYER, heavy], [0, 1, 1, 0, 1, 1, 0, 0], EMBEDDING, HEAD, RATES)
+    assert once.layer.params == pytest.approx(2 * LAYER.params)
+    assert [once.kind_of(layer) for layer in range(8)] == [0, 1, 1, 0, 1, 1, 0, 0]
+    plain = rank_parts(once, Layout(pp=2, stage_layers=(3, 5)))
+    assert [rank.layers.params for rank in plain] == [7 * LAYER.params, 9 * LAYER.params]
+    assert [rank.beside for rank in plain] == [LayersPart().plus(EMBEDDING), LayersPart().plus(HEAD)]
+    first, last = rank_parts(once, Layout(pp=2, pipeline_schedule="zbv"))
+    assert (first.layers.params, last.layers.params) == (6 * LAYER.params, 10 * LAYER.params)
+    assert (first.beside.params, last.beside.params) == (EMBEDDING.params + HEAD.params, 0)
+    chunks = rank_parts(once, Layout(pp=2, pipeline_schedule="interleaved", virtual_stages=2))
+    assert [rank.layers.params for rank in chunks] == [10 * LAYER.params, 6 * LAYER.params]
+
+
+def test_the_head_is_never_done_again_but_in_tables_of_measured_runs() -> None:
+    setup = setup_of(recompute=RECOMPUTE["full"])
+    last = rank_parts(MicroBatch.of([LAYER], [0] * 4, EMBEDDING, HEAD, RATES), Layout(pp=2))[-1]
+    plain_s, again_s = 2 * OWN_S + own_work_s(HEAD), 2 * recompute_part_s(LAYER, setup)
+    assert last.time_s(setup) == pytest.approx(plain_s + again_s)
+    head_s = recompute_part_s(HEAD, setup)
+    assert last.time_s(replace(setup, tabled=True)) == pytest.approx(plain_s + again_s + head_s)
 
 
 def test_further_predictions_repeat_a_layer_and_the_head() -> None:
@@ -236,7 +262,7 @@ def test_a_step_is_that_of_its_slowest_stage(graphs: bool, between: float) -> No
     layout = Layout(pp=2, dp_replicate=8)
     setup = setup_of(layout, recompute=RECOMPUTE["selective"], software=Software(graphs=graphs, overlap_dp=False))
     groups = GROUPS | {"dp": ring(2), "expert_dp": ring(1), "pp": Group(2, 2, 2 * 32 * 64, 1.0)}
-    found = assemble_step(setup, MicroBatch(LAYER, EMBEDDING, HEAD, RATES), groups, EFF)
+    found = assemble_step(setup, MicroBatch.of([LAYER], [0] * 4, EMBEDDING, HEAD, RATES), groups, EFF)
     head_s = 60 + 27 + 2 * 5
     first_s, last_s = 2 * OWN_S + 2 * 3 + 3, 2 * OWN_S + 2 * 3 + head_s
     assert last_s > first_s

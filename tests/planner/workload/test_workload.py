@@ -15,6 +15,7 @@ from trainspec_cli.planner.workload import (
     flops_per_token,
     head_work,
     layer_kinds,
+    layer_works,
     mixing_flops_per_token,
 )
 from trainspec_cli.planner.workload.adapters import adapted_matrices, adapter_params
@@ -321,8 +322,10 @@ def test_a_gpt_layer_has_two_matrices_and_nothing_that_only_a_gate_needs() -> No
 
 def test_a_window_is_met_by_two_layers_of_three() -> None:
     """A query sees 10 tokens on average, or of a window 8 x (1 - 8 / 40)."""
-    ((_, (attention, _)),) = layer_kinds(WINDOW, 10.0, 20, Layout())
-    assert attention.attention_flops == pytest.approx(4 * 10 * 16 * (10 / 3 + 6.4 * 2 / 3))
+    (windowed, (narrow, _)), (whole, (wide, _)) = layer_kinds(WINDOW, 10.0, 20, Layout())
+    assert (windowed, whole) == (2, 1)
+    assert narrow.attention_flops == pytest.approx(4 * 10 * 16 * 6.4)
+    assert wide.attention_flops == pytest.approx(4 * 10 * 16 * 10)
 
 
 def test_a_latent_expert_layer_on_a_rank() -> None:
@@ -393,7 +396,10 @@ def test_layers_of_a_hybrid() -> None:
     }
     assert [works[0].params for _, works in kinds[1:]] == [192 * 2 / 2 * 2 / 2 * 2 + 16, 2 * 16 * 24 / 2 + 16, 336]
     more = replace(HYBRID, mamba_layers=4, attention_layers=3, mlp_layers=2, expert_layers=5)
-    assert [count for count, _ in layer_kinds(more, 10.0, 20, Layout())] == [4, 3, 2, 5]
+    letters = {24: "M", 16: "*", 8: "-", 100: "E"}
+    counts = {letters[works[0].kernels]: count for count, works in layer_kinds(more, 10.0, 20, Layout())}
+    assert counts == {"M": 4, "*": 3, "-": 2, "E": 5}
+    assert "".join(letters[work.kernels] for (work,) in layer_works(more, 10.0, 20, Layout())) == more.layers
     alone = HybridModel(16, 32, 2, mamba_head_dim=4, mamba_state_size=3, mamba_groups=2)
     assert [count for count, _ in layer_kinds(alone, 10.0, 20, Layout())] == [2]
     whole = layer_kinds(alone, 10.0, 20, NOT_SPLIT)[0][1][0]
@@ -439,7 +445,7 @@ def test_convolutions_of_small_networks(
 
 def test_a_bottleneck_of_groups_whose_stride_is_two() -> None:
     """ResNeXt's second stage: 8 channels at 8 x 16 to 16 at 4 x 8, through two groups of 4."""
-    ((_, works),) = conv_works(CONVS["resnext"], 2.0, 1, Layout())
+    (works,) = conv_works(CONVS["resnext"], 2.0, 1, Layout())
     first, strided, shortcut = works[0], works[9], works[11]
     assert first.gemms == (Gemm(2 * 16 * 32, 64, 3 * 49, 1, wide=False),)
     assert strided.gemms == (Gemm(2 * 4 * 8, 8 / 2, 8 / 2 * 9, 2, wide=False),)

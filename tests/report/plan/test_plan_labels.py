@@ -98,3 +98,9 @@ def test_quantities() -> None:
 def test_parts_of_nothing_are_none() -> None:
     assert labels.present({"matmul_s": 0.0}, labels.TIME_PARTS) == []
     assert labels.present({}, labels.TIME_PARTS) == []
+
+
+def test_stages_that_are_not_cut_evenly() -> None:
+    assert labels.stages_label(None) == ""
+    assert labels.stages_label((3, 4, 4, 4, 2)) == "3, 4 x 3, 2"
+    assert labels.stages_label([1, 1]) == "1 x 2"

@@ -59,6 +59,12 @@ def test_bars_are_as_long_as_what_they_show(plan: dict[str, Any]) -> None:
     assert lost / elastic == pytest.approx(2, rel=0.01)
 
 
+def test_a_cut_that_is_not_even_is_told(plan: dict[str, Any]) -> None:
+    assert "pipeline stages" not in render_plan_page(plan)
+    plan["best"]["layout"]["stage_layers"] = [17, 15]
+    assert "Layers of its pipeline stages: 17, 15." in render_plan_page(plan)
+
+
 def test_text_from_a_recipe_is_escaped(plan: dict[str, Any]) -> None:
     plan["model"]["name"] = "<b>llama</b>"
     page = render_plan_page(plan)

@@ -80,6 +80,12 @@ def test_a_constant_batch_has_no_row_of_steps(plan: dict[str, Any]) -> None:
     assert "128 samples a step" in line_with(text_of(render_plan(plan)), "run")
 
 
+def test_a_cut_that_is_not_even_is_told(plan: dict[str, Any]) -> None:
+    assert "pipeline stages" not in text_of(render_plan(plan))
+    plan["best"]["layout"]["stage_layers"] = [17, 15]
+    assert line_with(text_of(render_plan(plan)), "Layers of").rstrip().endswith("pipeline stages  17, 15")
+
+
 def test_the_run_has_values_bounds_and_causes(plan: dict[str, Any]) -> None:
     text = text_of(render_plan(plan))
     assert "90.0%" in line_with(text, "goodput") and "85.0% to 95.0%" in line_with(text, "goodput")

@@ -229,10 +229,10 @@ def kept_activation_bytes(setup: Setup) -> float:
 
 
 def peak_of(setup: Setup, layer: LayerMemory, constants: MemoryModel = DEFAULT_MEMORY) -> float:
-    """Bytes of the fullest stage, which is the first or the last."""
+    """Bytes of the fullest stage: the first, the last, or the first of those with the most layers."""
     counts = layers_per_rank(setup.model.num_layers, setup.layout)
-    ends = {0, len(counts) - 1}
-    return max(stage_memory(setup, stage, counts[stage], layer, constants).total_bytes for stage in ends)
+    fullest = {0, counts.index(max(counts)), len(counts) - 1}
+    return max(stage_memory(setup, stage, counts[stage], layer, constants).total_bytes for stage in fullest)
 
 
 def estimate_memory(setup: Setup, constants: MemoryModel = DEFAULT_MEMORY) -> tuple[MemoryBreakdown, ...]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import cast
 
 from trainspec_cli.planner.memory.engine.blocks import profile_block
-from trainspec_cli.planner.memory.engine.run import WIDTHS, EngineRun, is_counted, outer_peaks
+from trainspec_cli.planner.memory.engine.run import WIDTHS, EngineRun, is_counted, rank_peaks
 from trainspec_cli.planner.memory.engine.step import shape_of
 from trainspec_cli.planner.memory.frameworks import (
     DEFAULT_MEMORY,
@@ -32,8 +32,7 @@ def predict_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
         return estimate_memory(setup)
     run = _run_of(setup, cast("Recompute", recompute))
     outside_bytes = DEFAULT_MEMORY.group_bytes * communicators(setup)
-    outer = [_breakdown(peak.by_cause, outside_bytes, DEFAULT_MEMORY) for peak in outer_peaks(run)]
-    return (*[outer[0]] * (setup.layout.pp - 1), outer[-1])
+    return tuple(_breakdown(peak.by_cause, outside_bytes, DEFAULT_MEMORY) for peak in rank_peaks(run))
 
 
 def layer_memory(setup: Setup, recompute: str) -> LayerMemory:

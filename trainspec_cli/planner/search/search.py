@@ -2,7 +2,7 @@
 
 A bound that no layout can beat (its mean stage's work, without bubble, data-parallel traffic or optimizer) drops those
 that cannot enter the shown ones, before their memory is looked at where the layer's times are already known; memory
-drops others; what is left is predicted in full.
+drops others, layers cut evenly; what is left is predicted in full, layers cut by their time.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from trainspec_cli.planner.cut import cut, is_open, mean_times
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import axis_groups
 from trainspec_cli.planner.memory.frameworks import LayerMemory, mean_layer_memory, memory_limit_bytes, peak_of
@@ -105,8 +106,7 @@ class Search:
         once = self._micro_batch(setup)
         if known is None and self._too_slow(setup, once, best):
             return True
-        groups = axis_groups(setup.layout, setup.fabric, self.eff)
-        step = assemble_step(setup, once, groups, self.eff).total_s
+        step = self._step_s(setup, once)
         entry = (-step, -self.considered, Estimated(setup, recompute, step, peak))
         if len(best) < self.keep:
             heapq.heappush(best, entry)
@@ -114,6 +114,13 @@ class Search:
         self.refused[SLOWER] += 1
         heapq.heappushpop(best, entry)
         return True
+
+    def _step_s(self, setup: Setup, once: MicroBatch) -> float:
+        """Seconds of a step, its layers cut into stages as if they were all the average one."""
+        groups = axis_groups(setup.layout, setup.fabric, self.eff)
+        if is_open(setup.layout, setup.model):
+            setup = replace(setup, layout=cut(mean_times(once, setup), setup.layout))
+        return assemble_step(setup, once, groups, self.eff).total_s
 
     def _too_slow(self, setup: Setup, once: MicroBatch, best: list[tuple[float, int, Estimated]]) -> bool:
         slow = len(best) == self.keep and self._bound(setup, once) >= -best[0][0]

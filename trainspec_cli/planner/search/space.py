@@ -143,7 +143,8 @@ class Space:
             return (1,)
         per_stage = -(-layers // pp)
         sizes = [size for size in divisors(per_stage) if size > 1] if wanted == AUTO else [int(wanted)]
-        return sizes[:4]
+        legal = [size for size in sizes if pp * size <= layers]
+        return legal[:4] if self._keep(legal != [], "more pipeline stages than layers") else ()
 
 
 def stages_of(wanted: LayoutSpec, shard: int, replicate: int) -> Sequence[ZeroStage]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
 
 from trainspec_cli.planner.hardware.collectives import all_gather_s, all_reduce_s, all_to_all_s, send_s
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import Group, axis_groups
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.compute import LayerTime, Rates, layer_time, rates_of, ungrouped
-from trainspec_cli.planner.workload import embedding_work, head_work, layer_kinds
+from trainspec_cli.planner.workload import embedding_work, head_work, layer_works
 from trainspec_cli.planner.workload.work import Work
-from trainspec_cli.policy.pipeline import layers_per_rank
+from trainspec_cli.policy.pipeline import cut_layers
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.prediction import StepTime
 
@@ -69,15 +71,6 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     return LayersPart(layer_time(work, setup, rates, eff), comm, work.params, work.expert_params)
 
 
-def mean_layer(setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> LayersPart:
-    """The average over the model's layers."""
-    total, count = LayersPart(), setup.model.num_layers
-    for number, works in layer_kinds(setup.model, setup.tokens, setup.seq_len, setup.layout):
-        for work in works:
-            total = total.plus(part_of(work, setup, rates, groups, eff), number)
-    return LayersPart().plus(total, 1.0 / count)
-
-
 def recompute_part_s(part: LayersPart, setup: Setup) -> float:
     """Forward work, and where matmuls are among it its communication, done again in the backward."""
     again, time = setup.recompute, part.time
@@ -89,25 +82,72 @@ def recompute_part_s(part: LayersPart, setup: Setup) -> float:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch through a layer, and through what stands before and after them.
+    """One micro-batch through each kind of layer, and through what stands before and after them.
 
     Depends on the axes that cut a layer (tp, cp, ep) and not on those that spread layers or samples, so that a
     search computes it once for many layouts.
     """
 
-    layer: LayersPart
+    kinds: tuple[LayersPart, ...]
+    before: tuple[tuple[int, ...], ...]
+    """For each kind, how many of its layers stand before each layer, and in the whole model."""
     embedding: LayersPart
     head: LayersPart
     rates: Rates
 
+    @classmethod
+    def of(
+        cls, kinds: Sequence[LayersPart], order: Sequence[int], embedding: LayersPart, head: LayersPart, rates: Rates
+    ) -> MicroBatch:
+        """`order`: the kind of each layer, by its number."""
+        before = (tuple(accumulate((kind == own for own in order), initial=0)) for kind in range(len(kinds)))
+        return cls(tuple(kinds), tuple(before), embedding, head, rates)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.before[0]) - 1
+
+    @cached_property
+    def layer(self) -> LayersPart:
+        """The average over the model's layers."""
+        return LayersPart().plus(self.layers(self.numbers([range(self.num_layers)])), 1.0 / self.num_layers)
+
+    def numbers(self, stages: Iterable[range]) -> tuple[int, ...]:
+        """Layers of each kind in some stages."""
+        return tuple(sum(before[stage.stop] - before[stage.start] for stage in stages) for before in self.before)
+
+    def layers(self, numbers: Sequence[int]) -> LayersPart:
+        """So many layers of each kind."""
+        total = LayersPart()
+        for part, number in zip(self.kinds, numbers, strict=True):
+            total = total.plus(part, number)
+        return total
+
+    def kind_of(self, layer: int) -> int:
+        return next(kind for kind, before in enumerate(self.before) if before[layer + 1] > before[layer])
+
 
 def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> MicroBatch:
-    layout = setup.layout
+    layout, model = setup.layout, setup.model
     rates = rates_of(setup.fabric.chip, setup.matmul, setup.compute, eff)
-    layer = mean_layer(setup, rates, groups, eff)
-    head = part_of(head_work(setup.model, setup.tokens, layout), setup, rates, groups, eff)
-    embedding = part_of(embedding_work(setup.model, setup.tokens, layout), setup, rates, groups, eff)
-    return MicroBatch(layer, embedding, with_prediction_layers(head, layer, setup), rates)
+    layers = layer_works(model, setup.tokens, setup.seq_len, layout)
+    kinds = {id(works): works for works in layers}
+    parts = [sum_of(part_of(work, setup, rates, groups, eff) for work in works) for works in kinds.values()]
+    order = [list(kinds).index(id(works)) for works in layers]
+    head = part_of(head_work(model, setup.tokens, layout), setup, rates, groups, eff)
+    embedding = part_of(embedding_work(model, setup.tokens, layout), setup, rates, groups, eff)
+    once = MicroBatch.of(parts, order, embedding, head, rates)
+    head = with_prediction_layers(head, once.layer, setup)
+    if setup.tabled:
+        return MicroBatch.of((once.layer,), [0] * len(order), embedding, head, rates)
+    return replace(once, head=head)
+
+
+def sum_of(parts: Iterable[LayersPart]) -> LayersPart:
+    total = LayersPart()
+    for part in parts:
+        total = total.plus(part)
+    return total
 
 
 def estimate_step(setup: Setup, eff: Efficiency) -> StepTime:
@@ -119,12 +159,11 @@ def estimate_step(setup: Setup, eff: Efficiency) -> StepTime:
 def assemble_step(setup: Setup, once: MicroBatch, groups: dict[str, Group], eff: Efficiency) -> StepTime:
     """Assemble a whole step under the setup's layout from the parts of a micro-batch."""
     layout, rates = setup.layout, once.rates
-    counts = layers_per_rank(setup.model.num_layers, layout)
-    stages = stage_parts(once, counts)
-    times = [stage_s(part, setup) for part in stages]
+    ranks = rank_parts(once, layout)
+    times = [rank.time_s(setup) for rank in ranks]
     slowest = max(range(len(times)), key=times.__getitem__)
-    part, micro = stages[slowest], setup.grad_accum
-    again = recompute_part_s(once.layer, setup) * counts[slowest]
+    part, micro = ranks[slowest].whole, setup.grad_accum
+    again = recompute_part_s(ranks[slowest].layers, setup)
     between = eff.step_graphed_s if setup.software.graphs else eff.step_s
     bubble = eff.bubble * bubble_s(times, layout)
     sends = pipeline_sends_s(setup, groups["pp"], eff)
@@ -159,17 +198,34 @@ def with_prediction_layers(head: LayersPart, layer: LayersPart, setup: Setup) ->
     return head
 
 
-def stage_parts(once: MicroBatch, counts: tuple[int, ...]) -> list[LayersPart]:
-    whole = {count: LayersPart().plus(once.layer, count) for count in set(counts)}
-    stages = [whole[count] for count in counts]
-    stages[0] = stages[0].plus(once.embedding)
-    stages[-1] = stages[-1].plus(once.head)
-    return stages
+@dataclass(frozen=True)
+class RankParts:
+    """One micro-batch through all stages of a pipeline rank."""
+
+    layers: LayersPart
+    beside: LayersPart = field(default_factory=LayersPart)
+    """The embedding and the head, where they are; nothing of them is done again."""
+
+    @property
+    def whole(self) -> LayersPart:
+        return self.layers.plus(self.beside)
+
+    def time_s(self, setup: Setup) -> float:
+        """Forward and backward."""
+        again = self.whole if setup.tabled else self.layers
+        return own_work_s(self.whole) + recompute_part_s(again, setup)
 
 
-def stage_s(part: LayersPart, setup: Setup) -> float:
-    """One micro-batch through one stage and back."""
-    return own_work_s(part) + recompute_part_s(part, setup)
+def rank_parts(once: MicroBatch, layout: Layout) -> list[RankParts]:
+    """Return each pipeline rank's part: of its stages' layers, and of the ends that it holds."""
+    stages = cut_layers(once.num_layers, layout)
+    numbers = [once.numbers([stages[stage] for stage in layout.stages_of_rank(rank)]) for rank in range(layout.pp)]
+    layers = {number: once.layers(number) for number in set(numbers)}
+    ranks = [RankParts(layers[number]) for number in numbers]
+    for stage, end in ((0, once.embedding), (layout.num_stages - 1, once.head)):
+        rank = layout.rank_of_stage(stage)
+        ranks[rank] = RankParts(ranks[rank].layers, ranks[rank].beside.plus(end))
+    return ranks
 
 
 def own_work_s(part: LayersPart) -> float:

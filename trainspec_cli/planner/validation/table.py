@@ -265,6 +265,7 @@ def state(row: Row) -> Stated:
         recompute=recompute,
         software=software_of(row),
         trainable=ADAPTER_SHARE if is_adapter(row) else 1.0,
+        tabled=True,
     )
     opened = ("recompute",) if is_open else ()
     return Stated(setup, samples, (*assumed, *assumed_network, *assumed_batch, *opened), is_open)

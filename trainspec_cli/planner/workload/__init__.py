@@ -5,12 +5,13 @@ Each family's own arithmetic is in the module that its record names (`FamilyReco
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, Protocol, cast
 
 from trainspec_cli.planner.workload.adapters import adapted_decoder, adapter_params
-from trainspec_cli.planner.workload.work import Gemm, Kinds, Work
+from trainspec_cli.planner.workload.work import Gemm, Kinds, Layers, Work
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import ModelSpec
@@ -32,8 +33,8 @@ class FamilyWork(Protocol):
     def mixing_flops_per_token(self, model: Any, seq_len: int) -> float:
         """The part of them that no weight takes part in: attention's scores and values, a state-space scan."""
 
-    def layer_works(self, model: Any, tokens: float, seq_len: int, layout: Layout) -> Kinds:
-        """(how many, their parts) for each kind of layer, over the whole model."""
+    def layer_works(self, model: Any, tokens: float, seq_len: int, layout: Layout) -> Layers:
+        """The parts of each layer, in order; layers of one kind share one tuple."""
 
 
 def _work_of(model: ModelSpec) -> FamilyWork:
@@ -69,8 +70,17 @@ def mixing_flops_per_token(model: ModelSpec, seq_len: int) -> float:
     return _work_of(model).mixing_flops_per_token(model, seq_len)
 
 
-def layer_kinds(model: ModelSpec, tokens: float, seq_len: int, layout: Layout) -> Kinds:
+def layer_works(model: ModelSpec, tokens: float, seq_len: int, layout: Layout) -> Layers:
+    """The parts of each layer, in order."""
     return _work_of(model).layer_works(model, tokens, seq_len, layout)
+
+
+def layer_kinds(model: ModelSpec, tokens: float, seq_len: int, layout: Layout) -> Kinds:
+    """Count the layers of each kind."""
+    layers = layer_works(model, tokens, seq_len, layout)
+    number = Counter(map(id, layers))
+    kinds = {id(works): works for works in layers}
+    return tuple((number[kind], works) for kind, works in kinds.items())
 
 
 @lru_cache(maxsize=4096)

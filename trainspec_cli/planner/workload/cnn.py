@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from trainspec_cli.planner.workload.work import Gemm, Kinds, Work
+from trainspec_cli.planner.workload.work import Gemm, Layers, Work
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.model import ConvModel
 from trainspec_cli.spec.recipe.model_parts import STEM_CHANNELS
@@ -156,8 +156,8 @@ def mixing_flops_per_token(_model: ConvModel, _seq_len: int) -> float:
 
 
 @lru_cache(maxsize=1024)
-def layer_works(model: ConvModel, samples: float, _seq_len: int, _layout: Layout) -> Kinds:
-    """One kind: the whole network. A norm and its activation, one kernel that holds its input, read and write once."""
+def layer_works(model: ConvModel, samples: float, _seq_len: int, _layout: Layout) -> Layers:
+    """One layer: the whole network. A norm and its activation, one kernel that holds its input, read and write once."""
     works: list[Work] = []
     for conv in convolutions(model):
         out = samples * conv.positions * conv.out_channels
@@ -185,4 +185,4 @@ def layer_works(model: ConvModel, samples: float, _seq_len: int, _layout: Layout
         )
     if model.architecture == "maskrcnn":
         works.append(Work(serial_kernels=PROPOSAL_KERNELS, frozen=True))
-    return ((1.0, tuple(works)),)
+    return (tuple(works),)

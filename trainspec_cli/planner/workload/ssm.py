@@ -6,9 +6,9 @@ from functools import lru_cache
 
 from trainspec_cli.planner.workload import transformer
 from trainspec_cli.planner.workload.moe import active_expert_params, expert_layer_params, expert_work
-from trainspec_cli.planner.workload.work import Gemm, Kinds, Work
+from trainspec_cli.planner.workload.work import Gemm, Layers, Work
 from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.recipe.model import HybridModel
+from trainspec_cli.spec.recipe.model import LETTERS, HybridModel
 from trainspec_cli.spec.recipe.model_parts import CONV_TAPS
 
 CHUNK = 256
@@ -91,16 +91,19 @@ def mamba_work(model: HybridModel, tokens: float, layout: Layout) -> Work:
 
 
 @lru_cache(maxsize=1024)
-def layer_works(model: HybridModel, tokens: float, seq_len: int, layout: Layout) -> Kinds:
-    """Kinds of layers: (how many, their parts)."""
-    decoder = model.as_decoder
-    kinds: list[tuple[float, tuple[Work, ...]]] = [(model.mamba_layers, (mamba_work(model, tokens, layout),))]
-    if model.attention_layers:
-        attention = transformer.attention_work(decoder, tokens, seq_len, layout)
-        kinds.append((model.attention_layers, (attention,)))
-    if model.mlp_layers:
-        kinds.append((model.mlp_layers, (transformer.mlp_work(decoder, tokens, layout),)))
-    if model.expert_layers and model.experts is not None:
-        experts = expert_work(model.experts, model.hidden_size, model.gated_mlp, tokens, layout)
-        kinds.append((model.expert_layers, (experts,)))
-    return tuple(kinds)
+def layer_works(model: HybridModel, tokens: float, seq_len: int, layout: Layout) -> Layers:
+    """The parts of each layer: one mixer."""
+    kinds = {letter: (_work_of(model, letter, tokens, seq_len, layout),) for letter in dict.fromkeys(model.layers)}
+    return tuple(kinds[letter] for letter in model.layers)
+
+
+def _work_of(model: HybridModel, letter: str, tokens: float, seq_len: int, layout: Layout) -> Work:
+    decoder, mixer = model.as_decoder, LETTERS[letter]
+    if mixer == "mamba":
+        return mamba_work(model, tokens, layout)
+    if mixer == "attention":
+        return transformer.attention_work(decoder, tokens, seq_len, layout)
+    if mixer == "feed_forward":
+        return transformer.mlp_work(decoder, tokens, layout)
+    assert model.experts is not None
+    return expert_work(model.experts, model.hidden_size, model.gated_mlp, tokens, layout)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 from trainspec_cli.planner.workload.moe import active_expert_params, expert_layer_params, expert_work
-from trainspec_cli.planner.workload.work import Gemm, Kinds, Work
+from trainspec_cli.planner.workload.work import Gemm, Layers, Work
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.model_parts import Layer
 
 
 def attention_params(model: DecoderModel) -> int:
@@ -75,15 +76,17 @@ def attention_width(model: DecoderModel) -> float:
     return model.num_heads * (model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim + model.mla.v_head_dim) / 2
 
 
+def context(window: int | None, seq_len: int) -> float:
+    """Tokens that a query attends to, on average over positions: seq_len / 2 without a window."""
+    if window is None or window >= seq_len:
+        return seq_len / 2
+    return window * (1 - window / (2 * seq_len))
+
+
 @lru_cache(maxsize=1024)
 def mean_context(model: DecoderModel, seq_len: int) -> float:
-    """Tokens that a query attends to, on average over positions and layers: seq_len / 2 without windows."""
-    full = seq_len / 2
-    if model.sliding_window is None or model.sliding_window >= seq_len:
-        return full
-    window = model.sliding_window * (1 - model.sliding_window / (2 * seq_len))
-    global_share = 1 / model.global_attention_every if model.global_attention_every else 0.0
-    return global_share * full + (1 - global_share) * window
+    """The same on average over layers."""
+    return sum(context(model.window_of(layer), seq_len) for layer in range(model.num_layers)) / model.num_layers
 
 
 def flops_per_token(model: DecoderModel, seq_len: int) -> float:
@@ -126,8 +129,8 @@ EAGER_GATE_BYTES = 4.0
 """An element of a gate whose activation is written before it is multiplied."""
 
 
-def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Layout) -> Work:
-    """Norm, projections, core and residual of one layer."""
+def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Layout, window: int | None = None) -> Work:
+    """Norm, projections, core and residual of one layer, whose core sees a window or all before."""
     tp, hidden = layout.tp, model.hidden_size
     split = tp if layout.sequence_parallel else 1
     query: float = model.num_heads * model.head_dim
@@ -142,7 +145,7 @@ def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Lay
         latent = 2.0 * (model.mla.q_lora_rank + model.mla.kv_lora_rank + model.mla.qk_rope_head_dim)
     return Work(
         gemms=attention_gemms(model, tokens, tp),
-        attention_flops=4.0 * tokens * attention_width(model) / tp * mean_context(model, seq_len),
+        attention_flops=4.0 * tokens * attention_width(model) / tp * context(window, seq_len),
         attention_head_dim=attention_width(model) / model.num_heads,
         score_bytes=2.0 * tokens * seq_len * model.num_heads / tp,
         pass_bytes=2.0 * tokens * (7 * hidden / split + 2 * (query + key) / tp + 2 * latent),
@@ -184,16 +187,21 @@ def mlp_work(model: DecoderModel, tokens: float, layout: Layout) -> Work:
 
 
 @lru_cache(maxsize=4096)
-def layer_works(model: DecoderModel, tokens: float, seq_len: int, layout: Layout) -> Kinds:
-    """Kinds of layers: (how many, their parts), over the whole model."""
-    expert_layers = sum(model.is_expert_layer(layer) for layer in range(model.num_layers))
-    plain_layers = model.num_layers - expert_layers
-    attention = attention_work(model, tokens, seq_len, layout)
-    kinds: list[tuple[float, tuple[Work, ...]]] = []
-    if plain_layers:
-        kinds.append((plain_layers, (attention, mlp_work(model, tokens, layout))))
-    if expert_layers:
-        assert model.experts is not None
-        experts = expert_work(model.experts, model.hidden_size, model.gated_mlp, tokens, layout)
-        kinds.append((expert_layers, (attention, experts)))
-    return tuple(kinds)
+def layer_works(model: DecoderModel, tokens: float, seq_len: int, layout: Layout) -> Layers:
+    """The parts of each layer."""
+    layers = _layers(model)
+    kinds = {layer: _parts(model, layer, tokens, seq_len, layout) for layer in dict.fromkeys(layers)}
+    return tuple(kinds[layer] for layer in layers)
+
+
+@lru_cache(maxsize=256)
+def _layers(model: DecoderModel) -> tuple[Layer, ...]:
+    return tuple(model.layer_list)
+
+
+def _parts(model: DecoderModel, layer: Layer, tokens: float, seq_len: int, layout: Layout) -> tuple[Work, Work]:
+    attention = attention_work(model, tokens, seq_len, layout, layer.window)
+    if "experts" not in layer.mixers:
+        return attention, mlp_work(model, tokens, layout)
+    assert model.experts is not None
+    return attention, expert_work(model.experts, model.hidden_size, model.gated_mlp, tokens, layout)

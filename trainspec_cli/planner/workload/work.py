@@ -74,9 +74,16 @@ class Work:
     """Its products are convolutions, whose kernels have rates of their own."""
 
     @property
+    def flops(self) -> float:
+        """Forward."""
+        return sum(gemm.flops for gemm in self.gemms) + self.attention_flops
+
+    @property
     def all_params(self) -> float:
         return self.params + self.expert_params
 
 
-Kinds = tuple[tuple[float, tuple[Work, ...]], ...]
-"""(how many, their parts) for each kind of layer of a model."""
+Layers = tuple[tuple[Work, ...], ...]
+"""The parts of each layer of a model, in its order; layers of one kind share theirs."""
+Kinds = tuple[tuple[int, tuple[Work, ...]], ...]
+"""(how many, their parts) for each kind of layer of a model, in the order in which they first come."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from trainspec_cli.units import GIB, format_count, format_duration, format_si
@@ -71,6 +72,12 @@ def layout_label(candidate: Json) -> str:
     if layout["dp_shard"] > 1:
         words.append(f"zero {layout['zero_stage']}")
     return " · ".join(words) or "one device"
+
+
+def stages_label(stage_layers: Sequence[int] | None) -> str:
+    """`10 x 6, 11, 9`: the layers of each pipeline stage where they are not cut evenly; else empty."""
+    runs = ((layers, sum(1 for _ in run)) for layers, run in groupby(stage_layers or ()))
+    return ", ".join(f"{layers} x {number}" if number > 1 else str(layers) for layers, number in runs)
 
 
 def micro_batch_label(candidate: Json) -> str:

@@ -135,6 +135,8 @@ def _memory(best: Json) -> str:
     rows = list(zip(names, bars, (format_bytes(sum(stage.values())) for stage in stages), strict=True))
     legend = render_legend(_segments(best["memory"], labels.MEMORY_PARTS, format_bytes))
     text = f"Peak of the best layout, by cause; the dashed line is what a device has, {format_bytes(limit)}."
+    if cut := labels.stages_label(best["layout"].get("stage_layers")):
+        text += f" Layers of its pipeline stages: {cut}."
     return _section("Memory", text, _rows(rows) + legend)
 
 

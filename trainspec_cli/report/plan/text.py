@@ -34,7 +34,7 @@ def render_plan(plan: Json, width: int = WIDE) -> RenderableType:
     parts: list[RenderableType] = [_header(plan), layouts]
     best = plan["best"]
     if best:
-        parts += [_memory(best), _time(best)]
+        parts += [*_stages(best), _memory(best), _time(best)]
     if plan.get("trace"):
         parts.append(render_trace(plan["trace"]))
     parts += _refusals(plan)
@@ -109,6 +109,12 @@ def _memory_cell(candidate: Json) -> RenderableType:
     return Text.assemble(
         (bar(min(part, 1.0), 10), colour), f" {labels.gib(candidate['peak_memory_bytes'])} GiB {percent(part)}"
     )
+
+
+def _stages(best: Json) -> Iterator[RenderableType]:
+    """Where layers are not cut evenly."""
+    if cut := labels.stages_label(best["layout"].get("stage_layers")):
+        yield Text.assemble(("Layers of the best layout's pipeline stages", "bold"), f"  {cut}")
 
 
 def _memory(best: Json) -> RenderableType:

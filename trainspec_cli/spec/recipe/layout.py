@@ -41,7 +41,8 @@ class LayoutSpec:
     virtual_stages: AutoInt = 1
     """Chunks of layers a pipeline stage holds (the interleaved schedule needs 2 or more)."""
     stage_layers: tuple[PositiveInt, ...] | None = None
-    """Layers of each pipeline stage, if uneven; null spreads them evenly."""
+    """Layers of each pipeline stage, in the order of the model; null cuts by planned times, so that the rank with the
+    most work (its layers, the embedding, the head) has as little as possible."""
     context_method: ContextMethod = "ring"
     """With cp: keys and values go round a ring (arXiv:2310.01889), or go all-to-all (Ulysses, arXiv:2309.14509)."""
 
@@ -62,6 +63,7 @@ class Layout:
     pipeline_schedule: PipelineSchedule = "1f1b"
     virtual_stages: int = 1
     stage_layers: tuple[int, ...] | None = None
+    """Layers of each pipeline stage; None: evenly, spare ones in the first stages."""
     context_method: ContextMethod = "ring"
 
     @property
@@ -128,7 +130,9 @@ class Layout:
         return stage % self.pp
 
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:
-        return tuple(stage for stage in range(self.num_stages) if self.rank_of_stage(stage) == rank)
+        if self._is_a_v:
+            return rank, 2 * self.pp - 1 - rank
+        return tuple(range(rank, self.num_stages, self.pp))
 
     @property
     def _is_a_v(self) -> bool:

@@ -154,7 +154,8 @@ def _stage_layers(spec: RunSpec) -> Iterator[Problem]:
         )
         even, spare = divmod(layers, stages)
         fitting = ",".join(str(even + (stage < spare)) for stage in range(stages))
-        yield Problem("illegal_layout", message, "layout.stage_layers", f"type layout.stage_layers=[{fitting}]")
+        hint = f"type layout.stage_layers=[{fitting}], or null to cut by planned times"
+        yield Problem("illegal_layout", message, "layout.stage_layers", hint)
 
 
 def _fewer_stages(layers: int, layout: Layout) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Protocol, cast
 
+from trainspec_cli.policy.pipeline import cut_layers
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
-from trainspec_cli.spec.recipe.model import ModelSpec
+from trainspec_cli.spec.recipe.model import ModelSpec, TextModel
+from trainspec_cli.spec.recipe.model_parts import Layer
 from trainspec_cli.spec.recipe.run import Recompute
 from trainspec_cli.spec.results.plan import Plan
 
@@ -77,17 +80,41 @@ class FamilyMemory(Protocol):
         """Bytes by cause (`CAUSES`) at the fullest moment of a step on one rank of the pipeline."""
 
 
-def outer_peaks(run: EngineRun) -> list[EnginePeak]:
-    """Return the peaks of the pipeline's first and last rank (one without a pipeline); those between hold no more than
-    the first."""
-    return [engine_peak(run, rank) for rank in sorted({0, run.layout.pp - 1})]
+def rank_peaks(run: EngineRun) -> list[EnginePeak]:
+    """Return the peaks of all pipeline ranks.
+
+    A rank that has no more layers of any kind than one before it holds no more than that one, which keeps them for more
+    micro-batches, and is not counted by itself, unless it has the head.
+    """
+    peaks: list[EnginePeak] = []
+    counted: list[tuple[Counter[Layer], EnginePeak]] = []
+    for rank, layers in enumerate(_layers_of_ranks(run)):
+        fuller = [peak for others, peak in counted if layers <= others]
+        if fuller and rank < run.layout.pp - 1:
+            peaks.append(fuller[0])
+        else:
+            peaks.append(engine_peak(run, rank))
+            counted.append((layers, peaks[-1]))
+    return peaks
+
+
+def _layers_of_ranks(run: EngineRun) -> list[Counter[Layer]]:
+    """Layers of each kind on each rank of the pipeline."""
+    if run.layout.pp == 1:
+        return [Counter()]
+    layers = cast("TextModel", run.model).layer_list
+    stages = cut_layers(len(layers), run.layout)
+    return [
+        Counter(layers[layer] for stage in run.layout.stages_of_rank(rank) for layer in stages[stage])
+        for rank in range(run.layout.pp)
+    ]
 
 
 def tensors_by_cause(plan: Plan) -> dict[str, float] | None:
     """Bytes of the fullest stage's tensors, blocks eager; None where the engine's memory is not counted."""
     if not is_counted(plan.spec.model, plan.offload):
         return None
-    return max(outer_peaks(run_of(plan)), key=lambda peak: peak.total_bytes).by_cause
+    return max(rank_peaks(run_of(plan)), key=lambda peak: peak.total_bytes).by_cause
 
 
 CAUSES = ("parameters", "optimizer", "gradients", "gathered", "activations", "temporaries")
