@@ -30,7 +30,18 @@ DOORS = {
     "report": {"spec", "rundir"},
     "certify": {"spec", "planner", "rundir", "launch"},
     "doctor": {"spec", "rundir", "launch"},
-    "session": {"compose", "spec", "rundir", "corpus", "huggingface", "planner", "launch", "report", "doctor"},
+    "session": {
+        "compose",
+        "spec",
+        "policy",
+        "rundir",
+        "corpus",
+        "huggingface",
+        "planner",
+        "launch",
+        "report",
+        "doctor",
+    },
     "cli": {"session", "compose", "spec", "rundir", "corpus", "planner", "launch", "report", "certify", "doctor"},
 }
 """Room -> the rooms it may import. `FREE` modules are free to all."""
