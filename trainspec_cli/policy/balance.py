@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from trainspec_cli.policy.division import Division, count_micro_batches
+from trainspec_cli.policy.division import Division
 from trainspec_cli.policy.speeds import Speed
 
 EVEN_ENOUGH = 0.02
 """An even division is kept, and gone back to, where the best one is no more than this fraction faster."""
-MORE_MICRO_BATCHES = 4
-"""Numbers of micro-batches that are tried: the least that memory allows, and so many turns more."""
+MORE_TURNS = 4
+"""Where memory does not hold a fast rank's share in the usual number of micro-batches, so many turns more are tried."""
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,12 @@ def best_division(
     best = Balanced(even, compute_s(even, samples, speeds, exchange_s))
     kept_s = best.compute_s * (1 - EVEN_ENOUGH)
     usual = even.count_micro_batches(samples)
-    fewest = count_micro_batches(math.ceil(samples / len(speeds)), largest_micro_batch, even.turns)
-    tried = [fewest + turn * even.turns for turn in range(MORE_MICRO_BATCHES + 1)]
-    for micro_batches in [usual] if keeps_micro_batches else sorted({usual, *tried}):
-        if samples > micro_batches * largest_micro_batch * len(speeds):
+    for turns in range(1 if keeps_micro_batches else 1 + MORE_TURNS):
+        micro_batches = usual + turns * even.turns
+        most = micro_batches * largest_micro_batch
+        if samples > most * len(speeds):
             continue
-        counts = solve_counts(samples, micro_batches, speeds, micro_batches * largest_micro_batch)
-        weights = tuple(map(float, counts))
+        weights = tuple(map(float, solve_counts(samples, micro_batches, speeds, most)))
         uneven = replace(even, weights=weights, micro_batch_size=largest_micro_batch, micro_batches=micro_batches)
         found = Balanced(uneven, compute_s(uneven, samples, speeds, exchange_s))
         if found.compute_s < min(best.compute_s, kept_s):

@@ -201,6 +201,7 @@ class DirectiveEvent(Event):
     step: Count
     """Updates made before it; it holds from the next one on."""
     number: Count
+    """1, 2, ... over the starts of a run; each replica group numbers its own."""
     kind: Literal["shares"] = "shares"
     applied: bool
     """False: `scheduler.mode` is advise."""
@@ -215,7 +216,7 @@ class DirectiveEvent(Event):
     expected_s: Seconds
     """The same after the change."""
     group: Count | Absent | None = ABSENT
-    """The replica group whose ranks it is about."""
+    """The replica group whose ranks it is about, where there are several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,6 +230,8 @@ class AchievedEvent(Event):
     expected_s: Seconds
     achieved_s: Seconds
     """The slowest rank's own computing in a step since then, with the exchanges of its micro-batches."""
+    group: Count | Absent | None = ABSENT
+    """The replica group whose directive it was; each numbers its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
