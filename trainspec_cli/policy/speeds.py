@@ -109,10 +109,11 @@ class SpeedTracker:
 
     def _follow_drift(self, speed: Speed) -> None:
         """Confirm a change that no single step shows: the remembered ones together do."""
-        drift = median(self._paces)
-        if len(self._paces) == REMEMBERED_STEPS and abs(drift - 1) > self._change:
-            self._speed = speed.scaled(drift)
-            self._paces = deque((pace / drift for pace in self._paces), REMEMBERED_STEPS)
+        if len(self._paces) < REMEMBERED_STEPS or abs(median(self._paces) - 1) <= self._change:
+            return
+        drift = median(list(self._paces)[REMEMBERED_STEPS // 2 :])  # more than half of them have changed
+        self._speed = speed.scaled(drift)
+        self._paces = deque((pace / drift for pace in self._paces), REMEMBERED_STEPS)
 
     @staticmethod
     def _limit(paces: Collection[float]) -> float:
