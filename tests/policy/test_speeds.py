@@ -33,7 +33,7 @@ def tracker(sample_s: float = 0.5, change: float = 0.1) -> SpeedTracker:
 
 def test_a_speed_is_the_median_of_the_first_steps_that_count() -> None:
     found = SpeedTracker(0.1)
-    for seconds in (90.0, 50.0, 8.0, 8.0, 7.9, 8.1):  # the first two compile
+    for seconds in (90.0, 50.0, 8.0, 8.0, 7.9, 8.1, 7.8, 8.0, 8.2):  # the first two compile
         found.note(8, 2, seconds)
         assert found.speed is None
     found.note(8, 2, 30.0)
@@ -46,8 +46,41 @@ def test_a_rank_whose_first_steps_differ_widely_is_measured_for_longer() -> None
     while found.speed is None:
         found.note(8, 1, 8 * draw.lognormvariate(0, 0.3))
         seen += 1
-    assert 4 * LEARNING < seen <= SKIPPED_STEPS + REMEMBERED_STEPS
+    assert 3 * LEARNING < seen <= SKIPPED_STEPS + REMEMBERED_STEPS
     assert found.speed.per_sample_s == pytest.approx(1.0, rel=0.2)
+
+
+def test_a_noise_of_a_tenth_takes_some_steps_more() -> None:
+    found, seen = SpeedTracker(0.1), 0
+    draw = random.Random(0)
+    while found.speed is None:
+        found.note(8, 1, 8 * draw.lognormvariate(0, 0.1))
+        seen += 1
+    assert LEARNING < seen < REMEMBERED_STEPS - LEARNING
+
+
+def test_a_noise_that_was_there_from_the_start_is_no_change() -> None:
+    found = SpeedTracker(0.1)
+    for step in range(REMEMBERED_STEPS):
+        found.note(8, 1, 8 * (0.92, 1.0, 1.08)[step % 3])
+        if found.speed:
+            break
+    known = found.speed
+    for pace in (1.3, 1.3, 1.3, 1.3):
+        found.note(8, 1, 8 * pace)
+    assert known is not None
+    assert found.speed == known
+
+
+def test_shares_that_change_while_a_speed_is_learnt_begin_it_anew() -> None:
+    found = SpeedTracker(0.1)
+    for _ in range(LEARNING - 1):
+        found.note(8, 1, 80.0)
+    for _ in range(LEARNING - 1):
+        found.note(4, 1, 4.0)
+        assert found.speed is None
+    found.note(4, 1, 4.0)
+    assert found.speed == Speed(0.0, 1.0)
 
 
 def test_a_rank_without_samples_shows_no_speed() -> None:
@@ -60,8 +93,8 @@ def test_a_rank_without_samples_shows_no_speed() -> None:
 
 def test_three_steps_in_a_row_confirm_a_change() -> None:
     found = tracker()
-    for _ in range(CONFIRMING_STEPS - 1):
-        found.note(8, 1, 8.0)
+    for seconds in (7.0, 9.0):
+        found.note(8, 1, seconds)
         assert found.speed == Speed(0.0, 0.5)
     found.note(8, 1, 8.0)
     assert found.speed == Speed(0.0, 1.0)
@@ -118,7 +151,7 @@ def test_a_change_within_a_ranks_own_noise_is_seen_in_many_steps_together() -> N
 
 
 @settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 10**6), noise=st.floats(0, 0.06))
+@given(seed=st.integers(0, 10**6), noise=st.floats(0, 0.04))
 def test_a_thousand_noisy_healthy_steps_show_no_change(seed: int, noise: float) -> None:
     draw, found = random.Random(seed), SpeedTracker(0.1)
     speeds = set()
@@ -128,12 +161,13 @@ def test_a_thousand_noisy_healthy_steps_show_no_change(seed: int, noise: float) 
     assert len(speeds - {None}) == 1
 
 
-def test_two_shapes_tell_what_is_fixed_from_what_grows_with_the_samples() -> None:
+@pytest.mark.parametrize("shapes", [((8, 2), (4, 2)), ((8, 1), (8, 2)), ((8, 2), (9, 3))])
+def test_two_shapes_tell_what_is_fixed_from_what_grows_with_the_samples(shapes: tuple[tuple[int, int], ...]) -> None:
     """True: 2 s a micro-batch and 0.5 s a sample."""
     found = SpeedTracker(0.1)
-    for samples in (8, 4):
+    for samples, micro_batches in shapes:
         for _ in range(LEARNING):
-            found.note(samples, 2, 2 * 2.0 + samples * 0.5)
+            found.note(samples, micro_batches, micro_batches * 2.0 + samples * 0.5)
     assert found.speed is not None
     assert (found.speed.fixed_s, found.speed.per_sample_s) == pytest.approx((2.0, 0.5))
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-FIRST_STEPS = 5
+FIRST_STEPS = 8
 """A speed is learnt from so many steps, and from more where they differ."""
 SKIPPED_STEPS = 2
 """The first steps after a start, or with other shares, compile and warm up: they say nothing."""

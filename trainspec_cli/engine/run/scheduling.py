@@ -57,7 +57,7 @@ class StepScheduler:
     def __init__(
         self, plan: Plan, run_dir: RunDir, state: TrainState, journal: Journal | GroupJournal, group: int | None
     ):
-        """Raises UnreadableFileError, on every rank, where the directives of the run so far cannot be followed.
+        """Raises MachineError, on every rank, where the directives of the run so far cannot be followed.
 
         `group`: the replica group, where there are several; their runs are not resumed to the bit, so none of their
         directives is followed again.
