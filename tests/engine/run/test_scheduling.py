@@ -186,7 +186,7 @@ def test_a_rank_reports_its_speed_and_its_last_step(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.step(0)
     assert run.reported == [0.0, 0.0, 0.0, 0.0]
-    run.steps(1, 8)
+    run.steps(1, 12)
     assert run.reported == [0.0, 1.0, 8.0, 0.5]
 
 
