@@ -4,8 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainspec_cli.rundir.event_types import Event, RetryEvent, StartEvent, StepEvent
+from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent, Event, RetryEvent, StartEvent, StepEvent
 from trainspec_cli.rundir.events import EventWriter
+
+DIRECTIVE = DirectiveEvent(
+    step=4,
+    number=1,
+    applied=True,
+    counts=(9, 5),
+    micro_batch_size=16,
+    micro_batches=1,
+    reason="rank 1 is slow",
+    before_s=2.0,
+    expected_s=1.5,
+)
+ACHIEVED = AchievedEvent(step=9, number=1, before_s=2.0, expected_s=1.5, achieved_s=1.6)
 
 
 def write_event(path: Path, event: Event, rank: int = 0) -> None:

@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from lab.events import ACHIEVED, DIRECTIVE, write_event
 
 from trainspec_cli.report.collect import collect
 from trainspec_cli.rundir.event_types import PARTS
 from trainspec_cli.rundir.files import write_json
-from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.canonical import ABSENT, to_plain
 
 
 def trained(run: Any, ranks: int = 2, steps: int = 10) -> None:
@@ -108,6 +110,22 @@ def test_evaluations_samples_and_warnings(fake_run: Any) -> None:
     assert report.sample is not None
     assert report.sample.text == "main10"
     assert [(event.rank, event.message) for event in report.warnings] == [(1, "odd")]
+
+
+def test_directives_are_those_of_the_runs_own_file(fake_run: Any) -> None:
+    """Each replica group writes there; the log has those of the leading one alone."""
+    trained(fake_run)
+    write_event(fake_run.dir.directives, DIRECTIVE)
+    write_event(fake_run.dir.directives, replace(DIRECTIVE, group=1))
+    write_event(fake_run.dir.directives, ACHIEVED)
+    write_event(fake_run.dir.events(0), DIRECTIVE)
+    report = collect(fake_run.dir.root)
+    assert [event.group for event in report.directives] == [ABSENT, 1]
+    assert [event.achieved_s for event in report.achieved] == [1.6]
+    plain = to_plain(report)
+    assert plain["directives"][0]["counts"] == [9, 5]
+    assert plain["achieved"][0]["number"] == 1
+    json.dumps(plain, allow_nan=False)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lab.events import ACHIEVED, DIRECTIVE, write_event
 from rich.console import Console, RenderableType
 
 from trainspec_cli.report.collect import collect
@@ -77,6 +78,20 @@ def test_long_waits_for_data_are_told_of(fake_run: Any) -> None:
     for step in range(11, 21):
         fake_run.step(step, data_wait=0.2)
     assert "of their time for data" in text_of(render_report(collect(fake_run.dir.root)))
+
+
+def test_what_the_scheduler_did_has_a_section(fake_run: Any) -> None:
+    trained(fake_run)
+    assert "scheduler" not in text_of(render_report(collect(fake_run.dir.root))).splitlines()
+    write_event(fake_run.dir.directives, DIRECTIVE)
+    write_event(fake_run.dir.directives, replace(DIRECTIVE, group=1))
+    write_event(fake_run.dir.directives, replace(ACHIEVED, group=1))
+    lines = text_of(render_report(collect(fake_run.dir.root))).splitlines()
+    at = lines.index("scheduler")
+    assert lines[at + 1 : at + 3] == [
+        "  step 4: shares are now 9, 5 of 14: rank 1 is slow; 25% less computing is expected",
+        "  step 4: group 1: shares are now 9, 5 of 14: rank 1 is slow; 25% less computing is expected, 20% achieved",
+    ]
 
 
 def test_long_lists_show_their_end(fake_run: Any) -> None:

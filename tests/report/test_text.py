@@ -13,10 +13,18 @@ from rich.console import Console, RenderableType
 from trainspec_cli.report.backtest import render_backtest
 from trainspec_cli.report.findings import render_certificate, render_diagnosis
 from trainspec_cli.report.progress import Progress
-from trainspec_cli.report.text import describe_event, describe_plan, describe_progress
+from trainspec_cli.report.text import (
+    describe_directive,
+    describe_event,
+    describe_plan,
+    describe_progress,
+    summarise_counts,
+)
 from trainspec_cli.rundir.event_types import (
+    AchievedEvent,
     CadenceEvent,
     CheckpointEvent,
+    DirectiveEvent,
     EvalEvent,
     Event,
     RecoveryEvent,
@@ -255,3 +263,46 @@ def test_a_diagnosis_of_one_node() -> None:
         "                        make room",
         "1 node: 1 ok, 1 to look at, 0 failed",
     ]
+
+
+DIRECTIVE = DirectiveEvent(
+    step=30,
+    number=1,
+    applied=True,
+    counts=(9, 9, 5, 9),
+    micro_batch_size=16,
+    micro_batches=1,
+    reason="data-parallel rank 2 computes a sample in 44 ms, the median is 24 ms",
+    before_s=0.5,
+    expected_s=0.31,
+)
+REASON = "data-parallel rank 2 computes a sample in 44 ms, the median is 24 ms"
+
+
+def test_a_directive() -> None:
+    shown = f"step 30: shares are now 9, 9, 5, 9 of 32: {REASON}; 38% less computing is expected"
+    assert describe_event(DIRECTIVE) == shown
+    achieved = AchievedEvent(step=37, number=1, before_s=0.4, expected_s=0.31, achieved_s=0.3)
+    assert describe_directive(DIRECTIVE, achieved) == f"{shown}, 25% achieved"
+    assert describe_event(achieved) == ""
+    advice = replace(DIRECTIVE, applied=False, group=1)
+    assert describe_event(advice).startswith(
+        "step 30: group 1: advice: scheduler=auto would make shares 9, 9, 5, 9 of 32: data-parallel"
+    )
+
+
+def test_a_directive_whose_times_are_damaged() -> None:
+    assert describe_event(replace(DIRECTIVE, before_s=0.0)).endswith("; ? less computing is expected")
+
+
+@pytest.mark.parametrize(
+    ("counts", "shown"),
+    [
+        ((8, 8, 8, 8), "8 each"),
+        ((5, 9), "5, 9 of 14"),
+        ((9,) * 8 + (4,), "4 to 9 of 76"),
+        ((1500,) * 9 + (400,), "400 to 1,500 of 13,900"),
+    ],
+)
+def test_shares(counts: tuple[int, ...], shown: str) -> None:
+    assert summarise_counts(counts) == shown

@@ -10,8 +10,10 @@ import pytest
 
 from trainspec_cli.rundir.event_types import (
     EVENT_TYPES,
+    AchievedEvent,
     CadenceEvent,
     CheckpointEvent,
+    DirectiveEvent,
     EndedMark,
     EndEvent,
     EvalEvent,
@@ -87,6 +89,19 @@ HANG = HangEvent(
     stack="here",
 )
 RECOVERY = RecoveryEvent(step=4, change="left", group=1, stall_s=1.5, lost_steps=1)
+DIRECTIVE = DirectiveEvent(
+    step=4,
+    number=1,
+    applied=True,
+    counts=(9, 5),
+    micro_batch_size=16,
+    micro_batches=1,
+    reason="rank 1 is slow",
+    before_s=2.0,
+    expected_s=1.5,
+    group=1,
+)
+ACHIEVED = AchievedEvent(step=9, number=1, before_s=2.0, expected_s=1.5, achieved_s=1.6, group=1)
 EVENTS: list[Event] = [
     START,
     STEP,
@@ -98,6 +113,8 @@ EVENTS: list[Event] = [
     CADENCE,
     HANG,
     RECOVERY,
+    DIRECTIVE,
+    ACHIEVED,
     SampleEvent(step=4, prompt="once", text=" upon"),
     WarningEvent(step=4, message="hot"),
     RetryEvent(step=4),
@@ -113,6 +130,7 @@ OPTIONAL = {
     "cadence.mtbf_s": None,
     "eval.seconds": 0.0,
     "end.weights_sha256": None,
+    "directive.kind": "shares",
     "ended.exit_code": None,
 } | {f"{name}.rank": -1 for name in EVENT_TYPES}
 """Keys that an event need not have, and what their absence means; others are needed, or are `Absent`."""

@@ -17,6 +17,7 @@ RUN = RunDir("run")
         (RUN.composed_yaml, "composed.yaml"),
         (RUN.run_json, "run.json"),
         (RUN.plan_json, "plan.json"),
+        (RUN.directives, "directives.jsonl"),
         (RUN.kernels_json, "kernels.json"),
         (RUN.versions_json, "versions.json"),
         (RUN.command_txt, "command.txt"),

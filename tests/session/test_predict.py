@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from trainspec_cli.__main__ import run
 from trainspec_cli.launch.job.machine import Gpu
+from trainspec_cli.planner.plan import plan
+from trainspec_cli.session.predict import Predictor, _largest_micro_batch
+from trainspec_cli.spec.recipe.batching import BatchingSpec
+from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
+from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.optim import OptimSpec
+from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
+from trainspec_cli.spec.recipe.scheduler import SchedulerSpec
 
+MACHINE = Machine("host", cpu_cores=2, memory_bytes=2**34, bf16=True)
+SPEC = RunSpec(
+    model=DecoderModel(1, 64, 2, 2, 32, 128, 512),
+    data=DataSpec(seq_len=256, source="python_stdlib"),
+    optim=OptimSpec(lr=1e-3),
+    batching=BatchingSpec(global_batch_size=16),
+    train=TrainSection(max_steps=1),
+    cluster=ClusterSpec(devices_per_node=2, device="cpu"),
+)
 ON_GPU = ("launch", "recipe=tiny", "cluster=auto", "--dry-run", "--json")
 
 
@@ -53,3 +74,35 @@ def test_a_dry_run_does_not_probe(capsys, monkeypatch: pytest.MonkeyPatch, tmp_p
     assert run(["launch", "recipe=tiny", "--dry-run"]) == 0
     assert "no prediction: this machine was not probed yet" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "fits", "largest"),
+    [
+        ({}, 100, 8),  # up to twice the plan's
+        ({}, 6, 6),
+        ({}, 4, 4),
+        ({}, 1, 4),  # it was forced
+        ({"max_micro_batch_size": 32}, 100, 32),
+        ({"max_micro_batch_size": 32}, 21, 21),
+        ({"max_micro_batch_size": 5}, 100, 5),
+        ({"max_micro_batch_size": 2}, 100, 4),
+        ({"mode": "off"}, 100, None),
+    ],
+)
+def test_the_largest_micro_batch_that_fits(changes: dict[str, Any], fits: int, largest: int | None) -> None:
+    tried = []
+
+    def predict(plan: Any) -> Any:
+        tried.append(plan.micro_batch_size)
+        return SimpleNamespace(needed_bytes=plan.micro_batch_size)
+
+    own = replace(plan(SPEC, MACHINE), micro_batch_size=4)
+    own = replace(own, spec=replace(own.spec, scheduler=SchedulerSpec(**changes)))
+    assert _largest_micro_batch(own, Predictor(predict, fits, "")) == largest
+    assert len(tried) <= 5, "as many as a search by halves needs"
+
+
+def test_one_data_parallel_rank_needs_no_larger_micro_batch() -> None:
+    alone = plan(replace(SPEC, cluster=replace(SPEC.cluster, devices_per_node=1)), MACHINE)
+    assert _largest_micro_batch(alone, Predictor(None, 0, "")) is None  # type: ignore[arg-type]

@@ -107,7 +107,7 @@ def test_what_is_refused(data, path: str, value: Any, code: str, message: str, h
         (
             "batch_size",
             "did you mean `batching.global_batch_size`, `batching.micro_batch_size` or "
-            "`batching.schedule.max_global_batch_size`?",
+            "`scheduler.max_micro_batch_size`?",
         ),
         ("path", "did you mean `data.path` or `data.tokenizer.path`?"),
         ("optim.warmup-step", "did you mean `optim.schedule.warmup_steps`?"),

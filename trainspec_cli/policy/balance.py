@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from trainspec_cli.policy.division import Division, count_micro_batches
+from trainspec_cli.policy.division import Division
 from trainspec_cli.policy.speeds import Speed
 
 EVEN_ENOUGH = 0.02
 """An even division is kept, and gone back to, where the best one is no more than this fraction faster."""
-MORE_MICRO_BATCHES = 4
-"""Numbers of micro-batches that are tried: the least that memory allows, and so many turns more."""
+MORE_TURNS = 4
+"""Where memory does not hold a fast rank's share in the usual number of micro-batches, so many turns more are tried."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,12 @@ def compute_s(division: Division, samples: int, speeds: Sequence[Speed], exchang
 
     `exchange_s` is what the ranks exchange for each micro-batch (the gathering of sharded parameters, say).
     """
-    micro_batches = division.count_micro_batches(samples)
-    counts = division.counts(samples)
-    slowest_s = max(speed.time_s(count, micro_batches) for speed, count in zip(speeds, counts, strict=True))
-    return slowest_s + micro_batches * exchange_s
+    return _slowest_s(division.counts(samples), division.count_micro_batches(samples), speeds, exchange_s)
+
+
+def _slowest_s(counts: Sequence[int], micro_batches: int, speeds: Sequence[Speed], exchange_s: float) -> float:
+    times_s = (speed.time_s(count, micro_batches) for speed, count in zip(speeds, counts, strict=True))
+    return max(times_s) + micro_batches * exchange_s
 
 
 def solve_counts(samples: int, micro_batches: int, speeds: Sequence[Speed], most: int) -> tuple[int, ...]:
@@ -48,19 +50,27 @@ def solve_counts(samples: int, micro_batches: int, speeds: Sequence[Speed], most
     if samples > most * len(speeds):
         raise ValueError(f"{samples} samples are more than {most} on each of {len(speeds)} ranks")
     least = 1 if samples >= len(speeds) else 0
-    level_s = _common_time_s(samples, micro_batches, speeds, most)
-    counts = [min(most, max(least, math.floor(_fitting(level_s, micro_batches, speed)))) for speed in speeds]
+    lines = [Line(micro_batches * speed.fixed_s, speed.per_sample_s) for speed in speeds]
+    level_s = _common_time_s(samples, lines, most)
+    counts = [min(most, max(least, int((level_s - start_s) // sample_s))) for start_s, sample_s in lines]
     missing = samples - sum(counts)
     if missing >= 0:
-        _shift(counts, missing, most, 1, lambda rank: speeds[rank].time_s(counts[rank] + 1, micro_batches))
+        _shift(counts, missing, most, 1, lambda rank: lines[rank].start_s + (counts[rank] + 1) * lines[rank].sample_s)
     else:
-        _shift(counts, -missing, least, -1, lambda rank: -speeds[rank].time_s(counts[rank], micro_batches))
+        _shift(counts, -missing, least, -1, lambda rank: -lines[rank].start_s - counts[rank] * lines[rank].sample_s)
     return tuple(counts)
+
+
+class Line(NamedTuple):
+    """A rank's time by its samples."""
+
+    start_s: float
+    sample_s: float
 
 
 def _shift(counts: list[int], times: int, limit: int, change: int, key: Callable[[int], float]) -> None:
     """Change the count of the rank with the least key so many times, in place; none beyond `limit`."""
-    queue = [(key(rank), rank) for rank in range(len(counts)) if counts[rank] != limit]
+    queue = [(key(rank), rank) for rank in range(len(counts)) if counts[rank] != limit] if times else []
     heapq.heapify(queue)
     for _ in range(times):
         _, rank = heapq.heappop(queue)
@@ -69,32 +79,26 @@ def _shift(counts: list[int], times: int, limit: int, change: int, key: Callable
             heapq.heappush(queue, (key(rank), rank))
 
 
-def _fitting(time_s: float, micro_batches: int, speed: Speed) -> float:
-    """Return the samples that a rank computes in that time."""
-    return (time_s - micro_batches * speed.fixed_s) / speed.per_sample_s
-
-
-def _common_time_s(samples: int, micro_batches: int, speeds: Sequence[Speed], most: int) -> float:
+def _common_time_s(samples: int, lines: Sequence[Line], most: int) -> float:
     """Return the time in which all ranks together compute `samples`, where no rank takes less than 0 or over `most`.
 
     What the ranks compute grows with the time, in pieces: each round leaves out those that are at an end of their
     range, until the others' common time leaves none beyond it.
     """
-    free, left = list(speeds), float(samples)
+    free, left = list(lines), float(samples)
     while free:
-        work = sum(1 / speed.per_sample_s for speed in free)
-        fixed = sum(micro_batches * speed.fixed_s / speed.per_sample_s for speed in free)
-        time_s = (left + fixed) / work
-        full = [speed for speed in free if _fitting(time_s, micro_batches, speed) > most]
-        idle = [speed for speed in free if _fitting(time_s, micro_batches, speed) < 0]
-        if full:
-            left -= most * len(full)
-            free = [speed for speed in free if _fitting(time_s, micro_batches, speed) <= most]
-        elif idle:
-            free = [speed for speed in free if _fitting(time_s, micro_batches, speed) >= 0]
-        else:
+        work = sum(1 / sample_s for _, sample_s in free)
+        time_s = (left + sum(start_s / sample_s for start_s, sample_s in free)) / work
+        below = [line for line in free if line.start_s + most * line.sample_s >= time_s]
+        if len(below) < len(free):
+            left -= most * (len(free) - len(below))
+            free = below
+            continue
+        busy = [line for line in free if line.start_s <= time_s]
+        if len(busy) == len(free):
             return time_s
-    return max(speed.time_s(most, micro_batches) for speed in speeds)
+        free = busy
+    return max(line.start_s + most * line.sample_s for line in lines)
 
 
 def best_division(
@@ -114,15 +118,14 @@ def best_division(
     best = Balanced(even, compute_s(even, samples, speeds, exchange_s))
     kept_s = best.compute_s * (1 - EVEN_ENOUGH)
     usual = even.count_micro_batches(samples)
-    fewest = count_micro_batches(math.ceil(samples / len(speeds)), largest_micro_batch, even.turns)
-    tried = [fewest + turn * even.turns for turn in range(MORE_MICRO_BATCHES + 1)]
-    for micro_batches in [usual] if keeps_micro_batches else sorted({usual, *tried}):
-        if samples > micro_batches * largest_micro_batch * len(speeds):
-            continue
-        counts = solve_counts(samples, micro_batches, speeds, micro_batches * largest_micro_batch)
-        weights = tuple(map(float, counts))
-        uneven = replace(even, weights=weights, micro_batch_size=largest_micro_batch, micro_batches=micro_batches)
-        found = Balanced(uneven, compute_s(uneven, samples, speeds, exchange_s))
-        if found.compute_s < min(best.compute_s, kept_s):
-            best = found
+    for turns in range(1 if keeps_micro_batches else 1 + MORE_TURNS):
+        micro_batches = usual + turns * even.turns
+        most = micro_batches * largest_micro_batch
+        counts = solve_counts(samples, micro_batches, speeds, most)
+        found_s = _slowest_s(counts, micro_batches, speeds, exchange_s)
+        if found_s < min(best.compute_s, kept_s):
+            weights = tuple(map(float, counts))
+            best = Balanced(Division(weights, largest_micro_batch, even.turns, micro_batches), found_s)
+        if max(counts) < most:
+            break  # memory holds nobody back
     return best

@@ -79,7 +79,12 @@ class Division:
 
     def counts(self, samples: int) -> tuple[int, ...]:
         """Return the samples of each rank."""
-        return weighted_counts(samples, self.weights)
+        return _counts(self, samples)
+
+
+@lru_cache(maxsize=8)
+def _counts(division: Division, samples: int) -> tuple[int, ...]:
+    return weighted_counts(samples, division.weights)
 
 
 @lru_cache(maxsize=8)

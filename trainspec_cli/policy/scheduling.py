@@ -1,14 +1,13 @@
 """Decide when samples are divided otherwise: what the ranks' speeds would win, against what a change costs.
 
-The decision is a pure function of what all ranks know, so each of them makes the same one without another exchange;
-the planner's simulation calls it too.
+The decision is a pure function of what all ranks know, so each of them makes the same one without another exchange.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median_low
 
 from trainspec_cli.policy.balance import best_division, compute_s
 from trainspec_cli.policy.division import Division
@@ -16,9 +15,7 @@ from trainspec_cli.policy.speeds import Speed
 from trainspec_cli.units import format_duration
 
 WORTHWHILE = 0.03
-"""A change is made where it saves at least this fraction of the computing."""
-UNREMARKABLE = 0.1
-"""Ranks whose speeds differ by less than this fraction are called equally fast."""
+"""Samples are divided unevenly where that saves at least this fraction of the computing."""
 COST_STEPS = 1.0
 """What a change of shares costs, in steps' computing: batches that were read ahead are read anew."""
 
@@ -38,75 +35,96 @@ class ShareChange:
 class ShareScheduler:
     """Follows the speeds of the data-parallel ranks, step by step."""
 
-    def __init__(self, even: Division, largest_micro_batch: int, *, keeps_micro_batches: bool = False):
-        """`keeps_micro_batches`: what a step computes depends on which samples share a micro-batch (batch norm)."""
+    def __init__(self, even: Division, largest_micro_batch: int, change: float, *, keeps_micro_batches: bool = False):
+        """`change`: ranks whose times differ from the median by no more than this fraction are equally fast.
+
+        `keeps_micro_batches`: what a step computes depends on which samples share a micro-batch (batch norm).
+        """
         self.division = even
         """The division in force."""
-        self._even, self._largest, self._keeps = even, largest_micro_batch, keeps_micro_batches
+        self._even, self._largest, self._change = even, largest_micro_batch, change
+        self._keeps = keeps_micro_batches
         self._known: tuple[int, tuple[Speed, ...]] | None = None
         self._wanted: ShareChange | None = None
         self._lost_s = 0.0
 
     def follow(self, division: Division) -> None:
-        """Take over a division that was decided elsewhere (before the run was resumed)."""
-        self.division, self._known, self._wanted = division, None, None
+        """Put a division in force that was decided before."""
+        self.division, self._known, self._wanted, self._lost_s = division, None, None, 0.0
 
-    def note_step(self, samples: int, speeds: Sequence[Speed | None], exchange_s: float) -> ShareChange | None:
-        """Take in a step of so many samples, made at these speeds of the ranks (None: not known yet), in which each
-        micro-batch cost `exchange_s` beside them.
+    def note_step(
+        self, samples: int, speeds: Sequence[Speed | None], exchange_s: float, steps: int = 1
+    ) -> ShareChange | None:
+        """Take in that a step of so many samples was made at these speeds of the ranks (None: not known yet), and that
+        each micro-batch cost `exchange_s` beside them; `steps` is how many steps ago this was called before.
 
         Return the change that is to be made, which is then in force. As in the ski-rental problem, one is made once
         what was lost without it has come to what it costs: that is never more than twice the least possible.
         """
-        if any(speed is None for speed in speeds):
-            return None
         known = samples, tuple(speed for speed in speeds if speed is not None)
+        if len(known[1]) < len(speeds):
+            return None
         if known != self._known:
             self._known, self._wanted = known, self._consider(*known, exchange_s)
-            self._lost_s = 0.0 if self._wanted is None else self._lost_s
         if self._wanted is None:
+            self._lost_s = 0.0
             return None
-        self._lost_s += self._wanted.before_s - self._wanted.after_s
+        self._lost_s += steps * (self._wanted.before_s - self._wanted.after_s)
         if self._lost_s < COST_STEPS * self._wanted.after_s:
             return None
-        decided, self._lost_s = self._wanted, 0.0
+        decided = self._wanted
         self.follow(decided.division)
         return decided
 
-    def _consider(self, samples: int, speeds: tuple[Speed, ...], exchange_s: float) -> ShareChange | None:
+    def _consider(self, samples: int, measured: Sequence[Speed], exchange_s: float) -> ShareChange | None:
+        """Return the change that is worth its cost in the long run. The even division is gone back to for any gain."""
+        speeds = equalise(measured, self._even.count_micro_batches(samples), samples / len(measured), self._change)
         before_s = compute_s(self.division, samples, speeds, exchange_s)
         best = best_division(self._even, samples, speeds, self._largest, exchange_s, keeps_micro_batches=self._keeps)
-        if best.compute_s > before_s * (1 - WORTHWHILE):
+        enough_s = before_s if best.division == self._even else before_s * (1 - WORTHWHILE)
+        if best.compute_s >= enough_s:
             return None
         return ShareChange(best.division, before_s, best.compute_s, describe_speeds(speeds))
 
 
-def group_weights(rates: Sequence[float]) -> tuple[float, ...]:
-    """Return the share of each replica group by the samples that it computes a second; equal ones where groups are
-    about equally fast."""
-    return tuple(rates) if max(rates) > min(rates) * (1 + UNREMARKABLE) else (1.0,) * len(rates)
+def equalise(speeds: Sequence[Speed], micro_batches: int, samples: float, change: float) -> tuple[Speed, ...]:
+    """Return `speeds` with the median one for all ranks that take no more than the fraction `change` longer or shorter
+    than it for so many samples: differences that small may be noise."""
+    times_s = [speed.time_s(samples, micro_batches) for speed in speeds]
+    usual_s = median_low(times_s)
+    usual = speeds[times_s.index(usual_s)]
+    return tuple(
+        usual if abs(time_s / usual_s - 1) <= change else speed for speed, time_s in zip(speeds, times_s, strict=True)
+    )
 
 
-def fill_rates(rates: Sequence[float]) -> tuple[float, ...]:
-    """Return `rates` where 0, a group whose rate is not known yet, is taken for a usual one."""
+def group_weights(rates: Sequence[float], change: float) -> tuple[float, ...]:
+    """Return the share of each replica group by the samples that it computes a second.
+
+    Groups that differ by no more than the fraction `change` are equally fast; a rate of 0 is not known yet, and taken
+    for a usual one.
+    """
     known = [rate for rate in rates if rate > 0]
-    usual = median(known) if known else 1.0
-    return tuple(rate if rate > 0 else usual for rate in rates)
+    usual = median_low(known) if known else 1.0
+    filled = [rate if rate > 0 else usual for rate in rates]
+    return tuple(filled) if max(filled) > min(filled) * (1 + change) else (usual,) * len(rates)
 
 
 def describe_rates(groups: Sequence[int], rates: Sequence[float]) -> str:
     """`replica group 1 computes 12.5 samples a second, the median is 25`: the group that differs most."""
-    usual = median(rates)
+    usual = median_low(rates)
     odd = max(range(len(rates)), key=lambda place: max(rates[place] / usual, usual / rates[place]))
+    if rates[odd] == usual:
+        return f"all replica groups compute about {usual:.3g} samples a second"
     return f"replica group {groups[odd]} computes {rates[odd]:.3g} samples a second, the median is {usual:.3g}"
 
 
 def describe_speeds(speeds: Sequence[Speed]) -> str:
-    """`rank 2 computes a sample in 41 ms, the ranks' median is 20 ms`: the rank that differs most."""
-    usual_s = median(speed.per_sample_s for speed in speeds)
+    """`data-parallel rank 2 computes a sample in 41 ms, the median is 20 ms`: the rank that differs most."""
+    usual_s = median_low(speed.per_sample_s for speed in speeds)
     ratios = [max(speed.per_sample_s / usual_s, usual_s / speed.per_sample_s) for speed in speeds]
-    if max(ratios) - 1 < UNREMARKABLE:
-        return f"all ranks compute a sample in about {format_duration(usual_s)}"
     odd = ratios.index(max(ratios))
-    own_s = speeds[odd].per_sample_s
-    return f"rank {odd} computes a sample in {format_duration(own_s)}, the median is {format_duration(usual_s)}"
+    if speeds[odd].per_sample_s == usual_s:
+        return f"all ranks compute a sample in about {format_duration(usual_s)}"
+    own_s = format_duration(speeds[odd].per_sample_s)
+    return f"data-parallel rank {odd} computes a sample in {own_s}, the median is {format_duration(usual_s)}"

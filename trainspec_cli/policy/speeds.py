@@ -7,21 +7,22 @@ confirms changes of 10% and more, too.
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-FIRST_STEPS = 5
-"""The speed is first known after so many steps."""
+FIRST_STEPS = 8
+"""A speed is learnt from so many steps, and from more where they differ."""
 SKIPPED_STEPS = 2
 """The first steps after a start, or with other shares, compile and warm up: they say nothing."""
 CONFIRMING_STEPS = 3
 """So many steps in a row confirm a change."""
 REMEMBERED_STEPS = 50
-TELLING = 0.3
-"""Numbers of samples that are closer than this fraction say too little of what is fixed and what grows with them: the
-steps' noise would be taken for it."""
+TELLING = 0.25
+"""Numbers of samples that are closer than this fraction do not tell what is fixed from what grows with them."""
 NOISE_FACTOR = 4.0
 """A step is beyond the noise at so many standard deviations (median absolute deviation x 1.4826)."""
 
@@ -42,21 +43,21 @@ class Speed:
 
 
 class SpeedTracker:
-    """One rank's speed, learned from its own steps."""
+    """One rank's speed, learnt from its own steps."""
 
     def __init__(self, change: float):
         """`change`: the smallest relative change that is confirmed."""
         self._change = change
         self._speed: Speed | None = None
-        self._pace: deque[float] = deque(maxlen=REMEMBERED_STEPS)
-        """Measured time over expected time, in steps that showed no change."""
-        self._departed: list[float] = []
-        """The same of the last steps in a row that did."""
-        self._shape = Shape(0, 0)
-        self._learnt: Shape | None = None
+        self._learnt = Shape(0, 0)
         """The shape of the steps that the speed was learnt from."""
         self._learning_s: list[float] = []
-        self._skipped = 0
+        self._paces: deque[float] = deque(maxlen=REMEMBERED_STEPS)
+        """Measured time over expected time, of steps that showed no change."""
+        self._departed: list[float] = []
+        """The same of the last steps in a row that did."""
+        self._shape, self._steps = Shape(0, 0), 0
+        """The shape of the last steps, and how many in a row had it."""
 
     @property
     def speed(self) -> Speed | None:
@@ -67,49 +68,60 @@ class SpeedTracker:
         """Take in a step of so many samples, of which this rank's own computing took `compute_s`."""
         shape = Shape(samples, micro_batches)
         if shape != self._shape:
-            self._shape, self._skipped = shape, 0
+            self._shape, self._steps = shape, 0
             self._departed.clear()
             self._learning_s.clear()
-        self._skipped += 1
-        if self._skipped <= SKIPPED_STEPS or not samples or compute_s <= 0:
+        self._steps += 1
+        if self._steps <= SKIPPED_STEPS or not samples or compute_s <= 0:
             return
-        if self._learnt is None or self._learnt.differs(shape):
+        if self._speed is None or self._learnt.differs(shape):
             self._learn(compute_s)
         else:
-            self._compare(compute_s)
+            self._compare(compute_s, self._speed)
 
     def _learn(self, compute_s: float) -> None:
+        """Learn until the median is known well enough not to be taken for a change."""
         self._learning_s.append(compute_s)
-        if len(self._learning_s) < FIRST_STEPS:
+        steps, measured_s = len(self._learning_s), median(self._learning_s)
+        paces = [step_s / measured_s for step_s in self._learning_s]
+        if steps < FIRST_STEPS or (steps < REMEMBERED_STEPS and self._limit(paces) / math.sqrt(steps) > self._change):
             return
-        measured_s = median(self._learning_s)
-        if self._speed is None or self._learnt is None:
+        if self._speed is None:
             self._speed = Speed(0.0, measured_s / self._shape.samples)
         else:
             self._speed = through(self._learnt, self._speed, self._shape, measured_s)
         self._learnt = self._shape
         self._learning_s.clear()
+        self._paces.extend(paces)
 
-    def _compare(self, compute_s: float) -> None:
-        assert self._speed is not None, "a speed was learnt"
-        pace = compute_s / self._speed.time_s(*self._shape)
-        if abs(pace - 1) <= max(self._change, NOISE_FACTOR * self._noise()):
+    def _compare(self, compute_s: float, speed: Speed) -> None:
+        pace = compute_s / speed.time_s(*self._shape)
+        if abs(pace - 1) <= max(self._change, self._limit(self._paces)):
             self._departed.clear()
-            self._pace.append(pace)
+            self._paces.append(pace)
+            self._follow_drift(speed)
             return
         same_side = [earlier for earlier in self._departed if (earlier > 1) == (pace > 1)]
         self._departed = [*same_side, pace]
         if len(self._departed) == CONFIRMING_STEPS:
-            self._speed = self._speed.scaled(median(self._departed))
+            self._speed = speed.scaled(median(self._departed))
             self._departed.clear()
-            self._pace.clear()
 
-    def _noise(self) -> float:
-        """Return the standard deviation of the usual pace; 0 where too few steps are known."""
-        if len(self._pace) < FIRST_STEPS:
+    def _follow_drift(self, speed: Speed) -> None:
+        """Confirm a change that no single step shows: the remembered ones together do."""
+        if len(self._paces) < REMEMBERED_STEPS or abs(median(self._paces) - 1) <= self._change:
+            return
+        drift = median(list(self._paces)[REMEMBERED_STEPS // 2 :])  # more than half of them have changed
+        self._speed = speed.scaled(drift)
+        self._paces = deque((pace / drift for pace in self._paces), REMEMBERED_STEPS)
+
+    @staticmethod
+    def _limit(paces: Collection[float]) -> float:
+        """Return how far a step may be from the median of `paces` by their own noise; 0 where too few are known."""
+        if len(paces) < FIRST_STEPS:
             return 0.0
-        middle = median(self._pace)
-        return 1.4826 * median(abs(pace - middle) for pace in self._pace)
+        middle = median(paces)
+        return NOISE_FACTOR * 1.4826 * median(abs(pace - middle) for pace in paces)
 
 
 class Shape(NamedTuple):

@@ -35,8 +35,8 @@ from trainspec_cli.spec.results.prediction import LocalPrediction
 
 Curve = tuple[tuple[int, float | None], ...]
 """(step, value); None where the value was not finite."""
-BesideSteps = EvalEvent | CheckpointEvent | SampleEvent | DirectiveEvent | AchievedEvent
-Kind = TypeVar("Kind", EvalEvent, CheckpointEvent, SampleEvent, DirectiveEvent, AchievedEvent)
+BesideSteps = EvalEvent | CheckpointEvent | SampleEvent
+Kind = TypeVar("Kind", EvalEvent, CheckpointEvent, SampleEvent)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Report:
     directives: tuple[DirectiveEvent, ...] = ()
     """What the scheduler has changed or advised."""
     achieved: tuple[AchievedEvent, ...] = ()
-    """What came of them, by their numbers."""
+    """What came of them: each names the number, and the replica group, of its directive."""
     time_s: WallTime = field(default_factory=WallTime)
     """Where the wall time of all attempts went."""
     goodput: float | None = None
@@ -129,6 +129,7 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
     events = list(read_log(run.events(0)))
     histories = {rank: read_history(read_log(run.events(rank)) if rank else events) for rank in _ranks(run)}
     first = histories.get(0, History())
+    scheduled = list(read_log(run.directives))
     result = read_result(run)
     plan = read_plain_plan(run)
     steps, begin = first.steps, first.begin
@@ -159,8 +160,8 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
         sample=next(reversed(first.of_kind(SampleEvent)), None),
         warnings=tuple(event for rank in sorted(histories) for event in histories[rank].warnings),
         missing_ranks=tuple(rank for rank in range(world_size or 0) if rank not in histories),
-        directives=tuple(first.of_kind(DirectiveEvent)),
-        achieved=tuple(first.of_kind(AchievedEvent)),
+        directives=tuple(event for event in scheduled if isinstance(event, DirectiveEvent)),
+        achieved=tuple(event for event in scheduled if isinstance(event, AchievedEvent)),
         time_s=time_s,
         goodput=time_s.goodput,
         kernels=from_plain(KernelSpec, plan.get("kernels", {})),

@@ -122,8 +122,8 @@ def _sample(report: Report) -> Section:
 
 
 def _directives(report: Report) -> list[str]:
-    achieved = {event.number: event for event in report.achieved}
-    return [describe_directive(event, achieved.get(event.number)) for event in report.directives]
+    achieved = {(event.group, event.number): event for event in report.achieved}
+    return [describe_directive(event, achieved.get((event.group, event.number))) for event in report.directives]
 
 
 def _warnings(report: Report) -> list[str]:

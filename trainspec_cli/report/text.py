@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 from trainspec_cli.report.kernels_text import describe_choice
-from trainspec_cli.report.plan.labels import stages_label
 from trainspec_cli.report.progress import Progress
 from trainspec_cli.rundir.accounting import Recovery, recovery_of
 from trainspec_cli.rundir.event_types import (
@@ -81,17 +80,18 @@ def describe_recovery(recovery: Recovery) -> str:
 
 
 def describe_directive(event: DirectiveEvent, achieved: AchievedEvent | None = None) -> str:
-    """`step 30: shares are now 9, 9, 5, 9 of 32: rank 2 computes a sample in 44 ms, the median is 24 ms; 38% less
-    computing is expected`."""
-    counts = summarise_counts(event.counts)
-    if isinstance(event.micro_batches, int) and event.micro_batches > 1:
-        counts += f" in {event.micro_batches} micro-batches"
-    saved = f"{1 - event.expected_s / event.before_s:.0%} less computing is expected"
+    """`step 30: shares are now 9, 9, 5, 9 of 32: data-parallel rank 2 computes a sample in 44 ms, the median is 24 ms;
+    38% less computing is expected`."""
+    saved = f"{_saving(event.before_s, event.expected_s)} less computing is expected"
     if achieved is not None:
-        saved += f", {1 - achieved.achieved_s / achieved.before_s:.0%} achieved"
-    group = f"group {event.group} " if isinstance(event.group, int) else ""
+        saved += f", {_saving(achieved.before_s, achieved.achieved_s)} achieved"
+    group = f"group {event.group}: " if isinstance(event.group, int) else ""
     verb = "shares are now" if event.applied else "advice: scheduler=auto would make shares"
-    return f"step {event.step}: {group}{verb} {counts}: {event.reason}; {saved}"
+    return f"step {event.step}: {group}{verb} {summarise_counts(event.counts)}: {event.reason}; {saved}"
+
+
+def _saving(before_s: float, after_s: float) -> str:
+    return f"{1 - after_s / before_s:.0%}" if before_s > 0 else "?"
 
 
 def summarise_counts(counts: Sequence[int]) -> str:
@@ -127,10 +127,9 @@ def describe_plan(plan: Plan) -> str:
         "model": f"{spec.model.name or spec.model.family}, {format_count(plan.params)} parameters",
         "devices": f"{plan.world_size} x {plan.device}, {plan.compute}",
         "layout": plan.layout.describe(),
-        **({"stages": f"{cut} layers"} if (cut := stages_label(plan.layout.stage_layers)) else {}),
         **({"groups": f"{plan.replica_groups} of {plan.group_size} each"} if plan.replica_groups > 1 else {}),
         "batch": f"{describe_batch(plan)}, {micro}",
-        "steps": f"{plan.total_steps}, {format_count(spec.train.max_steps * plan.tokens_per_step)} {unit} in all",
+        "steps": f"{spec.train.max_steps}, {format_count(spec.train.max_steps * plan.tokens_per_step)} {unit} in all",
         **({"kernels": describe_choice(plan.kernels, None)} if plan.kernels.changed else {}),
         "compute": f"{format_si(plan.flops_per_token, 'FLOP')} a {unit.removesuffix('s')}",
     }
@@ -138,11 +137,9 @@ def describe_plan(plan: Plan) -> str:
 
 
 def describe_batch(plan: Plan) -> str:
-    """`8 samples of 64 tokens`; a sample of images or volumes is one of them. A batch that changes has its schedule."""
+    """`8 samples of 64 tokens`; a sample of images or volumes is one of them."""
     length = f" of {plan.spec.data.seq_len} tokens" if plan.spec.data.unit == "tokens" else ""
-    kind = plan.spec.batching.schedule.kind
-    changes = "" if kind == "constant" else f" at first ({kind})"
-    return f"{plan.spec.batching.global_batch_size} samples{length}{changes}"
+    return f"{plan.spec.batching.global_batch_size} samples{length}"
 
 
 def describe_prediction(prediction: LocalPrediction, tokens_per_step: int) -> str:

@@ -203,6 +203,7 @@ class DirectiveEvent(Event):
     step: Count
     """Updates made before it; it holds from the next one on."""
     number: Count
+    """1, 2, ... over the starts of a run; each replica group numbers its own, and group_shares have their step's."""
     kind: Literal["shares", "group_shares"] = "shares"
     """shares: of the data-parallel ranks. group_shares: of the replica groups that take part."""
     applied: bool
@@ -218,7 +219,7 @@ class DirectiveEvent(Event):
     expected_s: Seconds
     """The same after the change."""
     group: Count | Absent | None = ABSENT
-    """The replica group whose ranks it is about."""
+    """The replica group whose ranks it is about, where there are several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,6 +233,8 @@ class AchievedEvent(Event):
     expected_s: Seconds
     achieved_s: Seconds
     """The slowest rank's own computing in a step since then, with the exchanges of its micro-batches."""
+    group: Count | Absent | None = ABSENT
+    """The replica group whose directive it was; each numbers its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

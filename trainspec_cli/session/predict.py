@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from trainspec_cli.errors import MachineError, PlanError, Problem
@@ -17,6 +18,7 @@ from trainspec_cli.planner.this_machine import (
 )
 from trainspec_cli.report.text import describe_prediction
 from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.prediction import LocalPrediction
@@ -53,15 +55,20 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
     return replace(plan, prediction=prediction, largest_micro_batch_size=_largest_micro_batch(plan, predictor))
 
 
-def _largest_micro_batch(plan: Plan, predictor: Predictor) -> int:
-    """Return the samples of the largest micro-batch that fits, up to twice the plan's: what the scheduler may give a
-    fast rank."""
-    fitting = plan.micro_batch_size
-    for size in range(plan.micro_batch_size + 1, 2 * plan.micro_batch_size + 1):
-        if predictor.predict(replace(plan.as_one_group, micro_batch_size=size)).needed_bytes > predictor.limit_bytes:
-            break
-        fitting = size
-    return fitting
+def _largest_micro_batch(plan: Plan, predictor: Predictor) -> int | None:
+    """Return the samples of the largest micro-batch that fits, which the scheduler may give a fast rank; None where it
+    divides nothing. `scheduler.max_micro_batch_size: auto` asks for up to twice the plan's."""
+    scheduler, usual = plan.spec.scheduler, plan.micro_batch_size
+    if scheduler.mode == "off" or plan.layout.data_parallel_size == 1:
+        return None
+    wanted = scheduler.max_micro_batch_size
+    more = range(usual + 1, 1 + (2 * usual if wanted == AUTO else max(usual, int(wanted))))
+
+    def does_not_fit(size: int) -> bool:
+        prediction = predictor.predict(replace(plan.as_one_group, micro_batch_size=size))
+        return prediction.needed_bytes > predictor.limit_bytes
+
+    return usual + bisect_left(more, True, key=does_not_fit)
 
 
 def _predictor(plan: Plan, machine: Machine, console: PrintableConsole, *, may_probe: bool) -> Predictor | None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from trainspec_cli.engine.build import train_state
+from trainspec_cli.engine.build.train_state import Throttle
 from trainspec_cli.engine.run import faults
 from trainspec_cli.engine.run.faults import Faults, InjectedFault
 from trainspec_cli.engine.shares import Share
@@ -74,6 +76,31 @@ def test_a_fault_occurs_once_in_the_life_of_a_run_and_a_slow_step_each_time(
     assert sorted(path.name for path in (tmp_path / "faults").iterdir()) == ["0_kill", "2_kill"]
     make(text).inject(4, None)
     assert sent[3:] == [("sleep", 0.5)]
+
+
+def test_a_throttle_lasts_for_its_steps_and_several_add_up(make: Any) -> None:
+    throttle = Throttle({0: 1.0})
+    state: Any = SimpleNamespace(stages=SimpleNamespace(throttle=throttle))
+    planted = make("throttle(step=1,seconds=0.5,steps=3); throttle(step=2,seconds=0.25); throttle(step=1,rank=1)")
+    found = []
+    for step in range(6):
+        planted.inject(step, state)
+        found.append(throttle.sample_s)
+    assert found == [0.0, 0.5, 0.75, 0.5, 0.0, 0.0]
+
+
+def test_a_throttled_pass_waits_by_its_samples_and_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(train_state, "time", SimpleNamespace(sleep=waits.append))
+    throttle = Throttle({0: 0.25, 2: 0.5}, sample_s=0.3)
+    throttle.wait("forward", 0, 4)
+    throttle.wait("backward", 0, 4)
+    throttle.wait("backward_input", 2, 4)
+    throttle.wait("backward_weight", 2, 0)
+    assert waits == pytest.approx([0.1, 0.2, 0.2, 0.0])
+    waits.clear()
+    Throttle({0: 1.0}).wait("forward", 0, 4)
+    assert waits == []
 
 
 @pytest.mark.parametrize(

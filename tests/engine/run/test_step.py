@@ -70,10 +70,12 @@ def test_late_gradients_are_summed_in_one_exchange_and_both_copies_of_a_name_get
 
 def test_an_outcome_is_copied_to_the_host_as_it_is():
     values = [torch.tensor(value) for value in (1.25, 2.5, True, 3.0, 4.0)]
-    found = step.StepOutcome(*values).on_host()
+    figures = torch.tensor([[1.5, 2.5], [3.5, 4.5]], dtype=torch.float64)
+    found = step.StepOutcome(*values, figures).on_host()
     assert [getattr(found, name).item() for name in ("loss", "grad_norm", "skipped", "stop", "writing")] == [
         *(1.25, 2.5, 1.0, 3.0, 4.0)
     ]
+    assert found.figures.tolist() == figures.tolist()
 
 
 class TwoRanks:
@@ -81,6 +83,12 @@ class TwoRanks:
 
     def __init__(self, theirs):
         self.theirs = theirs
+
+    def get_world_size(self):
+        return 2
+
+    def get_rank(self):
+        return 1
 
     def all_reduce(self, tensor):
         tensor += torch.tensor(self.theirs, dtype=tensor.dtype)
@@ -94,7 +102,7 @@ def test_an_update_is_clipped_by_the_norm_of_all_ranks_together(monkeypatch, cli
     optimizer = torch.optim.SGD([share.local], lr=1.0, fused=True)
     clock = StepClock(torch.device("cpu"))
     state = SimpleNamespace(shares=[share], optimizer=optimizer, clock=clock, routers=[])
-    found = step._update(state, torch.tensor(1.0), clip_norm, stop_requested=True, writing=False)
+    found = step._update(state, torch.tensor(1.0), clip_norm, (1.0, 0.0), ())
     assert [float(value) for value in (found.loss, found.grad_norm, found.skipped)] == [1.5, 5.0, 0.0]
     assert (float(found.stop), float(found.writing)) == (2.0, 1.0)
     assert share.local.item() == pytest.approx(-3.0 * scale)
@@ -107,7 +115,27 @@ def test_a_loss_that_is_not_finite_on_another_rank_skips_the_update_here(monkeyp
     state = SimpleNamespace(
         shares=[share], optimizer=torch.optim.SGD([share.local], lr=1.0, fused=True), clock=clock, routers=[]
     )
-    found = step._update(state, torch.tensor(1.0), None, stop_requested=False, writing=True)
+    found = step._update(state, torch.tensor(1.0), None, (0.0, 1.0), ())
     assert float(found.skipped) == 1.0
     assert share.local.item() == 0.0
     assert (float(found.stop), float(found.writing)) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("loss", [1.0, float("nan")])
+def test_what_ranks_report_reaches_all_of_them_as_it_is(monkeypatch, loss):
+    """Nothing is rounded, and a loss that is not finite leaves the figures alone."""
+    theirs = [loss, 16.0, 0.0, 0.0, 1 / 3, 1e-9, 0.0, 0.0]
+    monkeypatch.setattr(step, "dist", TwoRanks(theirs))
+    share = share_with_gradient("w", torch.tensor([3.0], dtype=torch.float64))
+    optimizer = torch.optim.SGD([share.local], lr=1.0, fused=True)
+    state = SimpleNamespace(shares=[share], optimizer=optimizer, clock=StepClock(torch.device("cpu")), routers=[])
+    found = step._update(state, torch.tensor(1.0), None, (0.0, 0.0), [2 / 3, 7.0])
+    assert found.figures.tolist() == [[1 / 3, 1e-9], [2 / 3, 7.0]]
+
+
+def test_ranks_that_report_nothing_exchange_nothing_more(monkeypatch):
+    monkeypatch.setattr(step, "dist", TwoRanks([0.5, 16.0, 0.0, 0.0]))
+    share = share_with_gradient("w", torch.tensor([3.0]))
+    optimizer = torch.optim.SGD([share.local], lr=1.0, fused=True)
+    state = SimpleNamespace(shares=[share], optimizer=optimizer, clock=StepClock(torch.device("cpu")), routers=[])
+    assert step._update(state, torch.tensor(1.0), None, (0.0, 0.0), []).figures.shape == (2, 0)

@@ -7,10 +7,12 @@ from trainspec_cli.spec.recipe.fault import Fault, FaultSyntaxError, parse_fault
 
 def test_several_faults() -> None:
     text = " kill(group=1, step=40); slow(step=60,seconds=0.2,steps=5);lighthouse(step=7) ;"
+    text += "throttle(step=1,rank=2,seconds=0.03,steps=9)"
     assert parse_faults(text) == (
         Fault("kill", step=40, group=1),
         Fault("slow", step=60, seconds=0.2, steps=5),
         Fault("lighthouse", step=7),
+        Fault("throttle", step=1, rank=2, seconds=0.03, steps=9),
     )
     assert parse_faults("") == ()
 

@@ -104,15 +104,13 @@ def build_train_state(plan: Plan, device: torch.device, mesh: Mesh | None = None
     """Each stage on meta: kernels -> fp8 -> cut -> recompute -> compile -> shard -> materialise; then the optimizer."""
     mesh, clock = mesh or build_mesh(plan.layout, device.type), StepClock(device)
     positions_S = _positions(plan, mesh)
-    parts, shares, partials, layer_parts = {}, [], [], {}
+    parts, shares, partials = {}, [], []
     queue, noise = WeightQueue(), NoiseProbe(device)
     for stage in plan.layout.stages_of_rank(mesh.rank("pp")):
         part, cuts, partial = _spread_stage(plan, mesh, clock, noise, stage)
         if plan.layout.splits_backward:
             queue.apply(part)
         parts[stage] = part
-        layers = _layers_of(plan, stage)
-        layer_parts[stage] = 1.0 if layers is None else len(layers) / plan.spec.model.num_layers
         held = [_share(plan, name, parameter, cuts) for name, parameter in part.named_parameters()]
         allocate(part, device, offload=plan.offload != "none")
         materialise(part, held, device, plan.spec.train.seed, positions_S)
@@ -129,7 +127,7 @@ def build_train_state(plan: Plan, device: torch.device, mesh: Mesh | None = None
             queue,
             _hidden(plan),
             clock,
-            Throttle(layer_parts),
+            Throttle({stage: _part_of_layers(plan, stage) for stage in parts}),
             noise,
         ),
         shares=shares,
@@ -175,6 +173,11 @@ def _layers_of(plan: Plan, stage: int) -> range | None:
     if plan.layout.num_stages == 1:
         return None
     return cut_layers(plan.spec.model.num_layers, plan.layout)[stage]
+
+
+def _part_of_layers(plan: Plan, stage: int) -> float:
+    layers = _layers_of(plan, stage)
+    return 1.0 if layers is None else len(layers) / plan.spec.model.num_layers
 
 
 def _cut(part: Any, layout: Layout, mesh: Mesh, clock: StepClock) -> tuple[dict[str, Cut], list[str]]:

@@ -38,11 +38,10 @@ class Faults:
 
     def inject(self, step: int, state: TrainState) -> None:
         """Inject the faults that are due when `step` updates have been made."""
-        state.stages.throttle.sample_s = sum(
-            fault.seconds
-            for _, fault in self._mine
-            if fault.kind == "throttle" and fault.step <= step < fault.step + fault.steps
-        )
+        throttles = [fault for _, fault in self._mine if fault.kind == "throttle"]
+        if throttles:
+            due = (fault.seconds for fault in throttles if fault.step <= step < fault.step + fault.steps)
+            state.stages.throttle.sample_s = sum(due)
         for number, fault in self._mine:
             if fault.kind == "slow" and fault.step <= step < fault.step + fault.steps:
                 time.sleep(fault.seconds)

@@ -28,7 +28,7 @@ from trainspec_cli.environment_names import GROUP, START
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.policy.division import Portion, lr_factor, take_portion, weighted_counts
 from trainspec_cli.policy.recovery import enough_groups
-from trainspec_cli.policy.scheduling import describe_rates, fill_rates, group_weights
+from trainspec_cli.policy.scheduling import describe_rates, group_weights
 from trainspec_cli.rundir.event_types import DirectiveEvent, RecoveryEvent, RetryEvent
 from trainspec_cli.rundir.files import read_json
 
@@ -106,7 +106,7 @@ class ReplicaGroups:
                 self.commit()
             elif roll.enough:
                 self.journal.lead(self.leads, progress.step)
-                self._rates = fill_rates(roll.rates)
+                self._rates = roll.rates
                 return StepStart(progress, roll.stop)
             else:
                 self.finished_without = self._committed is None and self._run.run_dir.result_json.exists()
@@ -154,7 +154,7 @@ class ReplicaGroups:
 
     def take(self, steps: Sequence[tuple[int, int]]) -> StepSamples:
         batching, present, (position, total) = self._spec.batching, self._taking_part, steps[0]
-        groups, weights = self._run.plan.replica_groups, group_weights(self._rates)
+        groups, weights = self._run.plan.replica_groups, group_weights(self._rates, self._spec.scheduler.change)
         self._note_weights(weights, total)
         self._portion = portion = take_portion(batching, total, weights, groups, position, present.rank)
         taken = portion.step_samples
@@ -180,7 +180,7 @@ class ReplicaGroups:
         before, self._weights = self._weights, weights
         if len(before) != len(weights) or not self.leads or self._own.rank:
             return
-        step, rates = self._progress.step, self._rates
+        step, rates = self._progress.step, weights  # in samples a second
         was, counts = weighted_counts(samples, before), weighted_counts(samples, weights)
         if was == counts:
             return

@@ -7,31 +7,34 @@ computes the same bits.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import median
 
 import torch.distributed as dist
 from torch import Tensor
 
 from trainspec_cli.engine.build.train_state import TrainState
-from trainspec_cli.engine.comm.json_collectives import broadcast_json
+from trainspec_cli.engine.comm.json_collectives import broadcast_json, errors_together
 from trainspec_cli.engine.observe.journal import DirectiveLog, GroupJournal, Journal
 from trainspec_cli.policy.division import Division, OwnSamples, even_division
 from trainspec_cli.policy.scheduling import ShareChange, ShareScheduler
 from trainspec_cli.policy.speeds import SKIPPED_STEPS, Speed, SpeedTracker
+from trainspec_cli.reading.files import UnreadableFileError, unreadable
 from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent
-from trainspec_cli.rundir.events import read_sound
+from trainspec_cli.rundir.events import read_log
 from trainspec_cli.rundir.fields import read_record
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.canonical import ABSENT, to_plain
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.results.plan import Plan
 
 FIGURES = 4
-"""Numbers that a rank reports in each step: its speed (fixed_s, per_sample_s), and how long it computed and waited for
-exchanges in its last step."""
+"""Numbers that a rank reports in each step: its speed (fixed_s, per_sample_s), and of its last step how long it
+computed and how long it waited for the exchanges of each micro-batch."""
 RANKS_A_STEP = 512
 """Speeds of more ranks are exchanged less often than every step."""
 MEASURED_STEPS = 5
@@ -44,8 +47,8 @@ class Watched:
 
     directive: DirectiveEvent
     before_s: float
-    skip: int = SKIPPED_STEPS
-    seen_s: tuple[float, ...] = ()
+    seen_s: list[float] = field(default_factory=list)
+    """The first `SKIPPED_STEPS` still bring what was measured before it."""
 
 
 class StepScheduler:
@@ -54,53 +57,61 @@ class StepScheduler:
     def __init__(
         self, plan: Plan, run_dir: RunDir, state: TrainState, journal: Journal | GroupJournal, group: int | None
     ):
-        """`group`: the replica group, where there are several; their runs are not resumed to the bit, so none of their
-        directives is followed again."""
-        self._plan, self._run_dir, self._group = plan, run_dir, group
-        self._mode = plan.spec.scheduler.mode
-        self._even = even_division(plan.layout, plan.micro_batch_size)
-        self._shares = ShareScheduler(
-            self._even, largest_micro_batch(plan), keeps_micro_batches=plan.spec.model.unit == "samples"
-        )
+        """Raises MachineError, on every rank, where the directives of the run so far cannot be followed.
+
+        `group`: the replica group, where there are several; their runs are not resumed to the bit, so none of their
+        directives is followed again.
+        """
+        spec = plan.spec.scheduler
+        self._mode = "off" if plan.layout.data_parallel_size == 1 and group is None else spec.mode
+        self._layout, self._run_dir, self._group = plan.layout, run_dir, group
+        self._even, self._largest = even_division(plan.layout, plan.micro_batch_size), largest_micro_batch(plan)
+        keeps_micro_batches = plan.spec.model.unit == "samples"
+        self._shares = ShareScheduler(self._even, self._largest, spec.change, keeps_micro_batches=keeps_micro_batches)
         self._rows = ranks_of_data(state)
-        self._tracker = SpeedTracker(plan.spec.scheduler.change)
+        self._interval_steps = 1 + plan.group_size // RANKS_A_STEP
+        self._tracker = SpeedTracker(spec.change)
         self._last_s = (0.0, 0.0)
         self._slowest_s: deque[float] = deque(maxlen=MEASURED_STEPS)
         self.rate = 0.0
-        """Samples that the replica group computes a second by its confirmed speeds; 0 where they are not known."""
-        self._due: tuple[ShareChange, int] | None = None
-        """The change that the next step begins with, and the samples of the last one."""
+        """Samples that the replica group computes a second by its confirmed speeds, where shares of groups follow it; 0
+        where they are not known."""
+        self._decided: tuple[ShareChange, int] | None = None
+        """The change that the next step begins with, and the samples of a step."""
         self._watched: Watched | None = None
-        self._written = self._read() if self._mode != "off" and group is None else []
+        self._number, self._ahead = 0, list[DirectiveEvent]()
+        """How many directives the run has, and those of an earlier start for steps that are now made again."""
         self._log = DirectiveLog(run_dir, journal)
+        if self._mode != "off" and group is None:
+            self._recall()
 
-    def _read(self) -> list[DirectiveEvent]:
-        """Return the directives of the run so far, as rank 0 reads them."""
-        found = [
-            event
-            for event in read_sound(self._run_dir.directives)
-            if isinstance(event, DirectiveEvent) and event.kind == "shares"
-        ]
-        plain = [to_plain(event) for event in found]
-        return broadcast_json(plain, lambda lines: [read_record(DirectiveEvent, line) for line in lines])
+    def _recall(self) -> None:
+        """Rank 0 reads for all."""
+        plain: list[object] = []
+        with errors_together():
+            if dist.get_rank() == 0:
+                plain = [to_plain(directive) for directive in read_directives(self._run_dir.directives)]
+        found = broadcast_json(plain, lambda lines: [read_record(DirectiveEvent, line) for line in lines])
+        ranks, applied = len(self._even.weights), self._mode == "auto"
+        self._number = len(found)
+        self._ahead = [one for one in found if len(one.counts) == ranks and one.applied == applied]
 
     # Before a step
 
     def divide(self, step: int) -> Division:
         """Return how the samples of the step after update `step` are divided."""
-        applied = [
-            d for d in self._written if d.applied and d.step <= step and len(d.counts) == len(self._even.weights)
-        ]
-        if self._due is not None:
-            self._give(step, *self._due)
-            self._due = None
-        elif applied and division_of(self._even, applied[-1]) != self._shares.division:
-            self._shares.follow(division_of(self._even, applied[-1]))
+        reached = [directive for directive in self._ahead if directive.step <= step]
+        if reached:
+            self._ahead = [directive for directive in self._ahead if directive.step > step]
+            self._shares.follow(division_of(self._even, reached[-1], self._largest))
+        elif self._decided is not None:
+            self._give(step, *self._decided)
+            self._decided = None
         return self._shares.division if self._mode == "auto" else self._even
 
     def figures(self, step: int) -> list[float]:
         """Return what this rank reports in the exchange of the step after update `step`: `FIGURES` numbers, or none."""
-        if self._mode == "off" or step % (1 + self._plan.group_size // RANKS_A_STEP):
+        if self._mode == "off" or step % self._interval_steps:
             return []
         speed = self._tracker.speed or Speed(0.0, 0.0)
         return [speed.fixed_s, speed.per_sample_s, *self._last_s]
@@ -110,107 +121,128 @@ class StepScheduler:
     def note_step(
         self, step: int, own: OwnSamples, parts_s: Mapping[str, float], samples: int, figures: Tensor
     ) -> None:
-        """Take in where this rank's time of a step went, and the `figures` (ranks, `FIGURES`) of all ranks."""
+        """Take in where this rank's time of a step went, and the `figures` (ranks, `FIGURES`) of all ranks.
+
+        `samples` are those of the replica group. On a GPU the step after it has begun.
+        """
         if self._mode == "off":
             return
-        compute_s = parts_s["forward"] + parts_s["backward"]
-        self._tracker.note(own.samples, len(own.sizes), compute_s)
-        self._last_s = compute_s, parts_s["exposed_comm"]
+        micro_batches, compute_s = len(own.sizes), parts_s["forward"] + parts_s["backward"]
+        self._tracker.note(own.samples, micro_batches, compute_s)
+        self._last_s = compute_s, parts_s["exposed_comm"] / micro_batches
         if not figures.numel():
             return
         reported = figures.tolist()
-        micro_batches = len(own.sizes)
-        exchange_s = self._exchange_s(min(waited_s for *_, waited_s in reported), micro_batches)
+        exchange_s = self._exchange_s(min(waited_s for *_, waited_s in reported))
         self._measure(step, max(last_s for _, _, last_s, _ in reported) + micro_batches * exchange_s)
         counts = self._shares.division.counts(samples)
         speeds = [slowest([reported[rank][:2] for rank in row], n) for row, n in zip(self._rows, counts, strict=True)]
-        if self._mode == "auto":
+        if self._mode == "auto" and self._group is not None:
             self.rate = sum(0.0 if speed is None else 1 / speed.per_sample_s for speed in speeds)
-        if any(d.applied and d.step > step for d in self._written):
-            return  # what follows was decided before the run was resumed
-        if change := self._shares.note_step(samples, speeds, exchange_s):
-            self._due = change, samples
+        if self._ahead:
+            return
+        if change := self._shares.note_step(samples, speeds, exchange_s, self._interval_steps):
+            self._decided = change, samples
 
-    def _exchange_s(self, least_waited_s: float, micro_batches: int) -> float:
-        """Return what each micro-batch's exchanges cost: of what the rank waits that the others wait for, all but what
-        is exchanged once a step."""
-        layout = self._plan.layout
-        every_time = layout.shards_parameters or layout.exchanges_every_backward
-        return least_waited_s / micro_batches if every_time else 0.0
+    def _exchange_s(self, least_waited_s: float) -> float:
+        """Return what each micro-batch's exchanges cost: what the rank waits that the others wait for, unless it is for
+        what is exchanged once a step."""
+        layout = self._layout
+        return least_waited_s if layout.shards_parameters or layout.exchanges_every_backward else 0.0
 
     def _give(self, step: int, change: ShareChange, samples: int) -> None:
-        division = change.division
+        division, self._number = change.division, self._number + 1
         directive = DirectiveEvent(
             step=step,
-            number=1 + max((d.number for d in self._written), default=0),
+            number=self._number,
             applied=self._mode == "auto",
             counts=division.counts(samples),
             micro_batch_size=division.micro_batch_size,
-            micro_batches=division.micro_batches,
+            micro_batches=division.count_micro_batches(samples),
             reason=change.reason,
             before_s=change.before_s,
             expected_s=change.after_s,
+            group=ABSENT if self._group is None else self._group,
         )
-        self._written.append(directive)
         self._write(directive)
         if directive.applied:
-            self._watched = Watched(directive, median(self._slowest_s or [change.before_s]))
+            self._watched = Watched(directive, median(self._slowest_s))
 
     def _measure(self, step: int, slowest_s: float) -> None:
-        """The figures are those of the step before; the first ones after a change still bring the old shares'."""
+        """Take in what the slowest rank took in the step before."""
         self._slowest_s.append(slowest_s)
         watched = self._watched
         if watched is None:
             return
-        if watched.skip:
-            watched.skip -= 1
+        watched.seen_s.append(slowest_s)
+        if len(watched.seen_s) < SKIPPED_STEPS + MEASURED_STEPS:
             return
-        watched.seen_s += (slowest_s,)
-        if len(watched.seen_s) == MEASURED_STEPS:
-            self._watched = None
-            given = watched.directive
-            self._write(
-                AchievedEvent(
-                    step=step,
-                    number=given.number,
-                    before_s=watched.before_s,
-                    expected_s=given.expected_s,
-                    achieved_s=median(watched.seen_s),
-                )
+        self._watched = None
+        given = watched.directive
+        self._write(
+            AchievedEvent(
+                step=step,
+                number=given.number,
+                before_s=watched.before_s,
+                expected_s=given.expected_s,
+                achieved_s=median(watched.seen_s[SKIPPED_STEPS:]),
+                group=given.group,
             )
+        )
 
     def _write(self, event: DirectiveEvent | AchievedEvent) -> None:
         if dist.get_rank() != 0:
             return
-        if self._group is not None and isinstance(event, DirectiveEvent):
-            event = replace(event, group=self._group)
         self._log.write(event)
 
     def close(self) -> None:
         self._log.close()
 
 
+def read_directives(path: Path) -> list[DirectiveEvent]:
+    """Return a run's directives, without those of replica groups. Raises UnreadableFileError where a line is damaged,
+    missing or of a later version: without it the run would silently compute other bits."""
+    events = [event for event in read_log(path) if isinstance(event, DirectiveEvent)]
+    found = [event for event in events if not isinstance(event.group, int)]
+    for number, directive in enumerate(found, 1):
+        if directive.number != number:
+            raise _unfollowed(path, f"has directive {directive.number} where {number} must be: lines are missing")
+        if directive.kind != "shares":
+            raise _unfollowed(path, f"has a directive of the kind `{directive.kind}`, which this version does not know")
+        sizes = (directive.micro_batch_size, directive.micro_batches)
+        if not (sum(directive.counts) and all(isinstance(size, int) and size for size in sizes)):
+            raise _unfollowed(path, f"has a directive that divides nothing (number {number})")
+    return found
+
+
+def _unfollowed(path: Path, why: str) -> UnreadableFileError:
+    return unreadable(path, why, f"to go on with other shares than before, take {path.name} out of the run's folder")
+
+
 def largest_micro_batch(plan: Plan) -> int:
-    """Return the samples that a rank may process together: what the recipe allows, else what memory does."""
+    """Return the samples that a rank may process together: what the recipe and memory allow; where nobody knows what
+    memory does, what the recipe says."""
+    if plan.largest_micro_batch_size is not None:
+        return plan.largest_micro_batch_size
     wanted = plan.spec.scheduler.max_micro_batch_size
-    return (plan.largest_micro_batch_size or plan.micro_batch_size) if wanted == AUTO else int(wanted)
+    return plan.micro_batch_size if wanted == AUTO else max(plan.micro_batch_size, int(wanted))
 
 
-def division_of(even: Division, directive: DirectiveEvent) -> Division:
-    """Return the division that a directive on shares asks for."""
+def division_of(even: Division, directive: DirectiveEvent, largest_micro_batch: int) -> Division:
+    """Return the division that a directive asks for, in as many more micro-batches as memory and schedule need now."""
     assert isinstance(directive.micro_batch_size, int) and isinstance(directive.micro_batches, int)
     return replace(
         even,
         weights=tuple(map(float, directive.counts)),
-        micro_batch_size=directive.micro_batch_size,
-        micro_batches=directive.micro_batches,
+        micro_batch_size=min(directive.micro_batch_size, largest_micro_batch),
+        micro_batches=math.ceil(directive.micro_batches / even.turns) * even.turns,
     )
 
 
 def slowest(reported: Sequence[Sequence[float]], samples: int) -> Speed | None:
     """Return the speed of a data-parallel rank: that of the slowest of its processes; None until all are known."""
     speeds = [Speed(fixed_s, per_sample_s) for fixed_s, per_sample_s in reported]
-    if any(speed.per_sample_s <= 0 for speed in speeds):
+    if not all(0 < speed.per_sample_s < math.inf for speed in speeds):
         return None
     return max(speeds, key=lambda speed: speed.time_s(samples, 1))
 

@@ -40,7 +40,7 @@ class Plan:
     """Groups of processes, each with the whole model in `layout`; above 1 they survive one another."""
 
     largest_micro_batch_size: int | None = None
-    """What memory allows, up to twice `micro_batch_size`; None where that is not known."""
+    """What memory allows, as far as the scheduler asks; None where that is not known."""
 
     kernels: KernelSpec = field(default_factory=KernelSpec)
     """The kernel of each operation; `auto` is resolved by measuring, just before the launch."""

@@ -48,6 +48,7 @@ def check(spec: RunSpec) -> list[Problem]:
         tokenizer,
         uncertainty,
         ownership,
+        largest_micro_batch,
     ]
     rules += [memory_copies, *BATCHING_RULES, *ELASTIC_RULES, *KERNEL_RULES, *TEXT_RULES]
     return [*forget_out_of_range(spec)[1], *apply(rules, spec)]
@@ -219,6 +220,15 @@ def ownership(spec: RunSpec) -> Iterator[Problem]:
         path = "cluster.cost.device_price_usd"
         message = f"`cluster.cost.owned` is true, and `{path}` has no value"
         yield Problem(code="missing_value", path=path, message=message, hint=f"type {path}=<dollars>, or cost=owned")
+
+
+def largest_micro_batch(spec: RunSpec) -> Iterator[Problem]:
+    """The scheduler may not be told to stay below the micro-batch that every rank begins with."""
+    usual, most = spec.batching.micro_batch_size, spec.scheduler.max_micro_batch_size
+    if usual != AUTO and most != AUTO and most < usual:
+        path = "scheduler.max_micro_batch_size"
+        message = f"`{path}` is {most}, and `batching.micro_batch_size` is {usual} already"
+        yield Problem("out_of_range", message, path, f"type {path}={usual} or more, or auto")
 
 
 def gpus(spec: RunSpec, machine: Machine) -> Iterator[Problem]:

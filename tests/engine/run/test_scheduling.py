@@ -1,0 +1,387 @@
+"""The scheduler of one process: what it reports, decides, writes down, follows again and refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from trainspec_cli.engine.run import scheduling
+from trainspec_cli.engine.run.scheduling import (
+    StepScheduler,
+    division_of,
+    largest_micro_batch,
+    ranks_of_data,
+    read_directives,
+    slowest,
+)
+from trainspec_cli.errors import MachineError
+from trainspec_cli.policy.division import Division, even_division
+from trainspec_cli.policy.speeds import Speed
+from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent, Event
+from trainspec_cli.rundir.events import EventWriter, read_events
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.scheduler import SchedulerSpec
+
+pytestmark = pytest.mark.usefixtures("one_process")
+
+RANKS, SAMPLES = 4, 32
+EVEN = (8, 8, 8, 8)
+UNEVEN = (9, 9, 5, 9)
+USUAL = (1.0, 1.0, 1.0, 1.0)
+ONE_SLOW = (1.0, 1.0, 1.8, 1.0)
+
+
+class Journal:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def write(self, event: Event) -> None:
+        self.events.append(event)
+
+
+class Run:
+    """Four data-parallel ranks, of which this process is the first; the others' figures are what `step` is given."""
+
+    def __init__(self, folder: Path, mode: str = "auto", group: int | None = None, **changes: Any):
+        layout = changes.pop("layout", Layout(dp_shard=RANKS, zero_stage=1))
+        scheduler = SchedulerSpec(mode=mode, max_micro_batch_size=changes.pop("most", "auto"))  # type: ignore[arg-type]
+        model = SimpleNamespace(unit=changes.pop("unit", "tokens"))
+        self.plan: Any = SimpleNamespace(
+            layout=layout,
+            micro_batch_size=8,
+            largest_micro_batch_size=changes.pop("largest", 16),
+            group_size=changes.pop("group_size", RANKS),
+            spec=SimpleNamespace(scheduler=scheduler, model=model),
+        )
+        assert not changes
+        axes = torch.arange(layout.data_parallel_size).view(1, 1, -1, 1, 1)
+        state: Any = SimpleNamespace(mesh=SimpleNamespace(axes=SimpleNamespace(mesh=axes)))
+        self.folder, self.journal = RunDir(folder), Journal()
+        self.scheduler = StepScheduler(self.plan, self.folder, state, self.journal, group)  # type: ignore[arg-type]
+        self.reported: list[float] = []
+
+    def step(
+        self, step: int, sample_s: Sequence[float] = USUAL, waited_s: float = 0.5, speeds: Sequence[float] | None = None
+    ) -> tuple[int, ...]:
+        """Make the step after update `step`, in which a sample took each rank `sample_s`; return the shares."""
+        division = self.scheduler.divide(step)
+        counts = division.counts(SAMPLES)
+        self.reported = self.scheduler.figures(step)
+        known = sample_s if speeds is None else speeds
+        figures = [
+            [0.0, speed, count * own_s, waited_s] for speed, count, own_s in zip(known, counts, sample_s, strict=True)
+        ]
+        own = division.of_rank(0, 0, SAMPLES)
+        compute_s = counts[0] * sample_s[0]
+        parts_s = {"forward": compute_s / 4, "backward": 3 * compute_s / 4, "exposed_comm": waited_s * len(own.sizes)}
+        tensor = torch.tensor(figures if self.reported else [[]] * len(figures))
+        self.scheduler.note_step(step + 1, own, parts_s, SAMPLES, tensor)
+        return counts
+
+    def steps(self, first: int, last: int, *sample_s: float) -> list[tuple[int, ...]]:
+        return [self.step(step, sample_s or USUAL) for step in range(first, last)]
+
+    @property
+    def written(self) -> list[dict[str, Any]]:
+        return list(read_events(self.folder.directives))
+
+
+def directive(number: int = 1, step: int = 3, counts: tuple[int, ...] = UNEVEN, **changes: Any) -> DirectiveEvent:
+    fields: dict[str, Any] = {
+        "applied": True,
+        "micro_batch_size": 16,
+        "micro_batches": 1,
+        "reason": "rank 2 is slow",
+        "before_s": 14.4,
+        "expected_s": 9.0,
+    }
+    return DirectiveEvent(step=step, number=number, counts=counts, **fields | changes)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Writes the directives of an earlier start; -> their file."""
+
+    def write(*events: Event) -> Path:
+        path = RunDir(tmp_path).directives
+        writer = EventWriter(path, 0)
+        for event in events:
+            writer.write(event)
+        writer.close()
+        return path
+
+    return write
+
+
+def test_a_slow_rank_gets_less_from_the_next_step_on(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    found = run.steps(0, 10, *ONE_SLOW)
+    changed = found.index(UNEVEN)
+    assert 1 <= changed <= 3
+    assert found == [EVEN] * changed + [UNEVEN] * (10 - changed)
+    (first, *_) = run.written
+    assert (first["step"], first["number"], first["applied"]) == (changed, 1, True)
+    assert (tuple(first["counts"]), first["micro_batches"], first["micro_batch_size"]) == (UNEVEN, 1, 16)
+    assert (first["before_s"], first["expected_s"]) == pytest.approx((14.4, 9.0))
+    assert first["reason"] == "data-parallel rank 2 computes a sample in 1.8 s, the median is 1.0 s"
+    assert "group" not in first
+
+
+def test_it_is_written_down_before_a_step_is_made_with_it(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for step in range(5):
+        division = run.scheduler.divide(step)
+        in_force = division.counts(SAMPLES) == UNEVEN
+        assert bool(run.written) == in_force
+        assert bool(run.journal.events) == in_force
+        run.step(step, ONE_SLOW)
+    assert run.written
+
+
+def test_what_it_has_come_to_is_measured(tmp_path: Path) -> None:
+    """Two steps still bring figures of before; of the five after that the median counts."""
+    run = Run(tmp_path)
+    at = 0
+    while not run.written:
+        run.step(at, ONE_SLOW)
+        at += 1
+    run.steps(at, at + 20, *ONE_SLOW)
+    given, achieved = run.written
+    assert (achieved["type"], achieved["number"]) == ("achieved", 1)
+    assert achieved["step"] == given["step"] + 7
+    assert (achieved["before_s"], achieved["expected_s"], achieved["achieved_s"]) == pytest.approx((14.4, 9.0, 9.0))
+    assert [type(event) for event in run.journal.events] == [DirectiveEvent, AchievedEvent]
+
+
+def test_advice_changes_nothing_and_is_given_once(tmp_path: Path) -> None:
+    run = Run(tmp_path, mode="advise")
+    assert set(run.steps(0, 40, *ONE_SLOW)) == {EVEN}
+    (advice,) = run.written
+    assert (advice["applied"], tuple(advice["counts"])) == (False, UNEVEN)
+    assert set(run.steps(40, 80)) == {EVEN}
+    _, back = run.written
+    assert (back["number"], back["applied"], tuple(back["counts"])) == (2, False, EVEN)
+
+
+@pytest.mark.parametrize("changes", [{"mode": "off"}, {"layout": Layout(tp=RANKS)}])
+def test_nothing_is_measured_where_nothing_would_be_done(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """There is one data-parallel rank alone, or nobody asked."""
+    RunDir(tmp_path).directives.write_text("{}\n")
+    run = Run(tmp_path, **changes)
+    ranks = run.plan.layout.data_parallel_size
+    for step in range(20):
+        run.step(step, ONE_SLOW[-ranks:])
+        assert run.reported == []
+    assert run.written == [{}]
+
+
+def test_a_rank_reports_its_speed_and_its_last_step(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.step(0)
+    assert run.reported == [0.0, 0.0, 0.0, 0.0]
+    run.steps(1, 12)
+    assert run.reported == [0.0, 1.0, 8.0, 0.5]
+
+
+def test_what_a_rank_waited_is_reported_for_each_micro_batch(tmp_path: Path) -> None:
+    run = Run(tmp_path, layout=Layout(dp_shard=RANKS, zero_stage=3), largest=8)
+    run.step(0)
+    run.plan.micro_batch_size = 4
+    division = Division((1.0,) * RANKS, 4)
+    parts_s = {"forward": 1.0, "backward": 2.0, "exposed_comm": 3.0}
+    run.scheduler.note_step(2, division.of_rank(0, 0, SAMPLES), parts_s, SAMPLES, torch.zeros(RANKS, 0))
+    assert run.scheduler.figures(2)[2:] == [3.0, 1.5]
+
+
+@pytest.mark.parametrize(("zero_stage", "waited_s", "counts"), [(1, 99.0, UNEVEN), (3, 7.0, EVEN), (3, 1.0, UNEVEN)])
+def test_exchanges_of_each_micro_batch_count_where_parameters_are_sharded(
+    tmp_path: Path, zero_stage: Any, waited_s: float, counts: tuple[int, ...]
+) -> None:
+    """Memory holds no more than 8 samples: shares of 9 need a second micro-batch."""
+    run = Run(tmp_path, layout=Layout(dp_shard=RANKS, zero_stage=zero_stage), largest=8)
+    for step in range(12):
+        found = run.step(step, ONE_SLOW, waited_s=waited_s)
+    assert found == counts
+    assert all(line["micro_batches"] == 2 for line in run.written if line["type"] == "directive")
+
+
+def test_figures_of_very_many_ranks_are_exchanged_every_few_steps(tmp_path: Path) -> None:
+    run = Run(tmp_path, group_size=1024)
+    reporting = []
+    for step in range(12):
+        run.step(step, ONE_SLOW)
+        if run.reported:
+            reporting.append(step)
+    assert reporting == [0, 3, 6, 9]
+    assert [line["step"] for line in run.written if line["type"] == "directive"] == [1]
+
+
+@pytest.mark.parametrize("unknown", [0.0, float("nan"), float("inf")])
+def test_a_speed_that_is_no_number_decides_nothing(tmp_path: Path, unknown: float) -> None:
+    run = Run(tmp_path)
+    for step in range(12):
+        assert run.step(step, ONE_SLOW, speeds=(1.0, unknown, 1.8, 1.0)) == EVEN
+    assert run.written == []
+
+
+def test_images_keep_the_number_of_their_micro_batches(tmp_path: Path) -> None:
+    run = Run(tmp_path, unit="samples", largest=8)
+    assert set(run.steps(0, 12, *ONE_SLOW)) == {EVEN}
+
+
+def test_only_the_first_rank_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+    monkeypatch.setattr(scheduling, "dist", SimpleNamespace(get_rank=lambda: 1))
+    assert run.steps(0, 10, *ONE_SLOW)[-1] == UNEVEN
+    assert (run.written, run.journal.events) == ([], [])
+    run.scheduler.close()
+
+
+# A run that is resumed
+
+
+def test_a_resumed_run_follows_what_was_decided_at_the_same_steps(tmp_path: Path, write: Any) -> None:
+    path = write(directive(1, 3), directive(2, 6, EVEN))
+    before = path.read_bytes()
+    run = Run(tmp_path)
+    assert run.steps(1, 8, *ONE_SLOW) == [EVEN, EVEN, UNEVEN, UNEVEN, UNEVEN, EVEN, EVEN]
+    assert path.read_bytes() == before
+
+
+def test_a_run_that_starts_after_several_directives_follows_the_last(tmp_path: Path, write: Any) -> None:
+    write(directive(1, 3, (10, 10, 2, 10)), directive(2, 6), directive(3, 20, EVEN))
+    assert Run(tmp_path).step(8) == UNEVEN
+    assert Run(tmp_path).step(2) == EVEN
+
+
+def test_new_decisions_come_after_those_that_are_followed(tmp_path: Path, write: Any) -> None:
+    write(directive(1, 6))
+    run = Run(tmp_path)
+    found = run.steps(0, 20)
+    assert found[:8] == [EVEN] * 6 + [UNEVEN] * 2
+    assert found[-1] == EVEN
+    assert [(line["number"], tuple(line["counts"])) for line in run.written if line["type"] == "directive"] == [
+        (1, UNEVEN),
+        (2, EVEN),
+    ]
+
+
+def test_directives_of_another_layout_are_not_followed_and_hold_nothing_up(tmp_path: Path, write: Any) -> None:
+    write(directive(1, 0, (20, 12)), directive(2, 50, (12, 20)))
+    run = Run(tmp_path)
+    found = run.steps(0, 10, *ONE_SLOW)
+    assert (found[0], found[-1]) == (EVEN, UNEVEN)
+    assert [line["number"] for line in run.written if line["type"] == "directive"] == [1, 2, 3]
+
+
+def test_a_run_that_now_only_advises_divides_evenly(tmp_path: Path, write: Any) -> None:
+    write(directive(1, 3), directive(2, 50))
+    run = Run(tmp_path, mode="advise")
+    assert set(run.steps(0, 12, *ONE_SLOW)) == {EVEN}
+    assert [(line["number"], line["applied"]) for line in run.written] == [(1, True), (2, True), (3, False)]
+
+
+def test_advice_that_was_given_is_not_repeated(tmp_path: Path, write: Any) -> None:
+    write(directive(1, 3, applied=False))
+    run = Run(tmp_path, mode="advise")
+    assert set(run.steps(5, 30, *ONE_SLOW)) == {EVEN}
+    assert len(run.written) == 1
+    assert Run(tmp_path).step(5) == EVEN, "nothing was applied"
+
+
+def test_a_replica_group_names_itself_and_follows_nothing(tmp_path: Path, write: Any) -> None:
+    write(directive(1, 0, group=1))
+    run = Run(tmp_path, group=1)
+    assert run.step(0) == EVEN
+    run.steps(1, 20, *ONE_SLOW)
+    assert [(line["group"], line["number"], line["type"]) for line in run.written[1:]] == [
+        (1, 1, "directive"),
+        (1, 1, "achieved"),
+    ]
+    assert Run(tmp_path).step(0) == EVEN, "a run without replica groups follows none of theirs"
+
+
+def test_half_a_line_at_the_end_was_never_in_force(tmp_path: Path, write: Any) -> None:
+    path = write(directive(1, 3))
+    with path.open("ab") as file:
+        file.write(b'{"type": "directive", "time": 1.0, "rank": 0, "st')
+    run = Run(tmp_path)
+    run.steps(4, 30)
+    assert [line["number"] for line in run.written if line["type"] == "directive"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"counts": "many"}, "`counts` is "),
+        ({"kind": "stages"}, "a directive of the kind `stages`, which this version does not know"),
+        ({"number": 3}, "has directive 3 where 2 must be: lines are missing"),
+        ({"counts": [0, 0, 0, 0]}, "a directive that divides nothing (number 2)"),
+        ({"micro_batch_size": 0}, "a directive that divides nothing (number 2)"),
+        ({"micro_batches": 0}, "a directive that divides nothing (number 2)"),
+    ],
+)
+def test_directives_that_cannot_be_followed_are_refused(
+    tmp_path: Path, write: Any, change: dict[str, Any], says: str
+) -> None:
+    path = write(directive(1, 3), directive(2, 5))
+    first, second = path.read_text().splitlines()
+    path.write_text("\n".join([first, json.dumps({**json.loads(second), **change}), ""]))
+    with pytest.raises(MachineError) as error:
+        Run(tmp_path)
+    (problem,) = error.value.problems
+    assert says in problem.message
+    assert str(path) in problem.message
+    assert "take" in problem.hint
+    assert error.value.exit_code == 4
+
+
+def test_what_a_later_version_adds_is_passed_over(write: Any) -> None:
+    path = write(directive(1, 3), directive(2, 5))
+    path.write_text(path.read_text() + '{"type": "forecast", "time": 1.0}\n')
+    assert [one.number for one in read_directives(path)] == [1, 2]
+
+
+def test_a_run_without_directives_has_none(tmp_path: Path) -> None:
+    assert read_directives(RunDir(tmp_path).directives) == []
+
+
+# Small parts
+
+
+def test_a_directive_is_followed_within_what_memory_and_schedule_need_now() -> None:
+    even = even_division(Layout(dp_shard=RANKS), 8)
+    given = directive(micro_batch_size=12, micro_batches=3)
+    assert division_of(even, given, 16) == Division((9.0, 9.0, 5.0, 9.0), 12, turns=1, micro_batches=3)
+    assert division_of(even, given, 4).micro_batch_size == 4
+    interleaved = Division((1.0,) * RANKS, 8, turns=2)
+    assert division_of(interleaved, given, 16).micro_batches == 4
+
+
+@pytest.mark.parametrize(
+    ("known", "most", "largest"), [(13, "auto", 13), (None, "auto", 8), (None, 12, 12), (None, 5, 8), (10, 12, 10)]
+)
+def test_the_largest_micro_batch(tmp_path: Path, known: int | None, most: Any, largest: int) -> None:
+    assert largest_micro_batch(Run(tmp_path, mode="off", largest=known, most=most).plan) == largest
+
+
+def test_a_data_parallel_rank_is_as_slow_as_its_slowest_process() -> None:
+    assert slowest([[0.0, 2.0], [8.0, 1.0]], 10) == Speed(0.0, 2.0)
+    assert slowest([[0.0, 2.0], [8.0, 1.0]], 6) == Speed(8.0, 1.0)
+    assert slowest([[0.0, 2.0], [0.0, 0.0]], 6) is None
+
+
+def test_the_processes_of_each_data_parallel_rank() -> None:
+    """2 stages x 1 replica x 3 shards x 1 x 2 tensor ranks, numbered in the mesh's order."""
+    mesh = torch.arange(12).view(2, 1, 3, 1, 2)
+    state: Any = SimpleNamespace(mesh=SimpleNamespace(axes=SimpleNamespace(mesh=mesh)))
+    assert ranks_of_data(state) == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
+    replicated: Any = SimpleNamespace(mesh=SimpleNamespace(axes=SimpleNamespace(mesh=mesh.view(1, 3, 2, 1, 2))))
+    assert ranks_of_data(replicated) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]

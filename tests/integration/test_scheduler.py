@@ -1,0 +1,127 @@
+"""Whole runs whose ranks are not equally fast: passes that sleep, so that the machine's own speed does not count.
+
+What is asserted of time are sleeps: with even shares a slow step cannot be shorter than they are.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainspec_cli.rundir.events import read_events
+from trainspec_cli.rundir.paths import RunDir
+
+RANKS, SLOW_RANK = 4, 2
+SAMPLES = 24
+SAMPLE_S = 0.03
+"""Of every rank; the slow one takes twice as long."""
+SLOW_STEP_S = SAMPLES / RANKS * 2 * SAMPLE_S
+SLOWED = 14
+RECIPE = (
+    *("recipe=tiny", f"cluster.devices_per_node={RANKS}", f"batching.global_batch_size={SAMPLES}", "precision=fp32"),
+    *("layout=fsdp", "train.log_interval_steps=1", "checkpoint.interval_steps=10"),
+)
+
+
+def slow_for(steps: int) -> str:
+    usual = [f"throttle(step=0,rank={rank},seconds={SAMPLE_S},steps=1000)" for rank in range(RANKS)]
+    return f"fault={';'.join([*usual, f'throttle(step={SLOWED},rank={SLOW_RANK},seconds={SAMPLE_S},steps={steps})'])}"
+
+
+def directives(run: RunDir) -> list[dict[str, Any]]:
+    return [line for line in read_events(run.directives) if line["type"] == "directive"]
+
+
+def compute_s(run: RunDir) -> dict[int, float]:
+    """Step -> what the slow rank computed in it, the last time that it was made."""
+    steps = [event for event in read_events(run.events(SLOW_RANK)) if event["type"] == "step"]
+    return {event["step"]: event["time_s"]["forward"] + event["time_s"]["backward"] for event in steps}
+
+
+def losses(run: RunDir) -> list[float]:
+    return [event["loss"] for event in read_events(run.events(0)) if event["type"] == "step"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_shares_follow_a_rank_that_slows_down_and_recovers(trainspec, tmp_path: Path, zero_stage: int) -> None:
+    recipe = (*RECIPE, f"layout.zero_stage={zero_stage}", "train.max_steps=60")
+    ended = trainspec("launch", *recipe, slow_for(22), "scheduler=auto", "run.dir=run")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    run = RunDir(tmp_path / "run")
+    slowed, recovered = directives(run)
+    assert SLOWED + 3 <= slowed["step"] < SLOWED + 22 < recovered["step"]
+    assert slowed["counts"][SLOW_RANK] <= 4
+    assert recovered["counts"] == [6] * RANKS
+    took_s = compute_s(run)
+    assert all(took_s[step] >= SLOW_STEP_S for step in range(SLOWED + 1, slowed["step"] + 1))
+    eased = sorted(took_s[step] for step in range(slowed["step"] + 1, SLOWED + 22))
+    assert eased[len(eased) // 2] < SLOW_STEP_S
+    assert f"step {slowed['step']}: shares are now " in ended.stdout
+    assert "recovered" not in ended.stdout
+    said = trainspec("report", "run").stdout
+    assert f"step {recovered['step']}: shares are now 6 each: " in said
+    assert " achieved" in said
+    assert json.loads(trainspec("report", "run", "--json").stdout)["directives"][0]["counts"] == slowed["counts"]
+
+    ended = trainspec("launch", *recipe, "scheduler=off", "run.dir=even")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    even = RunDir(tmp_path / "even")
+    assert losses(run) == pytest.approx(losses(even), rel=1e-6)
+    assert not even.directives.exists()
+
+
+@pytest.mark.slow
+def test_advice_leaves_the_bits_alone(trainspec, tmp_path: Path, read_result) -> None:
+    for mode, fault in (("advise", slow_for(100)), ("off", "fault=''")):
+        ended = trainspec("launch", *RECIPE, "train.max_steps=26", fault, f"scheduler={mode}", f"run.dir={mode}")
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+    (advice,) = directives(RunDir(tmp_path / "advise"))
+    assert not advice["applied"]
+    assert read_result("advise")["weights_sha256"] == read_result("off")["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_a_run_killed_after_a_directive_follows_it_again(
+    trainspec, start_trainspec, kill_everything, tmp_path: Path, read_result
+) -> None:
+    """From the checkpoint before it, at the same step: every resume computes the same bits. The run ends before the
+    speeds of the new shares are known, so that nothing else is decided."""
+    process = start_trainspec(
+        "launch", *RECIPE, "train.max_steps=28", slow_for(1000), "scheduler=auto", "run.dir=first"
+    )
+    first = RunDir(tmp_path / "first")
+    deadline = time.monotonic() + 240
+    while not directives(first):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "there was no directive"
+        time.sleep(0.01)
+    kill_everything(process)
+    (given,) = directives(first)
+    assert first.checkpoint_steps()[-1] == 10
+    for copy in ("second", "damaged"):
+        shutil.copytree(first.root, tmp_path / copy)
+    for name in ("first", "second"):
+        ended = trainspec("resume", name)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        run = RunDir(tmp_path / name)
+        assert directives(run) == [given]
+        took_s = compute_s(run)
+        assert all(took_s[step] >= SLOW_STEP_S for step in range(SLOWED + 1, given["step"] + 1))
+        eased = [took_s[step] < SLOW_STEP_S for step in range(given["step"] + 1, 29)]
+        assert sum(eased) > len(eased) / 2
+    assert read_result("first")["weights_sha256"] == read_result("second")["weights_sha256"]
+
+    damaged = RunDir(tmp_path / "damaged")
+    text = damaged.directives.read_text()
+    damaged.directives.write_text(text.replace('"number": 1', '"number": 2'))
+    ended = trainspec("resume", "damaged")
+    assert ended.returncode == 4, ended.stdout + ended.stderr
+    said = ended.stdout + ended.stderr
+    assert "has directive 2 where 1 must be" in said
+    assert "Traceback" not in said

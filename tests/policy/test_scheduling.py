@@ -1,0 +1,220 @@
+"""When samples are divided otherwise, in simulated runs: ranks of known speeds and noise."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from trainspec_cli.policy.division import Division
+from trainspec_cli.policy.scheduling import (
+    COST_STEPS,
+    ShareChange,
+    ShareScheduler,
+    describe_speeds,
+    equalise,
+)
+from trainspec_cli.policy.speeds import CONFIRMING_STEPS, Speed, SpeedTracker
+
+RANKS = 4
+Slowdown = Callable[[int, int], float]
+"""(rank, step) -> how many times as long it takes."""
+
+
+@dataclass
+class Simulated:
+    """A run of `RANKS` ranks that compute a sample in a second, and a micro-batch's start in `fixed_s`."""
+
+    slowdown: Slowdown
+    samples: int = 32
+    noise: float = 0.0
+    fixed_s: float = 0.0
+    largest: int = 64
+    micro_batch_size: int = 8
+    keeps_micro_batches: bool = False
+    seed: int = 0
+    changes: list[tuple[int, ShareChange]] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    largest_seen: int = 0
+
+    def run(self, steps: int) -> Simulated:
+        draw, even = random.Random(self.seed), Division((1.0,) * RANKS, self.micro_batch_size)
+        scheduler = ShareScheduler(even, self.largest, 0.1, keeps_micro_batches=self.keeps_micro_batches)
+        trackers = [SpeedTracker(0.1) for _ in range(RANKS)]
+        for step in range(steps):
+            times_s = []
+            for rank, tracker in enumerate(trackers):
+                own = scheduler.division.of_rank(rank, 0, self.samples)
+                seconds = len(own.sizes) * self.fixed_s + own.samples
+                seconds *= self.slowdown(rank, step) * draw.lognormvariate(0, self.noise)
+                tracker.note(own.samples, len(own.sizes), seconds)
+                times_s.append(seconds)
+                self.largest_seen = max(self.largest_seen, *own.sizes)
+            self.step_s.append(max(times_s))
+            change = scheduler.note_step(self.samples, [tracker.speed for tracker in trackers], 0.0)
+            if change:
+                self.changes.append((step, change))
+        return self
+
+    @property
+    def counts(self) -> list[tuple[int, ...]]:
+        return [change.division.counts(self.samples) for _, change in self.changes]
+
+
+def slow_from_30_to_150(rank: int, step: int) -> float:
+    return 1.8 if rank == 2 and 30 <= step < 150 else 1.0
+
+
+def two_of_which_one_leaves(rank: int, step: int) -> float:
+    return (2.0 if rank == 2 and step >= 30 else 1.0) * (1.6 if rank == 0 and 60 <= step < 150 else 1.0)
+
+
+def test_a_slow_rank_gets_less_and_its_share_back_when_it_recovers() -> None:
+    run = Simulated(slow_from_30_to_150).run(300)
+    assert run.counts == [(9, 9, 5, 9), (8, 8, 8, 8)]
+    (slow, change), (recovered, _) = run.changes
+    confirmed = 30 + CONFIRMING_STEPS - 1
+    assert confirmed <= slow <= confirmed + 3
+    assert 150 + CONFIRMING_STEPS - 1 <= recovered < 170
+    assert (change.before_s, change.after_s) == pytest.approx((14.4, 9.0))
+    assert run.step_s[slow + 1] == 9.0
+    assert run.step_s[-1] == 8.0
+
+
+@pytest.mark.parametrize("fixed_s", [0.0, 2.0])
+@pytest.mark.parametrize(("samples", "noise"), [(32, 0.0), (32, 0.03), (256, 0.05)])
+def test_two_disturbances_of_which_one_leaves_settle(samples: int, noise: float, fixed_s: float) -> None:
+    """Within a few changes each, and then for good; the time at the end is near the best for whole samples."""
+    for seed in range(4):
+        run = Simulated(two_of_which_one_leaves, samples, noise, fixed_s, largest=128, seed=seed, micro_batch_size=64)
+        run.run(300)
+        assert 2 <= len(run.changes) <= 5
+        assert run.changes[-1][0] < 200
+        ends = [speed * (count + fixed_s) for speed, count in zip((1, 1, 2, 1), run.counts[-1], strict=True)]
+        assert max(ends) <= 1.12 * (2 / 7 * (samples + 4 * fixed_s) + 2)
+
+
+def test_a_thousand_healthy_steps_with_noise_give_no_directive() -> None:
+    for seed in range(5):
+        assert (
+            Simulated(lambda rank, step: 1.0, 1024, noise=0.05, largest=512, micro_batch_size=256, seed=seed)
+            .run(1000)
+            .counts
+            == []
+        )
+
+
+def test_ranks_that_always_differ_a_little_are_left_alone() -> None:
+    assert (
+        Simulated(lambda rank, step: 1.08 if rank == 1 else 1.0, 1024, largest=512, micro_batch_size=256)
+        .run(100)
+        .counts
+        == []
+    )
+
+
+def test_no_micro_batch_is_larger_than_memory_allows() -> None:
+    run = Simulated(slow_from_30_to_150, largest=8).run(120)
+    assert run.counts == [(9, 9, 5, 9)]
+    assert run.largest_seen == 8
+
+
+def test_a_model_with_batch_norm_keeps_its_micro_batches() -> None:
+    assert Simulated(slow_from_30_to_150, largest=8, keeps_micro_batches=True).run(120).counts == []
+    kept = Simulated(slow_from_30_to_150, samples=64, largest=16, keeps_micro_batches=True).run(120)
+    assert kept.counts == [(18, 18, 10, 18)]
+    (_, change), *_ = kept.changes
+    assert change.division.count_micro_batches(64) == 2
+
+
+# When a change is made
+
+EVEN = Division((1.0,) * RANKS, micro_batch_size=256)
+
+
+def speeds(*slow_s: float) -> list[Speed | None]:
+    return [Speed(0.0, seconds) for seconds in slow_s]
+
+
+@pytest.mark.parametrize("slow", [1.2, 1.4, 2.0, 4.0])
+def test_as_much_is_lost_before_a_change_as_it_costs(slow: float) -> None:
+    scheduler, lost_s = ShareScheduler(EVEN, 512, 0.1), 0.0
+    for _ in range(1000):
+        change = scheduler.note_step(1024, speeds(1, 1, slow, 1), 0.0)
+        if change:
+            break
+        lost_s += 256 * slow - 1024 / (3 + 1 / slow)
+    assert change is not None
+    cost_s, saving_s = COST_STEPS * change.after_s, change.before_s - change.after_s
+    assert lost_s < cost_s <= lost_s + saving_s * 1.05
+
+
+def test_figures_that_come_every_few_steps_count_for_all_of_them() -> None:
+    often, seldom = ShareScheduler(EVEN, 512, 0.1), ShareScheduler(EVEN, 512, 0.1)
+    slow = speeds(1, 1, 1.3, 1)
+    needed = next(step for step in range(1, 100) if often.note_step(1024, slow, 0.0))
+    assert needed == 5
+    calls = next(call for call in range(1, 100) if seldom.note_step(1024, slow, 0.0, steps=4))
+    assert calls == 2
+
+
+def test_what_was_lost_is_forgotten_when_the_ranks_are_well_again() -> None:
+    scheduler = ShareScheduler(EVEN, 512, 0.1)
+    for _ in range(20):
+        for _ in range(4):
+            assert scheduler.note_step(1024, speeds(1, 1, 1.3, 1), 0.0) is None
+        assert scheduler.note_step(1024, speeds(1, 1, 1, 1), 0.0) is None
+
+
+def test_a_change_is_made_once_and_the_division_is_then_in_force() -> None:
+    scheduler = ShareScheduler(EVEN, 512, 0.1)
+    found = [scheduler.note_step(1024, speeds(1, 1, 2, 1), 0.0) for _ in range(50)]
+    (change,) = [one for one in found if one]
+    assert scheduler.division == change.division
+    assert scheduler.division.counts(1024) == (293, 293, 146, 292)
+
+
+def test_the_even_division_is_gone_back_to_for_a_small_gain() -> None:
+    """302 samples instead of 300 on the slowest: less than a change away from even would be made for."""
+    scheduler = ShareScheduler(EVEN, 512, 0.1)
+    scheduler.follow(Division((260.0, 260.0, 248.0, 256.0), 512))
+    found = [scheduler.note_step(1024, speeds(1, 1, 1, 1), 0.0) for _ in range(100)]
+    assert [one.division for one in found if one] == [EVEN]
+    assert found[0] is None
+
+
+def test_an_uneven_division_is_not_changed_for_a_small_gain() -> None:
+    scheduler = ShareScheduler(EVEN, 512, 0.1)
+    scheduler.follow(Division((290.0, 290.0, 154.0, 290.0), 512))
+    assert not any(scheduler.note_step(1024, speeds(1, 1, 1.9, 1), 0.0) for _ in range(200))
+
+
+def test_nothing_is_decided_while_a_speed_is_not_known() -> None:
+    scheduler = ShareScheduler(EVEN, 512, 0.1)
+    unknown = [*speeds(1, 1, 4), None]
+    assert not any(scheduler.note_step(1024, unknown, 0.0) for _ in range(20))
+
+
+def test_a_followed_division_is_the_start_of_what_comes() -> None:
+    """The ranks' speeds ask for what is in force already."""
+    scheduler = ShareScheduler(EVEN, 512, 0.1)
+    scheduler.follow(Division((293.0, 292.0, 147.0, 292.0), 512))
+    assert not any(scheduler.note_step(1024, speeds(1, 1, 2, 1), 0.0) for _ in range(50))
+
+
+def test_ranks_about_as_fast_as_the_median_count_as_equal() -> None:
+    own = Speed(0.5, 1.0)
+    measured = [Speed(0.0, 1.09), Speed(0.0, 1.0), own, Speed(0.0, 2.0), Speed(0.0, 0.8)]
+    usual = measured[0]  # 10.9 s for 10 samples; the others 10, 10.5, 20 and 8
+    assert equalise(measured, 1, 10, 0.1) == (own, own, own, measured[3], measured[4])
+    assert equalise(measured, 1, 10, 0.02) == (usual, measured[1], own, measured[3], measured[4])
+
+
+def test_the_rank_that_differs_most_is_the_reason() -> None:
+    slow = [Speed(0, 0.02), Speed(0, 0.05), Speed(0, 0.03), Speed(0, 0.02)]
+    assert describe_speeds(slow) == "data-parallel rank 1 computes a sample in 50 ms, the median is 20 ms"
+    fast = [Speed(0, 0.02), Speed(0, 0.02), Speed(0, 0.03), Speed(0, 0.005)]
+    assert describe_speeds(fast) == "data-parallel rank 3 computes a sample in 5 ms, the median is 20 ms"
+    assert describe_speeds([Speed(0, 0.02)] * 2) == "all ranks compute a sample in about 20 ms"
