@@ -70,6 +70,7 @@ def test_recipes_learn(trainspec, read_result, recipe, metric, least):
     assert "samples/s" in ended.stdout and "tokens" not in ended.stdout
 
 
+@pytest.mark.slow
 def test_volumes_of_ones_own_are_read(trainspec, tmp_path, read_result):
     for kind in ("images", "labels"):
         (tmp_path / "scans" / kind).mkdir(parents=True)

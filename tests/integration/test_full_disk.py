@@ -29,6 +29,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", folder], check=True)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_and_the_last_one_is_an_error(trainspec, small_disk, read_result):
     ended = trainspec("launch", *RECIPE, "run.dir=disk", SLOW)
     said = " ".join((ended.stdout + ended.stderr).split())

@@ -20,6 +20,7 @@ RECIPE = ("recipe=tiny", f"train.max_steps={STEPS}", "fault=slow(step=5,seconds=
 LAUNCH = (sys.executable, "-m", "trainspec_cli", "launch")
 
 
+@pytest.mark.slow
 def test_kill_9_of_torchrun_starts_the_run_again(wait_for_step, workers_of, start_trainspec, tmp_path, read_result):
     """No checkpoint was due: the run goes on from what the workers saved when they had lost torchrun."""
     process = start_trainspec("launch", *RECIPE, "run.dir=run")

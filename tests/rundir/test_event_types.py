@@ -57,6 +57,7 @@ STEP = StepEvent(
     samples=2,
     step_time_s=0.5,
     time_s={"forward": 0.25, "backward": 0.25},
+    noise_scale=12.5,
     skipped=True,
     h2d_copies=1,
     h2d_bytes=256,

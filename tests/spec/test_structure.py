@@ -106,7 +106,7 @@ def test_what_is_refused(data, path: str, value: Any, code: str, message: str, h
         ("train.lr", "did you mean `optim.lr`?"),
         (
             "batch_size",
-            "did you mean `batching.global_batch_size`, `batching.micro_batch_size` or "
+            "did you mean `batching.micro_batch_size`, `batching.global_batch_size` or "
             "`scheduler.max_micro_batch_size`?",
         ),
         ("path", "did you mean `data.path` or `data.tokenizer.path`?"),

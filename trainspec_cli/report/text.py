@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from trainspec_cli.report.kernels_text import describe_choice
+from trainspec_cli.report.plan.labels import stages_label
 from trainspec_cli.report.progress import Progress
 from trainspec_cli.rundir.accounting import Recovery, recovery_of
 from trainspec_cli.rundir.event_types import (
@@ -127,9 +128,10 @@ def describe_plan(plan: Plan) -> str:
         "model": f"{spec.model.name or spec.model.family}, {format_count(plan.params)} parameters",
         "devices": f"{plan.world_size} x {plan.device}, {plan.compute}",
         "layout": plan.layout.describe(),
+        **({"stages": f"{cut} layers"} if (cut := stages_label(plan.layout.stage_layers)) else {}),
         **({"groups": f"{plan.replica_groups} of {plan.group_size} each"} if plan.replica_groups > 1 else {}),
         "batch": f"{describe_batch(plan)}, {micro}",
-        "steps": f"{spec.train.max_steps}, {format_count(spec.train.max_steps * plan.tokens_per_step)} {unit} in all",
+        "steps": f"{plan.total_steps}, {format_count(spec.train.max_steps * plan.tokens_per_step)} {unit} in all",
         **({"kernels": describe_choice(plan.kernels, None)} if plan.kernels.changed else {}),
         "compute": f"{format_si(plan.flops_per_token, 'FLOP')} a {unit.removesuffix('s')}",
     }
@@ -137,9 +139,11 @@ def describe_plan(plan: Plan) -> str:
 
 
 def describe_batch(plan: Plan) -> str:
-    """`8 samples of 64 tokens`; a sample of images or volumes is one of them."""
+    """`8 samples of 64 tokens`; a sample of images or volumes is one of them. A batch that changes has its schedule."""
     length = f" of {plan.spec.data.seq_len} tokens" if plan.spec.data.unit == "tokens" else ""
-    return f"{plan.spec.batching.global_batch_size} samples{length}"
+    kind = plan.spec.batching.schedule.kind
+    changes = "" if kind == "constant" else f" at first ({kind})"
+    return f"{plan.spec.batching.global_batch_size} samples{length}{changes}"
 
 
 def describe_prediction(prediction: LocalPrediction, tokens_per_step: int) -> str:

@@ -207,7 +207,10 @@ def _unknown_key(cls: type, key: str, path: str) -> Problem:
 
 
 def _guess(key: str, path: str, siblings: list[str]) -> list[str]:
-    """Guess the intended key: a similar sibling, else keys elsewhere that equal, contain or resemble it."""
+    """Guess the intended key: a similar sibling, else keys elsewhere that equal, contain or resemble it.
+
+    Of a few more than can be listed these are the shortest; a word that is in many keys means none of them.
+    """
     near = closest(key, siblings)
     if near:
         return [f"{path}{near}"]
@@ -216,7 +219,8 @@ def _guess(key: str, path: str, siblings: list[str]) -> list[str]:
         names.setdefault(known.rpartition(".")[2], []).append(known)
     holding = [known for name, paths in names.items() if len(key) > 3 and key in name for known in paths]
     guesses = names.get(key) or holding or names.get(closest(key, names) or "", [])
-    return guesses if len(guesses) <= MAX_GUESSES else []
+    shortest = sorted(guesses, key=lambda known: len(known.rpartition(".")[2]))
+    return shortest[:MAX_GUESSES] if len(guesses) <= 2 * MAX_GUESSES else []
 
 
 def known_paths(cls: type, prefix: str = "") -> Iterator[str]:
