@@ -160,23 +160,19 @@ class Trainer:
 
     def _count(self, outcome: StepOutcome, lr: float, samples: StepSamples) -> DoneStep:
         """The update is made; the checkpoint that may be due belongs to its step."""
+        self.progress = TrainProgress(self.progress.step + 1, self.progress.samples + samples.step_samples)
+        step, fields = self.progress.step, dict(samples.event_fields)
+        if self.pace.follows_noise:  # the next step's batch hangs on it, and so does the checkpoint: the host waits
+            fields["noise_scale"] = self._note_noise(step, outcome, samples)
         if self.clock.on_gpu:
             outcome = outcome.on_host()
-        self.progress = TrainProgress(self.progress.step + 1, self.progress.samples + samples.step_samples)
-        step = self.progress.step
-        noise_scale = self._note_noise(step, outcome, samples) if self.pace.follows_noise else None
         with self.clock.part("checkpoint"):
             self.checkpoints.after_step(step, self.progress.samples, writes=self.coordinator.leads)
         self.watch.beat(step)
-        fields = {**samples.event_fields, **self._data_flow()}
-        if noise_scale is not None:
-            fields["noise_scale"] = noise_scale
-        return DoneStep(step, outcome, lr, self.clock.cut(), samples, fields)
+        return DoneStep(step, outcome, lr, self.clock.cut(), samples, {**fields, **self._data_flow()})
 
     def _note_noise(self, step: int, outcome: StepOutcome, samples: StepSamples) -> float | None:
-        """Return the noise scale of the gradients up to this step; None where it is not measured."""
-        if not self.pace.measures_noise:
-            return None
+        """Return the noise scale of the gradients up to this step, where it is measured."""
         every_time = self.plan.layout.exchanges_every_backward
         parts = samples.division.count_parts(samples.group_samples, every_micro_batch=every_time)
         square = outcome.grad_norm.item() ** 2
@@ -208,7 +204,7 @@ class Trainer:
         parts_s = done.segments.parts_s()
         step_time_s = sum(parts_s.values())
         fields = dict(done.event_fields)
-        if not self.pace.follows_noise and self.pace.measures_noise:
+        if self.pace.measures_noise and "noise_scale" not in fields:
             fields["noise_scale"] = self._note_noise(done.step, done.outcome, done.samples)
         skipped, samples = bool(done.outcome.skipped.item()), done.samples.step_samples
         event = StepEvent(
