@@ -28,7 +28,7 @@ from trainspec_cli.policy.speeds import CONFIRMING_STEPS, Speed
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 
-PROCESSES, SAMPLES, SLOWED, STEPS, SETTLED_STEPS = 4, 32, 14, 60, 15
+PROCESSES, SAMPLES, SLOWED, STEPS, SETTLED_STEPS = 4, 64, 14, 50, 10
 SLOW_FACTOR = 2.0
 RECIPE = ("recipe=tiny", f"cluster.devices_per_node={PROCESSES}", "precision=fp32", "train.log_interval_steps=1000")
 
@@ -45,7 +45,7 @@ class Case:
 CASES = (
     Case("dp=4, ZeRO-1", ("layout=fsdp", "layout.zero_stage=1"), 2, 4),
     Case("dp=4, ZeRO-3", ("layout=fsdp", "layout.zero_stage=3"), 2, 4),
-    Case("pp=2 x dp=2", ("layout.pp=2", "layout.dp_shard=2", "batching.micro_batch_size=2"), 3, 2, stages=2),
+    Case("pp=2 x dp=2", ("layout.pp=2", "layout.dp_shard=2", "batching.micro_batch_size=4"), 3, 2, stages=2),
     Case("tp=2 x dp=2", ("layout.tp=2", "layout.dp_shard=2"), 3, 2),
 )
 

@@ -98,21 +98,13 @@ def test_two_disturbances_of_which_one_leaves_settle(samples: int, noise: float,
 
 def test_a_thousand_healthy_steps_with_noise_give_no_directive() -> None:
     for seed in range(5):
-        assert (
-            Simulated(lambda rank, step: 1.0, 1024, noise=0.05, largest=512, micro_batch_size=256, seed=seed)
-            .run(1000)
-            .counts
-            == []
-        )
+        healthy = Simulated(lambda rank, step: 1.0, 1024, 0.05, largest=512, micro_batch_size=256, seed=seed)
+        assert healthy.run(1000).counts == []
 
 
 def test_ranks_that_always_differ_a_little_are_left_alone() -> None:
-    assert (
-        Simulated(lambda rank, step: 1.08 if rank == 1 else 1.0, 1024, largest=512, micro_batch_size=256)
-        .run(100)
-        .counts
-        == []
-    )
+    unequal = Simulated(lambda rank, step: 1.08 if rank == 1 else 1.0, 1024, largest=512, micro_batch_size=256)
+    assert unequal.run(100).counts == []
 
 
 def test_no_micro_batch_is_larger_than_memory_allows() -> None:

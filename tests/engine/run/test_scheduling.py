@@ -55,7 +55,7 @@ class Run:
         model = SimpleNamespace(unit=changes.pop("unit", "tokens"))
         self.plan: Any = SimpleNamespace(
             layout=layout,
-            micro_batch_size=8,
+            micro_batch_size=changes.pop("micro_batch_size", 8),
             largest_micro_batch_size=changes.pop("largest", 16),
             group_size=changes.pop("group_size", RANKS),
             spec=SimpleNamespace(scheduler=scheduler, model=model),
@@ -68,19 +68,29 @@ class Run:
         self.reported: list[float] = []
 
     def step(
-        self, step: int, sample_s: Sequence[float] = USUAL, waited_s: float = 0.5, speeds: Sequence[float] | None = None
+        self,
+        step: int,
+        sample_s: Sequence[float] = USUAL,
+        waited_s: Sequence[float] = (0.5,) * RANKS,
+        speeds: Sequence[float] | None = None,
     ) -> tuple[int, ...]:
-        """Make the step after update `step`, in which a sample took each rank `sample_s`; return the shares."""
+        """Make the step after update `step`, in which a sample took each rank `sample_s`, and the exchanges of a
+        micro-batch `waited_s`; return the shares."""
         division = self.scheduler.divide(step)
         counts = division.counts(SAMPLES)
         self.reported = self.scheduler.figures(step)
         known = sample_s if speeds is None else speeds
         figures = [
-            [0.0, speed, count * own_s, waited_s] for speed, count, own_s in zip(known, counts, sample_s, strict=True)
+            [0.0, speed, count * own_s, own_waited_s]
+            for speed, count, own_s, own_waited_s in zip(known, counts, sample_s, waited_s, strict=False)
         ]
         own = division.of_rank(0, 0, SAMPLES)
         compute_s = counts[0] * sample_s[0]
-        parts_s = {"forward": compute_s / 4, "backward": 3 * compute_s / 4, "exposed_comm": waited_s * len(own.sizes)}
+        parts_s = {
+            "forward": compute_s / 4,
+            "backward": 3 * compute_s / 4,
+            "exposed_comm": waited_s[0] * len(own.sizes),
+        }
         tensor = torch.tensor(figures if self.reported else [[]] * len(figures))
         self.scheduler.note_step(step + 1, own, parts_s, SAMPLES, tensor)
         return counts
@@ -149,15 +159,26 @@ def test_what_it_has_come_to_is_measured(tmp_path: Path) -> None:
     """Two steps still bring figures of before; of the five after that the median counts."""
     run = Run(tmp_path)
     at = 0
-    while not run.written:
+    while run.scheduler.divide(at).counts(SAMPLES) == EVEN:
         run.step(at, ONE_SLOW)
         at += 1
-    run.steps(at, at + 20, *ONE_SLOW)
+    for own_s in (3.0, 3.0, 1.8, 1.8, 2.0, 2.2, 2.4, 3.0):
+        run.step(at, (1.0, 1.0, own_s, 1.0), speeds=ONE_SLOW)
+        at += 1
     given, achieved = run.written
     assert (achieved["type"], achieved["number"]) == ("achieved", 1)
     assert achieved["step"] == given["step"] + 7
-    assert (achieved["before_s"], achieved["expected_s"], achieved["achieved_s"]) == pytest.approx((14.4, 9.0, 9.0))
+    assert (achieved["before_s"], achieved["expected_s"], achieved["achieved_s"]) == pytest.approx((14.4, 9.0, 10.0))
     assert [type(event) for event in run.journal.events] == [DirectiveEvent, AchievedEvent]
+
+
+def test_a_directive_says_how_many_micro_batches_there_are(tmp_path: Path) -> None:
+    """Also where the division itself leaves that to the number of samples."""
+    run = Run(tmp_path, micro_batch_size=4, largest=8)
+    run.steps(0, 20, *ONE_SLOW)
+    run.steps(20, 60)
+    given = [line for line in run.written if line["type"] == "directive"]
+    assert [(tuple(line["counts"]), line["micro_batches"]) for line in given] == [(UNEVEN, 2), (EVEN, 2)]
 
 
 def test_advice_changes_nothing_and_is_given_once(tmp_path: Path) -> None:
@@ -193,18 +214,26 @@ def test_a_rank_reports_its_speed_and_its_last_step(tmp_path: Path) -> None:
 def test_what_a_rank_waited_is_reported_for_each_micro_batch(tmp_path: Path) -> None:
     run = Run(tmp_path, layout=Layout(dp_shard=RANKS, zero_stage=3), largest=8)
     run.step(0)
-    run.plan.micro_batch_size = 4
     division = Division((1.0,) * RANKS, 4)
     parts_s = {"forward": 1.0, "backward": 2.0, "exposed_comm": 3.0}
     run.scheduler.note_step(2, division.of_rank(0, 0, SAMPLES), parts_s, SAMPLES, torch.zeros(RANKS, 0))
     assert run.scheduler.figures(2)[2:] == [3.0, 1.5]
 
 
-@pytest.mark.parametrize(("zero_stage", "waited_s", "counts"), [(1, 99.0, UNEVEN), (3, 7.0, EVEN), (3, 1.0, UNEVEN)])
+@pytest.mark.parametrize(
+    ("zero_stage", "waited_s", "counts"),
+    [
+        (1, (99.0,) * 4, UNEVEN),
+        (3, (7.0,) * 4, EVEN),
+        (3, (99.0, 99.0, 7.0, 99.0), EVEN),
+        (3, (9.0, 9.0, 1.0, 9.0), UNEVEN),
+    ],
+)
 def test_exchanges_of_each_micro_batch_count_where_parameters_are_sharded(
-    tmp_path: Path, zero_stage: Any, waited_s: float, counts: tuple[int, ...]
+    tmp_path: Path, zero_stage: Any, waited_s: tuple[float, ...], counts: tuple[int, ...]
 ) -> None:
-    """Memory holds no more than 8 samples: shares of 9 need a second micro-batch."""
+    """What the rank waits that the others wait for. Memory holds no more than 8 samples: shares of 9 take two
+    micro-batches."""
     run = Run(tmp_path, layout=Layout(dp_shard=RANKS, zero_stage=zero_stage), largest=8)
     for step in range(12):
         found = run.step(step, ONE_SLOW, waited_s=waited_s)
@@ -297,15 +326,19 @@ def test_advice_that_was_given_is_not_repeated(tmp_path: Path, write: Any) -> No
 
 
 def test_a_replica_group_names_itself_and_follows_nothing(tmp_path: Path, write: Any) -> None:
-    write(directive(1, 0, group=1))
+    write(directive(1, 0), directive(1, 0, group=1))
     run = Run(tmp_path, group=1)
     assert run.step(0) == EVEN
     run.steps(1, 20, *ONE_SLOW)
-    assert [(line["group"], line["number"], line["type"]) for line in run.written[1:]] == [
+    assert [(line["group"], line["number"], line["type"]) for line in run.written[2:]] == [
         (1, 1, "directive"),
         (1, 1, "achieved"),
     ]
-    assert Run(tmp_path).step(0) == EVEN, "a run without replica groups follows none of theirs"
+
+
+def test_a_run_without_replica_groups_follows_none_of_theirs(tmp_path: Path, write: Any) -> None:
+    write(directive(1, 0, group=1), directive(1, 5, group=0), directive(1, 3))
+    assert Run(tmp_path).steps(0, 7) == [EVEN] * 3 + [UNEVEN] * 4
 
 
 def test_half_a_line_at_the_end_was_never_in_force(tmp_path: Path, write: Any) -> None:
