@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.errors import MachineError, RecipeError
+from trainspec_cli.reading.files import UnreadableFileError
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan
@@ -21,6 +22,7 @@ from trainspec_cli.spec.canonical import to_plain
 
 MakeRun = Callable[..., RunDir]
 Prepare = Callable[..., Session]
+NOISE = ("batching=noise", "batching.schedule.max_global_batch_size=64")
 ALONE = NodeOptions()
 FIRST_OF_TWO = NodeOptions(2, 0, "head:29500")
 
@@ -96,6 +98,47 @@ def test_a_run_that_is_done_goes_on_only_with_more_steps(
     with pytest.raises(RecipeError, match="nothing is left to do") as refused:
         prepare(run, f"train.max_steps={max_steps}")
     assert refused.value.problems[0].hint == f"to train on: trainspec resume {run.root} train.max_steps={2 * step}"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "samples", "is_done"),
+    [
+        (("batching=seesaw",), 13, 160, True),
+        (("batching=seesaw",), 13, 159, False),
+        (("batching=seesaw",), 19, 152, False),
+        (NOISE, 9, 160, True),
+        (NOISE, 19, 159, False),
+    ],
+)
+def test_a_run_whose_batch_changes_is_done_when_its_samples_are_trained(
+    make_run: MakeRun, prepare: Prepare, schedule: tuple[str, ...], step: int, samples: int, is_done: bool
+) -> None:
+    """20 steps of 8 samples, however many steps it took."""
+    run = make_run(*schedule, step=step)
+    write_json(run.manifest(step), {"about": {"step": step, "samples": samples}})
+    if not is_done:
+        assert prepare(run).plan.spec.batching == read_plan(run).spec.batching
+        return
+    with pytest.raises(RecipeError) as refused:
+        prepare(run)
+    (problem,) = refused.value.problems
+    assert (problem.code, problem.path) == ("nothing_left", "train.max_steps")
+    assert problem.message == (
+        f"the run is at step {step}, and has trained 160 samples; `train.max_steps` 20 times "
+        "`batching.global_batch_size` 8 are 160: nothing is left to do"
+    )
+    assert problem.hint == f"to train on: trainspec resume {run.root} train.max_steps=40"
+    assert prepare(run, "train.max_steps=21").plan.spec.train.max_steps == 21
+
+
+@pytest.mark.parametrize("content", ["{}", '{"about": {"samples": "many"}}'])
+def test_a_checkpoint_that_does_not_say_how_far_the_run_is_is_named(
+    make_run: MakeRun, prepare: Prepare, content: str
+) -> None:
+    run = make_run("batching=seesaw")
+    run.manifest(10).write_text(content)
+    with pytest.raises(UnreadableFileError, match=r"step_00000010/manifest.json"):
+        prepare(run)
 
 
 def test_data_that_is_gone_and_cannot_be_made_again_is_refused(

@@ -104,11 +104,8 @@ def test_what_is_refused(data, path: str, value: Any, code: str, message: str, h
         ("optm", "did you mean `optim`?"),
         ("lr", "did you mean `optim.lr`?"),
         ("train.lr", "did you mean `optim.lr`?"),
-        (
-            "batch_size",
-            "did you mean `batching.micro_batch_size`, `batching.global_batch_size` or "
-            "`scheduler.max_micro_batch_size`?",
-        ),
+        ("batch_size", "did you mean `batching.global_batch_size` or `batching.micro_batch_size`?"),
+        ("micro_batch", "did you mean `batching.micro_batch_size`?"),
         ("path", "did you mean `data.path` or `data.tokenizer.path`?"),
         ("optim.warmup-step", "did you mean `optim.schedule.warmup_steps`?"),
         ("optim.zzz", "`optim` has: lr, name, beta1, beta2, eps, weight_decay, grad_clip_norm, schedule"),

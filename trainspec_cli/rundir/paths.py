@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+CHECKPOINT_MANIFEST = "manifest.json"
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 
@@ -73,6 +74,10 @@ class RunDir:
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:08d}"
+
+    def manifest(self, step: int) -> Path:
+        """Return the file that says what a checkpoint holds."""
+        return self.checkpoint(step) / CHECKPOINT_MANIFEST
 
     def checkpoint_steps(self) -> list[int]:
         """Steps that have a whole checkpoint folder, oldest first (a partial one has another name)."""

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.launch.job.machine import detect
-from trainspec_cli.policy.batch import count_steps, schedule_batches
+from trainspec_cli.policy.batch import schedule_batches
+from trainspec_cli.reading.files import check_field, read_object
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan, read_run_record
 from trainspec_cli.session.console import RunConsole, make_console
@@ -126,8 +127,28 @@ def _keep_kernels(plan: Plan, old: Plan, machine: Machine) -> Plan:
 
 def check_unfinished(run: RunDir, spec: RunSpec) -> None:
     """Raises RecipeError where the run has made all of its steps."""
-    step, steps = run.newest_step, count_steps(schedule_batches(spec))
-    if step >= steps:
-        message = f"the run is at step {step}, and `train.max_steps` is {spec.train.max_steps}: nothing is left to do"
+    step, wanted = run.newest_step, spec.train.max_steps
+    if spec.batching.schedule.kind == "constant":
+        is_done, what = step >= wanted, f"`train.max_steps` is {wanted}"
+    else:  # its steps depend on the samples before them, and their number on the schedule that these had
+        run_samples, trained = schedule_batches(spec).run_samples, _trained_samples(run, step)
+        start = spec.batching.global_batch_size
+        is_done = trained >= run_samples
+        what = (
+            f"has trained {trained:,} samples; `train.max_steps` {wanted:,} times `batching.global_batch_size` "
+            f"{start:,} are {run_samples:,}"
+        )
+    if is_done:
+        message = f"the run is at step {step}, and {what}: nothing is left to do"
         hint = f"to train on: trainspec resume {run.root} train.max_steps={2 * spec.train.max_steps}"
         raise RecipeError(Problem("nothing_left", message, "train.max_steps", hint))
+
+
+def _trained_samples(run: RunDir, step: int) -> int:
+    """Return the samples that the run had trained at its checkpoint of `step`; 0 where it has none. Raises
+    UnreadableFileError."""
+    if not step:
+        return 0
+    about = read_object(run.manifest(step), {"about": dict})["about"]
+    check_field(run.manifest(step), about, "samples", int)
+    return int(about["samples"])

@@ -209,7 +209,7 @@ def _unknown_key(cls: type, key: str, path: str) -> Problem:
 def _guess(key: str, path: str, siblings: list[str]) -> list[str]:
     """Guess the intended key: a similar sibling, else keys elsewhere that equal, contain or resemble it.
 
-    Of a few more than can be listed these are the shortest; a word that is in many keys means none of them.
+    Of names that contain it, one that contains another such name is left out.
     """
     near = closest(key, siblings)
     if near:
@@ -217,10 +217,12 @@ def _guess(key: str, path: str, siblings: list[str]) -> list[str]:
     names: dict[str, list[str]] = {}
     for known in dict.fromkeys(known_paths(RunSpec)):
         names.setdefault(known.rpartition(".")[2], []).append(known)
-    holding = [known for name, paths in names.items() if len(key) > 3 and key in name for known in paths]
+    within = [name for name in names if len(key) > 3 and key in name]
+    holding = [
+        known for name in within if not any(other in name for other in within if other != name) for known in names[name]
+    ]
     guesses = names.get(key) or holding or names.get(closest(key, names) or "", [])
-    shortest = sorted(guesses, key=lambda known: len(known.rpartition(".")[2]))
-    return shortest[:MAX_GUESSES] if len(guesses) <= 2 * MAX_GUESSES else []
+    return guesses if len(guesses) <= MAX_GUESSES else []
 
 
 def known_paths(cls: type, prefix: str = "") -> Iterator[str]:

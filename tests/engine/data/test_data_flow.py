@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -19,7 +20,7 @@ from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.train_state import TrainState, build_train_state
 from trainspec_cli.engine.data.staging import SLOTS, Staging
 from trainspec_cli.engine.optim.optimizer import clear_gradients
-from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup, StepSamples, TrainProgress
+from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup, StepSamples
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.run.trainer import Trainer
@@ -100,9 +101,10 @@ class LateSource(Source):
 class Asking(SingleGroup):
     """Lets the source know which step's batch training asks for."""
 
-    def take(self, progress: TrainProgress) -> StepSamples:
-        self._run.source.asked[progress.step].set()  # type: ignore[attr-defined]
-        return super().take(progress)
+    def take(self, steps: Sequence[tuple[int, int]]) -> StepSamples:
+        (position, samples), *_ = steps
+        self._run.source.asked[position // samples].set()  # type: ignore[attr-defined]
+        return super().take(steps)
 
 
 def drawn(step: int) -> list[MicroBatch]:

@@ -33,6 +33,11 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
+def bare(*shares: Share) -> Any:
+    """Return the state of a rank that computes nothing."""
+    return SimpleNamespace(shares=list(shares), stages=SimpleNamespace(throttle=Throttle({})))
+
+
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
     """The signals that the process sends itself, and how long it sleeps."""
@@ -60,7 +65,7 @@ def test_a_fault_occurs_on_its_rank_at_its_step(
 ) -> None:
     planted, found = make(text, group, rank), {}
     for step in range(8):
-        planted.inject(step, None)
+        planted.inject(step, bare())
         if sent:
             found[step] = list(sent)
         sent.clear()
@@ -71,10 +76,10 @@ def test_a_fault_occurs_once_in_the_life_of_a_run_and_a_slow_step_each_time(
     make: Any, sent: list[tuple[str, float]], tmp_path: Path
 ) -> None:
     text = "kill(step=4); slow(step=4,seconds=0.5); kill(step=4)"
-    make(text).inject(4, None)
+    make(text).inject(4, bare())
     assert sent == [("signal", 9), ("sleep", 0.5), ("signal", 9)]
     assert sorted(path.name for path in (tmp_path / "faults").iterdir()) == ["0_kill", "2_kill"]
-    make(text).inject(4, None)
+    make(text).inject(4, bare())
     assert sent[3:] == [("sleep", 0.5)]
 
 
@@ -112,14 +117,14 @@ def test_a_throttled_pass_waits_by_its_samples_and_layers(monkeypatch: pytest.Mo
 )
 def test_an_error_is_raised(make: Any, kind: str, error: type[Exception], message: str) -> None:
     planted = make(f"{kind}(step=1)")
-    planted.inject(0, None)
+    planted.inject(0, bare())
     with pytest.raises(error, match=message):
-        planted.inject(1, None)
+        planted.inject(1, bare())
 
 
 def test_a_flipped_bit_doubles_or_halves_one_value(make: Any) -> None:
     share = Share("w", torch.nn.Parameter(torch.full((3, 4), 1.5)))
-    make("bitflip(step=1)").inject(1, SimpleNamespace(shares=[share]))
+    make("bitflip(step=1)").inject(1, bare(share))
     values = share.local.flatten().tolist()
     assert values.count(1.5) == 11
     assert (values[6], share.parameter.flatten()[6].item()) in ((0.75, 0.75), (3.0, 3.0))
@@ -137,7 +142,7 @@ def test_a_full_disk_lasts_for_its_steps(make: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(faults, "resource", stand_in)
     planted, after = make("disk_full(step=3,steps=2)"), []
     for step in range(7):
-        planted.inject(step, None)
+        planted.inject(step, bare())
         after.append(len(limits))
     assert after == [0, 0, 0, 1, 1, 2, 2]
     assert limits == [

@@ -24,6 +24,7 @@ from trainspec_cli.engine.data.staging import Staging
 from trainspec_cli.engine.elastic.membership import GroupRank, HealFailedError
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.run.coordinator import RunContext, TrainProgress
+from trainspec_cli.engine.run.pace import StepPace
 from trainspec_cli.engine.run.replica_groups import START, ReplicaGroups
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.errors import WorkerError
@@ -32,7 +33,7 @@ from trainspec_cli.rundir.event_types import StepEvent
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.recipe.batching import BatchingSpec
+from trainspec_cli.spec.recipe.batching import BatchingSpec, BatchScheduleSpec, RampStage
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.model import DecoderModel
@@ -86,6 +87,7 @@ class Group:
         plan = SimpleNamespace(spec=lab.spec, replica_groups=lab.groups, layout=Layout(), micro_batch_size=1)
         run = RunContext(plan, lab.run, Numbered(), state, "", self.stop)  # type: ignore[arg-type]
         self.coordinator = ReplicaGroups(run, GroupRank(number, 0, 1))
+        self.pace = StepPace(plan)  # type: ignore[arg-type]
         self.state, self.progress, self.error = state, TrainProgress(), None
         self.restores = 0
         self.rates: list[float] = []
@@ -102,7 +104,7 @@ class Group:
             self.lab.network.lose_thread(self.thread.name)
 
     def train(self) -> None:
-        while self.progress.step < STEPS:
+        while self.pace.batch(self.progress):
             start = self.coordinator.begin(self.progress, self.restore)
             self.progress = start.progress
             if start.stop:
@@ -119,7 +121,7 @@ class Group:
     def step(self) -> None:
         step = self.progress.step
         self.lab.reached(self, "take", step)
-        samples = self.coordinator.take(self.progress)
+        samples = self.coordinator.take(self.pace.coming(self.progress, 2))
         self.share.gradient.zero_()
         for (positions,) in samples.micro_batches:
             self.share.gradient[positions] += 1
@@ -140,6 +142,7 @@ class Group:
         figures: dict[str, Any] = {"loss": 1.0, "grad_norm": 1.0, "step_time_s": 0.001, "time_s": {}, "skipped": False}
         figures |= {"samples": samples.step_samples, **samples.event_fields}
         self.coordinator.journal.write(StepEvent(step=step + 1, **figures))
+        self.coordinator.batches.rate = self.lab.speeds.get(self.number, 0.0)
         self.coordinator.note_step(step + 1, 0.001)
 
 
@@ -152,6 +155,8 @@ class Lab:
         self.acts: dict[tuple[int, str, int], Callable[[Group], None]] = {}
         """(group, phase, step) -> what happens to the group there, once."""
         self.started: list[Group] = []
+        self.speeds: dict[int, float] = {}
+        """Samples that a group computes a second, which it knows after a step; others never know theirs."""
 
     def reached(self, group: Group, phase: str, step: int) -> None:
         if act := self.acts.pop((group.number, phase, step), None):
@@ -397,3 +402,98 @@ def test_a_shrunken_batch_changes_samples_and_learning_rate(lab: Callable[..., L
     trial.check_all_done()
     assert first.rates == pytest.approx([1.0, 1.0] + [factor] * (STEPS - 2))
     assert [event["samples"] for event in trial.log("step")] == [BATCH] * 2 + [3] * (STEPS - 2)
+
+
+def taken(trial: Lab, group: int) -> list[int]:
+    """Return the samples that a group took in each step it made."""
+    events = read_events(trial.run.group_events(group, 0))
+    return [event["took"][1] for event in events if event["type"] == "step"]
+
+
+def given(trial: Lab) -> list[dict[str, Any]]:
+    return read_events(trial.run.directives) if trial.run.directives.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("speeds", "counts", "reason", "before_s", "expected_s"),
+    [
+        ((30.0, 10.0, 30.0), (3, 1, 3), "replica group 1 computes 10 samples a second, the median is 30", 0.2, 0.1),
+        ((10.0, 10.0, 50.0), (1, 1, 5), "replica group 2 computes 50 samples a second, the median is 10", 0.3, 0.1),
+        ((30.0, 10.0, 0.0), (4, 1, 2), "replica group 1 computes 10 samples a second, the median is 20", 0.2, 4 / 30),
+    ],
+    ids=["a slow group", "a fast group", "an unknown rate is the usual one"],
+)
+def test_groups_take_samples_by_their_speed(
+    lab: Callable[..., Lab],
+    speeds: tuple[float, ...],
+    counts: tuple[int, ...],
+    reason: str,
+    before_s: float,
+    expected_s: float,
+) -> None:
+    """They know their speeds after the first step; the change is written once, by the leading group."""
+    trial = lab(3)
+    trial.speeds = dict(enumerate(speeds))
+    trial.start_all()
+    trial.check_all_done()
+    assert [taken(trial, group) for group in range(3)] == [
+        [even] + [count] * (STEPS - 1) for even, count in zip((3, 2, 2), counts, strict=True)
+    ]
+    (directive,) = given(trial)
+    assert (directive["type"], directive["kind"], directive["step"], directive["applied"]) == (
+        *("directive", "group_shares", 1, True),
+    )
+    assert (tuple(directive["counts"]), directive["reason"]) == (counts, reason)
+    assert (directive["before_s"], directive["expected_s"]) == pytest.approx((before_s, expected_s))
+    assert [event["number"] for event in trial.log("directive")] == [directive["number"]], "the run's log has it too"
+
+
+@pytest.mark.parametrize("speeds", [{0: 10.0, 1: 10.9, 2: 10.0}, {}, {1: 5.0}])
+def test_groups_about_as_fast_as_one_another_take_equal_parts(
+    lab: Callable[..., Lab], speeds: dict[int, float]
+) -> None:
+    """Within a tenth, or as far as anything is known."""
+    trial = lab(3, replace(SPEC, batching=replace(SPEC.batching, global_batch_size=15)))
+    trial.speeds = speeds
+    trial.start_all()
+    trial.check_all_done()
+    assert [taken(trial, group) for group in range(3)] == [[5] * STEPS] * 3
+    assert given(trial) == []
+
+
+def test_weights_hold_for_the_groups_that_are_left(lab: Callable[..., Lab]) -> None:
+    """Shares that change because a group has left are no decision of the scheduler."""
+    trial = lab(3)
+    trial.speeds = {0: 30.0, 1: 10.0, 2: 30.0}
+    trial.acts[0, "take", 6] = die
+    trial.start_all()
+    trial.check_all_done()
+    assert [taken(trial, group) for group in (1, 2)] == [[2] + [1] * 5 + [2] * 6, [2] + [3] * 5 + [5] * 6]
+    (directive,) = given(trial)
+    assert directive["step"] == 1
+
+
+def test_a_directive_counts_the_samples_of_a_shrunken_batch(lab: Callable[..., Lab]) -> None:
+    """Two of three groups take part: 6 of 9 samples, in the parts that it says."""
+    trial = lab(3, replace(SPEC, batching=replace(SPEC.batching, global_batch_size=9, on_loss="shrink")))
+    trial.acts[1, "take", 2] = die
+    trial.acts[0, "commit", 5] = lambda group: group.lab.speeds.update({0: 20.0, 2: 10.0})
+    trial.start_all()
+    trial.wait()
+    (directive,) = given(trial)
+    assert directive["counts"] == [4, 2] == [taken(trial, 0)[-1], taken(trial, 2)[-1]]
+
+
+def test_a_growing_batch_ends_with_the_last_sample(lab: Callable[..., Lab]) -> None:
+    """Its last step takes what is left, though a group is away for half of the run."""
+    growing = replace(
+        SPEC.batching, schedule=BatchScheduleSpec(kind="ramp", stages=(RampStage(2 * BATCH, 10), RampStage(44, 18)))
+    )
+    trial = lab(2, replace(SPEC, batching=growing))
+    trial.acts[1, "take", 3] = die
+    trial.start_all()
+    trial.wait()
+    survivor = trial.started[0]
+    assert [event["samples"] for event in trial.log("step")] == [7, 7, 10, 10, 10, 18, 22]
+    assert survivor.progress.samples == STEPS * BATCH
+    assert survivor.weights[: STEPS * BATCH].eq(1).all() and not survivor.weights[STEPS * BATCH :].any()

@@ -8,6 +8,7 @@ from torch import nn
 
 from trainspec_cli.engine.build.train_state import LateSum
 from trainspec_cli.engine.observe.clock import StepClock
+from trainspec_cli.engine.parallel.data_parallel import NoiseProbe
 from trainspec_cli.engine.run import step
 from trainspec_cli.engine.shares import Share
 
@@ -24,7 +25,7 @@ def test_a_step_that_is_not_committed_leaves_no_gradient_and_no_visit(monkeypatc
     share = Share("w", nn.Parameter(torch.ones(2, 2)))
     router = SimpleNamespace(tokens_per_expert_E=torch.zeros(4, dtype=torch.int64))
 
-    def compute_gradients(state, micro_batches, global_tokens):
+    def compute_gradients(state, micro_batches, global_tokens, step_samples):
         share.parameter.grad = torch.ones(2, 2)
         router.tokens_per_expert_E += 3
         return torch.ones(())
@@ -69,20 +70,29 @@ def test_late_gradients_are_summed_in_one_exchange_and_both_copies_of_a_name_get
 
 
 def test_an_outcome_is_copied_to_the_host_as_it_is():
-    values = [torch.tensor(value) for value in (1.25, 2.5, True, 3.0, 4.0)]
-    figures = torch.tensor([[1.5, 2.5], [3.5, 4.5]], dtype=torch.float64)
-    found = step.StepOutcome(*values, figures).on_host()
-    assert [getattr(found, name).item() for name in ("loss", "grad_norm", "skipped", "stop", "writing")] == [
-        *(1.25, 2.5, 1.0, 3.0, 4.0)
-    ]
-    assert found.figures.tolist() == figures.tolist()
+    scalars = {
+        "loss": 1.25,
+        "grad_norm": 2.5,
+        "skipped": True,
+        "stop": 3.0,
+        "writing": 4.0,
+        "weighted_square": 1 + 1e-12,
+    }
+    figures = torch.tensor([[1e-9, 2.0], [3.0, 4.0]], dtype=torch.float64)
+    tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
+    found = step.StepOutcome(**tensors, figures=figures).on_host()
+    assert {name: getattr(found, name).item() for name in scalars} == scalars
+    assert torch.equal(found.figures, figures)
 
 
 class TwoRanks:
-    """Stands in for torch.distributed: another rank has what `theirs` says, in the same order."""
+    """Stands in for torch.distributed: rank 0 has what `theirs` says, in the same order; this is rank 1."""
 
     def __init__(self, theirs):
         self.theirs = theirs
+
+    def all_reduce(self, tensor):
+        tensor += torch.tensor(self.theirs, dtype=tensor.dtype)
 
     def get_world_size(self):
         return 2
@@ -90,52 +100,54 @@ class TwoRanks:
     def get_rank(self):
         return 1
 
-    def all_reduce(self, tensor):
-        tensor += torch.tensor(self.theirs, dtype=tensor.dtype)
+
+def state_of(share):
+    noise = NoiseProbe(torch.device("cpu"))
+    return SimpleNamespace(
+        shares=[share],
+        optimizer=torch.optim.SGD([share.local], lr=1.0, fused=True),
+        clock=StepClock(torch.device("cpu")),
+        routers=[],
+        stages=SimpleNamespace(noise=noise),
+    )
 
 
 @pytest.mark.parametrize(("clip_norm", "scale"), [(None, 1.0), (2.5, 0.5), (10.0, 1.0)])
 def test_an_update_is_clipped_by_the_norm_of_all_ranks_together(monkeypatch, clip_norm, scale):
     """This rank's gradient has the norm 3, the other's 4."""
-    monkeypatch.setattr(step, "dist", TwoRanks([0.5, 16.0, 1.0, 1.0]))
+    monkeypatch.setattr(step, "dist", TwoRanks([0.5, 16.0, 0.0, 1.0, 1.0]))
     share = share_with_gradient("w", torch.tensor([3.0]))
-    optimizer = torch.optim.SGD([share.local], lr=1.0, fused=True)
-    clock = StepClock(torch.device("cpu"))
-    state = SimpleNamespace(shares=[share], optimizer=optimizer, clock=clock, routers=[])
-    found = step._update(state, torch.tensor(1.0), clip_norm, (1.0, 0.0), ())
+    found = step._update(state_of(share), torch.tensor(1.0), clip_norm, (1.0, 0.0), ())
     assert [float(value) for value in (found.loss, found.grad_norm, found.skipped)] == [1.5, 5.0, 0.0]
     assert (float(found.stop), float(found.writing)) == (2.0, 1.0)
     assert share.local.item() == pytest.approx(-3.0 * scale)
 
 
 def test_a_loss_that_is_not_finite_on_another_rank_skips_the_update_here(monkeypatch):
-    monkeypatch.setattr(step, "dist", TwoRanks([float("nan"), 16.0, 0.0, 0.0]))
+    monkeypatch.setattr(step, "dist", TwoRanks([float("nan"), 16.0, 0.0, 0.0, 0.0]))
     share = share_with_gradient("w", torch.tensor([3.0]))
-    clock = StepClock(torch.device("cpu"))
-    state = SimpleNamespace(
-        shares=[share], optimizer=torch.optim.SGD([share.local], lr=1.0, fused=True), clock=clock, routers=[]
-    )
-    found = step._update(state, torch.tensor(1.0), None, (0.0, 1.0), ())
+    found = step._update(state_of(share), torch.tensor(1.0), None, (0.0, 1.0), ())
     assert float(found.skipped) == 1.0
     assert share.local.item() == 0.0
     assert (float(found.stop), float(found.writing)) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize("loss", [1.0, float("nan")])
-def test_what_ranks_report_reaches_all_of_them_as_it_is(monkeypatch, loss):
-    """Nothing is rounded, and a loss that is not finite leaves the figures alone."""
-    theirs = [loss, 16.0, 0.0, 0.0, 1 / 3, 1e-9, 0.0, 0.0]
-    monkeypatch.setattr(step, "dist", TwoRanks(theirs))
-    share = share_with_gradient("w", torch.tensor([3.0], dtype=torch.float64))
-    optimizer = torch.optim.SGD([share.local], lr=1.0, fused=True)
-    state = SimpleNamespace(shares=[share], optimizer=optimizer, clock=StepClock(torch.device("cpu")), routers=[])
-    found = step._update(state, torch.tensor(1.0), None, (0.0, 0.0), [2 / 3, 7.0])
-    assert found.figures.tolist() == [[1 / 3, 1e-9], [2 / 3, 7.0]]
-
-
-def test_ranks_that_report_nothing_exchange_nothing_more(monkeypatch):
-    monkeypatch.setattr(step, "dist", TwoRanks([0.5, 16.0, 0.0, 0.0]))
+def test_every_rank_learns_the_figures_of_all_and_the_sum_of_their_noise(monkeypatch):
+    """Rank 0 reports 1e-9 and 7; its gradients add 2 to the noise, ours |(3)|^2 / 0.25."""
+    monkeypatch.setattr(step, "dist", TwoRanks([0.5, 16.0, 2.0, 0.0, 0.0, 1e-9, 7.0, 0.0, 0.0]))
     share = share_with_gradient("w", torch.tensor([3.0]))
-    optimizer = torch.optim.SGD([share.local], lr=1.0, fused=True)
-    state = SimpleNamespace(shares=[share], optimizer=optimizer, clock=StepClock(torch.device("cpu")), routers=[])
-    assert step._update(state, torch.tensor(1.0), None, (0.0, 0.0), []).figures.shape == (2, 0)
+    state = state_of(share)
+    state.stages.noise.weight = 0.25
+    state.stages.noise.add(share.gradient)
+    found = step._update(state, torch.tensor(1.0), None, (0.0, 0.0), (0.5, 1 / 3))
+    assert found.figures.tolist() == [[1e-9, 7.0], [0.5, 1 / 3]]
+    assert found.weighted_square.item() == 2.0 + 9.0 / 0.25
+    assert (found.loss.item(), found.grad_norm.item(), found.stop.item(), found.writing.item()) == (1.5, 5.0, 0.0, 0.0)
+    assert state.stages.noise.take().item() == 0.0, "the next step begins anew"
+
+
+def test_ranks_that_report_nothing_bring_no_figures(monkeypatch):
+    monkeypatch.setattr(step, "dist", TwoRanks([0.5, 16.0, 0.0, 0.0, 0.0]))
+    found = step._update(state_of(share_with_gradient("w", torch.tensor([3.0]))), torch.tensor(1.0), None, (0, 0), ())
+    assert found.figures.shape == (2, 0)
+    assert found.on_host().figures.shape == (2, 0)

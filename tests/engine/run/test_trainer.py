@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,13 +21,20 @@ from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of
 from trainspec_cli.engine.data.staging import Staging
 from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.observe.journal import Journal
-from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup, StepSamples, StepStart, TrainProgress
+from trainspec_cli.engine.run.coordinator import (
+    GroupBatches,
+    RunContext,
+    SingleGroup,
+    StepSamples,
+    StepStart,
+    TrainProgress,
+)
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.sources import WrittenSample
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.run.trainer import Trainer
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.policy.division import Division, OwnSamples
+from trainspec_cli.policy.division import OwnSamples
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
@@ -85,10 +92,11 @@ class Scripted:
     """A coordinator that follows a script; it reads samples by the position it is given, as replica groups do."""
 
     restores_at_start, waits_for_groups, stop_flag = False, True, False
-    leads, finished_without = True, False
+    leads, finished_without, group = True, False, 3
 
     def __init__(self, run: RunContext):
         self.run, self.journal = run, Journal(run.run_dir, 0, run.plan.spec)
+        self.batches = GroupBatches(run)
         self.starts: dict[int, Callable[[TrainProgress], StepStart]] = {}
         """Try -> how it begins."""
         self.refused: set[int] = set()
@@ -106,11 +114,13 @@ class Scripted:
         self.leads = progress.step < self.follows_until
         return self.starts.get(self.tries, StepStart)(progress)
 
-    def take(self, progress: TrainProgress) -> StepSamples:
-        self.taken.append(progress.samples)
-        positions = np.arange(progress.samples, progress.samples + BATCH)
-        micro_batches = self.run.source.read(Division((1.0,), 1).of_rank(0, progress.samples, BATCH))
-        return StepSamples(micro_batches, self.run.source.counted(positions), BATCH, 0.5, {"group": 3})
+    def take(self, steps: Sequence[tuple[int, int]]) -> StepSamples:
+        (start, samples), *_ = steps
+        self.taken.append(start)
+        own, micro_batches = self.batches.take(*steps)
+        tokens = self.batches.count_targets(start, samples)
+        division, event_fields = self.batches.division, {"group": self.group}
+        return StepSamples(micro_batches, own, division, tokens, samples, samples, 0.5, event_fields)
 
     def reduce(self, state: TrainState, loss: Tensor) -> None:
         self.gradients.append([share.gradient.clone() for share in state.shares])  # type: ignore[union-attr]
@@ -123,6 +133,7 @@ class Scripted:
 
     def leave(self) -> None:
         self.has_left = True
+        self.batches.close()
 
 
 @pytest.fixture

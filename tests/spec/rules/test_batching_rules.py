@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from trainspec_cli.spec.recipe.batching import RampStage
-from trainspec_cli.spec.rules.batching import data_parallel_ranks, largest_size, noise_ranks
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.rules.batching import data_parallel_ranks, largest_size, measurable_noise
 from trainspec_cli.spec.rules.check import check
 from trainspec_cli.spec.rules.engine import check_engine
 from trainspec_cli.spec.structure import structure
@@ -131,13 +133,39 @@ def test_ranks_are_known_where_nothing_is_left_open(make_spec) -> None:
     assert data_parallel_ranks(make_spec({"cluster.devices_per_node": 2, "layout.tp": "auto"})) is None
 
 
-def test_one_rank_that_the_plan_has_found_is_refused_too(make_spec) -> None:
+@pytest.mark.parametrize(
+    ("layout", "replica_groups", "tied", "why"),
+    [
+        (Layout(), 1, False, "it is measured between data-parallel ranks, and there is 1"),
+        (Layout(pp=2), 1, False, "it is measured between data-parallel ranks, and there is 1"),
+        (Layout(dp_shard=2), 2, False, "it is measured within one replica group, and there are several"),
+        (Layout(dp_shard=2, cp=2), 1, False, "ranks of cp hold parts of a sample's gradient"),
+        (Layout(dp_shard=2, tp=2), 1, False, "ranks of tp hold parts of a sample's gradient"),
+        (Layout(dp_shard=4, ep=2), 1, False, "ranks of ep hold parts of a sample's gradient"),
+        (Layout(dp_shard=2, pp=2), 1, True, "a tied embedding has a part of its gradient on two stages"),
+        (Layout(dp_shard=2, pp=2), 1, False, ""),
+        (Layout(dp_shard=2), 1, True, ""),
+        (Layout(dp_replicate=2), 1, False, ""),
+    ],
+)  # fmt: skip
+def test_noise_that_nobody_can_measure_is_refused_with_the_reason(
+    make_spec, layout: Layout, replica_groups: int, tied: bool, why: str
+) -> None:
     spec = make_spec(NOISE)
-    assert [problem.path for problem in noise_ranks(spec, 1)] == [f"{PATH}.kind"]
-    assert list(noise_ranks(spec, 2)) == list(noise_ranks(make_spec({f"{PATH}.kind": "constant"}), 1)) == []
+    spec = replace(spec, model=replace(spec.model, tied_embeddings=tied))
+    problems = list(measurable_noise(spec, layout, replica_groups))
+    assert list(measurable_noise(make_spec(SEESAW), layout, replica_groups)) == []
+    if not why:
+        assert problems == []
+        return
+    (problem,) = problems
+    assert (problem.code, problem.path) == ("unsupported", f"{PATH}.kind")
+    assert (
+        problem.message == f"`{PATH}.kind` is noise, and in this layout ({layout.describe()}) nobody measures it: {why}"
+    )
+    assert problem.hint == f"type layout=ddp or layout=fsdp with two processes or more, or {PATH}.kind=seesaw"
 
 
-def test_the_engine_refuses_a_schedule_that_it_does_not_apply(make_spec) -> None:
-    (problem,) = check_engine(make_spec(SEESAW | {"layout.tp": 1}))
-    assert problem.path == f"{PATH}.kind"
-    assert problem.hint.startswith(f"type {PATH}.kind=constant, or trainspec plan")
+@pytest.mark.parametrize("schedule", [RAMP | stages((100, 16)), SEESAW, NOISE])
+def test_every_schedule_is_trained(make_spec, schedule: dict[str, Any]) -> None:
+    assert check_engine(make_spec(schedule | {"layout.tp": 1})) == []

@@ -17,11 +17,12 @@ from trainspec_cli.errors import MachineError
 from trainspec_cli.policy.noise import BatchPace
 from trainspec_cli.rundir.fields import read_record
 from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.rundir.paths import CHECKPOINT_MANIFEST
 from trainspec_cli.trust import is_plain_name
 
 SCHEMA = "trainspec.checkpoint/2"
 OLDER = ("trainspec.checkpoint/1",)
-MANIFEST = "manifest.json"
+MANIFEST = CHECKPOINT_MANIFEST
 
 
 @dataclass(frozen=True)

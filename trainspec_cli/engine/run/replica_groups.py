@@ -155,9 +155,9 @@ class ReplicaGroups:
     def take(self, steps: Sequence[tuple[int, int]]) -> StepSamples:
         batching, present, (position, total) = self._spec.batching, self._taking_part, steps[0]
         groups, weights = self._run.plan.replica_groups, group_weights(self._rates, self._spec.scheduler.change)
-        self._note_weights(weights, total)
         self._portion = portion = take_portion(batching, total, weights, groups, position, present.rank)
         taken = portion.step_samples
+        self._note_weights(weights, taken)
         following = (portion.start + taken, portion.samples)  # for as long as the groups stay the same
         own, micro_batches = self.batches.take((portion.start, portion.samples), following)
         return StepSamples(

@@ -163,7 +163,7 @@ class Trainer:
         self.progress = TrainProgress(self.progress.step + 1, self.progress.samples + samples.step_samples)
         step, fields = self.progress.step, dict(samples.event_fields)
         if self.pace.follows_noise:  # the next step's batch hangs on it, and so does the checkpoint: the host waits
-            fields["noise_scale"] = self._note_noise(step, outcome, samples)
+            fields |= self._note_noise(step, outcome, samples)
         if self.clock.on_gpu:
             outcome = outcome.on_host()
         with self.clock.part("checkpoint"):
@@ -171,12 +171,17 @@ class Trainer:
         self.watch.beat(step)
         return DoneStep(step, outcome, lr, self.clock.cut(), samples, {**fields, **self._data_flow()})
 
-    def _note_noise(self, step: int, outcome: StepOutcome, samples: StepSamples) -> float | None:
-        """Return the noise scale of the gradients up to this step, where it is measured."""
+    def _note_noise(self, step: int, outcome: StepOutcome, samples: StepSamples) -> dict[str, float]:
+        """Return the noise scale of the gradients up to this step, as its event has it; nothing where it is not
+        measured."""
+        if not self.pace.measures_noise:
+            return {}
         every_time = self.plan.layout.exchanges_every_backward
         parts = samples.division.count_parts(samples.group_samples, every_micro_batch=every_time)
         square = outcome.grad_norm.item() ** 2
-        return self.pace.note_step(step, outcome.weighted_square.item(), square, samples.group_samples, parts)
+        weighted_square = outcome.weighted_square.item()
+        noise_scale = self.pace.note_step(step, weighted_square, square, samples.group_samples, parts)
+        return {} if noise_scale is None else {"noise_scale": noise_scale}
 
     def _data_flow(self) -> dict[str, int]:
         """Count what bringing the step's batch took, and new memory: none is asked for once all is warm."""
@@ -204,8 +209,8 @@ class Trainer:
         parts_s = done.segments.parts_s()
         step_time_s = sum(parts_s.values())
         fields = dict(done.event_fields)
-        if self.pace.measures_noise and "noise_scale" not in fields:
-            fields["noise_scale"] = self._note_noise(done.step, done.outcome, done.samples)
+        if not self.pace.follows_noise:
+            fields |= self._note_noise(done.step, done.outcome, done.samples)
         skipped, samples = bool(done.outcome.skipped.item()), done.samples.step_samples
         event = StepEvent(
             step=done.step,

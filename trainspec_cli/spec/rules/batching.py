@@ -108,14 +108,8 @@ def seesaw(spec: RunSpec) -> Iterator[Problem]:
 
 
 def noise(spec: RunSpec) -> Iterator[Problem]:
-    ranks = data_parallel_ranks(spec)
-    if ranks is not None:
-        yield from noise_ranks(spec, ranks)
-
-
-def noise_ranks(spec: RunSpec, ranks: int) -> Iterator[Problem]:
-    """Check the number of data-parallel ranks of all replica groups, where it is known."""
-    if spec.batching.schedule.kind == "noise" and ranks == 1:
+    """The noise shows between two data-parallel ranks; `measurable_noise` refuses what only the plan can tell."""
+    if spec.batching.schedule.kind == "noise" and data_parallel_ranks(spec) == 1:
         message = f"`{PATH}.kind` is noise, which is measured between data-parallel ranks, and there is 1"
         hint = f"type cluster.devices_per_node=2 or more with room for data parallelism, or {PATH}.kind=seesaw"
         yield Problem("unsupported", message, f"{PATH}.kind", hint)
