@@ -13,6 +13,7 @@ from statistics import median
 from trainspec_cli.policy.balance import best_division, compute_s
 from trainspec_cli.policy.division import Division
 from trainspec_cli.policy.speeds import Speed
+from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.units import format_duration
 
 WORTHWHILE = 0.03
@@ -21,6 +22,8 @@ UNREMARKABLE = 0.1
 """Ranks whose speeds differ by less than this fraction are called equally fast."""
 COST_STEPS = 1.0
 """What a change of shares costs, in steps' computing: batches that were read ahead are read anew."""
+RANKS_A_STEP = 512
+"""Speeds of more ranks are exchanged less often than every step."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,13 @@ class ShareScheduler:
         """Take over a division that was decided elsewhere (before the run was resumed)."""
         self.division, self._known, self._wanted = division, None, None
 
-    def note_step(self, samples: int, speeds: Sequence[Speed | None], exchange_s: float) -> ShareChange | None:
+    def note_step(
+        self, samples: int, speeds: Sequence[Speed | None], exchange_s: float, steps: int = 1
+    ) -> ShareChange | None:
         """Take in a step of so many samples, made at these speeds of the ranks (None: not known yet), in which each
         micro-batch cost `exchange_s` beside them.
+
+        `steps`: so many were made since the last one that was taken in, this one included.
 
         Return the change that is to be made, which is then in force. As in the ski-rental problem, one is made once
         what was lost without it has come to what it costs: that is never more than twice the least possible.
@@ -66,7 +73,7 @@ class ShareScheduler:
             self._lost_s = 0.0 if self._wanted is None else self._lost_s
         if self._wanted is None:
             return None
-        self._lost_s += self._wanted.before_s - self._wanted.after_s
+        self._lost_s += steps * (self._wanted.before_s - self._wanted.after_s)
         if self._lost_s < COST_STEPS * self._wanted.after_s:
             return None
         decided, self._lost_s = self._wanted, 0.0
@@ -79,6 +86,23 @@ class ShareScheduler:
         if best.compute_s > before_s * (1 - WORTHWHILE):
             return None
         return ShareChange(best.division, before_s, best.compute_s, describe_speeds(speeds))
+
+
+def reporting_interval(ranks: int) -> int:
+    """Return after how many steps each the speeds of so many ranks are exchanged."""
+    return 1 + ranks // RANKS_A_STEP
+
+
+def exchange_each_s(layout: Layout, least_waited_s: float, micro_batches: int) -> float:
+    """Return what each micro-batch's exchanges cost: of what the rank waits that the others wait for in a step, all but
+    what is exchanged once."""
+    every_time = layout.shards_parameters or layout.exchanges_every_backward
+    return least_waited_s / micro_batches if every_time else 0.0
+
+
+def samples_per_s(speeds: Sequence[Speed | None]) -> float:
+    """Return what ranks of these speeds compute together."""
+    return sum(0.0 if speed is None else 1 / speed.per_sample_s for speed in speeds)
 
 
 def group_weights(rates: Sequence[float]) -> tuple[float, ...]:

@@ -8,6 +8,7 @@ confirms changes of 10% and more, too.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -20,8 +21,8 @@ CONFIRMING_STEPS = 3
 """So many steps in a row confirm a change."""
 REMEMBERED_STEPS = 50
 TELLING = 0.3
-"""Numbers of samples that are closer than this fraction say too little of what is fixed and what grows with them: the
-steps' noise would be taken for it."""
+"""Sizes of micro-batches that are closer than this fraction say too little of what is fixed and what grows with them:
+the steps' noise would be taken for it."""
 NOISE_FACTOR = 4.0
 """A step is beyond the noise at so many standard deviations (median absolute deviation x 1.4826)."""
 
@@ -93,7 +94,8 @@ class SpeedTracker:
     def _compare(self, compute_s: float) -> None:
         assert self._speed is not None, "a speed was learnt"
         pace = compute_s / self._speed.time_s(*self._shape)
-        if abs(pace - 1) <= max(self._change, NOISE_FACTOR * self._noise()):
+        apart = abs(pace - 1)
+        if apart <= self._change or apart <= NOISE_FACTOR * self._noise():
             self._departed.clear()
             self._pace.append(pace)
             return
@@ -112,6 +114,12 @@ class SpeedTracker:
         return 1.4826 * median(abs(pace - middle) for pace in self._pace)
 
 
+def slowest(speeds: Sequence[Speed | None], samples: float) -> Speed | None:
+    """Return the speed of ranks that work on the same samples: the slowest one's; None until all are known."""
+    known = [speed for speed in speeds if speed is not None]
+    return max(known, key=lambda speed: speed.time_s(samples, 1)) if len(known) == len(speeds) else None
+
+
 class Shape(NamedTuple):
     """A rank's samples in a step."""
 
@@ -119,9 +127,10 @@ class Shape(NamedTuple):
     micro_batches: int
 
     def differs(self, other: Shape) -> bool:
-        """Return whether steps of the two shapes take times that say more than one of them does."""
-        apart = abs(self.samples - other.samples) >= TELLING * max(self.samples, other.samples)
-        return apart or self.micro_batches != other.micro_batches
+        """Return whether the two shapes' times tell what is fixed from what grows with the samples: a micro-batch's
+        time depends on its own size alone."""
+        sizes = self.samples / self.micro_batches, other.samples / other.micro_batches
+        return abs(sizes[0] - sizes[1]) >= TELLING * max(sizes)
 
 
 def through(before: Shape, known: Speed, now: Shape, measured_s: float) -> Speed:

@@ -8,7 +8,7 @@ computes the same bits.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -19,8 +19,14 @@ from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm.json_collectives import broadcast_json
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.policy.division import Division, OwnSamples, even_division
-from trainspec_cli.policy.scheduling import ShareChange, ShareScheduler
-from trainspec_cli.policy.speeds import SKIPPED_STEPS, Speed, SpeedTracker
+from trainspec_cli.policy.scheduling import (
+    ShareChange,
+    ShareScheduler,
+    exchange_each_s,
+    reporting_interval,
+    samples_per_s,
+)
+from trainspec_cli.policy.speeds import SKIPPED_STEPS, Speed, SpeedTracker, slowest
 from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent
 from trainspec_cli.rundir.events import EventWriter, read_sound
 from trainspec_cli.rundir.fields import read_record
@@ -32,8 +38,6 @@ from trainspec_cli.spec.results.plan import Plan
 FIGURES = 4
 """Numbers that a rank reports in each step: its speed (fixed_s, per_sample_s), and how long it computed and waited for
 exchanges in its last step."""
-RANKS_A_STEP = 512
-"""Speeds of more ranks are exchanged less often than every step."""
 MEASURED_STEPS = 5
 """What a directive achieves is the median over so many steps."""
 
@@ -63,6 +67,7 @@ class StepScheduler:
             self._even, largest_micro_batch(plan), keeps_micro_batches=plan.spec.model.unit == "samples"
         )
         self._rows = ranks_of_data(state)
+        self._interval = reporting_interval(plan.group_size)
         self._tracker = SpeedTracker(plan.spec.scheduler.change)
         self._last_s = (0.0, 0.0)
         self._slowest_s: deque[float] = deque(maxlen=MEASURED_STEPS)
@@ -100,7 +105,7 @@ class StepScheduler:
 
     def figures(self, step: int) -> list[float]:
         """Return what this rank reports in the exchange of the step after update `step`: `FIGURES` numbers, or none."""
-        if self._mode == "off" or step % (1 + self._plan.group_size // RANKS_A_STEP):
+        if self._mode == "off" or step % self._interval:
             return []
         speed = self._tracker.speed or Speed(0.0, 0.0)
         return [speed.fixed_s, speed.per_sample_s, *self._last_s]
@@ -120,23 +125,17 @@ class StepScheduler:
             return
         reported = figures.tolist()
         micro_batches = len(own.sizes)
-        exchange_s = self._exchange_s(min(waited_s for *_, waited_s in reported), micro_batches)
+        exchange_s = exchange_each_s(self._plan.layout, min(waited_s for *_, waited_s in reported), micro_batches)
         self._measure(step, max(last_s for _, _, last_s, _ in reported) + micro_batches * exchange_s)
         counts = self._shares.division.counts(samples)
-        speeds = [slowest([reported[rank][:2] for rank in row], n) for row, n in zip(self._rows, counts, strict=True)]
+        known = [read_speed(*own_figures[:2]) for own_figures in reported]
+        speeds = [slowest([known[rank] for rank in row], n) for row, n in zip(self._rows, counts, strict=True)]
         if self._mode == "auto":
-            self.rate = sum(0.0 if speed is None else 1 / speed.per_sample_s for speed in speeds)
+            self.rate = samples_per_s(speeds)
         if any(d.applied and d.step > step for d in self._written):
             return  # what follows was decided before the run was resumed
-        if change := self._shares.note_step(samples, speeds, exchange_s):
+        if change := self._shares.note_step(samples, speeds, exchange_s, self._interval):
             self._due = change, samples
-
-    def _exchange_s(self, least_waited_s: float, micro_batches: int) -> float:
-        """Return what each micro-batch's exchanges cost: of what the rank waits that the others wait for, all but what
-        is exchanged once a step."""
-        layout = self._plan.layout
-        every_time = layout.shards_parameters or layout.exchanges_every_backward
-        return least_waited_s / micro_batches if every_time else 0.0
 
     def _give(self, step: int, change: ShareChange, samples: int) -> None:
         division = change.division
@@ -210,12 +209,9 @@ def division_of(even: Division, directive: DirectiveEvent) -> Division:
     )
 
 
-def slowest(reported: Sequence[Sequence[float]], samples: int) -> Speed | None:
-    """Return the speed of a data-parallel rank: that of the slowest of its processes; None until all are known."""
-    speeds = [Speed(fixed_s, per_sample_s) for fixed_s, per_sample_s in reported]
-    if any(speed.per_sample_s <= 0 for speed in speeds):
-        return None
-    return max(speeds, key=lambda speed: speed.time_s(samples, 1))
+def read_speed(fixed_s: float, per_sample_s: float) -> Speed | None:
+    """Return a speed as it was reported; None for a rank that does not know its own yet."""
+    return Speed(fixed_s, per_sample_s) if per_sample_s > 0 else None
 
 
 def ranks_of_data(state: TrainState) -> list[list[int]]:
