@@ -13,7 +13,8 @@ from trainspec_cli.policy.speeds import Speed
 EVEN_ENOUGH = 0.02
 """An even division is kept, and gone back to, where the best one is no more than this fraction faster."""
 MORE_MICRO_BATCHES = 4
-"""Numbers of micro-batches that are tried: the least that memory allows, and so many turns more."""
+"""Numbers of micro-batches that are tried: the least that memory allows, and so many turns more; and the least that
+holds the fastest rank's share, with so few more."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,12 @@ def best_division(
     best = Balanced(even, compute_s(even, samples, speeds, exchange_s))
     kept_s = best.compute_s * (1 - EVEN_ENOUGH)
     usual = even.count_micro_batches(samples)
-    fewest = count_micro_batches(math.ceil(samples / len(speeds)), largest_micro_batch, even.turns)
-    tried = [fewest + turn * even.turns for turn in range(MORE_MICRO_BATCHES + 1)]
+    level_s = _common_time_s(samples, usual, speeds, samples)
+    share = max(_fitting(level_s, usual, speed) for speed in speeds)
+    least = [
+        count_micro_batches(math.ceil(held), largest_micro_batch, even.turns) for held in (samples / len(speeds), share)
+    ]
+    tried = {fewest + turn * even.turns for fewest in least for turn in range(MORE_MICRO_BATCHES + 1)}
     for micro_batches in [usual] if keeps_micro_batches else sorted({usual, *tried}):
         if samples > micro_batches * largest_micro_batch * len(speeds):
             continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_low
 
 from trainspec_cli.policy.balance import best_division, compute_s
 from trainspec_cli.policy.division import Division
@@ -18,8 +18,11 @@ from trainspec_cli.units import format_duration
 
 WORTHWHILE = 0.03
 """A change is made where it saves at least this fraction of the computing."""
+GOING_BACK = 0.005
+"""To even shares, where they have become the best again, for this fraction already: the loss would go on for ever."""
 UNREMARKABLE = 0.1
-"""Ranks whose speeds differ by less than this fraction are called equally fast."""
+"""Ranks whose speeds differ from the median by less than this fraction are taken to be equally fast: of many ranks, the
+noise of their measured speeds alone sets some apart."""
 COST_STEPS = 1.0
 """What a change of shares costs, in steps' computing: batches that were read ahead are read anew."""
 RANKS_A_STEP = 512
@@ -80,12 +83,26 @@ class ShareScheduler:
         self.follow(decided.division)
         return decided
 
-    def _consider(self, samples: int, speeds: tuple[Speed, ...], exchange_s: float) -> ShareChange | None:
+    def _consider(self, samples: int, measured: tuple[Speed, ...], exchange_s: float) -> ShareChange | None:
+        speeds = without_noise(measured, samples / len(measured), self._even.count_micro_batches(samples))
         before_s = compute_s(self.division, samples, speeds, exchange_s)
         best = best_division(self._even, samples, speeds, self._largest, exchange_s, keeps_micro_batches=self._keeps)
-        if best.compute_s > before_s * (1 - WORTHWHILE):
+        worthwhile = GOING_BACK if best.division == self._even else WORTHWHILE
+        if best.compute_s > before_s * (1 - worthwhile):
             return None
         return ShareChange(best.division, before_s, best.compute_s, describe_speeds(speeds))
+
+
+def without_noise(speeds: Sequence[Speed], samples: float, micro_batches: int) -> tuple[Speed, ...]:
+    """Return the speeds, those that are not remarkable replaced by the median of all: by the time that each rank takes
+    for so many samples."""
+    times_s = [speed.time_s(samples, micro_batches) for speed in speeds]
+    usual_s = median_low(times_s)
+    usual = speeds[times_s.index(usual_s)]
+    return tuple(
+        usual if usual_s / (1 + UNREMARKABLE) < time_s < usual_s * (1 + UNREMARKABLE) else speed
+        for speed, time_s in zip(speeds, times_s, strict=True)
+    )
 
 
 def reporting_interval(ranks: int) -> int:

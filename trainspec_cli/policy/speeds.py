@@ -19,6 +19,9 @@ SKIPPED_STEPS = 2
 """The first steps after a start, or with other shares, compile and warm up: they say nothing."""
 CONFIRMING_STEPS = 3
 """So many steps in a row confirm a change."""
+REFINING_STEPS = 10
+"""After so many steps with the same shares that showed no change, the speed is set to their median: the first few are
+noisy, and other shares lie off the line that was assumed."""
 REMEMBERED_STEPS = 50
 TELLING = 0.3
 """Sizes of micro-batches that are closer than this fraction say too little of what is fixed and what grows with them:
@@ -58,6 +61,9 @@ class SpeedTracker:
         """The shape of the steps that the speed was learnt from."""
         self._learning_s: list[float] = []
         self._skipped = 0
+        self._unrefined: list[float] = []
+        """The pace of the steps that the speed will be refined from."""
+        self._refined = False
 
     @property
     def speed(self) -> Speed | None:
@@ -69,6 +75,7 @@ class SpeedTracker:
         shape = Shape(samples, micro_batches)
         if shape != self._shape:
             self._shape, self._skipped = shape, 0
+            self._begin_refining()
             self._departed.clear()
             self._learning_s.clear()
         self._skipped += 1
@@ -98,6 +105,7 @@ class SpeedTracker:
         if apart <= self._change or apart <= NOISE_FACTOR * self._noise():
             self._departed.clear()
             self._pace.append(pace)
+            self._refine(pace)
             return
         same_side = [earlier for earlier in self._departed if (earlier > 1) == (pace > 1)]
         self._departed = [*same_side, pace]
@@ -105,6 +113,21 @@ class SpeedTracker:
             self._speed = self._speed.scaled(median(self._departed))
             self._departed.clear()
             self._pace.clear()
+            self._begin_refining()
+
+    def _begin_refining(self) -> None:
+        self._unrefined, self._refined = [], False
+
+    def _refine(self, pace: float) -> None:
+        if self._refined:
+            return
+        self._unrefined.append(pace)
+        if len(self._unrefined) == REFINING_STEPS:
+            assert self._speed is not None, "a speed was learnt"
+            usual = median(self._unrefined)
+            self._speed = self._speed.scaled(usual)
+            self._pace = deque((earlier / usual for earlier in self._pace), maxlen=REMEMBERED_STEPS)
+            self._refined = True
 
     def _noise(self) -> float:
         """Return the standard deviation of the usual pace; 0 where too few steps are known."""

@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainspec_cli.planner.time.samples import StepParts, Tier
-from trainspec_cli.policy.speeds import Speed
 from trainspec_cli.scheduler.disturbance import Event, NarrowLink, SlowDevice, SlowNode
 from trainspec_cli.spec.recipe.layout import Layout
 
 Floats = NDArray[np.float64]
+LEAST_S = 1e-12
+"""A sample takes so long at least, where launching kernels hides all of it."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +119,10 @@ class Cluster:
         blocks = device_s.reshape(self._stages, -1, together).max(2)
         return np.repeat(blocks, together, axis=1)
 
-    def speeds(self, condition: Condition, micro_batches: int, samples: float) -> list[Speed]:
-        """Return how each rank's time depends on its samples, at so many micro-batches: the line through the times of
-        none and of `samples`, a usual number."""
+    def lines(self, condition: Condition, micro_batches: int, samples: float) -> tuple[Floats, Floats]:
+        """Return how each rank's time depends on its samples, at so many micro-batches: the time of none, and what each
+        sample adds, by the line to the time of `samples`, a usual number."""
         turns = np.full(self.ranks, float(micro_batches))
         empty_s = self.seconds(condition, np.zeros(self.ranks), turns).ranks_s
         full_s = self.seconds(condition, np.full(self.ranks, samples), turns).ranks_s
-        growing_s = np.maximum((full_s - empty_s) / samples, 1e-12)
-        lines = zip(empty_s.tolist(), growing_s.tolist(), strict=True)
-        return [Speed(fixed_s / micro_batches, each_s) for fixed_s, each_s in lines]
+        return empty_s, np.maximum((full_s - empty_s) / samples, LEAST_S)

@@ -10,6 +10,7 @@ import numpy as np
 
 from trainspec_cli.policy.balance import solve_counts
 from trainspec_cli.policy.division import Division, weighted_counts
+from trainspec_cli.policy.speeds import Speed
 from trainspec_cli.scheduler.cluster import Cluster, Condition, Floats
 
 TRIED = 64
@@ -45,8 +46,8 @@ def best_step(
     """Return the shortest step of `samples` over the groups that are there, of any share and number of micro-batches
     of at most `largest_micro_batch` samples; `even` is each group's usual division."""
     ranks = sum(group.size for group in groups)
-    speeds = cluster.speeds(condition, even.count_micro_batches(samples // len(groups)), samples / ranks)
-    rates = [sum(1 / speed.per_sample_s for speed in speeds[group.rows]) for group in groups]
+    _, each_s = cluster.lines(condition, even.count_micro_batches(samples // len(groups)), samples / ranks)
+    rates = [float((1 / each_s[group.rows]).sum()) for group in groups]
     whole, real = np.zeros((2, cluster.ranks)), np.zeros((2, cluster.ranks))  # samples, and micro-batches
     for group, own in zip(groups, weighted_counts(samples, rates), strict=True):
         exact, usual = samples * rates[groups.index(group)] / sum(rates), even.count_micro_batches(own)
@@ -60,8 +61,8 @@ def best_step(
             if seconds_s < best_real:
                 best_real, real[:, group.rows] = seconds_s, (counts, np.full(group.size, number))
             if rank < ROUNDED and own <= number * largest_micro_batch * group.size:
-                own_speeds = cluster.speeds(condition, number, samples / ranks)[group.rows]
-                rounded = solve_counts(own, number, own_speeds, number * largest_micro_batch)
+                speeds = _speeds(cluster, condition, group, number, samples / ranks)
+                rounded = solve_counts(own, number, speeds, number * largest_micro_batch)
                 taken_s = _group_s(cluster, condition, group, np.array(rounded, float), number)
                 if taken_s < best_whole:
                     best_whole, whole[:, group.rows] = taken_s, (rounded, np.full(group.size, number))
@@ -82,9 +83,8 @@ def _in_reals(
     cluster: Cluster, condition: Condition, group: Group, samples: float, number: int, largest: int
 ) -> tuple[float, Floats]:
     """Return a step's seconds and the shares, in real numbers of samples, with which all ranks end at once."""
-    speeds = cluster.speeds(condition, number, max(samples, 1.0) / group.size)[group.rows]
-    fixed_s = np.array([number * speed.fixed_s for speed in speeds])
-    each_s = np.array([speed.per_sample_s for speed in speeds])
+    lines = cluster.lines(condition, number, samples / group.size)
+    fixed_s, each_s = (part[group.rows] for part in lines)
     low_s, high_s = float(fixed_s.min()), float((fixed_s + number * largest * each_s).max())
     for _ in range(HALVINGS):
         middle_s = (low_s + high_s) / 2
@@ -94,6 +94,12 @@ def _in_reals(
     if counts.sum() < samples * (1 - 1e-9):
         return math.inf, counts  # so few micro-batches do not hold them
     return _group_s(cluster, condition, group, counts, number), counts
+
+
+def _speeds(cluster: Cluster, condition: Condition, group: Group, number: int, samples: float) -> list[Speed]:
+    lines = cluster.lines(condition, number, samples)
+    fixed_s, each_s = (part[group.rows].tolist() for part in lines)
+    return [Speed(fixed / number, each) for fixed, each in zip(fixed_s, each_s, strict=True)]
 
 
 def _group_s(cluster: Cluster, condition: Condition, group: Group, counts: Floats, number: int) -> float:

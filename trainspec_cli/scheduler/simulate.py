@@ -27,7 +27,7 @@ from trainspec_cli.policy.scheduling import (
     samples_per_s,
 )
 from trainspec_cli.policy.speeds import Speed, SpeedTracker, slowest
-from trainspec_cli.scheduler.cluster import Cluster, Condition, Floats, StepSeconds
+from trainspec_cli.scheduler.cluster import Cluster, Condition, StepSeconds
 from trainspec_cli.scheduler.disturbance import Disturbance, Leave, groups_of_node
 from trainspec_cli.scheduler.ideal import Group, Ideal, best_step
 from trainspec_cli.spec.field_types import AUTO
@@ -190,8 +190,7 @@ class _Situations:
         present = tuple(group for group in range(len(job.groups)) if group not in away)
         condition = job.cluster.condition(events)
         portions = job.portions((1.0,) * len(present))
-        counts, micro_batches = spread(job, present, portions, [job.even] * len(present))
-        even_s = job.cluster.seconds(condition, counts, micro_batches).total_s
+        even_s = seconds_of(job, condition, present, take(portions, [job.even] * len(present))).total_s
         samples = portions[0].step_samples
         return Situation(condition, present, samples, even_s, self._ideal(condition, present, samples, even_s, holding))
 
@@ -214,16 +213,27 @@ class _Situations:
         return Ideal(min(even_s, best.whole_s), min(even_s, best.whole_s, best.real_s))
 
 
-def spread(
-    job: SimulatedJob, present: Sequence[int], portions: Sequence[Portion], divisions: Sequence[Division]
-) -> tuple[Floats, Floats]:
-    """Return the samples and the micro-batches of every rank; those of a group that is away are 0."""
+@dataclass(frozen=True)
+class Taken:
+    """What the data-parallel ranks of a group that is there process in a step."""
+
+    counts: tuple[int, ...]
+    micro_batches: int
+
+
+def take(portions: Sequence[Portion], divisions: Sequence[Division]) -> list[Taken]:
+    return [
+        Taken(division.counts(portion.samples), division.count_micro_batches(portion.samples))
+        for portion, division in zip(portions, divisions, strict=True)
+    ]
+
+
+def seconds_of(job: SimulatedJob, condition: Condition, present: Sequence[int], taken: Sequence[Taken]) -> StepSeconds:
+    """Return the times of a step; ranks of a group that is away process nothing."""
     counts, micro_batches = np.zeros((2, job.cluster.ranks))
-    for group, portion, division in zip(present, portions, divisions, strict=True):
-        rows = job.groups[group].rows
-        counts[rows] = division.counts(portion.samples)
-        micro_batches[rows] = division.count_micro_batches(portion.samples)
-    return counts, micro_batches
+    for group, own in zip(present, taken, strict=True):
+        counts[job.groups[group].rows], micro_batches[job.groups[group].rows] = own.counts, own.micro_batches
+    return job.cluster.seconds(condition, counts, micro_batches)
 
 
 # The run that decides
@@ -248,19 +258,17 @@ class LiveGroup:
         self.division = self._scheduler.division
         return change
 
-    def end_step(self, portion: Portion, measured_s: list[list[float]], exchanged_s: float, *, reports: bool) -> None:
+    def end_step(self, taken: Taken, measured_s: list[list[float]], exchanged_s: float, *, reports: bool) -> None:
         """Take in what each stage (inner) of each rank (outer) measured. The speeds that are exchanged in a step are
         those before it."""
-        counts = self.division.counts(portion.samples)
-        micro_batches = self.division.count_micro_batches(portion.samples)
-        speeds = self._speeds(counts) if reports else []
-        for trackers, samples, row_s in zip(self.trackers, counts, measured_s, strict=True):
-            for tracker, taken_s in zip(trackers, row_s, strict=True):
-                tracker.note(samples, micro_batches, taken_s)
+        speeds = self._speeds(taken.counts) if reports else []
+        for trackers, samples, row_s in zip(self.trackers, taken.counts, measured_s, strict=True):
+            for tracker, own_s in zip(trackers, row_s, strict=True):
+                tracker.note(samples, taken.micro_batches, own_s)
         if reports:
             self.rate = samples_per_s(speeds)
-            each_s = exchange_each_s(self._job.layout, exchanged_s, micro_batches)
-            self.due = self._scheduler.note_step(portion.samples, speeds, each_s, self._job.interval)
+            each_s = exchange_each_s(self._job.layout, exchanged_s, taken.micro_batches)
+            self.due = self._scheduler.note_step(sum(taken.counts), speeds, each_s, self._job.interval)
 
     def _speeds(self, counts: Sequence[int]) -> list[Speed | None]:
         if len(self.trackers[0]) == 1:
@@ -280,7 +288,7 @@ class LiveRun:
         self._groups = {group: LiveGroup(job, group) for group in range(len(job.groups))}
         self._weights: tuple[float, ...] = ()
         self._present: tuple[int, ...] = tuple(self._groups)
-        self._made: tuple[tuple[object, ...], StepSeconds] | None = None
+        self._made: tuple[tuple[object, ...], list[Taken], StepSeconds] | None = None
         self.decisions: list[SimulatedDecision] = []
 
     def make_step(self, step: int, situation: Situation) -> float:
@@ -290,12 +298,12 @@ class LiveRun:
         portions = job.portions(self._weigh(step, situation))
         changes = {group: self._groups[group].begin_step() for group in present}
         divisions = [self._groups[group].division for group in present]
-        seconds = self._seconds(situation, portions, divisions)
-        self._measure(step, present, portions, seconds)
+        taken, seconds = self._make(situation, portions, divisions)
+        self._measure(step, present, taken, seconds)
         paid_s = 0.0
-        for group, portion in zip(present, portions, strict=True):
+        for group, own in zip(present, taken, strict=True):
             if change := changes[group]:
-                self._note(step, group, change, portion, seconds)
+                self._note(step, group, change, own, seconds)
                 paid_s = max(paid_s, COST_STEPS * change.after_s)
         return seconds.total_s + paid_s
 
@@ -320,25 +328,26 @@ class LiveRun:
                 )
         return self._weights
 
-    def _seconds(self, situation: Situation, portions: Sequence[Portion], divisions: Sequence[Division]) -> StepSeconds:
-        """Return the step's true times; most steps are as the one before."""
+    def _make(
+        self, situation: Situation, portions: Sequence[Portion], divisions: Sequence[Division]
+    ) -> tuple[list[Taken], StepSeconds]:
+        """Return who processes what, and the step's true times; most steps are as the one before."""
         key = (id(situation), *portions, *map(id, divisions))
         if self._made is None or self._made[0] != key:
-            division = spread(self._job, situation.present, portions, divisions)
-            self._made = key, self._job.cluster.seconds(situation.condition, *division)
-        return self._made[1]
+            taken = take(portions, divisions)
+            self._made = key, taken, seconds_of(self._job, situation.condition, situation.present, taken)
+        return self._made[1:]
 
-    def _measure(self, step: int, present: Sequence[int], portions: Sequence[Portion], seconds: StepSeconds) -> None:
+    def _measure(self, step: int, present: Sequence[int], taken: Sequence[Taken], seconds: StepSeconds) -> None:
         noise = self._random.normal(1.0, self._noise, seconds.passes_s.shape)
         measured_s = (seconds.passes_s * noise).T
-        for group, portion in zip(present, portions, strict=True):
+        for group, own in zip(present, taken, strict=True):
             own_s = measured_s[self._job.groups[group].rows].tolist()
             reports = step % self._job.interval == 0
-            self._groups[group].end_step(portion, own_s, seconds.exchanged_s, reports=reports)
+            self._groups[group].end_step(own, own_s, seconds.exchanged_s, reports=reports)
 
-    def _note(self, step: int, group: int, change: ShareChange, portion: Portion, seconds: StepSeconds) -> None:
-        division, rows = change.division, self._job.groups[group].rows
-        micro_batches = division.count_micro_batches(portion.samples)
+    def _note(self, step: int, group: int, change: ShareChange, taken: Taken, seconds: StepSeconds) -> None:
+        rows, micro_batches = self._job.groups[group].rows, taken.micro_batches
         each_s = exchange_each_s(self._job.layout, seconds.exchanged_s, micro_batches)
         self.decisions.append(
             SimulatedDecision(
@@ -346,7 +355,7 @@ class LiveRun:
                 kind="shares",
                 group=group if len(self._job.groups) > 1 else None,
                 reason=change.reason,
-                micro_batch_size=division.micro_batch_size,
+                micro_batch_size=change.division.micro_batch_size,
                 micro_batches=micro_batches,
                 before_s=change.before_s,
                 expected_s=change.after_s,
