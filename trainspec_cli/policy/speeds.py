@@ -20,8 +20,10 @@ SKIPPED_STEPS = 2
 CONFIRMING_STEPS = 3
 """So many steps in a row confirm a change."""
 REFINING_STEPS = 10
-"""After so many steps with the same shares that showed no change, the speed is set to their median: the first few are
-noisy, and other shares lie off the line that was assumed."""
+"""After so many steps that showed no change the speed is set to their median: the first few are noisy, and micro-batches
+of another size lie off the line that was assumed."""
+OFF_THE_LINE = 0.15
+"""Micro-batches whose size is other by this fraction."""
 REMEMBERED_STEPS = 50
 TELLING = 0.3
 """Sizes of micro-batches that are closer than this fraction say too little of what is fixed and what grows with them:
@@ -63,7 +65,7 @@ class SpeedTracker:
         self._skipped = 0
         self._unrefined: list[float] = []
         """The pace of the steps that the speed will be refined from."""
-        self._refined = False
+        self._refined_at: Shape | None = None
 
     @property
     def speed(self) -> Speed | None:
@@ -75,7 +77,8 @@ class SpeedTracker:
         shape = Shape(samples, micro_batches)
         if shape != self._shape:
             self._shape, self._skipped = shape, 0
-            self._begin_refining()
+            if samples and self._refined_at is not None and shape.apart(self._refined_at) >= OFF_THE_LINE:
+                self._begin_refining()
             self._departed.clear()
             self._learning_s.clear()
         self._skipped += 1
@@ -116,10 +119,10 @@ class SpeedTracker:
             self._begin_refining()
 
     def _begin_refining(self) -> None:
-        self._unrefined, self._refined = [], False
+        self._unrefined, self._refined_at = [], None
 
     def _refine(self, pace: float) -> None:
-        if self._refined:
+        if self._refined_at is not None:
             return
         self._unrefined.append(pace)
         if len(self._unrefined) == REFINING_STEPS:
@@ -127,7 +130,7 @@ class SpeedTracker:
             usual = median(self._unrefined)
             self._speed = self._speed.scaled(usual)
             self._pace = deque((earlier / usual for earlier in self._pace), maxlen=REMEMBERED_STEPS)
-            self._refined = True
+            self._refined_at = self._shape
 
     def _noise(self) -> float:
         """Return the standard deviation of the usual pace; 0 where too few steps are known."""
@@ -150,10 +153,13 @@ class Shape(NamedTuple):
     micro_batches: int
 
     def differs(self, other: Shape) -> bool:
-        """Return whether the two shapes' times tell what is fixed from what grows with the samples: a micro-batch's
-        time depends on its own size alone."""
+        """Return whether the two shapes' times tell what is fixed from what grows with the samples."""
+        return self.apart(other) >= TELLING
+
+    def apart(self, other: Shape) -> float:
+        """Return the relative difference of the micro-batches' sizes: a micro-batch's time depends on its own alone."""
         sizes = self.samples / self.micro_batches, other.samples / other.micro_batches
-        return abs(sizes[0] - sizes[1]) >= TELLING * max(sizes)
+        return abs(sizes[0] - sizes[1]) / max(sizes)
 
 
 def through(before: Shape, known: Speed, now: Shape, measured_s: float) -> Speed:

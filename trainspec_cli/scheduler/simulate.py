@@ -7,7 +7,7 @@ speeds as often as the engine exchanges them, and a change holds from the next s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -106,17 +106,15 @@ def replica_groups_of(spec: RunSpec, candidate: Candidate) -> int:
 
 def simulate(job: SimulatedJob, disturbance: Disturbance, name: str) -> Simulation:
     """Run the steps of a disturbance. It was checked against the cluster (`check_cluster`)."""
-    situations = _Situations(job, replace(disturbance, by_chance=None, **_NO_EVENTS))
-    usual = situations.at(1)
+    usual = _Situations(job, Disturbance()).at(1)
     drawn = disturbance.drawn(usual.even_s, job.num_nodes, job.devices_per_node)
     situations, live = _Situations(job, drawn), LiveRun(job, drawn)
-    steps = range(1, drawn.steps + 1)
-    on_s = [live.make_step(step, situations.at(step)) for step in steps]
-    samples = [situations.at(step).samples for step in steps]
-    off, ideal, real = (
-        _pace([seconds(situations.at(step)) for step in steps], samples)
-        for seconds in (lambda at: at.even_s, lambda at: at.ideal.whole_s, lambda at: at.ideal.real_s)
-    )
+    met = [situations.at(step) for step in range(1, drawn.steps + 1)]
+    on_s = [live.make_step(step, situation) for step, situation in enumerate(met, 1)]
+    samples = [situation.samples for situation in met]
+    off = _pace([situation.even_s for situation in met], samples)
+    ideal = _pace([situation.ideal.whole_s for situation in met], samples)
+    real = _pace([situation.ideal.real_s for situation in met], samples)
     on = _pace(on_s, samples)
     return Simulation(
         name=name,
@@ -138,9 +136,6 @@ def simulate(job: SimulatedJob, disturbance: Disturbance, name: str) -> Simulati
         won_back_of_real=_won_back(off, on, real),
         decisions=tuple(live.decisions),
     )
-
-
-_NO_EVENTS: Mapping[str, tuple[()]] = {"slow_devices": (), "slow_nodes": (), "narrow_links": (), "leaves": ()}
 
 
 def _pace(seconds: Sequence[float], samples: Sequence[int]) -> SimulatedPace:
