@@ -20,8 +20,8 @@ SKIPPED_STEPS = 2
 CONFIRMING_STEPS = 3
 """So many steps in a row confirm a change."""
 REFINING_STEPS = 10
-"""After so many steps that showed no change the speed is set to their median: the first few are noisy, and micro-batches
-of another size lie off the line that was assumed."""
+"""After so many steps that showed no change the speed is set to their median: the first few are noisy, and micro-
+batches of another size lie off the line that was assumed."""
 OFF_THE_LINE = 0.15
 """Micro-batches whose size is other by this fraction."""
 REMEMBERED_STEPS = 50

@@ -28,11 +28,12 @@ class NamedDisturbance:
     name: str
     disturbance: Disturbance
     origins: Origins
+    cwd: Path
 
     def require(self, problems: Sequence[Problem]) -> None:
         """Raise RecipeError with the problems' lines in the file, if there are any."""
         if problems:
-            raise RecipeError(locate(map(_for_a_file, problems), self.origins, (), Path.cwd()))
+            raise RecipeError(locate(map(_for_a_file, problems), self.origins, (), self.cwd))
 
 
 def load_disturbance(arguments: Sequence[str], cwd: Path | None = None) -> NamedDisturbance | None:
@@ -51,7 +52,7 @@ def load_disturbance(arguments: Sequence[str], cwd: Path | None = None) -> Named
     read = read_yaml(file, cwd)
     origins = {f"{DISTURB}.{path}": origin for path, origin in read.origins.items()}
     draft, problems = build_disturbance(read_content(file) or {}, DISTURB)
-    found = NamedDisturbance(file.stem, draft, {DISTURB: read.start} | origins)
+    found = NamedDisturbance(file.stem, draft, {DISTURB: read.start} | origins, cwd)
     found.require(problems)
     return found
 
