@@ -29,7 +29,7 @@ def test_the_setup_of_a_candidate_is_the_one_that_it_was_estimated_for(offload: 
 
 
 def test_the_largest_micro_batch_is_what_fits_up_to_twice_the_planned_one() -> None:
-    spec, candidate = planned()
+    spec, candidate = planned("layout.zero_stage=3", "layout.dp_shard=16")
     setup = setup_of(candidate, spec, None)
     assert largest_micro_batch(candidate, setup) == 4
     tight = replace(candidate, memory_limit_bytes=candidate.peak_memory_bytes)

@@ -134,12 +134,12 @@ def _problem(node: yaml.Node, shown: str, message: str, hint: str = "") -> Probl
 
 
 def _walk(node: yaml.Node, prefix: str, shown: str) -> Iterator[tuple[str, Origin]]:
-    """Yield every path below a mapping or a list, whose items are numbered from 0, and its position."""
+    """Yield every path below a mapping or a list of mappings, which are numbered from 0, and its position."""
     if isinstance(node, yaml.MappingNode):
         below = [(f"{prefix}{key.value}", key, value) for key, value in node.value]
     else:
-        items = node.value if isinstance(node, yaml.SequenceNode) else []
-        below = [(f"{prefix}{number}", item, item) for number, item in enumerate(items)]
+        items = enumerate(node.value if isinstance(node, yaml.SequenceNode) else [])
+        below = [(f"{prefix}{number}", item, item) for number, item in items if isinstance(item, yaml.MappingNode)]
     for path, at, value in below:
         yield path, _origin(at, shown)
         yield from _walk(value, f"{path}.", shown)

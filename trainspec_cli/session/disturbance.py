@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainspec_cli.compose.arguments import parse_arguments
 from trainspec_cli.compose.folders import DISTURB, SUFFIX, Folders, find_folders
 from trainspec_cli.compose.origins import COMMAND_LINE, Origins, locate
 from trainspec_cli.compose.yaml_file import read_yaml
@@ -16,7 +15,6 @@ from trainspec_cli.planner.capacity import describe_fabric
 from trainspec_cli.reading.files import exists, expand
 from trainspec_cli.reading.yaml_file import read_yaml as read_content
 from trainspec_cli.scheduler.disturbance import Disturbance, build_disturbance, check_cluster
-from trainspec_cli.scheduler.simulate import describe_job, replica_groups_of, simulate
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.prediction import Candidate
@@ -41,6 +39,8 @@ def load_disturbance(arguments: Sequence[str], cwd: Path | None = None) -> Named
 
     Raises RecipeError with every mistake of its file, located.
     """
+    from trainspec_cli.compose.arguments import parse_arguments  # loads hydra, which the help of a command does without
+
     given = next((argument for argument in parse_arguments(arguments)[0] if argument.key == DISTURB), None)
     if given is None:
         return None
@@ -61,6 +61,8 @@ def simulate_disturbed(
     named: NamedDisturbance, spec: RunSpec, candidate: Candidate, machine: Machine | None
 ) -> Simulation:
     """Simulate a planned candidate under the disturbance. Raises RecipeError, located, where they do not fit."""
+    from trainspec_cli.scheduler.simulate import describe_job, replica_groups_of, simulate  # loads numpy, as above
+
     per_node = describe_fabric(spec.cluster, machine).devices_per_node
     groups = replica_groups_of(spec, candidate)
     problems = check_cluster(
