@@ -9,7 +9,8 @@ from trainspec_cli.compose.compose import Composed, compose, compose_arguments
 HOUSE = Path(__file__).parents[2]
 RECIPES = ", ".join(sorted(path.stem for path in HOUSE.joinpath("recipes").glob("*.yaml")))
 MODELS = ", ".join(sorted(path.stem for path in HOUSE.joinpath("conf", "model").glob("*.yaml")))
-GROUPS = ", ".join(sorted(path.name for path in HOUSE.joinpath("conf").iterdir() if path.is_dir()))
+FOLDERS = {path.name for path in HOUSE.joinpath("conf").iterdir() if path.is_dir()}
+GROUPS = ", ".join(sorted(FOLDERS - {"disturb"}))
 
 RECIPE = "batching: {global_batch_size: 8}\ntrain:\n  max_steps: 5\n"
 

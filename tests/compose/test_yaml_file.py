@@ -29,6 +29,15 @@ def test_every_key_has_its_place(write) -> None:
     assert (read.description, str(read.start)) == ("x", "a.yaml:2")
 
 
+def test_sections_in_a_list_have_their_places_too(write) -> None:
+    file = write("a.yaml", "events:\n  - {node: 1}\n  - node: 2\n    factor: 3\nsizes: [1, 2]\n")
+    places = {path: (origin.line, origin.column) for path, origin in read_yaml(file, file.parent).origins.items()}
+    assert places == {
+        "events": (1, 1), "events.0": (2, 5), "events.0.node": (2, 6),
+        "events.1": (3, 5), "events.1.node": (3, 5), "events.1.factor": (4, 5), "sizes": (5, 1),
+    }  # fmt: skip
+
+
 def test_the_defaults_list_is_read_and_is_no_value(write) -> None:
     file = write("a.yaml", "defaults:\n  - base\n  - override /model: small\nlr: 1\n")
     read = read_yaml(file, file.parent)

@@ -24,7 +24,9 @@ from trainspec_cli.report.plan.page import render_plan_page, render_sweep_page
 from trainspec_cli.report.plan.text import render_plan, render_sweep
 from trainspec_cli.report.plan.trace import trace_as_json
 from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.session.disturbance import load_disturbance, simulate_disturbed
 from trainspec_cli.session.load import load_for_planning, this_machine
+from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -50,12 +52,15 @@ def plan(
 ) -> None:
     """Rank the layouts of a recipe on a cluster, and forecast the run: time, goodput, energy, carbon, money.
 
-    Needs no GPU and starts nothing. Exit code 3 means that nothing fits; the output lists what would.
+    Needs no GPU and starts nothing. Exit code 3 means that nothing fits; the output lists what would. With
+    disturb=NAME|FILE the run is also simulated under a disturbance: its speed with the scheduler and without it.
     """
     if sweep is None:
         _plan_one(arguments, as_json, html, trace)
     elif trace:
         raise RecipeError(Problem("usage", "--trace takes one plan, and --sweep makes many", hint="leave one out"))
+    elif load_disturbance(arguments):
+        raise RecipeError(Problem("usage", "disturb= takes one plan, and --sweep makes many", hint="leave one out"))
     else:
         _plan_many(arguments, sweep, as_json, html)
 
@@ -81,7 +86,7 @@ def _plan_many(arguments: Sequence[str], sweep: str, as_json: bool, html: Path |
 
 
 def _plan(arguments: Sequence[str], *, trace: bool = False) -> dict[str, Any]:
-    loaded = load_for_planning(arguments)
+    loaded, disturbed = load_for_planning(arguments), load_disturbance(arguments)
     spec, machine = _on_machine(loaded.spec)
     try:
         spec, capacity = plan_on_what_divides(spec, machine)
@@ -90,6 +95,8 @@ def _plan(arguments: Sequence[str], *, trace: bool = False) -> dict[str, Any]:
     best = capacity.best
     run = forecast_run(spec, capacity, best, in_replica_groups(spec, machine, best)) if best else None
     planned = plan_as_json(spec, capacity, run)
+    if disturbed and best:
+        planned["simulation"] = to_plain(simulate_disturbed(disturbed, spec, best, machine))
     return planned | {"trace": _trace(spec, capacity)} if trace and capacity.candidates else planned
 
 

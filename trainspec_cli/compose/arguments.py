@@ -12,10 +12,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
+from trainspec_cli.compose.folders import DISTURB
 from trainspec_cli.compose.origins import COMMAND_LINE, RECIPE
 from trainspec_cli.errors import Problem
 
-TEXTS = (RECIPE, "fault")
+TEXTS = (RECIPE, DISTURB, "fault")
 """Keys whose value is taken as plain text, without Hydra's grammar for brackets."""
 MAX_CHARS = 16_384
 """The longest argument: Hydra's grammar reads some thousand characters per second."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainspec_cli.compose import hydra_session
 from trainspec_cli.compose.arguments import Argument, parse_arguments, problem_at, value_paths
-from trainspec_cli.compose.folders import SHIPPED, find_folders, shipped_data
+from trainspec_cli.compose.folders import DISTURB, SHIPPED, find_folders, shipped_data
 from trainspec_cli.compose.hydra_session import GroupChoice
 from trainspec_cli.compose.interpolation import MISSING, InterpolationError, Resolver
 from trainspec_cli.compose.origins import COMMAND_LINE, RECIPE, Origin, Origins, locate, show_path
@@ -68,13 +68,23 @@ def compose(recipe: str, overrides: Sequence[str] = (), cwd: Path | None = None)
     return compose_arguments([f"{RECIPE}={recipe}", *overrides], cwd)
 
 
-def compose_arguments(arguments: Sequence[str], cwd: Path | None = None, complete: Complete | None = None) -> Composed:
+def compose_arguments(
+    arguments: Sequence[str],
+    cwd: Path | None = None,
+    complete: Complete | None = None,
+    aside: Collection[str] = (),
+) -> Composed:
     """Compose a command line, of which `recipe=NAME` is one argument.
 
-    User errors are not raised: they are listed in `problems`, and `data` holds the rest.
+    User errors are not raised: they are listed in `problems`, and `data` holds the rest. `aside`: keys that are the
+    command's own, and not the recipe's.
     """
     cwd = (cwd or Path.cwd()).resolve()
     parsed, problems = parse_arguments(arguments)
+    parsed = [argument for argument in parsed if argument.key not in aside]
+    if strangers := [argument for argument in parsed if argument.key == DISTURB]:
+        parsed = [argument for argument in parsed if argument not in strangers]
+        problems.append(_not_here(strangers[0]))
     selection = select(parsed, find_folders(cwd), cwd)
     groups = selection.folders.groups()
     values = [argument for argument in parsed if argument.key != RECIPE and not is_choice(argument, groups)]
@@ -95,6 +105,11 @@ def compose_arguments(arguments: Sequence[str], cwd: Path | None = None, complet
         problems=tuple(locate(problems + unresolved, origins, arguments, cwd)),
         failed=completion.failed | frozenset(selection.failed | ({RECIPE} if unforeseen else set())),
     )
+
+
+def _not_here(argument: Argument) -> Problem:
+    message = f"`{DISTURB}` describes what `trainspec plan` simulates; a run meets what it meets"
+    return problem_at(argument.number, "unknown_key", message, "leave it out, or type trainspec plan", DISTURB)
 
 
 def amend(recipe: str, values: Mapping[str, Any], arguments: Sequence[str]) -> Composed:

@@ -13,6 +13,8 @@ ROOT = "trainspec"
 """conf/trainspec.yaml, the root of every run (a distinctive name: ./conf may belong to another Hydra program)."""
 SUFFIX = ".yaml"
 _MAY_BE_FILE = re.compile(r"(?!\.{1,2}$)[^\0]{1,200}")
+DISTURB = "disturb"
+"""The folder of disturbances, which `trainspec plan` simulates: no part of a recipe, and so no group."""
 SHIPPED = "shipped"
 """The resolver in `${shipped:recipes/FILE}`, the path of a file that ships with trainspec."""
 
@@ -31,7 +33,7 @@ class Folders:
             for folder in conf.rglob("*")
             if folder.is_dir() and any(folder.glob(f"*{SUFFIX}"))
         }
-        return sorted(found)
+        return sorted(found - {DISTURB})
 
     def options(self, group: str) -> list[str]:
         return _names(conf / group for conf in self.conf)

@@ -133,12 +133,16 @@ def _problem(node: yaml.Node, shown: str, message: str, hint: str = "") -> Probl
     return Problem(code="bad_yaml", message=message, hint=hint, file=shown, line=origin.line, column=origin.column)
 
 
-def _walk(node: yaml.MappingNode, prefix: str, shown: str) -> Iterator[tuple[str, Origin]]:
-    for key, value in node.value:
-        path = f"{prefix}{key.value}"
-        yield path, _origin(key, shown)
-        if isinstance(value, yaml.MappingNode):
-            yield from _walk(value, f"{path}.", shown)
+def _walk(node: yaml.Node, prefix: str, shown: str) -> Iterator[tuple[str, Origin]]:
+    """Yield every path below a mapping or a list of mappings, which are numbered from 0, and its position."""
+    if isinstance(node, yaml.MappingNode):
+        below = [(f"{prefix}{key.value}", key, value) for key, value in node.value]
+    else:
+        items = enumerate(node.value if isinstance(node, yaml.SequenceNode) else [])
+        below = [(f"{prefix}{number}", item, item) for number, item in items if isinstance(item, yaml.MappingNode)]
+    for path, at, value in below:
+        yield path, _origin(at, shown)
+        yield from _walk(value, f"{path}.", shown)
 
 
 def _entries(defaults: yaml.Node | None, shown: str) -> Iterator[YamlEntry]:

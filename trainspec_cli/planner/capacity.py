@@ -11,11 +11,11 @@ from trainspec_cli.planner.cut import cut_on_chip
 from trainspec_cli.planner.hardware.rates import Efficiency, peak_flops_per_s
 from trainspec_cli.planner.hardware.topology import Fabric
 from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
-from trainspec_cli.planner.memory.predict import layer_memory
+from trainspec_cli.planner.memory.predict import layer_memory, predict_memory
 from trainspec_cli.planner.run.batches import main_size, predict_sizes
 from trainspec_cli.planner.search.search import SLOWER, TOO_LARGE, Estimated, Search, recompute_names, share_recomputed
 from trainspec_cli.planner.search.space import Space
-from trainspec_cli.planner.setup import Setup, Software
+from trainspec_cli.planner.setup import RECOMPUTE, Setup, Software
 from trainspec_cli.planner.time.step import estimate_step
 from trainspec_cli.planner.validation.prose import usual_gbit
 from trainspec_cli.spec.field_types import AUTO
@@ -233,6 +233,36 @@ def candidate_of(found: Estimated, spec: RunSpec, eff: Efficiency) -> Candidate:
         time=time,
         sized_steps=predict_sizes(setup, spec, eff),
     )
+
+
+def setup_of(candidate: Candidate, spec: RunSpec, machine: Machine | None) -> Setup:
+    """Return the setup that a candidate of this spec was estimated for."""
+    template = template_of(spec, describe_fabric(spec.cluster, machine))
+    setup = replace(
+        template,
+        layout=candidate.layout,
+        micro_batch_size=float(candidate.micro_batch_size),
+        grad_accum=candidate.grad_accum_steps,
+        recompute=RECOMPUTE[candidate.recompute],
+        software=software_of(spec, candidate.layout.shards_parameters),
+    )
+    offloaded = replace(setup, offload_optimizer=True)
+    if spec.offload != AUTO:
+        return offloaded if spec.offload == "optimizer" else setup
+    is_offloaded = estimate_step(setup, efficiency_of(spec.cluster)).total_s != candidate.step_time_s
+    return offloaded if is_offloaded else setup
+
+
+def largest_micro_batch(candidate: Candidate, setup: Setup) -> int:
+    """Return the samples of the largest micro-batch that fits, up to twice the candidate's: what the scheduler may give
+    a fast rank."""
+    fitting = candidate.micro_batch_size
+    for size in range(fitting + 1, 2 * candidate.micro_batch_size + 1):
+        stages = predict_memory(replace(setup, micro_batch_size=float(size)), candidate.recompute)
+        if max(stage.total_bytes for stage in stages) > candidate.memory_limit_bytes:
+            break
+        fitting = size
+    return fitting
 
 
 def advise(spec: RunSpec, fabric: Fabric, eff: Efficiency) -> Iterator[str]:

@@ -12,12 +12,15 @@ from statistics import median_low
 from trainspec_cli.policy.balance import best_division, compute_s
 from trainspec_cli.policy.division import Division
 from trainspec_cli.policy.speeds import Speed
+from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.units import format_duration
 
 WORTHWHILE = 0.03
 """Samples are divided unevenly where that saves at least this fraction of the computing."""
 COST_STEPS = 1.0
 """What a change of shares costs, in steps' computing: batches that were read ahead are read anew."""
+RANKS_A_STEP = 512
+"""Speeds of more ranks are exchanged less often than every step."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,22 @@ def equalise(speeds: Sequence[Speed], micro_batches: int, samples: float, change
     return tuple(
         usual if abs(time_s / usual_s - 1) <= change else speed for speed, time_s in zip(speeds, times_s, strict=True)
     )
+
+
+def reporting_interval(ranks: int) -> int:
+    """Return after how many steps each the speeds of so many ranks are exchanged."""
+    return 1 + ranks // RANKS_A_STEP
+
+
+def exchange_each_s(layout: Layout, least_waited_s: float) -> float:
+    """Return what each micro-batch's exchanges cost: what the rank waits in one that the others wait for, unless that
+    is exchanged once a step."""
+    return least_waited_s if layout.shards_parameters or layout.exchanges_every_backward else 0.0
+
+
+def samples_per_s(speeds: Sequence[Speed | None]) -> float:
+    """Return what ranks of these speeds compute together."""
+    return sum(0.0 if speed is None else 1 / speed.per_sample_s for speed in speeds)
 
 
 def group_weights(rates: Sequence[float], change: float) -> tuple[float, ...]:

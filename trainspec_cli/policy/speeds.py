@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -20,6 +20,9 @@ SKIPPED_STEPS = 2
 """The first steps after a start, or with other shares, compile and warm up: they say nothing."""
 CONFIRMING_STEPS = 3
 """So many steps in a row confirm a change."""
+REFINING_STEPS = 10
+"""After a change, of the speed or of the shares, so many steps that show none set the speed to their median: the few
+that confirmed it are noisy, and micro-batches of another size may lie off the line that was assumed."""
 REMEMBERED_STEPS = 50
 TELLING = 0.25
 """Numbers of samples that are closer than this fraction do not tell what is fixed from what grows with them."""
@@ -56,6 +59,8 @@ class SpeedTracker:
         """Measured time over expected time, of steps that showed no change."""
         self._departed: list[float] = []
         """The same of the last steps in a row that did."""
+        self._unrefined: list[float] | None = None
+        """The same of the steps since a change; None where the speed is refined."""
         self._shape, self._steps = Shape(0, 0), 0
         """The shape of the last steps, and how many in a row had it."""
 
@@ -69,6 +74,7 @@ class SpeedTracker:
         shape = Shape(samples, micro_batches)
         if shape != self._shape:
             self._shape, self._steps = shape, 0
+            self._unrefined = []
             self._departed.clear()
             self._learning_s.clear()
         self._steps += 1
@@ -87,7 +93,7 @@ class SpeedTracker:
         if steps < FIRST_STEPS or (steps < REMEMBERED_STEPS and self._limit(paces) / math.sqrt(steps) > self._change):
             return
         if self._speed is None:
-            self._speed = Speed(0.0, measured_s / self._shape.samples)
+            self._speed, self._unrefined = Speed(0.0, measured_s / self._shape.samples), None
         else:
             self._speed = through(self._learnt, self._speed, self._shape, measured_s)
         self._learnt = self._shape
@@ -99,21 +105,29 @@ class SpeedTracker:
         if abs(pace - 1) <= max(self._change, self._limit(self._paces)):
             self._departed.clear()
             self._paces.append(pace)
-            self._follow_drift(speed)
+            self._refine(pace, speed)
             return
         same_side = [earlier for earlier in self._departed if (earlier > 1) == (pace > 1)]
         self._departed = [*same_side, pace]
         if len(self._departed) == CONFIRMING_STEPS:
             self._speed = speed.scaled(median(self._departed))
             self._departed.clear()
+            self._unrefined = []
 
-    def _follow_drift(self, speed: Speed) -> None:
-        """Confirm a change that no single step shows: the remembered ones together do."""
-        if len(self._paces) < REMEMBERED_STEPS or abs(median(self._paces) - 1) <= self._change:
-            return
-        drift = median(list(self._paces)[REMEMBERED_STEPS // 2 :])  # more than half of them have changed
-        self._speed = speed.scaled(drift)
-        self._paces = deque((pace / drift for pace in self._paces), REMEMBERED_STEPS)
+    def _refine(self, pace: float, speed: Speed) -> None:
+        """Set the speed anew where that is due after a change, or where the remembered steps together show a change
+        that no single one does."""
+        if self._unrefined is not None:
+            self._unrefined.append(pace)
+            if len(self._unrefined) == REFINING_STEPS:
+                self._scale(speed, median(self._unrefined))
+                self._unrefined = None
+        elif len(self._paces) == REMEMBERED_STEPS and abs(median(self._paces) - 1) > self._change:
+            self._scale(speed, median(list(self._paces)[REMEMBERED_STEPS // 2 :]))  # more than half have changed
+
+    def _scale(self, speed: Speed, factor: float) -> None:
+        self._speed = speed.scaled(factor)
+        self._paces = deque((pace / factor for pace in self._paces), REMEMBERED_STEPS)
 
     @staticmethod
     def _limit(paces: Collection[float]) -> float:
@@ -122,6 +136,12 @@ class SpeedTracker:
             return 0.0
         middle = median(paces)
         return NOISE_FACTOR * 1.4826 * median(abs(pace - middle) for pace in paces)
+
+
+def slowest(speeds: Sequence[Speed | None], samples: float) -> Speed | None:
+    """Return the speed of ranks that work on the same samples: the slowest one's; None until all are known."""
+    known = [speed for speed in speeds if speed is not None]
+    return max(known, key=lambda speed: speed.time_s(samples, 1)) if len(known) == len(speeds) else None
 
 
 class Shape(NamedTuple):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainspec_cli.compose.folders import DISTURB
 from trainspec_cli.compose.origins import COMMAND_LINE, RECIPE
 from trainspec_cli.errors import MachineError, Problem, RecipeError, TrainspecError
 from trainspec_cli.launch.job.folder import LaunchOrigin
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from trainspec_cli.compose.compose import Composed
 
 DATA_PATHS = ("data.path", "data.tokenizer.path")
+OF_PLANNING = (DISTURB,)
+"""Keys of the command line that `trainspec plan` reads itself."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
     from trainspec_cli.compose.compose import compose_arguments  # loads hydra, which the help of a command does without
     from trainspec_cli.session.initial import check_weights, complete  # as above
 
-    composed = compose_arguments(arguments, cwd, complete)
+    composed = compose_arguments(arguments, cwd, complete, aside=() if to_run else OF_PLANNING)
     draft, mistyped = build(RunSpec, composed.data)
     draft = _without_failed(draft, composed)
     checked = [*check(close_axes(draft)), *check_engine(draft)] if to_run else check(draft)

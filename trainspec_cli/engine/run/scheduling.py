@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -21,8 +21,14 @@ from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm.json_collectives import broadcast_json, errors_together
 from trainspec_cli.engine.observe.journal import DirectiveLog, GroupJournal, Journal
 from trainspec_cli.policy.division import Division, OwnSamples, even_division
-from trainspec_cli.policy.scheduling import ShareChange, ShareScheduler
-from trainspec_cli.policy.speeds import SKIPPED_STEPS, Speed, SpeedTracker
+from trainspec_cli.policy.scheduling import (
+    ShareChange,
+    ShareScheduler,
+    exchange_each_s,
+    reporting_interval,
+    samples_per_s,
+)
+from trainspec_cli.policy.speeds import SKIPPED_STEPS, Speed, SpeedTracker, slowest
 from trainspec_cli.reading.files import UnreadableFileError, unreadable
 from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent
 from trainspec_cli.rundir.events import read_log
@@ -35,8 +41,6 @@ from trainspec_cli.spec.results.plan import Plan
 FIGURES = 4
 """Numbers that a rank reports in each step: its speed (fixed_s, per_sample_s), and of its last step how long it
 computed and how long it waited for the exchanges of each micro-batch."""
-RANKS_A_STEP = 512
-"""Speeds of more ranks are exchanged less often than every step."""
 MEASURED_STEPS = 5
 """What a directive achieves is the median over so many steps."""
 
@@ -69,7 +73,7 @@ class StepScheduler:
         keeps_micro_batches = plan.spec.model.unit == "samples"
         self._shares = ShareScheduler(self._even, self._largest, spec.change, keeps_micro_batches=keeps_micro_batches)
         self._rows = ranks_of_data(state)
-        self._interval_steps = 1 + plan.group_size // RANKS_A_STEP
+        self._interval_steps = reporting_interval(plan.group_size)
         self._tracker = SpeedTracker(spec.change)
         self._last_s = (0.0, 0.0)
         self._slowest_s: deque[float] = deque(maxlen=MEASURED_STEPS)
@@ -133,22 +137,17 @@ class StepScheduler:
         if not figures.numel():
             return
         reported = figures.tolist()
-        exchange_s = self._exchange_s(min(waited_s for *_, waited_s in reported))
+        exchange_s = exchange_each_s(self._layout, min(waited_s for *_, waited_s in reported))
         self._measure(step, max(last_s for _, _, last_s, _ in reported) + micro_batches * exchange_s)
         counts = self._shares.division.counts(samples)
-        speeds = [slowest([reported[rank][:2] for rank in row], n) for row, n in zip(self._rows, counts, strict=True)]
+        known = [read_speed(*one[:2]) for one in reported]
+        speeds = [slowest([known[rank] for rank in row], n) for row, n in zip(self._rows, counts, strict=True)]
         if self._mode == "auto" and self._group is not None:
-            self.rate = sum(0.0 if speed is None else 1 / speed.per_sample_s for speed in speeds)
+            self.rate = samples_per_s(speeds)
         if self._ahead:
             return
         if change := self._shares.note_step(samples, speeds, exchange_s, self._interval_steps):
             self._decided = change, samples
-
-    def _exchange_s(self, least_waited_s: float) -> float:
-        """Return what each micro-batch's exchanges cost: what the rank waits that the others wait for, unless it is for
-        what is exchanged once a step."""
-        layout = self._layout
-        return least_waited_s if layout.shards_parameters or layout.exchanges_every_backward else 0.0
 
     def _give(self, step: int, change: ShareChange, samples: int) -> None:
         division, self._number = change.division, self._number + 1
@@ -239,12 +238,9 @@ def division_of(even: Division, directive: DirectiveEvent, largest_micro_batch: 
     )
 
 
-def slowest(reported: Sequence[Sequence[float]], samples: int) -> Speed | None:
-    """Return the speed of a data-parallel rank: that of the slowest of its processes; None until all are known."""
-    speeds = [Speed(fixed_s, per_sample_s) for fixed_s, per_sample_s in reported]
-    if not all(0 < speed.per_sample_s < math.inf for speed in speeds):
-        return None
-    return max(speeds, key=lambda speed: speed.time_s(samples, 1))
+def read_speed(fixed_s: float, per_sample_s: float) -> Speed | None:
+    """Return a speed as it was reported; None for a rank that does not know its own yet."""
+    return Speed(fixed_s, per_sample_s) if 0 < per_sample_s < math.inf else None
 
 
 def ranks_of_data(state: TrainState) -> list[list[int]]:

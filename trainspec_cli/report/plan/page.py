@@ -9,6 +9,7 @@ from pathlib import Path
 from trainspec_cli.printable import printable
 from trainspec_cli.report.plan import labels
 from trainspec_cli.report.plan.labels import Json, percent
+from trainspec_cli.report.plan.simulation import decision_rows, describe_won_back, event_lines, pace_rows
 from trainspec_cli.report.plan.text import assumption_row, run_rows
 from trainspec_cli.report.svg import LineSeries, Segment, render_bar, render_legend, render_lines
 from trainspec_cli.units import format_bytes, format_count, format_duration
@@ -67,6 +68,8 @@ def _body(plan: Json) -> Iterator[str]:
         yield _memory(plan["best"])
     if plan["candidates"]:
         yield _step_times(plan)
+    if plan.get("simulation"):
+        yield _simulation(plan["simulation"])
     if plan["run"]:
         yield _goodput(plan["run"])
     if plan["rejected"]:
@@ -191,6 +194,19 @@ def _losses(mode: Json) -> list[Segment]:
         for key, name in labels.LOST_PARTS.items()
         if mode["lost"].get(key, 0.0) > 0
     ]
+
+
+def _simulation(simulation: Json) -> str:
+    paces = _table(
+        ("", "samples/s", "of undisturbed", "time"),
+        [f"<tr>{''.join(map(_cell, row))}</tr>" for row in pace_rows(simulation)],
+    )
+    decisions = _table(
+        ("step", "decision", "reason", "computing in a step"),
+        [f"<tr>{''.join(map(_cell, row))}</tr>" for row in decision_rows(simulation)],
+    )
+    text = f"{'; '.join(event_lines(simulation))}. {describe_won_back(simulation)}."
+    return _section(f"Disturbance {simulation['name']}, simulated", text, paces + decisions)
 
 
 def _refusals(plan: Json) -> str:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from trainspec_cli.report.plan import labels
 from trainspec_cli.report.plan.labels import Json, percent
+from trainspec_cli.report.plan.simulation import render_simulation
 from trainspec_cli.report.plan.trace import render_trace
 from trainspec_cli.report.rich_text import Text
 from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
@@ -35,6 +36,8 @@ def render_plan(plan: Json, width: int = WIDE) -> RenderableType:
     best = plan["best"]
     if best:
         parts += [*_stages(best), _memory(best), _time(best)]
+    if plan.get("simulation"):
+        parts.append(render_simulation(plan["simulation"], min(width, WIDE)))
     if plan.get("trace"):
         parts.append(render_trace(plan["trace"]))
     parts += _refusals(plan)

@@ -1,0 +1,36 @@
+"""What a candidate was estimated for, and the micro-batches that fit beside its own."""
+
+from dataclasses import replace
+
+import pytest
+
+from trainspec_cli.planner.capacity import efficiency_of, largest_micro_batch, setup_of
+from trainspec_cli.planner.search.variants import plan_on_what_divides
+from trainspec_cli.planner.time.step import estimate_step
+from trainspec_cli.session.load import load_for_planning
+from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.prediction import Candidate
+
+SHORT = ["recipe=llama3_8b", "cluster=h100", "cluster.num_nodes=2", "data.seq_len=1024", "batching.micro_batch_size=2"]
+
+
+def planned(*arguments: str) -> tuple[RunSpec, Candidate]:
+    spec, capacity = plan_on_what_divides(load_for_planning([*SHORT, *arguments]).spec)
+    assert capacity.best is not None
+    return spec, capacity.best
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer", "auto"])
+def test_the_setup_of_a_candidate_is_the_one_that_it_was_estimated_for(offload: str) -> None:
+    spec, candidate = planned(f"offload={offload}")
+    setup = setup_of(candidate, spec, None)
+    assert estimate_step(setup, efficiency_of(spec.cluster)).total_s == candidate.step_time_s
+    assert setup.offload_optimizer == (offload == "optimizer")
+
+
+def test_the_largest_micro_batch_is_what_fits_up_to_twice_the_planned_one() -> None:
+    spec, candidate = planned("layout.zero_stage=3", "layout.dp_shard=16")
+    setup = setup_of(candidate, spec, None)
+    assert largest_micro_batch(candidate, setup) == 4
+    tight = replace(candidate, memory_limit_bytes=candidate.peak_memory_bytes)
+    assert largest_micro_batch(tight, setup) == 2

@@ -1,0 +1,57 @@
+"""Jobs to simulate, put together from a step's parts rather than planned."""
+
+from trainspec_cli.planner.time.samples import StageTime, StepParts
+from trainspec_cli.policy.division import even_division
+from trainspec_cli.policy.speeds import Speed
+from trainspec_cli.scheduler.cluster import Cluster
+from trainspec_cli.scheduler.ideal import Group
+from trainspec_cli.scheduler.simulate import SimulatedJob
+from trainspec_cli.spec.recipe.batching import BatchingSpec
+from trainspec_cli.spec.recipe.layout import Layout
+
+NONE = Speed(0.0, 0.0)
+PER_NODE = 8
+
+
+def parts_of(pp: int = 1, launch_s: float = 0.0, **changes: object) -> StepParts:
+    """Each stage takes 0.1 s a micro-batch and 0.9 s a sample; exchanges take 0.2 s a step."""
+    stage = StageTime(Speed(0.1, 0.9), NONE, NONE, launch_s)
+    values = {
+        "stages": (stage,) * pp,
+        "bubble": 1.0 if pp > 1 else 0.0,
+        "sends": NONE,
+        "sends_tier": "network",
+        "gradients_each_s": 0.0,
+        "gradients_once_s": 0.2,
+        "gradients_tier": "network",
+        "rest_s": 0.05,
+    }
+    return StepParts(**values | changes)  # type: ignore[arg-type]
+
+
+def job_of(
+    ranks: int = 8,
+    each: int = 32,
+    pp: int = 1,
+    tp: int = 1,
+    replica_groups: int = 1,
+    largest: int = 1,
+    on_loss: str = "keep",
+    parts: StepParts | None = None,
+) -> SimulatedJob:
+    """`ranks` data-parallel ranks of `each` samples a step, one a micro-batch."""
+    whole = Layout(dp_replicate=replica_groups, dp_shard=ranks // replica_groups, pp=pp, tp=tp, zero_stage=1)
+    own = Layout(dp_replicate=1, dp_shard=ranks // replica_groups, pp=pp, tp=tp, zero_stage=1)
+    nodes, size = max(1, whole.world_size // PER_NODE), ranks // replica_groups
+    return SimulatedJob(
+        cluster=Cluster(parts or parts_of(pp), whole, nodes, whole.world_size // nodes, replica_groups),
+        layout=own,
+        even=even_division(own, 1),
+        batching=BatchingSpec(ranks * each, on_loss=on_loss),  # type: ignore[arg-type]
+        groups=tuple(Group(slice(n * size, (n + 1) * size), size) for n in range(replica_groups)),
+        largest_micro_batch=largest,
+        change=0.1,
+        keeps_micro_batches=False,
+        num_nodes=nodes,
+        devices_per_node=whole.world_size // nodes,
+    )

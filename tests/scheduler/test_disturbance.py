@@ -1,0 +1,103 @@
+"""Descriptions of disturbances: what they hold, what chance draws, and what is refused."""
+
+from typing import Any
+
+import pytest
+
+from trainspec_cli.errors import Problem
+from trainspec_cli.scheduler.disturbance import (
+    Disturbance,
+    Leave,
+    SlowDevice,
+    build_disturbance,
+    check_cluster,
+    groups_of_node,
+)
+
+CHANCE = {"count": 400, "shortest_s": 10, "longest_s": 1000, "least_factor": 1.2, "most_factor": 2.0}
+
+
+def problems_of(content: dict[str, Any]) -> list[Problem]:
+    return build_disturbance(content, "disturb")[1]
+
+
+def checked(content: dict[str, Any], groups: int = 1, min_groups: int = 1) -> list[Problem]:
+    draft, problems = build_disturbance(content, "disturb")
+    assert problems == []
+    return list(check_cluster(draft, "disturb", 4, 8, groups, min_groups))
+
+
+def test_an_event_holds_from_its_first_step_for_as_many_as_it_says() -> None:
+    event = SlowDevice(device=0, factor=2, from_step=5, steps=3)
+    assert [step for step in range(1, 12) if event.holds(step)] == [5, 6, 7]
+    assert SlowDevice(device=0, factor=2, from_step=5).holds(10**6)
+
+
+@pytest.mark.parametrize(
+    ("content", "path", "words"),
+    [
+        ({"slow_devices": [{"factor": 2}]}, "disturb.slow_devices.0.device", "has no value"),
+        ({"slow_devices": [{"device": 1}]}, "disturb.slow_devices.0.factor", "has no value"),
+        ({"slow_devices": [{"device": 1, "factor": 1}]}, "disturb.slow_devices.0.factor", "more than 1"),
+        ({"slow_devices": [{"device": -1, "factor": 2}]}, "disturb.slow_devices.0.device", "at least 0"),
+        ({"slow_nodes": [{"node": 1, "factor": 2, "from_step": 0}]}, "disturb.slow_nodes.0.from_step", "at least 1"),
+        ({"narrow_links": [{"factor": 2, "tier": "wan"}]}, "disturb.narrow_links.0.tier", "scaleup or network"),
+        ({"leaves": [{"node": "1"}]}, "disturb.leaves.0.node", "a whole number"),
+        ({"slow_device": [{"device": 1, "factor": 2}]}, "disturb.slow_device", "unknown key"),
+        ({"leaves": {"node": 1}}, "disturb.leaves", "a list"),
+        ({"steps": 10**6}, "disturb.steps", "at most 100000"),
+        ({"noise": 2}, "disturb.noise", "at most 0.5"),
+        ({"by_chance": CHANCE | {"least_factor": 3.0}}, "disturb.by_chance.least_factor", "`most_factor` is 2"),
+        ({"by_chance": CHANCE | {"shortest_s": 0}}, "disturb.by_chance.shortest_s", "more than 0"),
+    ],
+)
+def test_a_mistake_is_named_with_its_path(content: dict[str, Any], path: str, words: str) -> None:
+    (problem,) = problems_of(content)
+    assert problem.path == path and words in problem.message
+
+
+@pytest.mark.parametrize(
+    ("content", "path", "words"),
+    [
+        ({"slow_devices": [{"device": 32, "factor": 2}]}, "disturb.slow_devices.0.device", "32 devices"),
+        ({"slow_nodes": [{"node": 4, "factor": 2}]}, "disturb.slow_nodes.0.node", "4 nodes"),
+        ({"narrow_links": [{"factor": 2, "from_step": 301}]}, "disturb.narrow_links.0.from_step", "step 300"),
+        ({"leaves": [{"node": 1}]}, "disturb.leaves", "replica groups"),
+    ],
+)
+def test_what_the_cluster_has_not_is_refused(content: dict[str, Any], path: str, words: str) -> None:
+    (problem,) = checked(content)
+    assert problem.path == path and words in problem.message
+
+
+def test_what_the_cluster_has_is_accepted() -> None:
+    assert checked({"slow_devices": [{"device": 31, "factor": 2}], "narrow_links": [{"factor": 2}]}) == []
+
+
+def test_too_few_groups_at_once_are_refused() -> None:
+    leaves = [{"node": 0, "from_step": 1, "steps": 20}, {"node": 1, "from_step": 10}]
+    (problem,) = checked({"leaves": leaves}, groups=4, min_groups=3)
+    assert problem.path == "disturb.leaves.1" and "2 of 4 replica groups are left at step 10" in problem.message
+    assert checked({"leaves": leaves}, groups=4, min_groups=2) == []
+    assert checked({"leaves": [leaves[0], leaves[1] | {"from_step": 21}]}, groups=4, min_groups=3) == []
+
+
+@pytest.mark.parametrize(("node", "nodes", "groups", "there"), [(5, 32, 8, [1]), (1, 2, 4, [2, 3]), (3, 4, 4, [3])])
+def test_groups_of_a_node(node: int, nodes: int, groups: int, there: list[int]) -> None:
+    assert list(groups_of_node(node, nodes, groups)) == there
+
+
+def test_chance_stays_within_its_bounds_and_repeats_itself() -> None:
+    draft, _ = build_disturbance({"by_chance": CHANCE | {"network_share": 0.25}, "seed": 3}, "disturb")
+    drawn = draft.drawn(1.0, 4, 8)
+    assert drawn == draft.drawn(1.0, 4, 8) != Disturbance(by_chance=draft.by_chance, seed=4).drawn(1.0, 4, 8)
+    assert len(drawn.events) == 400 and len(drawn.narrow_links) == pytest.approx(100, abs=30)
+    assert all(1.2 <= event.factor <= 2 and 10 <= (event.steps or 0) <= 1000 for event in drawn.slow_devices)
+    assert {event.device for event in drawn.slow_devices} == set(range(32))
+    middle = sorted(event.steps or 0 for event in drawn.slow_devices)[len(drawn.slow_devices) // 2]
+    assert 70 < middle < 140, "half of them are shorter than the bounds' geometric mean, 100 s"
+
+
+def test_events_say_what_they_are() -> None:
+    assert Leave(node=3, from_step=5, steps=2).describe() == "node 3 is away, steps 5 to 6"
+    assert SlowDevice(device=3, factor=1.5).describe() == "device 3 computes 1.5 times as long, from step 1 on"

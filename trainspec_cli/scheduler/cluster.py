@@ -1,0 +1,128 @@
+"""What the steps of a disturbed cluster really take, by data-parallel rank and pipeline stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainspec_cli.planner.time.samples import StepParts, Tier
+from trainspec_cli.scheduler.disturbance import Event, NarrowLink, SlowDevice, SlowNode
+from trainspec_cli.spec.recipe.layout import Layout
+
+Floats = NDArray[np.float64]
+LEAST_S = 1e-12
+"""A sample takes so long at least, where launching kernels hides all of it."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """How much longer everything takes in a step. Arrays are of (stages, data-parallel ranks)."""
+
+    compute: Floats
+    scaleup: Floats
+    network: Floats
+    sends: Floats
+    """Of each data-parallel rank's pipeline."""
+    gradients: float
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """A step's true times."""
+
+    passes_s: Floats
+    """(stages, ranks): what each computes, over all micro-batches; a device measures this of itself."""
+    ranks_s: Floats
+    """Each data-parallel rank's pipeline, filling and draining included."""
+    exchanged_s: float
+    """What the ranks exchange."""
+    total_s: float
+
+
+class Cluster:
+    def __init__(self, parts: StepParts, layout: Layout, num_nodes: int, devices_per_node: int, replica_groups: int):
+        """`layout` is of all replica groups together, whose devices lie one group after the other."""
+        self.parts, self._layout = parts, layout
+        self.ranks, self._stages = layout.data_parallel_size, len(parts.stages)
+        self._num_nodes, self._per_node = num_nodes, devices_per_node
+        self._groups = replica_groups
+        apart = layout.ep * layout.etp // (layout.cp * layout.tp)
+        self._exchanging_rows = max(1, apart)
+        """So many neighbouring ranks exchange experts' tokens in every layer: each waits for the slowest of them."""
+        speeds = [[stage.compute, stage.scaleup, stage.network] for stage in parts.stages]
+        self._fixed_s = np.array([[speed.fixed_s for speed in stage] for stage in speeds])
+        self._per_sample_s = np.array([[speed.per_sample_s for speed in stage] for stage in speeds])
+        self._launch_s = np.array([[stage.launch_s] for stage in parts.stages])
+
+    def condition(self, events: Sequence[Event]) -> Condition:
+        """Return what these events at once amount to."""
+        shape = self._stages, self.ranks
+        compute, sends = np.ones(shape), np.ones(self.ranks)
+        links: dict[Tier, Floats] = {"scaleup": np.ones(shape), "network": np.ones(shape)}
+        gradients = 1.0
+        for event in events:
+            if isinstance(event, SlowDevice):
+                self._slow(compute, range(event.device, event.device + 1), event.factor)
+            elif isinstance(event, SlowNode):
+                self._slow(compute, self._devices_of(event.node), event.factor)
+            elif isinstance(event, NarrowLink):
+                nodes = range(self._num_nodes) if event.node is None else [event.node]
+                devices = [device for node in nodes for device in self._devices_of(node)]
+                self._slow(links[event.tier], devices, event.factor)
+                if event.tier == self.parts.sends_tier:
+                    rows = list({self._place(device)[1] for device in devices})
+                    sends[rows] = np.maximum(sends[rows], event.factor)
+                if event.tier == self.parts.gradients_tier:
+                    gradients = max(gradients, event.factor)
+        return Condition(compute, links["scaleup"], links["network"], sends, gradients)
+
+    def _devices_of(self, node: int) -> range:
+        return range(node * self._per_node, (node + 1) * self._per_node)
+
+    def _slow(self, factors: Floats, devices: Sequence[int], factor: float) -> None:
+        """Devices that compute one micro-batch together wait for the slowest; what is slow twice is slower yet."""
+        for place in {self._place(device) for device in devices}:
+            factors[place] *= factor
+
+    def _place(self, device: int) -> tuple[int, int]:
+        """Return the stage and the data-parallel rank that a device works for."""
+        layout, group_rows = self._layout, self.ranks // self._groups
+        inner = layout.cp * layout.tp
+        group, own = divmod(device, layout.pp * group_rows * inner)
+        return own // (inner * group_rows), group * group_rows + own // inner % group_rows
+
+    def seconds(self, condition: Condition, counts: Floats, micro_batches: Floats) -> StepSeconds:
+        """Return a step's times where each rank has so many samples in so many micro-batches; a rank with none of
+        either is away."""
+        parts = self.parts
+        factors = np.stack([condition.compute, condition.scaleup, condition.network], axis=1)  # (stages, 3, ranks)
+        fixed_s = np.einsum("skr,sk->sr", factors, self._fixed_s)
+        growing_s = np.einsum("skr,sk->sr", factors, self._per_sample_s)
+        device_s = fixed_s * micro_batches + growing_s * counts
+        device_s = self._with_experts(device_s)
+        passes_s = np.maximum(device_s, self._launch_s * micro_batches)
+        turns = np.maximum(micro_batches, 1)
+        waits_s = (device_s.sum(0) - device_s.max(0)) / turns * parts.bubble
+        sends_s = condition.sends * (parts.sends.fixed_s * micro_batches + parts.sends.per_sample_s * counts)
+        ranks_s = passes_s.max(0) + waits_s + sends_s
+        most = float(micro_batches.max())
+        exchanged_s = condition.gradients * (most * parts.gradients_each_s + parts.gradients_once_s)
+        return StepSeconds(passes_s, ranks_s, exchanged_s, float(ranks_s.max()) + exchanged_s + parts.rest_s)
+
+    def _with_experts(self, device_s: Floats) -> Floats:
+        together = self._exchanging_rows
+        if together == 1:
+            return device_s
+        blocks = device_s.reshape(self._stages, -1, together).max(2)
+        return np.repeat(blocks, together, axis=1)
+
+    def lines(self, condition: Condition, micro_batches: int, samples: float) -> tuple[Floats, Floats]:
+        """Return how each rank's time depends on its samples, at so many micro-batches: the time of none, and what each
+        sample adds, by the line to the time of `samples`, a usual number."""
+        turns = np.full(self.ranks, float(micro_batches))
+        empty_s = self.seconds(condition, np.zeros(self.ranks), turns).ranks_s
+        full_s = self.seconds(condition, np.full(self.ranks, samples), turns).ranks_s
+        return empty_s, np.maximum((full_s - empty_s) / samples, LEAST_S)

@@ -1,0 +1,98 @@
+"""Find and read the disturbance that `disturb=NAME|FILE` names, and run a plan's steps under it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainspec_cli.compose.folders import DISTURB, SUFFIX, Folders, find_folders
+from trainspec_cli.compose.origins import COMMAND_LINE, Origins, locate
+from trainspec_cli.compose.yaml_file import read_yaml
+from trainspec_cli.errors import Problem, RecipeError, closest
+from trainspec_cli.planner.capacity import describe_fabric
+from trainspec_cli.reading.files import exists, expand
+from trainspec_cli.reading.yaml_file import read_yaml as read_content
+from trainspec_cli.scheduler.disturbance import Disturbance, build_disturbance, check_cluster
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.prediction import Candidate
+from trainspec_cli.spec.results.simulation import Simulation
+
+
+@dataclass(frozen=True)
+class NamedDisturbance:
+    name: str
+    disturbance: Disturbance
+    origins: Origins
+    cwd: Path
+
+    def require(self, problems: Sequence[Problem]) -> None:
+        """Raise RecipeError with the problems' lines in the file, if there are any."""
+        if problems:
+            raise RecipeError(locate(map(_for_a_file, problems), self.origins, (), self.cwd))
+
+
+def load_disturbance(arguments: Sequence[str], cwd: Path | None = None) -> NamedDisturbance | None:
+    """Return the disturbance that the command line names; None where it names none.
+
+    Raises RecipeError with every mistake of its file, located.
+    """
+    from trainspec_cli.compose.arguments import parse_arguments  # loads hydra, which the help of a command does without
+
+    given = next((argument for argument in parse_arguments(arguments)[0] if argument.key == DISTURB), None)
+    if given is None:
+        return None
+    cwd, name = (cwd or Path.cwd()).resolve(), str(given.value)
+    file = _find(name, cwd)
+    if file is None:
+        problem = _unknown(name, find_folders(cwd), given.number)
+        raise RecipeError(locate([problem], {}, arguments, cwd))
+    read = read_yaml(file, cwd)
+    origins = {f"{DISTURB}.{path}": origin for path, origin in read.origins.items()}
+    draft, problems = build_disturbance(read_content(file) or {}, DISTURB)
+    found = NamedDisturbance(file.stem, draft, {DISTURB: read.start} | origins, cwd)
+    found.require(problems)
+    return found
+
+
+def simulate_disturbed(
+    named: NamedDisturbance, spec: RunSpec, candidate: Candidate, machine: Machine | None
+) -> Simulation:
+    """Simulate a planned candidate under the disturbance. Raises RecipeError, located, where they do not fit."""
+    from trainspec_cli.scheduler.simulate import describe_job, replica_groups_of, simulate  # loads numpy, as above
+
+    per_node = describe_fabric(spec.cluster, machine).devices_per_node
+    groups = replica_groups_of(spec, candidate)
+    problems = check_cluster(
+        named.disturbance, DISTURB, spec.cluster.num_nodes, per_node, groups, spec.resilience.min_groups
+    )
+    named.require(list(problems))
+    return simulate(describe_job(spec, candidate, machine), named.disturbance, named.name)
+
+
+def _find(name: str, cwd: Path) -> Path | None:
+    path = expand(name)
+    if path.suffix == SUFFIX and exists(cwd / path):
+        return cwd / path
+    return find_folders(cwd).find_config(f"{DISTURB}/{name}") if name else None
+
+
+def _unknown(name: str, folders: Folders, number: int) -> Problem:
+    names = folders.options(DISTURB)
+    near = closest(name, names)
+    there_are = f"there are: {', '.join(names)}; or name a {SUFFIX} file"
+    hint = f"did you mean {DISTURB}={near}? {there_are}" if near else there_are
+    message = f"there is no disturbance `{name}`" if name else "no disturbance is named"
+    return Problem("unknown_option", message, DISTURB, hint, COMMAND_LINE, number)
+
+
+def _for_a_file(problem: Problem) -> Problem:
+    """Word a problem of a recipe for a file of its own: what is typed as `disturb.a.0.b=1` stands there as `b: 1`."""
+    hint = re.sub(rf"type {DISTURB}\.[\w.]*?(\w+)=", r"write \1: ", problem.hint)
+    return replace(problem, hint=re.sub(rf"{DISTURB}\.([\w.]+)", r"\1", hint), message=_without_key(problem.message))
+
+
+def _without_key(message: str) -> str:
+    return message.replace(f"`{DISTURB}.", "`")

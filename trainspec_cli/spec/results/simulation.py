@@ -1,0 +1,64 @@
+"""A disturbed run in simulation: its speed without the scheduler, with it, and at best, and what was decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SimulatedPace:
+    """One way of dividing the samples, over the whole run."""
+
+    wall_s: float
+    samples_per_s: float
+    """On average."""
+    by_step: tuple[float, ...]
+    """Samples a second of each step."""
+
+
+@dataclass(frozen=True)
+class SimulatedDecision:
+    step: int
+    """The first step that it holds for."""
+    kind: str
+    """`shares` of the data-parallel ranks, or `group_shares` of the replica groups."""
+    group: int | None
+    """The replica group, where there are several."""
+    reason: str
+    micro_batch_size: int | None
+    micro_batches: int | None
+    before_s: float
+    """The slowest rank's computing in a step as it was, by the confirmed speeds."""
+    expected_s: float
+    achieved_s: float
+    """As it then was."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    name: str
+    description: str
+    steps: int
+    step_s: float
+    """Of an undisturbed step."""
+    global_batch_size: int
+    data_parallel_ranks: int
+    replica_groups: int
+    micro_batch_size: int
+    largest_micro_batch_size: int
+    report_interval: int
+    """Steps between two exchanges of the ranks' speeds."""
+    events: tuple[str, ...]
+    off: SimulatedPace
+    """The scheduler changes nothing."""
+    on: SimulatedPace
+    """It decides as in a run with `scheduler.mode=auto`."""
+    ideal: SimulatedPace
+    """The best division into whole samples by the true speeds, at once and without cost."""
+    ideal_real: SimulatedPace
+    """The same, if samples could be cut."""
+    won_back: float | None
+    """Of the time lost without the scheduler, over what whole samples allow to win back; None where that is nothing."""
+    won_back_of_real: float | None
+    """The same, over what the speeds alone allow."""
+    decisions: tuple[SimulatedDecision, ...]
