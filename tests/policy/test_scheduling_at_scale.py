@@ -6,10 +6,10 @@ import pytest
 
 from trainspec_cli.policy.balance import best_division
 from trainspec_cli.policy.division import Division
-from trainspec_cli.policy.scheduling import ShareScheduler, reporting_interval, samples_per_s, without_noise
+from trainspec_cli.policy.scheduling import ShareScheduler, equalise, reporting_interval, samples_per_s
 from trainspec_cli.policy.speeds import Speed
 
-RANKS, EACH = 512, 128
+RANKS, EACH, CHANGE = 512, 128, 0.1
 
 
 def even(ranks: int = RANKS) -> Division:
@@ -25,16 +25,16 @@ def test_the_noise_of_many_ranks_is_not_taken_for_speeds() -> None:
     """Of 512 estimates with 1.5% of noise the slowest is 4% off: balanced out, that would look worth a change."""
     speeds = noisy(RANKS, 0.015)
     assert max(speed.per_sample_s for speed in speeds) > 1.03
-    scheduler = ShareScheduler(even(), 2)
+    scheduler = ShareScheduler(even(), 2, CHANGE)
     assert all(scheduler.note_step(RANKS * EACH, speeds, 0.0) is None for _ in range(100))
 
 
 def test_a_slow_rank_stands_out_of_the_noise() -> None:
     speeds = noisy(RANKS, 0.015)
     speeds[7] = Speed(0.0, 2.0)
-    cleaned = without_noise(speeds, EACH, EACH)
+    cleaned = equalise(speeds, EACH, EACH, CHANGE)
     assert cleaned[7] is speeds[7] and len(set(cleaned)) == 2
-    change = ShareScheduler(even(), 2).note_step(RANKS * EACH, speeds, 0.0, steps=2)
+    change = ShareScheduler(even(), 2, CHANGE).note_step(RANKS * EACH, speeds, 0.0, steps=2)
     assert change is not None
     counts = change.division.counts(RANKS * EACH)
     assert counts[7] < 0.55 * EACH and max(counts) <= EACH + 1
@@ -44,7 +44,7 @@ def test_steps_between_two_exchanges_count_as_lost() -> None:
     """10% are lost a step: ten such steps cost as much as a change, however rarely speeds are exchanged."""
     speeds = [*[Speed(0.0, 1.0)] * 7, Speed(0.0, 1.12)]
     for interval in (1, 3, 10):
-        scheduler, calls = ShareScheduler(even(8), 2), 1
+        scheduler, calls = ShareScheduler(even(8), 2, CHANGE), 1
         while scheduler.note_step(8 * EACH, speeds, 0.0, interval) is None:
             calls += 1
         assert 9 <= calls * interval <= 12
@@ -58,7 +58,7 @@ def test_speeds_of_many_ranks_are_exchanged_less_often(ranks: int, interval: int
 def test_even_shares_come_back_though_they_win_little() -> None:
     """64 micro-batches beside 65 are 1.5%: too little to leave even shares for, and for ever."""
     speeds = [Speed(0.0, 1.0)] * 8
-    scheduler = ShareScheduler(even(8), 1)
+    scheduler = ShareScheduler(even(8), 1, CHANGE)
     slow = [Speed(0.0, 2.0), *speeds[1:]]
     changes = [change for _ in range(3) if (change := scheduler.note_step(8 * 64, slow, 0.0))]
     assert len(changes) == 1 and scheduler.division != even(8)

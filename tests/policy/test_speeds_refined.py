@@ -1,6 +1,15 @@
 """Speeds are refined from the steps that follow, and shapes that say nothing new teach nothing new."""
 
-from trainspec_cli.policy.speeds import REFINING_STEPS, Shape, Speed, SpeedTracker, slowest
+from trainspec_cli.policy.speeds import (
+    CONFIRMING_STEPS,
+    FIRST_STEPS,
+    REFINING_STEPS,
+    SKIPPED_STEPS,
+    Shape,
+    Speed,
+    SpeedTracker,
+    slowest,
+)
 
 
 def seen(tracker: SpeedTracker, samples: int, micro_batches: int, seconds: list[float]) -> SpeedTracker:
@@ -9,11 +18,12 @@ def seen(tracker: SpeedTracker, samples: int, micro_batches: int, seconds: list[
     return tracker
 
 
-def test_a_few_unlucky_first_steps_are_corrected_by_the_following_ones() -> None:
-    tracker = seen(SpeedTracker(0.1), 8, 1, [9.0, 9.0, *[8.4] * 5])
-    assert tracker.speed == Speed(0.0, 1.05)
-    seen(tracker, 8, 1, [8.0] * REFINING_STEPS)
-    assert tracker.speed is not None and abs(tracker.speed.per_sample_s - 1.0) < 1e-12
+def test_a_few_unlucky_confirming_steps_are_corrected_by_the_following_ones() -> None:
+    tracker = seen(SpeedTracker(0.1), 8, 1, [8.0] * (SKIPPED_STEPS + FIRST_STEPS))
+    seen(tracker, 8, 1, [16.8] * CONFIRMING_STEPS)
+    assert tracker.speed == Speed(0.0, 2.1)
+    seen(tracker, 8, 1, [16.0] * REFINING_STEPS)
+    assert tracker.speed is not None and abs(tracker.speed.per_sample_s - 2.0) < 1e-12
 
 
 def test_a_speed_is_refined_once_and_then_stays_while_nothing_changes() -> None:

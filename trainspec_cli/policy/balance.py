@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from trainspec_cli.policy.division import Division
+from trainspec_cli.policy.division import Division, count_micro_batches
 from trainspec_cli.policy.speeds import Speed
 
 EVEN_ENOUGH = 0.02
@@ -118,8 +118,8 @@ def best_division(
     best = Balanced(even, compute_s(even, samples, speeds, exchange_s))
     kept_s = best.compute_s * (1 - EVEN_ENOUGH)
     usual = even.count_micro_batches(samples)
-    for turns in range(1 if keeps_micro_batches else 1 + MORE_TURNS):
-        micro_batches = usual + turns * even.turns
+    tried = [usual] if keeps_micro_batches else _numbers(usual, even, samples, speeds, largest_micro_batch)
+    for micro_batches in tried:
         most = micro_batches * largest_micro_batch
         counts = solve_counts(samples, micro_batches, speeds, most)
         found_s = _slowest_s(counts, micro_batches, speeds, exchange_s)
@@ -129,3 +129,14 @@ def best_division(
         if max(counts) < most:
             break  # memory holds nobody back
     return best
+
+
+def _numbers(usual: int, even: Division, samples: int, speeds: Sequence[Speed], largest_micro_batch: int) -> list[int]:
+    """Return the numbers of micro-batches that are worth a try: the usual one, some more, and as many as the fastest
+    rank needs for its share."""
+    if largest_micro_batch * usual >= samples:
+        return [usual]
+    share = max(solve_counts(samples, usual, speeds, samples))
+    needed = count_micro_batches(share, largest_micro_batch, even.turns)
+    numbers = {first + turn * even.turns for first in (usual, needed) for turn in range(1 + MORE_TURNS)}
+    return sorted(number for number in numbers if number >= usual)

@@ -22,10 +22,13 @@ CONFIRMING_STEPS = 3
 """So many steps in a row confirm a change."""
 REFINING_STEPS = 10
 """After a change, of the speed or of the shares, so many steps that show none set the speed to their median: the few
-that confirmed it are noisy, and micro-batches of another size may lie off the line that was assumed."""
+that confirmed it are noisy."""
 REMEMBERED_STEPS = 50
 TELLING = 0.25
-"""Numbers of samples that are closer than this fraction do not tell what is fixed from what grows with them."""
+"""Sizes of micro-batches that are closer than this fraction do not tell what is fixed from what grows with them: the
+steps' noise would be taken for it."""
+OFF_THE_LINE = 0.15
+"""Micro-batches whose size is other by this fraction may take another time than the line that was assumed says."""
 NOISE_FACTOR = 4.0
 """A step is beyond the noise at so many standard deviations (median absolute deviation x 1.4826)."""
 
@@ -52,7 +55,7 @@ class SpeedTracker:
         """`change`: the smallest relative change that is confirmed."""
         self._change = change
         self._speed: Speed | None = None
-        self._learnt = Shape(0, 0)
+        self._learnt = Shape(0, 1)
         """The shape of the steps that the speed was learnt from."""
         self._learning_s: list[float] = []
         self._paces: deque[float] = deque(maxlen=REMEMBERED_STEPS)
@@ -61,7 +64,8 @@ class SpeedTracker:
         """The same of the last steps in a row that did."""
         self._unrefined: list[float] | None = None
         """The same of the steps since a change; None where the speed is refined."""
-        self._shape, self._steps = Shape(0, 0), 0
+        self._refined_at = Shape(0, 1)
+        self._shape, self._steps = Shape(0, 1), 0
         """The shape of the last steps, and how many in a row had it."""
 
     @property
@@ -74,7 +78,8 @@ class SpeedTracker:
         shape = Shape(samples, micro_batches)
         if shape != self._shape:
             self._shape, self._steps = shape, 0
-            self._unrefined = []
+            if samples and shape.apart(self._refined_at) >= OFF_THE_LINE:
+                self._unrefined = []
             self._departed.clear()
             self._learning_s.clear()
         self._steps += 1
@@ -93,10 +98,11 @@ class SpeedTracker:
         if steps < FIRST_STEPS or (steps < REMEMBERED_STEPS and self._limit(paces) / math.sqrt(steps) > self._change):
             return
         if self._speed is None:
-            self._speed, self._unrefined = Speed(0.0, measured_s / self._shape.samples), None
+            self._speed = Speed(0.0, measured_s / self._shape.samples)
         else:
             self._speed = through(self._learnt, self._speed, self._shape, measured_s)
-        self._learnt = self._shape
+        self._learnt = self._refined_at = self._shape
+        self._unrefined = None
         self._learning_s.clear()
         self._paces.extend(paces)
 
@@ -121,7 +127,7 @@ class SpeedTracker:
             self._unrefined.append(pace)
             if len(self._unrefined) == REFINING_STEPS:
                 self._scale(speed, median(self._unrefined))
-                self._unrefined = None
+                self._unrefined, self._refined_at = None, self._shape
         elif len(self._paces) == REMEMBERED_STEPS and abs(median(self._paces) - 1) > self._change:
             self._scale(speed, median(list(self._paces)[REMEMBERED_STEPS // 2 :]))  # more than half have changed
 
@@ -151,9 +157,13 @@ class Shape(NamedTuple):
     micro_batches: int
 
     def differs(self, other: Shape) -> bool:
-        """Return whether steps of the two shapes take times that say more than one of them does."""
-        apart = abs(self.samples - other.samples) >= TELLING * max(self.samples, other.samples)
-        return apart or self.micro_batches != other.micro_batches
+        """Return whether the two shapes' times tell what is fixed from what grows with the samples."""
+        return self.apart(other) >= TELLING
+
+    def apart(self, other: Shape) -> float:
+        """Return the relative difference of the micro-batches' sizes: a micro-batch's time depends on its own alone."""
+        sizes = self.samples / self.micro_batches, other.samples / other.micro_batches
+        return abs(sizes[0] - sizes[1]) / max(sizes)
 
 
 def through(before: Shape, known: Speed, now: Shape, measured_s: float) -> Speed:

@@ -18,11 +18,11 @@ from trainspec_cli.engine.run.scheduling import (
     largest_micro_batch,
     ranks_of_data,
     read_directives,
-    slowest,
+    read_speed,
 )
 from trainspec_cli.errors import MachineError
 from trainspec_cli.policy.division import Division, even_division
-from trainspec_cli.policy.speeds import Speed
+from trainspec_cli.policy.speeds import Speed, slowest
 from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent, Event
 from trainspec_cli.rundir.events import EventWriter, read_events
 from trainspec_cli.rundir.paths import RunDir
@@ -406,9 +406,11 @@ def test_the_largest_micro_batch(tmp_path: Path, known: int | None, most: Any, l
 
 
 def test_a_data_parallel_rank_is_as_slow_as_its_slowest_process() -> None:
-    assert slowest([[0.0, 2.0], [8.0, 1.0]], 10) == Speed(0.0, 2.0)
-    assert slowest([[0.0, 2.0], [8.0, 1.0]], 6) == Speed(8.0, 1.0)
-    assert slowest([[0.0, 2.0], [0.0, 0.0]], 6) is None
+    speeds = [read_speed(0.0, 2.0), read_speed(8.0, 1.0)]
+    assert slowest(speeds, 10) == Speed(0.0, 2.0)
+    assert slowest(speeds, 6) == Speed(8.0, 1.0)
+    assert slowest([*speeds, read_speed(0.0, 0.0)], 6) is None
+    assert read_speed(0.0, float("inf")) is read_speed(0.0, float("nan")) is None
 
 
 def test_the_processes_of_each_data_parallel_rank() -> None:
