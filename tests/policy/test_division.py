@@ -230,7 +230,7 @@ def test_the_learning_rate_follows_a_smaller_batch(rule, factor: float) -> None:
     [
         ((1.0, 1.0), 8, 8, 2, 2),
         ((1.0, 1.0), 2, 8, 2, 4),
-        ((1.0, 1.0, 1.0), 2, 7, 3, 5),  # (3, 2, 2): of two turns, two ranks may have one sample each
+        ((1.0, 1.0, 1.0), 2, 7, 3, 6),
         ((1.0, 1.0, 1.0), 4, 2, 2, 2),
         ((3.0, 1.0), 1, 4, 2, 4),
         ((1.0, 1.0), 4, 1, 1, 1),
