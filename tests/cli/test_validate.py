@@ -119,3 +119,27 @@ def test_what_only_the_plan_can_see_has_its_place_too(capsys) -> None:
     code, (error,) = errors(capsys, "recipe=tiny", "layout=fsdp", "layout.dp_shard=1", "layout.cp=auto")
     assert (code, error["code"], error["path"].split(".")[0]) == (2, "not_divisible", "layout")
     assert error["file"] is not None
+
+
+NOISY = """\
+batching:
+  global_batch_size: 8
+  schedule:
+    kind: noise
+    max_global_batch_size: 64
+train: {max_steps: 4}
+layout: {dp_shard: 2, tp: 2}
+cluster: {device: cpu, devices_per_node: 4}
+"""
+
+
+def test_a_noise_that_the_layout_hides_is_named_with_its_line(capsys, write) -> None:
+    write(
+        "recipes/mine.yaml", f"defaults:\n  - override /model: llama_tiny\n  - override /data: python_stdlib\n{NOISY}"
+    )
+    code, (found,) = errors(capsys, "recipe=mine")
+    assert (code, found["code"], found["path"]) == (2, "unsupported", "batching.schedule.kind")
+    assert f"{found['file']}:{found['line']}" == "recipes/mine.yaml:7"
+    assert "nobody measures it: ranks of tp hold parts of a sample's gradient" in found["message"]
+    assert found["hint"].startswith("type layout=ddp or layout=fsdp with two processes or more")
+    assert errors(capsys, "recipe=mine", "layout.tp=1", "layout.dp_shard=4") == (0, [])

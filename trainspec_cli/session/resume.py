@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.launch.job.machine import detect
-from trainspec_cli.policy.batch import schedule_batches
 from trainspec_cli.reading.files import check_field, read_object
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan, read_run_record
@@ -131,8 +130,8 @@ def check_unfinished(run: RunDir, spec: RunSpec) -> None:
     if spec.batching.schedule.kind == "constant":
         is_done, what = step >= wanted, f"`train.max_steps` is {wanted}"
     else:  # its steps depend on the samples before them, and their number on the schedule that these had
-        run_samples, trained = schedule_batches(spec).run_samples, _trained_samples(run, step)
-        start = spec.batching.global_batch_size
+        trained, start = _trained_samples(run, step), spec.batching.global_batch_size
+        run_samples = wanted * start
         is_done = trained >= run_samples
         what = (
             f"has trained {trained:,} samples; `train.max_steps` {wanted:,} times `batching.global_batch_size` "

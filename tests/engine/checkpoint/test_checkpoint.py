@@ -32,7 +32,9 @@ from trainspec_cli.engine.optim.optimizer import build_optimizer, guarded_update
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.environment_names import GENERATION
 from trainspec_cli.errors import MachineError, RecipeError, WorkerError
+from trainspec_cli.policy.noise import BatchPace, NoiseAverage
 from trainspec_cli.rundir import generations
+from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.optim import OptimSpec
 
@@ -658,3 +660,20 @@ def test_weights_alone_leave_the_optimizer_as_it_is_and_new_adapters_too(tmp_pat
     other = Share("0.gate", torch.nn.Parameter(torch.zeros(2, 2)))
     with pytest.raises(MachineError, match=r"it holds no model\.0\.gate"):
         load_weights(RunDir(tmp_path).checkpoint(3), Held([*held.shares, other], held.modules, held.optimizer))
+
+
+def test_where_a_batch_stands_comes_back_to_the_bit(tmp_path):
+    pace = BatchPace(12, NoiseAverage(trace=0.1 + 0.2, square=-1e-17, weight=1 / 3))
+    Saver(RunDir(tmp_path), trained(), CPU, 2).save(replace(about(3), pace=pace))
+    restored = load_newest(RunDir(tmp_path), trained(), CPU)
+    assert restored.manifest.about.pace == pace
+
+
+def test_a_manifest_of_a_version_that_kept_no_pace_has_none(tmp_path):
+    save(RunDir(tmp_path), trained(), 3)
+    folder = RunDir(tmp_path).checkpoint(3)
+    content = read_json(folder / "manifest.json")
+    assert content["about"].pop("pace") is None
+    content.pop("sha256")
+    write_json(folder / "manifest.json", content | {"sha256": manifest._digest(content)})
+    assert read_manifest(folder).about == about(3)

@@ -34,11 +34,11 @@ from trainspec_cli.engine.run.sources import WrittenSample
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.run.trainer import Trainer
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.policy.division import OwnSamples
+from trainspec_cli.policy.division import Division, OwnSamples
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.recipe.batching import BatchingSpec
+from trainspec_cli.spec.recipe.batching import BatchingSpec, BatchScheduleSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.model import DecoderModel, ExpertSpec
@@ -307,3 +307,69 @@ def test_an_ordinary_run_imports_nothing_of_replica_groups() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert ended.stdout.strip() == "[]"
+
+
+# The noise of the gradients, as if two ranks had measured it
+
+
+NOISE = 15.0
+"""Samples."""
+
+
+@pytest.fixture
+def noisy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step's gradients show the same noise scale, between two parts of its samples."""
+
+    def measured(state: TrainState, *arguments: Any, step_samples: int, **others: Any) -> Any:
+        outcome = train_step(state, *arguments, step_samples=step_samples, **others)
+        assert outcome is not None
+        ratio = (1 + 2 * NOISE / step_samples) / (1 + NOISE / step_samples)
+        return replace(outcome, weighted_square=ratio * outcome.grad_norm.double() ** 2)
+
+    monkeypatch.setattr("trainspec_cli.engine.run.trainer.train_step", measured)
+    monkeypatch.setattr("trainspec_cli.engine.run.pace.noise_hindrance", lambda *_: "")
+    monkeypatch.setattr(Division, "count_parts", lambda *_, **__: 2)
+
+
+def following_noise(folder: Path) -> RunContext:
+    """30 x 2 samples, in steps that grow to 8 at most."""
+    torch.manual_seed(0)
+    schedule = BatchScheduleSpec(kind="noise", interval_steps=2, smoothing_steps=3, max_global_batch_size=8)
+    spec = replace(SPEC, batching=replace(SPEC.batching, schedule=schedule), train=TrainSection(max_steps=30))
+    made = replace(plan(SPEC, MACHINE), spec=spec, peak_flops=1e9)
+    state = build_train_state(made, torch.device("cpu"))
+    for share in state.shares:
+        torch.nn.init.normal_(share.local, std=0.1)
+    run_dir = RunDir(folder)
+    write_json(run_dir.run_json, {"recipe": "noisy", "created_at": 0.0})
+    return RunContext(made, run_dir, Source(), state, "", StopRequest())
+
+
+def test_a_resumed_run_goes_on_with_the_sizes_of_one_that_was_left_alone(
+    one_process: None, noisy: None, tmp_path: Path
+) -> None:
+    """Stopped between two decisions, with averages of a few steps."""
+    whole, stopped = following_noise(tmp_path / "whole"), following_noise(tmp_path / "stopped")
+    Trainer(whole, SingleGroup(whole)).run()
+    run_until_stopped(stopped, after_step=5)
+    Trainer(stopped, SingleGroup(stopped)).run()
+    told = [[(event["samples"], event["noise_scale"]) for event in events(run, "step")] for run in (whole, stopped)]
+    assert told[0] == told[1]
+    sizes = [samples for samples, _ in told[0]]
+    assert sum(sizes) == 60
+    assert sizes[:3] == [2, 2, 3] and max(sizes[:-1]) == 7, "one size up every other step"
+    assert [scale for _, scale in told[0]] == pytest.approx([NOISE] * len(sizes), rel=1e-4)
+    assert digest(whole) == digest(stopped)
+
+
+def test_a_constant_batch_reports_the_noise_and_keeps_none_of_it(context: RunContext, noisy: None) -> None:
+    Trainer(context, SingleGroup(context)).run()
+    assert [event["noise_scale"] for event in events(context, "step")] == pytest.approx([NOISE] * STEPS, rel=1e-4)
+    assert read_json(context.run_dir.manifest(STEPS))["about"]["pace"] is None
+
+
+def test_what_shows_no_noise_reports_none(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank that computes all samples of a step together; null would mean that it is infinite."""
+    monkeypatch.setattr("trainspec_cli.engine.run.pace.noise_hindrance", lambda *_: "")
+    Trainer(context, SingleGroup(context)).run()
+    assert not any("noise_scale" in event for event in events(context, "step"))
