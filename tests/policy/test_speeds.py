@@ -197,3 +197,22 @@ def test_the_speed_through_two_measurements(now: Shape, measured_s: float, found
 def test_the_time_of_samples_and_micro_batches() -> None:
     assert Speed(2.0, 0.5).time_s(6, 3) == 9.0
     assert Speed(2.0, 0.5).scaled(3) == Speed(6.0, 1.5)
+
+
+def test_what_lasts_for_less_than_a_second_is_no_change() -> None:
+    """Steps of 10 ms: a neighbour that takes the processor for half a second shows in fifty of them."""
+    tracker = SpeedTracker(0.1, settling_s=1.0)
+    for _ in range(99):
+        tracker.note(1, 1, 0.01)
+    assert tracker.speed is None
+    for _ in range(20):
+        tracker.note(1, 1, 0.01)
+    known = tracker.speed
+    assert known is not None
+    for _ in range(25):
+        tracker.note(1, 1, 0.02)
+    tracker.note(1, 1, 0.01)
+    assert tracker.speed == known
+    for _ in range(60):
+        tracker.note(1, 1, 0.02)
+    assert tracker.speed is not None and tracker.speed.per_sample_s == pytest.approx(0.02)

@@ -20,6 +20,8 @@ SKIPPED_STEPS = 2
 """The first steps after a start, or with other shares, compile and warm up: they say nothing."""
 CONFIRMING_STEPS = 3
 """So many steps in a row confirm a change."""
+SETTLING_S = 1.0
+"""What a machine does for less time than this beside the run, in short steps, is no change of a rank's speed."""
 REFINING_STEPS = 10
 """After a change, of the speed or of the shares, so many steps that show none set the speed to their median: the few
 that confirmed it are noisy."""
@@ -51,9 +53,10 @@ class Speed:
 class SpeedTracker:
     """One rank's speed, learnt from its own steps."""
 
-    def __init__(self, change: float):
-        """`change`: the smallest relative change that is confirmed."""
-        self._change = change
+    def __init__(self, change: float, settling_s: float = 0.0):
+        """`change`: the smallest relative change that is confirmed. `settling_s`: steps that show a speed, or a change
+        of it, are so many seconds of computing at least."""
+        self._change, self._settling_s = change, settling_s
         self._speed: Speed | None = None
         self._learnt = Shape(0, 1)
         """The shape of the steps that the speed was learnt from."""
@@ -95,6 +98,8 @@ class SpeedTracker:
         self._learning_s.append(compute_s)
         steps, measured_s = len(self._learning_s), median(self._learning_s)
         paces = [step_s / measured_s for step_s in self._learning_s]
+        if sum(self._learning_s) < self._settling_s:
+            return
         if steps < FIRST_STEPS or (steps < REMEMBERED_STEPS and self._limit(paces) / math.sqrt(steps) > self._change):
             return
         if self._speed is None:
@@ -115,7 +120,8 @@ class SpeedTracker:
             return
         same_side = [earlier for earlier in self._departed if (earlier > 1) == (pace > 1)]
         self._departed = [*same_side, pace]
-        if len(self._departed) == CONFIRMING_STEPS:
+        seconds = sum(self._departed) * speed.time_s(*self._shape)
+        if len(self._departed) >= CONFIRMING_STEPS and seconds >= self._settling_s:
             self._speed = speed.scaled(median(self._departed))
             self._departed.clear()
             self._unrefined = []

@@ -25,7 +25,7 @@ from trainspec_cli.policy.scheduling import (
     reporting_interval,
     samples_per_s,
 )
-from trainspec_cli.policy.speeds import Speed, SpeedTracker, slowest
+from trainspec_cli.policy.speeds import SETTLING_S, Speed, SpeedTracker, slowest
 from trainspec_cli.scheduler.cluster import Cluster, Condition, StepSeconds
 from trainspec_cli.scheduler.disturbance import Disturbance, Leave, groups_of_node
 from trainspec_cli.scheduler.ideal import Group, Ideal, best_step
@@ -239,7 +239,9 @@ class LiveGroup:
     def __init__(self, job: SimulatedJob, group: int):
         self._job, self._rows = job, job.groups[group].rows
         stages = len(job.cluster.parts.stages)
-        self.trackers = [[SpeedTracker(job.change) for _ in range(stages)] for _ in range(job.groups[group].size)]
+        self.trackers = [
+            [SpeedTracker(job.change, SETTLING_S) for _ in range(stages)] for _ in range(job.groups[group].size)
+        ]
         self._scheduler = ShareScheduler(
             job.even, job.largest_micro_batch, job.change, keeps_micro_batches=job.keeps_micro_batches
         )

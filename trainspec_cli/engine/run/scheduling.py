@@ -28,7 +28,7 @@ from trainspec_cli.policy.scheduling import (
     reporting_interval,
     samples_per_s,
 )
-from trainspec_cli.policy.speeds import SKIPPED_STEPS, Speed, SpeedTracker, slowest
+from trainspec_cli.policy.speeds import SETTLING_S, SKIPPED_STEPS, Speed, SpeedTracker, slowest
 from trainspec_cli.reading.files import UnreadableFileError, unreadable
 from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent
 from trainspec_cli.rundir.events import read_log
@@ -74,7 +74,7 @@ class StepScheduler:
         self._shares = ShareScheduler(self._even, self._largest, spec.change, keeps_micro_batches=keeps_micro_batches)
         self._rows = ranks_of_data(state)
         self._interval_steps = reporting_interval(plan.group_size)
-        self._tracker = SpeedTracker(spec.change)
+        self._tracker = SpeedTracker(spec.change, SETTLING_S)
         self._last_s = (0.0, 0.0)
         self._slowest_s: deque[float] = deque(maxlen=MEASURED_STEPS)
         self.rate = 0.0
