@@ -13,9 +13,9 @@ from trainspec_cli.policy.speeds import (
     FIRST_STEPS,
     REMEMBERED_STEPS,
     SKIPPED_STEPS,
-    Shape,
     Speed,
     SpeedTracker,
+    StepShape,
     through,
 )
 
@@ -182,16 +182,16 @@ def test_shapes_that_hardly_differ_do_not_tell() -> None:
 @pytest.mark.parametrize(
     ("now", "measured_s", "found"),
     [
-        (Shape(4, 1), 6.0, Speed(4.0, 0.5)),  # 8 samples took 8 s: half of that is fixed
-        (Shape(8, 2), 10.0, Speed(2.0, 0.75)),  # another micro-batch of the same samples costs what is fixed
-        (Shape(4, 1), 8.0 / 2, Speed(0.0, 1.0)),
-        (Shape(4, 1), 2.0, Speed(0.0, 0.5)),  # fewer samples cannot take less than their part: it is faster now
-        (Shape(4, 1), 9.0, Speed(0.0, 2.25)),  # nor more than all of them: it is slower now
-        (Shape(16, 2), 24.0, Speed(0.0, 1.5)),  # twice the same says nothing of the parts
+        (StepShape(4, 1), 6.0, Speed(4.0, 0.5)),  # 8 samples took 8 s: half of that is fixed
+        (StepShape(8, 2), 10.0, Speed(2.0, 0.75)),  # another micro-batch of the same samples costs what is fixed
+        (StepShape(4, 1), 8.0 / 2, Speed(0.0, 1.0)),
+        (StepShape(4, 1), 2.0, Speed(0.0, 0.5)),  # fewer samples cannot take less than their part: it is faster now
+        (StepShape(4, 1), 9.0, Speed(0.0, 2.25)),  # nor more than all of them: it is slower now
+        (StepShape(16, 2), 24.0, Speed(0.0, 1.5)),  # twice the same says nothing of the parts
     ],
 )
-def test_the_speed_through_two_measurements(now: Shape, measured_s: float, found: Speed) -> None:
-    assert through(Shape(8, 1), Speed(0.0, 1.0), now, measured_s) == pytest.approx(found)
+def test_the_speed_through_two_measurements(now: StepShape, measured_s: float, found: Speed) -> None:
+    assert through(StepShape(8, 1), Speed(0.0, 1.0), now, measured_s) == pytest.approx(found)
 
 
 def test_the_time_of_samples_and_micro_batches() -> None:

@@ -5,9 +5,9 @@ from trainspec_cli.policy.speeds import (
     FIRST_STEPS,
     REFINING_STEPS,
     SKIPPED_STEPS,
-    Shape,
     Speed,
     SpeedTracker,
+    StepShape,
     slowest,
 )
 
@@ -35,9 +35,9 @@ def test_a_speed_is_refined_once_and_then_stays_while_nothing_changes() -> None:
 
 def test_one_micro_batch_more_of_the_same_size_is_no_evidence_of_a_fixed_part() -> None:
     """Its time differs from the one before by noise alone, which would be taken for seconds of fixed time."""
-    assert not Shape(32, 32).differs(Shape(32, 33))
-    assert not Shape(33, 33).differs(Shape(32, 32))
-    assert Shape(16, 32).differs(Shape(32, 32))
+    assert not StepShape(32, 32).differs(StepShape(32, 33))
+    assert not StepShape(33, 33).differs(StepShape(32, 32))
+    assert StepShape(16, 32).differs(StepShape(32, 32))
     tracker = seen(SpeedTracker(0.1), 32, 32, [32.0] * 20)
     seen(tracker, 32, 33, [32.6] * 8)
     assert tracker.speed == Speed(0.0, 1.0)

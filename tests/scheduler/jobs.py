@@ -4,8 +4,8 @@ from trainspec_cli.planner.time.samples import StageTime, StepParts
 from trainspec_cli.policy.division import even_division
 from trainspec_cli.policy.speeds import Speed
 from trainspec_cli.scheduler.cluster import Cluster
-from trainspec_cli.scheduler.ideal import Group
-from trainspec_cli.scheduler.simulate import SimulatedJob
+from trainspec_cli.scheduler.ideal import RankRows
+from trainspec_cli.scheduler.simulate import DisturbedJob
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.layout import Layout
 
@@ -38,17 +38,17 @@ def job_of(
     largest: int = 1,
     on_loss: str = "keep",
     parts: StepParts | None = None,
-) -> SimulatedJob:
+) -> DisturbedJob:
     """`ranks` data-parallel ranks of `each` samples a step, one a micro-batch."""
     whole = Layout(dp_replicate=replica_groups, dp_shard=ranks // replica_groups, pp=pp, tp=tp, zero_stage=1)
     own = Layout(dp_replicate=1, dp_shard=ranks // replica_groups, pp=pp, tp=tp, zero_stage=1)
     nodes, size = max(1, whole.world_size // PER_NODE), ranks // replica_groups
-    return SimulatedJob(
+    return DisturbedJob(
         cluster=Cluster(parts or parts_of(pp), whole, nodes, whole.world_size // nodes, replica_groups),
         layout=own,
         even=even_division(own, 1),
         batching=BatchingSpec(ranks * each, on_loss=on_loss),  # type: ignore[arg-type]
-        groups=tuple(Group(slice(n * size, (n + 1) * size), size) for n in range(replica_groups)),
+        groups=tuple(RankRows(slice(n * size, (n + 1) * size), size) for n in range(replica_groups)),
         largest_micro_batch=largest,
         change=0.1,
         keeps_micro_batches=False,

@@ -8,10 +8,10 @@ from scheduler.jobs import job_of
 
 from trainspec_cli.scheduler.disturbance import Event, SlowDevice
 from trainspec_cli.scheduler.ideal import Ideal, best_step
-from trainspec_cli.scheduler.simulate import SimulatedJob
+from trainspec_cli.scheduler.simulate import DisturbedJob
 
 
-def ideal_of(job: SimulatedJob, *events: Event, keeps: bool = False) -> Ideal:
+def ideal_of(job: DisturbedJob, *events: Event, keeps: bool = False) -> Ideal:
     return best_step(
         job.cluster,
         job.cluster.condition(events),

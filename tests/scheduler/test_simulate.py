@@ -4,20 +4,20 @@ import pytest
 from scheduler.jobs import job_of
 
 from trainspec_cli.scheduler.disturbance import Disturbance, Leave, NarrowLink, SlowDevice, SlowNode
-from trainspec_cli.scheduler.simulate import SimulatedJob, simulate
+from trainspec_cli.scheduler.simulate import DisturbedJob, simulate
 from trainspec_cli.spec.results.simulation import Simulation
 
 SLOW = SlowDevice(device=3, factor=2, from_step=50, steps=150)
 SLOW_NODE = SlowNode(node=0, factor=1.5, from_step=50, steps=150)
 
 
-def run(job: SimulatedJob, **what: object) -> Simulation:
+def run(job: DisturbedJob, **what: object) -> Simulation:
     return simulate(job, Disturbance(**what), "test")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("job", [job_of(64), job_of(256, each=64), job_of(32, pp=2), job_of(32, each=64, tp=2)])
 @pytest.mark.parametrize("events", [{"slow_devices": (SLOW,)}, {"slow_nodes": (SLOW_NODE,)}])
-def test_most_of_what_whole_samples_allow_is_won_back(job: SimulatedJob, events: dict[str, object]) -> None:
+def test_most_of_what_whole_samples_allow_is_won_back(job: DisturbedJob, events: dict[str, object]) -> None:
     simulation = run(job, **events)
     assert simulation.won_back is not None and simulation.won_back >= 0.85
     assert simulation.off.wall_s > simulation.on.wall_s > simulation.ideal.wall_s >= simulation.ideal_real.wall_s
@@ -48,7 +48,7 @@ def test_two_disturbances_of_which_one_leaves_settle() -> None:
 
 @pytest.mark.parametrize("job", [job_of(8), job_of(256, each=128), job_of(8, pp=4)])
 @pytest.mark.parametrize("noise", [0.0, 0.02])
-def test_a_healthy_run_is_left_alone(job: SimulatedJob, noise: float) -> None:
+def test_a_healthy_run_is_left_alone(job: DisturbedJob, noise: float) -> None:
     simulation = run(job, steps=1000 if job.cluster.ranks == 8 else 200, noise=noise)
     assert simulation.decisions == () and simulation.won_back is None
     assert simulation.on == simulation.off

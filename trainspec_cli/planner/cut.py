@@ -78,8 +78,8 @@ def _fullest_bytes(stages: Sequence[MemoryBreakdown]) -> float:
 
 
 def _room(setup: Setup, limit_bytes: float) -> Room:
-    """What each rank's layers may take, and what one of them does there: the difference that one more in each stage
-    makes. `limit_bytes`: in the estimate's terms."""
+    """Return the bytes that each rank's layers may take, and those of one layer there: the difference that one more in
+    each stage makes. `limit_bytes` is in the estimate's terms."""
     rounds = setup.layout.num_stages // setup.layout.pp
     few, many = (estimate_memory(_with_layers(setup, each)) for each in (1, 2))
     layer = [(two.total_bytes - one.total_bytes) / rounds for one, two in zip(few, many, strict=True)]

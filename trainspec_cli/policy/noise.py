@@ -81,7 +81,7 @@ class NoiseAverage:
 
 @dataclass(frozen=True)
 class BatchPace:
-    """Where the batch of a run stands: a checkpoint holds it, so that a resumed run decides the same."""
+    """The state of a run's batch schedule: a checkpoint holds it, so that a resumed run decides the same."""
 
     size: int
     """Samples of the steps to come, under the schedule `noise`."""

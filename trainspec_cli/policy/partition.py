@@ -1,4 +1,4 @@
-"""Where a model is cut into pipeline stages: so that the rank with the most work has as little as possible.
+"""Cut a model into pipeline stages so that the rank with the most work has as little as possible.
 
 A step takes micro-batches times the heaviest pipeline rank, and one of all others to fill and drain the pipeline; so
 the heaviest rank decides (chains on chains partitioning: Pinar and Aykanat, JPDC 64, 2004). Layers may differ in time
@@ -29,7 +29,7 @@ Counts = tuple[int, ...]
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """What is cut: the time of each layer, and what the first and the last stage hold besides."""
+    """The time of each layer, and of what the first and the last stage hold besides."""
 
     layers_s: Sequence[float]
     embedding_s: float = 0.0
@@ -307,7 +307,7 @@ class _Chain:
         return reached[end][1] if reached else None
 
     def _least_borders(self, heaviest_s: float) -> Sequence[int]:
-        """For each stage the first border behind which no more layers stand than the stages there can take."""
+        """Return for each stage the first border behind which no more layers stand than the stages there can take."""
         before, end = self.time_before, self.near[-1]
         behind, found = 0.0, [end]
         for rank in reversed(self.ranks[1:]):

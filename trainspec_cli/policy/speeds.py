@@ -58,7 +58,7 @@ class SpeedTracker:
         of it, are so many seconds of computing at least."""
         self._change, self._settling_s = change, settling_s
         self._speed: Speed | None = None
-        self._learnt = Shape(0, 1)
+        self._learnt = StepShape(0, 1)
         """The shape of the steps that the speed was learnt from."""
         self._learning_s: list[float] = []
         self._paces: deque[float] = deque(maxlen=REMEMBERED_STEPS)
@@ -67,8 +67,8 @@ class SpeedTracker:
         """The same of the last steps in a row that did."""
         self._unrefined: list[float] | None = None
         """The same of the steps since a change; None where the speed is refined."""
-        self._refined_at = Shape(0, 1)
-        self._shape, self._steps = Shape(0, 1), 0
+        self._refined_at = StepShape(0, 1)
+        self._shape, self._steps = StepShape(0, 1), 0
         """The shape of the last steps, and how many in a row had it."""
 
     @property
@@ -78,7 +78,7 @@ class SpeedTracker:
 
     def note(self, samples: int, micro_batches: int, compute_s: float) -> None:
         """Take in a step of so many samples, of which this rank's own computing took `compute_s`."""
-        shape = Shape(samples, micro_batches)
+        shape = StepShape(samples, micro_batches)
         if shape != self._shape:
             self._shape, self._steps = shape, 0
             if samples and shape.apart(self._refined_at) >= OFF_THE_LINE:
@@ -156,23 +156,23 @@ def slowest(speeds: Sequence[Speed | None], samples: float) -> Speed | None:
     return max(known, key=lambda speed: speed.time_s(samples, 1)) if len(known) == len(speeds) else None
 
 
-class Shape(NamedTuple):
+class StepShape(NamedTuple):
     """A rank's samples in a step."""
 
     samples: int
     micro_batches: int
 
-    def differs(self, other: Shape) -> bool:
+    def differs(self, other: StepShape) -> bool:
         """Return whether the two shapes' times tell what is fixed from what grows with the samples."""
         return self.apart(other) >= TELLING
 
-    def apart(self, other: Shape) -> float:
+    def apart(self, other: StepShape) -> float:
         """Return the relative difference of the micro-batches' sizes: a micro-batch's time depends on its own alone."""
         sizes = self.samples / self.micro_batches, other.samples / other.micro_batches
         return abs(sizes[0] - sizes[1]) / max(sizes)
 
 
-def through(before: Shape, known: Speed, now: Shape, measured_s: float) -> Speed:
+def through(before: StepShape, known: Speed, now: StepShape, measured_s: float) -> Speed:
     """Return the speed that explains both the time known for one shape and that measured for another.
 
     Where no fixed part of 0 or more does, the device itself has become slower or faster: the known speed is scaled.

@@ -52,7 +52,7 @@ class PartTime:
 
 
 @dataclass(frozen=True)
-class Speed:
+class RunSpeed:
     """Taken over the steps of the last start, without the first, which compile and allocate."""
 
     tokens_per_s: float
@@ -94,7 +94,7 @@ class Report:
     final_loss: float | None
     peak_memory_bytes: int | None
     weights_sha256: str | None
-    speed: Speed | None
+    speed: RunSpeed | None
     """None before a step was made."""
     predicted: LocalPrediction | None
     """What the plan has predicted; None where it has not."""
@@ -174,7 +174,7 @@ def _ranks(run: RunDir) -> list[int]:
     return sorted(int(match[1]) for match in names if match)
 
 
-def _measure_speed(histories: dict[int, History]) -> Speed | None:
+def _measure_speed(histories: dict[int, History]) -> RunSpeed | None:
     start = histories[0].last_working_start if 0 in histories else None
     if start is None or start.begin is None:
         return None
@@ -185,7 +185,7 @@ def _measure_speed(histories: dict[int, History]) -> Speed | None:
     steady = start.steps[throughput.left_out :]
     means = _mean_parts_s(histories, {event.step for event in steady})
     parts = _summarise_parts(means)
-    return Speed(
+    return RunSpeed(
         tokens_per_s=throughput.tokens_per_s,
         mfu=throughput.mfu,
         peak_flops=begin.peak_flops,

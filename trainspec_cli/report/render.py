@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from trainspec_cli.report.chart import render_chart
-from trainspec_cli.report.collect import Curve, Report, Speed
+from trainspec_cli.report.collect import Curve, Report, RunSpeed
 from trainspec_cli.report.kernels_text import describe_choice
 from trainspec_cli.report.rich_text import Text
 from trainspec_cli.report.text import describe_directive, describe_evaluation, describe_event, describe_speed
@@ -141,7 +141,7 @@ def _join(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:SHOWN_LINES])) + more
 
 
-def _speed(speed: Speed, world_size: int, predicted: LocalPrediction | None) -> RenderableType:
+def _speed(speed: RunSpeed, world_size: int, predicted: LocalPrediction | None) -> RenderableType:
     peak = f"({world_size} x {format_si(speed.peak_flops, 'FLOP/s')}, the {speed.peak_source})"
     lines = [
         _rate(speed),
@@ -172,7 +172,7 @@ def _wall_time(report: Report) -> Section:
     return Group(Text(title, style="bold"), Padding(table, (0, 2)))
 
 
-def _unsteady(speed: Speed) -> Iterator[str]:
+def _unsteady(speed: RunSpeed) -> Iterator[str]:
     """A prediction knows of the load that there was when this machine was probed, not of what came later."""
     quick_s, slow_s = speed.usual_s
     if slow_s > UNSTEADY * quick_s:
@@ -180,7 +180,7 @@ def _unsteady(speed: Speed) -> Iterator[str]:
         yield f"steps took {usual}: something else was at work on this machine, which no prediction foresees"
 
 
-def _waiting(speed: Speed) -> Iterator[str]:
+def _waiting(speed: RunSpeed) -> Iterator[str]:
     """Reading ahead hides all that takes less than a step."""
     share = next(part.share for part in speed.parts if part.name == "data_wait")
     if share > LONG_WAIT:
@@ -190,18 +190,18 @@ def _waiting(speed: Speed) -> Iterator[str]:
         )
 
 
-def _rate(speed: Speed) -> str:
+def _rate(speed: RunSpeed) -> str:
     return describe_speed(speed.tokens_per_s, speed.mfu, speed.unit)
 
 
-def _left_out(speed: Speed) -> str:
+def _left_out(speed: RunSpeed) -> str:
     steps = speed.left_out_steps
     if not steps:
         return ""
     return f"; steps {steps[0]}-{steps[-1]}, which compile and allocate, are left out"
 
 
-def _parts(speed: Speed, predicted: LocalPrediction | None) -> Table:
+def _parts(speed: RunSpeed, predicted: LocalPrediction | None) -> Table:
     """Show the parts of the mean step with bars, over several ranks also the least and the greatest, and the predicted
     times."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

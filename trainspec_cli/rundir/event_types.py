@@ -224,7 +224,7 @@ class DirectiveEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AchievedEvent(Event):
-    """What a directive has come to. Also a line of `directives.jsonl`."""
+    """The effect of a directive was measured. Also a line of `directives.jsonl`."""
 
     type: Literal["achieved"] = "achieved"
     step: Count

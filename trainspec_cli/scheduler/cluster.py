@@ -1,4 +1,4 @@
-"""What the steps of a disturbed cluster really take, by data-parallel rank and pipeline stage."""
+"""The true times of a disturbed cluster's steps, by data-parallel rank and pipeline stage."""
 
 from __future__ import annotations
 

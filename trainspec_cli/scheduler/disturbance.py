@@ -145,7 +145,7 @@ def build_disturbance(content: Mapping[str, Any], path: str) -> tuple[Disturbanc
 
 
 def _forget_out_of_range(section: Any, prefix: str) -> tuple[Any, list[Problem]]:
-    """As the rules of a recipe do, and in lists of sections too."""
+    """Replace values out of their range by unknown ones, as for a recipe, in lists of sections too."""
     section, problems = forget_out_of_range(section, prefix)
     for field in fields(section):
         items = getattr(section, field.name)

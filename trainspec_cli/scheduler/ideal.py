@@ -26,7 +26,7 @@ class Ideal:
 
 
 @dataclass(frozen=True)
-class Group:
+class RankRows:
     """The data-parallel ranks of a replica group."""
 
     rows: slice
@@ -36,7 +36,7 @@ class Group:
 def best_step(
     cluster: Cluster,
     condition: Condition,
-    groups: Sequence[Group],
+    groups: Sequence[RankRows],
     samples: int,
     even: Division,
     largest_micro_batch: int,
@@ -80,7 +80,7 @@ def _numbers(samples: int, ranks: int, usual: int, largest: int, turns: int) -> 
 
 
 def _in_reals(
-    cluster: Cluster, condition: Condition, group: Group, samples: float, number: int, largest: int
+    cluster: Cluster, condition: Condition, group: RankRows, samples: float, number: int, largest: int
 ) -> tuple[float, Floats]:
     """Return a step's seconds and the shares, in real numbers of samples, with which all ranks end at once."""
     lines = cluster.lines(condition, number, samples / group.size)
@@ -96,13 +96,13 @@ def _in_reals(
     return _group_s(cluster, condition, group, counts, number), counts
 
 
-def _speeds(cluster: Cluster, condition: Condition, group: Group, number: int, samples: float) -> list[Speed]:
+def _speeds(cluster: Cluster, condition: Condition, group: RankRows, number: int, samples: float) -> list[Speed]:
     lines = cluster.lines(condition, number, samples)
     fixed_s, each_s = (part[group.rows].tolist() for part in lines)
     return [Speed(fixed / number, each) for fixed, each in zip(fixed_s, each_s, strict=True)]
 
 
-def _group_s(cluster: Cluster, condition: Condition, group: Group, counts: Floats, number: int) -> float:
+def _group_s(cluster: Cluster, condition: Condition, group: RankRows, counts: Floats, number: int) -> float:
     """Return a step's seconds as the ranks of one group alone would make it."""
     division = np.zeros((2, cluster.ranks))
     division[:, group.rows] = counts, np.full(group.size, number)

@@ -28,7 +28,7 @@ from trainspec_cli.policy.scheduling import (
 from trainspec_cli.policy.speeds import SETTLING_S, Speed, SpeedTracker, slowest
 from trainspec_cli.scheduler.cluster import Cluster, Condition, StepSeconds
 from trainspec_cli.scheduler.disturbance import Disturbance, Leave, groups_of_node
-from trainspec_cli.scheduler.ideal import Group, Ideal, best_step
+from trainspec_cli.scheduler.ideal import Ideal, RankRows, best_step
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import Machine
@@ -43,7 +43,7 @@ WORTH_TELLING = 1e-3
 
 
 @dataclass(frozen=True)
-class SimulatedJob:
+class DisturbedJob:
     """A planned run as the simulation knows it."""
 
     cluster: Cluster
@@ -52,7 +52,7 @@ class SimulatedJob:
     even: Division
     """Of one replica group, where its ranks are equally fast."""
     batching: BatchingSpec
-    groups: tuple[Group, ...]
+    groups: tuple[RankRows, ...]
     largest_micro_batch: int
     change: float
     """The smallest change of a speed that is confirmed."""
@@ -71,13 +71,13 @@ class SimulatedJob:
         return [take_portion(self.batching, total, weights, groups, 0, place) for place in range(len(weights))]
 
 
-def describe_job(spec: RunSpec, candidate: Candidate, machine: Machine | None) -> SimulatedJob:
+def describe_job(spec: RunSpec, candidate: Candidate, machine: Machine | None) -> DisturbedJob:
     """Return the job of a candidate that was planned for this spec."""
     fabric, setup = describe_fabric(spec.cluster, machine), setup_of(candidate, spec, machine)
     number, layout = replica_groups_of(spec, candidate), candidate.layout
     own = replace(layout, dp_replicate=layout.dp_replicate // number)
     size, wanted = own.data_parallel_size, spec.scheduler.max_micro_batch_size
-    return SimulatedJob(
+    return DisturbedJob(
         cluster=Cluster(
             step_parts(setup, efficiency_of(spec.cluster)),
             layout,
@@ -88,7 +88,7 @@ def describe_job(spec: RunSpec, candidate: Candidate, machine: Machine | None) -
         layout=own,
         even=even_division(own, candidate.micro_batch_size),
         batching=spec.batching,
-        groups=tuple(Group(slice(group * size, (group + 1) * size), size) for group in range(number)),
+        groups=tuple(RankRows(slice(group * size, (group + 1) * size), size) for group in range(number)),
         largest_micro_batch=largest_micro_batch(candidate, setup) if wanted == AUTO else int(wanted),
         change=spec.scheduler.change,
         keeps_micro_batches=spec.model.unit == "samples",
@@ -103,7 +103,7 @@ def replica_groups_of(spec: RunSpec, candidate: Candidate) -> int:
     return candidate.layout.dp_replicate if spec.resilience.replica_groups == AUTO and groups > 1 else groups
 
 
-def simulate(job: SimulatedJob, disturbance: Disturbance, name: str) -> Simulation:
+def simulate(job: DisturbedJob, disturbance: Disturbance, name: str) -> Simulation:
     """Run the steps of a disturbance. It was checked against the cluster (`check_cluster`)."""
     usual = _Situations(job, Disturbance()).at(1)
     drawn = disturbance.drawn(usual.even_s, job.num_nodes, job.devices_per_node)
@@ -152,7 +152,7 @@ def _won_back(off: SimulatedPace, on: SimulatedPace, ideal: SimulatedPace) -> fl
 
 @dataclass(frozen=True)
 class Situation:
-    """What holds in a step, whoever decides."""
+    """The circumstances of a step, whoever decides."""
 
     condition: Condition
     present: tuple[int, ...]
@@ -163,7 +163,7 @@ class Situation:
 
 
 class _Situations:
-    def __init__(self, job: SimulatedJob, disturbance: Disturbance):
+    def __init__(self, job: DisturbedJob, disturbance: Disturbance):
         self._job, self._events = job, disturbance.events
         self._known: dict[tuple[int, ...], Situation] = {}
 
@@ -209,7 +209,7 @@ class _Situations:
 
 @dataclass(frozen=True)
 class Taken:
-    """What the data-parallel ranks of a group that is there process in a step."""
+    """The samples of a present group's data-parallel ranks in a step."""
 
     counts: tuple[int, ...]
     micro_batches: int
@@ -222,7 +222,7 @@ def take(portions: Sequence[Portion], divisions: Sequence[Division]) -> list[Tak
     ]
 
 
-def seconds_of(job: SimulatedJob, condition: Condition, present: Sequence[int], taken: Sequence[Taken]) -> StepSeconds:
+def seconds_of(job: DisturbedJob, condition: Condition, present: Sequence[int], taken: Sequence[Taken]) -> StepSeconds:
     """Return the times of a step; ranks of a group that is away process nothing."""
     counts, micro_batches = np.zeros((2, job.cluster.ranks))
     for group, own in zip(present, taken, strict=True):
@@ -236,7 +236,7 @@ def seconds_of(job: SimulatedJob, condition: Condition, present: Sequence[int], 
 class LiveGroup:
     """A replica group of the live run: its ranks' trackers, and its scheduler."""
 
-    def __init__(self, job: SimulatedJob, group: int):
+    def __init__(self, job: DisturbedJob, group: int):
         self._job, self._rows = job, job.groups[group].rows
         stages = len(job.cluster.parts.stages)
         self.trackers = [
@@ -280,7 +280,7 @@ class LiveGroup:
 class LiveRun:
     """The run with the scheduler."""
 
-    def __init__(self, job: SimulatedJob, disturbance: Disturbance):
+    def __init__(self, job: DisturbedJob, disturbance: Disturbance):
         self._job, self._noise = job, disturbance.noise
         self._random = np.random.default_rng(disturbance.seed)
         self._groups = {group: LiveGroup(job, group) for group in range(len(job.groups))}

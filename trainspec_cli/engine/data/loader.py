@@ -69,7 +69,7 @@ class BatchReader:
         self._ahead.append((own, self._pool.submit(lambda: self._staging.stage(self._read(own)))))
 
     def _forget(self) -> None:
-        """What was read ahead is not what is wanted now."""
+        """Drop what was read ahead: it is not wanted any more."""
         while self._ahead:
             _, slot = self._ahead.pop()
             if not slot.cancel() and slot.exception() is None:

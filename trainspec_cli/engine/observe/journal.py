@@ -193,7 +193,7 @@ class GroupJournal:
 
 
 class DirectiveLog:
-    """What the scheduler decides, written to `directives.jsonl` and then to the journal."""
+    """Writes the scheduler's decisions to `directives.jsonl` and then to the journal."""
 
     def __init__(self, run_dir: RunDir, journal: Journal | GroupJournal):
         self._run_dir, self._journal = run_dir, journal

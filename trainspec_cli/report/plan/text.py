@@ -115,7 +115,7 @@ def _memory_cell(candidate: Json) -> RenderableType:
 
 
 def _stages(best: Json) -> Iterator[RenderableType]:
-    """Where layers are not cut evenly."""
+    """Show the layers of each stage, if they are not cut evenly."""
     if cut := labels.stages_label(best["layout"].get("stage_layers")):
         yield Text.assemble(("Layers of the best layout's pipeline stages", "bold"), f"  {cut}")
 

@@ -223,7 +223,7 @@ def ownership(spec: RunSpec) -> Iterator[Problem]:
 
 
 def largest_micro_batch(spec: RunSpec) -> Iterator[Problem]:
-    """The scheduler may not be told to stay below the micro-batch that every rank begins with."""
+    """The scheduler cannot stay below the micro-batch that every rank begins with."""
     usual, most = spec.batching.micro_batch_size, spec.scheduler.max_micro_batch_size
     if usual != AUTO and most != AUTO and most < usual:
         path = "scheduler.max_micro_batch_size"
