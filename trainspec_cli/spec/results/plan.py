@@ -78,5 +78,5 @@ class Plan:
 
     @property
     def tokens_per_step(self) -> int:
-        """The tokens of a step of the first size; samples, where the data's unit is the sample: their `seq_len` is 1."""
+        """The tokens of a step of the first size; or its samples, where they are the unit: their `seq_len` is 1."""
         return self.spec.batching.global_batch_size * self.spec.data.seq_len
