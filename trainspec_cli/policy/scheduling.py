@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median_low
+from statistics import median, median_low
 
 from trainspec_cli.policy.balance import best_division, compute_s
 from trainspec_cli.policy.division import Division
@@ -124,14 +124,14 @@ def group_weights(rates: Sequence[float], change: float) -> tuple[float, ...]:
     for a usual one.
     """
     known = [rate for rate in rates if rate > 0]
-    usual = median_low(known) if known else 1.0
+    usual = median(known) if known else 1.0
     filled = [rate if rate > 0 else usual for rate in rates]
     return tuple(filled) if max(filled) > min(filled) * (1 + change) else (usual,) * len(rates)
 
 
 def describe_rates(groups: Sequence[int], rates: Sequence[float]) -> str:
     """`replica group 1 computes 12.5 samples a second, the median is 25`: the group that differs most."""
-    usual = median_low(rates)
+    usual = median(rates)
     odd = max(range(len(rates)), key=lambda place: max(rates[place] / usual, usual / rates[place]))
     if rates[odd] == usual:
         return f"all replica groups compute about {usual:.3g} samples a second"
