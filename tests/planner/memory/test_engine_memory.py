@@ -10,16 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from lab.drawing import drawn_in_ci
 from lab.tracing import Trace
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainspec_cli.certify.cases import Case, build_plan
+from trainspec_cli.engine.models.rope import apply_rope
+from trainspec_cli.engine.tools.ledger import Ledger
 from trainspec_cli.launch.measuring import traced_ranks
 from trainspec_cli.planner.memory.engine import engine_peak, is_counted, run_of, tensors_by_cause
+from trainspec_cli.planner.memory.engine.attention import rotate
 from trainspec_cli.planner.memory.engine.blocks import profile_block
 from trainspec_cli.planner.memory.engine.run import CAUSES, rank_peaks
 from trainspec_cli.planner.memory.engine.step import shape_of
+from trainspec_cli.planner.memory.engine.tape import Tape
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
@@ -215,6 +221,27 @@ def error_of(run: Run, trace: Trace) -> float:
 @pytest.mark.parametrize("run", DEFAULT_RUNS, ids=lambda run: run.name)
 def test_arithmetic_comes_to_what_the_step_takes(run: Run, trace: Trace) -> None:
     assert MOST_UNDER <= error_of(run, trace) <= MOST_OVER
+
+
+def test_rotary_embeddings_take_for_a_moment_what_the_engines_do() -> None:
+    """Within a block other operations take more, so that a block's peaks show little of it."""
+    size = (2, 16, 4, 32)
+    with FakeTensorMode(), Ledger() as ledger:
+        x, angles = torch.empty(size, requires_grad=True), torch.empty(size[1], size[3])
+        held = ledger.live_bytes
+        ledger.begin()
+        y = apply_rope(x, angles, angles)
+        forward = ledger.peak_bytes - held
+        ledger.begin()
+        y.backward(torch.empty_like(y))
+        backward = ledger.peak_bytes - held
+    tape = Tape(4.0)
+    rotated = rotate(tape, tape.leaf(x.numel()))
+    assert (tape.meter.peak, tape.meter.live) == (forward, y.nbytes)
+    tape.meter.peak = tape.meter.live
+    assert rotated.node is not None
+    tape.backward(rotated.node, tape.new(rotated.elements))
+    assert tape.meter.peak == backward
 
 
 @pytest.mark.slow
