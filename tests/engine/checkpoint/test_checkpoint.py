@@ -530,6 +530,16 @@ def test_a_negative_size_is_refused(wrong):
         manifest.part_from(content)
 
 
+def test_a_negative_size_beside_sound_ones_is_refused():
+    chunk = {"file": NAME, "offsets": [0, 0], "shape": [3, -2]}
+    content = {
+        "file": {"name": NAME, "bytes": 1, "sha256": "0"},
+        "tensors": {"w": {"shape": [3, 2], "dtype": "F32", "chunks": [chunk]}},
+    }
+    with pytest.raises(ValueError, match=r"\[3, -2\] holds a negative size"):
+        manifest.part_from(content)
+
+
 def test_the_files_that_hold_some_of_the_parts_are_needed_and_no_others():
     chunks = tuple(Chunk(files.file_name(rank), (2 * rank, 0), (2, 4)) for rank in range(3))
     scalar = TensorEntry((), "F32", (Chunk(files.file_name(5), (), ()),))

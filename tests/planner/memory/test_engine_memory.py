@@ -248,6 +248,14 @@ def test_rotary_embeddings_take_for_a_moment_what_the_engines_do() -> None:
     assert tape.meter.peak == backward
 
 
+def test_a_forward_of_convolutions_frees_parameters_where_they_are_sharded_and_else_keeps_them() -> None:
+    """A U-Net is at its fullest in its last convolutions, where a single unit is gathered or all are."""
+    plans = [plan_of(Run("unet3d", fsdp(4, zero_stage=stage), samples=2)) for stage in (2, 3)]
+    kept, freed = (engine_peak(run_of(plan), 0).by_cause["gathered"] for plan in plans)
+    assert kept == pytest.approx(2 * count_params(plans[0].spec.model), rel=1e-3)
+    assert freed < 0.01 * kept
+
+
 def test_an_adapters_two_matrices_have_gradients_and_the_frozen_one_has_none() -> None:
     plan = plan_of(Run("llama_tiny", lora=FEW))
     model, inputs, outputs, tokens = plan.spec.model, 64, 48, 32
