@@ -67,3 +67,12 @@ def test_where_gpus_are_too_few_the_cpu_is_certified_and_that_is_said(run, monke
     assert code == 0
     assert len(json.loads(out)["machine"]["gpu_names"]) == certified
     assert ("the CPU is certified" in err) == (certified == 0)
+
+
+def test_a_machine_without_gpus_certifies_its_cpu_with_nothing_to_explain(run, monkeypatch):
+    here = Machine("host", cpu_cores=8, memory_bytes=2**34, bf16=False)
+    monkeypatch.setattr("trainspec_cli.cli.certify._machine", lambda: here)
+    code, out, err = run("--only", "LEGAL-1", "--json")
+    assert code == 0
+    assert json.loads(out)["machine"]["cpu_cores"] == 8
+    assert "need a GPU each" not in err

@@ -9,6 +9,7 @@ import pytest
 
 from trainspec_cli import __main__
 from trainspec_cli.cli import export
+from trainspec_cli.huggingface.tensors import ADAPTER_CONFIG, ADAPTERS
 from trainspec_cli.launch.exporting import Export
 from trainspec_cli.rundir.paths import RunDir
 
@@ -42,6 +43,21 @@ def test_the_report_counts_the_files_of_weights(
     assert (wanted.run.root, wanted.step, wanted.dtype) == (tmp_path / "one", 7, "fp32")
     assert wanted.max_file_bytes == 5_000_000_000
     assert capsys.readouterr().out.splitlines()[0] == "out: weights of step 7, 4.00 MiB in 2 files"
+
+
+def test_the_report_counts_adapters_too(
+    exported: list[Export], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(wanted: Export, output: Path) -> str:
+        output.mkdir()
+        (output / ADAPTERS).write_bytes(b"x" * 2**20)
+        (output / ADAPTER_CONFIG).write_bytes(b"x" * 11)
+        return "adapters"
+
+    monkeypatch.setattr(export, "write_adapters", write)
+    assert __main__.run(["export", "one", "--output", "out", "--format", "peft"]) == 0
+    assert exported == []
+    assert capsys.readouterr().out.splitlines()[0] == "out: adapters of step 7, 1.00 MiB in 1 file"
 
 
 def test_the_report_as_json(exported: list[Export], capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,6 +49,12 @@ def test_what_differs_from_a_run(capsys, write) -> None:
         ]
 
 
+def test_a_key_that_is_null_differs_from_one_that_is_not_there(capsys, write) -> None:
+    other = write("runs/tiny/1/composed.yaml", show(capsys, "recipe=tiny", "~train.eval_interval_steps"))
+    shown = json.loads(show(capsys, "recipe=tiny", "--diff", str(other), "--json"))
+    assert [difference["path"] for difference in shown["differences"]] == ["train.eval_interval_steps"]
+
+
 def test_nothing_differs(capsys) -> None:
     assert show(capsys, "recipe=tiny", "--diff", "tiny") == "tiny and tiny do not differ\n"
 

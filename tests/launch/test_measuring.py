@@ -81,6 +81,18 @@ def test_another_chip_torch_library_or_shape_is_measured_anew(
     assert len(measured) == len(others) + 3
 
 
+def test_a_library_that_is_not_installed_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *others = measuring.LIBRARIES
+
+    def version(name: str) -> str:
+        if name == first:
+            raise measuring.metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(measuring.metadata, "version", version)
+    assert measuring.library_versions() == dict.fromkeys(others, "1.0")
+
+
 def test_what_changes_no_shape_is_not_measured_again(
     measured: list[Plan], make_plan: Callable[..., Plan], machine: Machine
 ) -> None:

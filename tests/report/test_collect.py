@@ -83,6 +83,16 @@ def test_what_a_resume_makes_again_counts_once(fake_run: Any) -> None:
     assert [event.step for event in report.checkpoints] == [5]
 
 
+def test_the_speed_is_that_of_the_newest_start(fake_run: Any) -> None:
+    trained(fake_run, ranks=1)
+    fake_run.start(step=10)
+    for step in range(11, 19):
+        fake_run.step(step, seconds=4.0)
+    speed = collect(fake_run.dir.root).speed
+    assert speed is not None
+    assert (speed.first_step, speed.last_step, speed.step_time_s) == (14, 18, pytest.approx(4.0))
+
+
 def test_a_start_that_made_no_step_leaves_the_speed_of_the_one_before(fake_run: Any) -> None:
     trained(fake_run, ranks=1)
     fake_run.start(step=10)

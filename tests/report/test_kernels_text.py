@@ -46,6 +46,16 @@ def test_each_backend_has_a_line_and_what_was_not_tried_one_together() -> None:
     assert "not tried, as it runs on CUDA alone:\n  rope liger; rms_norm liger" in text
 
 
+def test_an_operation_is_named_once_beside_the_first_of_its_backends() -> None:
+    rows = [line.split() for line in lines(120)]
+    first = rows.index(["operation", "backend", "time", "quartiles", "error"]) + 1
+    named = [row[:2] if row[0] in TABLE.figures else ["", row[0]] for row in rows[first : first + 6]]
+    assert named == [
+        *(["rope", TORCH], ["", "halves"], ["", "compiled"]),
+        *(["rms_norm", TORCH], ["", "frugal"], ["", "compiled"]),
+    ]
+
+
 def test_names_and_figures_are_whole_in_80_columns() -> None:
     assert max(map(len, lines())) <= 80
     assert any(line.startswith("rms_norm") for line in lines())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from trainspec_cli.huggingface.config import write_config
 from trainspec_cli.huggingface.safetensors import make_header
 from trainspec_cli.huggingface.tensors import parameters
+from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.load import examine
 from trainspec_cli.spec.recipe.model import DecoderModel
 
@@ -69,6 +72,27 @@ def test_folders_that_hold_nothing(tmp_path: Path) -> None:
     assert told("recipe=tiny", f"init.from={tmp_path}") == [
         ("init.from", f"`init.from` is {tmp_path}, which holds no run of trainspec")
     ]
+
+
+@pytest.mark.parametrize(
+    ("trained", "asked", "is_refused"),
+    [
+        ((), (), False),
+        ((), ("lora.rank=2",), False),
+        (("lora.rank=2",), ("lora.rank=2",), False),
+        (("lora.rank=2",), ("lora.rank=4",), True),
+        (("lora.rank=2",), (), True),
+    ],
+    ids=["neither", "new adapters", "the same", "of another rank", "left behind"],
+)
+def test_a_run_is_begun_with_where_its_adapters_are_not_left_behind(
+    make_run: Callable[..., RunDir], trained: tuple[str, ...], asked: tuple[str, ...], is_refused: bool
+) -> None:
+    run = make_run(*trained)
+    write_json(run.run_json, read_json(run.run_json) | {"data_dir": None})
+    found = told("recipe=tiny", f"init.from={run.root}", *asked)
+    message = f"{run.root} trained LoRA adapters of other sizes, which would be left behind"
+    assert found == ([("lora", message)] if is_refused else [])
 
 
 def test_faults_of_the_tensors_are_found_before_anything_runs(folder: Path) -> None:

@@ -64,6 +64,16 @@ def test_own_lines_are_shown_and_submitted(
     assert "\nmodule load cuda\nexport A=1\n" in (tmp_path / "submitted").read_text()
 
 
+def test_options_and_lines_are_shown_each_below_its_key(
+    submit: Submit, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe.write_text(RECIPE + "    sbatch_lines: [--reservation=mine]\n")
+    assert submit() == 0
+    said = capsys.readouterr().err
+    assert "cluster.slurm.setup (recipes/mine.yaml:6):\n  module load cuda\n  export A=1\n" in said
+    assert "cluster.slurm.sbatch_lines (recipes/mine.yaml:9):\n  --reservation=mine\n" in said
+
+
 def made_by_another_user(recipe: Path) -> str:
     if os.geteuid() != 0:
         pytest.skip("only root gives files away")

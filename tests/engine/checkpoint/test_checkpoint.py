@@ -25,7 +25,7 @@ from trainspec_cli.engine.checkpoint.manifest import (
     TensorEntry,
     read_manifest,
 )
-from trainspec_cli.engine.checkpoint.parts import Held, TensorPart, choose_owners
+from trainspec_cli.engine.checkpoint.parts import Held, TensorPart, choose_owners, rng_parts
 from trainspec_cli.engine.checkpoint.saver import Saver
 from trainspec_cli.engine.checkpoint.store import files_needed, fill_parts, load_newest, load_weights, read_weights
 from trainspec_cli.engine.optim.optimizer import build_optimizer, guarded_update
@@ -83,6 +83,12 @@ def test_everything_comes_back_bit_for_bit(tmp_path):
     assert found.bytes == sum(path.stat().st_size for path in RunDir(tmp_path).checkpoint(3).glob("rank*"))
     assert_equal(other, held)
     assert torch.equal(torch.randn(3), expected_random), "the random generator goes on where it was"
+
+
+def test_each_rank_writes_the_state_of_its_own_random_generator():
+    every = [rng_parts(rank, CPU) for rank in range(3)]
+    owners = choose_owners([{(part.name, part.offsets): part.bytes for part in parts} for parts in every])
+    assert [{owners[part.name, part.offsets] for part in parts} for parts in every] == [{0}, {1}, {2}]
 
 
 def test_a_fresh_optimizer_without_state_takes_it(tmp_path):
@@ -521,6 +527,16 @@ def test_a_negative_size_is_refused(wrong):
         assert manifest.part_from(content).tensors["w"].shape == (1,)
         return
     with pytest.raises(ValueError, match="holds a negative size"):
+        manifest.part_from(content)
+
+
+def test_a_negative_size_beside_sound_ones_is_refused():
+    chunk = {"file": NAME, "offsets": [0, 0], "shape": [3, -2]}
+    content = {
+        "file": {"name": NAME, "bytes": 1, "sha256": "0"},
+        "tensors": {"w": {"shape": [3, 2], "dtype": "F32", "chunks": [chunk]}},
+    }
+    with pytest.raises(ValueError, match=r"\[3, -2\] holds a negative size"):
         manifest.part_from(content)
 
 

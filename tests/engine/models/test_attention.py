@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from trainspec_cli.engine.models.attention import CausalCore, carry_sinks
+from trainspec_cli.engine.models.attention import CausalCore, MultiHeadLatentAttention, carry_sinks
 from trainspec_cli.engine.models.rope import rope_angles, score_factor
-from trainspec_cli.spec.recipe.model_parts import RopeScaling
+from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.model_parts import LatentAttentionSpec, RopeScaling
 
 
 def written_out(q, k, v, window, sinks):
@@ -48,6 +49,20 @@ def test_core_equals_the_scores_written_out(window, with_sinks) -> None:
 def test_values_may_be_narrower_than_keys() -> None:
     q, k, v = (torch.randn(1, 5, 2, size, dtype=torch.float64) for size in (8, 8, 6))
     torch.testing.assert_close(CausalCore()(q, k, v), written_out(q, k, v, None, None))
+
+
+@pytest.mark.parametrize("scaling", [None, RopeScaling("yarn", 4.0, 16)], ids=["plain", "yarn"])
+def test_latent_scores_are_of_whole_heads_the_rotated_part_included(scaling) -> None:
+    """The heads' 12 numbers, 4 of which are rotated, divide the scores; YaRN multiplies them."""
+    latent = LatentAttentionSpec(kv_lora_rank=16, q_lora_rank=0, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
+    model = DecoderModel(1, 24, 2, 2, 12, 32, 50, mla=latent, rope_scaling=scaling)
+    module = MultiHeadLatentAttention(model).double()
+    angles = torch.cat([rope_angles(7, 4, 1e4)] * 2, dim=-1).double()
+    x, cos, sin = torch.randn(2, 7, 24, dtype=torch.float64), angles.cos(), angles.sin()
+    q, (k, v) = module._queries(x, cos, sin), module._keys_values(x, cos, sin)
+    assert (q.shape, k.shape, v.shape) == ((2, 7, 2, 12), (2, 7, 2, 12), (2, 7, 2, 6))
+    mixed = written_out(q * score_factor(scaling), k, v, None, None)
+    torch.testing.assert_close(module(x, cos, sin), module.out(mixed.flatten(2)))
 
 
 def test_llama3_scaling_keeps_short_waves_and_slows_long_ones() -> None:

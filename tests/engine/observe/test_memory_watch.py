@@ -50,6 +50,7 @@ GIB, MIB = 2.0**30, 2.0**20
     [
         (400, 100 * MIB, 104),  # the 48th reading of every second step from step 10 on
         (400, 400 * MIB, None),  # full after the last step
+        (400, 350 * MIB, None),  # full in fewer steps than the run has, and after its last one all the same
         (190, 10 * MIB, 57),  # the 48th of every step
     ],
 )

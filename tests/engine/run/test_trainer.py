@@ -15,12 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainspec_cli.engine import marks
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.train_state import TrainState, build_train_state
 from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of
 from trainspec_cli.engine.data.staging import Staging
 from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.observe.journal import Journal
+from trainspec_cli.engine.observe.watch import StepWatch
 from trainspec_cli.engine.run.coordinator import (
     GroupBatches,
     RunContext,
@@ -184,6 +186,24 @@ def test_a_sample_is_that_of_the_step_it_was_written_after(
     Trainer(context, SingleGroup(context)).run()
     written = [(event["step"], event["prompt"], event["text"]) for event in events(context, "sample")]
     assert written == [(STEPS, "def ", "def f(): pass")]
+
+
+def test_evaluations_and_samples_take_none_of_a_steps_time(
+    context: RunContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+
+    def spend(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    evaluate, beat = context.source.evaluate, StepWatch.beat
+    monkeypatch.setattr(marks, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    monkeypatch.setattr(context.source, "evaluate", lambda: spend(60.0) or evaluate())
+    monkeypatch.setattr(context.source, "write_sample", lambda: spend(30.0))
+    monkeypatch.setattr(StepWatch, "beat", lambda watch, step: spend(0.25) or beat(watch, step))
+    Trainer(context, SingleGroup(context)).run()
+    assert [event["step_time_s"] for event in events(context, "step")] == [0.25] * STEPS
 
 
 def test_it_goes_on_from_a_checkpoint_where_it_stopped(context: RunContext) -> None:

@@ -63,6 +63,14 @@ def test_files_are_filled_in_order_up_to_their_size(tmp_path: Path) -> None:
     assert [len(group) for group in export._files(wanted, request(tmp_path, "F32", 1))] == [1] * len(wanted)
 
 
+def test_a_file_begins_only_where_the_one_before_has_no_room(tmp_path: Path) -> None:
+    groups = list(export._files(parameters(MODEL), request(tmp_path, "BF16", 250)))
+    sizes = [sum(one.numel for one in group) * 2 for group in groups]
+    assert len(groups) > 3
+    assert all(size <= 250 for size in sizes)
+    assert all(size + group[0].numel * 2 > 250 for size, group in zip(sizes, groups[1:], strict=False))
+
+
 def test_one_file_has_no_index(tmp_path: Path, stored: dict[str, torch.Tensor]) -> None:
     assert export.export(plan_of(), request(tmp_path)) == 1
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]

@@ -12,6 +12,7 @@ from trainspec_cli.errors import RecipeError
 from trainspec_cli.launch.job import claim as claiming
 from trainspec_cli.launch.job.claim import claim, is_running
 from trainspec_cli.reading.files import UnreadableFileError
+from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
 
 
@@ -72,6 +73,13 @@ with claim(RunDir({str(tmp_path)!r}), {launch_id!r}):
     assert not is_running(run)
     with claim(run, "next"):
         assert is_running(run)
+
+
+def test_nothing_is_left_of_a_longer_note_of_a_killed_launch(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    write_json(run.pid_json, {"pid": 1, "host": "h" * 300, "launch_id": "killed-long-ago"})
+    with claim(run, "next"):
+        assert read_json(run.pid_json)["launch_id"] == "next"
 
 
 def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:

@@ -89,6 +89,25 @@ def test_a_container_limits_cores_and_memory(monkeypatch: pytest.MonkeyPatch) ->
     assert (usable_cores(), usable_memory_bytes()) == (1, 1048576)
 
 
+@pytest.mark.parametrize(
+    ("groups", "found"),
+    [
+        ("12:cpu:/old\n0::/box/job\n", "1048576"),
+        ("0::/\n", "max"),
+        ("0::/gone\n", ""),
+        ("12:cpu:/box\n", ""),
+    ],
+    ids=["a container", "the root", "a group that is gone", "version 1 alone"],
+)
+def test_a_limit_is_that_of_the_process_own_group(tmp_path: Path, groups: str, found: str) -> None:
+    root, membership = tmp_path / "root", tmp_path / "membership"
+    (root / "box" / "job").mkdir(parents=True)
+    (root / "box" / "job" / "memory.max").write_text("1048576\n")
+    (root / "memory.max").write_text("max\n")
+    membership.write_text(groups)
+    assert machine._cgroup_setting("memory.max", root, membership) == found
+
+
 def test_without_a_container_all_memory_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_cgroup_setting", lambda name: "")
     monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(total=7 * 2**30))

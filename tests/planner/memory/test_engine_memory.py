@@ -10,16 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from lab.drawing import drawn_in_ci
 from lab.tracing import Trace
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainspec_cli.certify.cases import Case, build_plan
+from trainspec_cli.engine.models.rope import apply_rope
+from trainspec_cli.engine.tools.ledger import Ledger
 from trainspec_cli.launch.measuring import traced_ranks
+from trainspec_cli.planner.hardware.catalogue import models
 from trainspec_cli.planner.memory.engine import engine_peak, is_counted, run_of, tensors_by_cause
+from trainspec_cli.planner.memory.engine.attention import rotate
 from trainspec_cli.planner.memory.engine.blocks import profile_block
+from trainspec_cli.planner.memory.engine.parts import linear
 from trainspec_cli.planner.memory.engine.run import CAUSES, rank_peaks
 from trainspec_cli.planner.memory.engine.step import shape_of
+from trainspec_cli.planner.memory.engine.tape import Tape
+from trainspec_cli.planner.memory.engine.units import block_unit, outside_unit
+from trainspec_cli.planner.workload import count_params
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
@@ -215,6 +225,60 @@ def error_of(run: Run, trace: Trace) -> float:
 @pytest.mark.parametrize("run", DEFAULT_RUNS, ids=lambda run: run.name)
 def test_arithmetic_comes_to_what_the_step_takes(run: Run, trace: Trace) -> None:
     assert MOST_UNDER <= error_of(run, trace) <= MOST_OVER
+
+
+def test_rotary_embeddings_take_for_a_moment_what_the_engines_do() -> None:
+    """Within a block other operations take more, so that a block's peaks show little of it."""
+    size = (2, 16, 4, 32)
+    with FakeTensorMode(), Ledger() as ledger:
+        x, angles = torch.empty(size, requires_grad=True), torch.empty(size[1], size[3])
+        held = ledger.live_bytes
+        ledger.begin()
+        y = apply_rope(x, angles, angles)
+        forward = ledger.peak_bytes - held
+        ledger.begin()
+        y.backward(torch.empty_like(y))
+        backward = ledger.peak_bytes - held
+    tape = Tape(4.0)
+    rotated = rotate(tape, tape.leaf(x.numel()))
+    assert (tape.meter.peak, tape.meter.live) == (forward, y.nbytes)
+    tape.meter.peak = tape.meter.live
+    assert rotated.node is not None
+    tape.backward(rotated.node, tape.new(rotated.elements))
+    assert tape.meter.peak == backward
+
+
+def test_a_forward_of_convolutions_frees_parameters_where_they_are_sharded_and_else_keeps_them() -> None:
+    """A U-Net is at its fullest in its last convolutions, where a single unit is gathered or all are."""
+    plans = [plan_of(Run("unet3d", fsdp(4, zero_stage=stage), samples=2)) for stage in (2, 3)]
+    kept, freed = (engine_peak(run_of(plan), 0).by_cause["gathered"] for plan in plans)
+    assert kept == pytest.approx(2 * count_params(plans[0].spec.model), rel=1e-3)
+    assert freed < 0.01 * kept
+
+
+def test_an_adapters_two_matrices_have_gradients_and_the_frozen_one_has_none() -> None:
+    plan = plan_of(Run("llama_tiny", lora=FEW))
+    model, inputs, outputs, tokens = plan.spec.model, 64, 48, 32
+    assert isinstance(model, DecoderModel)
+    shape = shape_of(run_of(plan), model, model.layer_list[0])
+    tape = Tape(shape.width, frozen=True)
+    y = linear(tape, tape.leaf(tokens * inputs), shape, "q", outputs, inputs)
+    node = y.node
+    del y
+    assert node is not None
+    assert tape.meter.live == shape.width * tokens * FEW.rank, "what the second matrix was multiplied by"
+    tape.backward(node, tape.new(tokens * outputs))
+    assert tape.meter.live == shape.width * FEW.rank * (inputs + outputs)
+
+
+@pytest.mark.parametrize("name", [name for name, model in models().items() if not isinstance(model, ConvModel)])
+def test_units_hold_the_parameters_that_a_model_has(name: str) -> None:
+    model = models()[name]
+    assert isinstance(model, DecoderModel | HybridModel)
+    if isinstance(model, DecoderModel):
+        model = replace(model, prediction_layers=0)
+    layers = sum(block_unit(model, layer, Layout(), LoraSpec()).full for layer in model.layer_list)
+    assert layers + outside_unit(model, Layout(), first=True, last=True).full == count_params(model)
 
 
 @pytest.mark.slow

@@ -61,6 +61,23 @@ def test_frameworks_by_name_and_year() -> None:
     assert software_of({"framework": "torchtitan", "compile": "1"}).fused_kernels
 
 
+@pytest.mark.parametrize(
+    ("framework", "year", "data_parallel", "tensor_parallel"),
+    [
+        ("Megatron-LM", "2024", True, True),
+        ("Megatron-LM", "2022", False, False),
+        ("DeepSpeed", "2024", False, True),
+        ("Megatron-DeepSpeed", "2022", False, False),
+        ("torchtitan", "2022", True, True),
+    ],
+)
+def test_early_megatron_overlaps_no_exchanges_and_deepspeed_none_of_data_parallelism(
+    framework: str, year: str, data_parallel: bool, tensor_parallel: bool
+) -> None:
+    software = software_of({"framework": framework, "year": year})
+    assert (software.overlap_dp, software.overlap_tp) == (data_parallel, tensor_parallel)
+
+
 def test_deepspeed_keeps_bf16_gradients_beside_their_fp32_sums() -> None:
     row = {"framework": "Megatron-DeepSpeed", "dp_mode": "ddp_zero1", "dtype": "bf16"}
     assert software_of(row | {"year": "2024"}).grad_bytes == 6.0

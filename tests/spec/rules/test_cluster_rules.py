@@ -42,6 +42,10 @@ def test_a_factor_below_one_is_refused() -> None:
     assert "at least 1" in said["cluster.power.known_within.busy"]
 
 
+def test_a_number_may_be_known_exactly() -> None:
+    assert problems_of(ClusterSpec(power=PowerSpec(known_within={"busy": 1.0}))) == {}
+
+
 def test_owned_machines_need_a_price() -> None:
     assert set(problems_of(ClusterSpec(cost=CostSpec(owned=True)))) == {"cluster.cost.device_price_usd"}
 

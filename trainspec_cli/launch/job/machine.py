@@ -71,10 +71,12 @@ def usable_memory_bytes() -> int:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
-def _cgroup_setting(name: str, root: Path = Path("/sys/fs/cgroup")) -> str:
+def _cgroup_setting(
+    name: str, root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> str:
     """One setting of this process's own control group (version 2), or "" where there is none."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = membership.read_text().splitlines()
         group = next(line.removeprefix("0::") for line in lines if line.startswith("0::"))
         return (root / group.lstrip("/") / name).read_text().strip()
     except (OSError, StopIteration):
