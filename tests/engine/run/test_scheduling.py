@@ -382,6 +382,15 @@ def test_what_a_later_version_adds_is_passed_over(write: Any) -> None:
     assert [one.number for one in read_directives(path)] == [1, 2]
 
 
+def test_what_replica_groups_decided_is_not_followed(write: Any) -> None:
+    """Their numbers are their own."""
+    groups = directive(30, 30, kind="group_shares"), directive(1, 31, group=1)
+    path = write(*groups)
+    assert read_directives(path) == []
+    write(directive(1, 33), groups[0], directive(2, 35))
+    assert [one.step for one in read_directives(path)] == [33, 35]
+
+
 def test_a_run_without_directives_has_none(tmp_path: Path) -> None:
     assert read_directives(RunDir(tmp_path).directives) == []
 

@@ -202,7 +202,7 @@ def read_directives(path: Path) -> list[DirectiveEvent]:
     """Return a run's directives, without those of replica groups. Raises UnreadableFileError where a line is damaged,
     missing or of a later version: without it the run would silently compute other bits."""
     events = [event for event in read_log(path) if isinstance(event, DirectiveEvent)]
-    found = [event for event in events if not isinstance(event.group, int)]
+    found = [event for event in events if not isinstance(event.group, int) and event.kind != "group_shares"]
     for number, directive in enumerate(found, 1):
         if directive.number != number:
             raise _unfollowed(path, f"has directive {directive.number} where {number} must be: lines are missing")
