@@ -23,8 +23,8 @@ def wrong_gradient_scale(patch: MonkeyPatch) -> None:
     """Take a mean over ranks where a sum belongs."""
     right = step.compute_gradients
 
-    def scaled(state, micro_batches, global_tokens):
-        return right(state, micro_batches, global_tokens * state.mesh.layout.data_parallel_size)
+    def scaled(state, micro_batches, global_tokens, *measured):
+        return right(state, micro_batches, global_tokens * state.mesh.layout.data_parallel_size, *measured)
 
     patch.setattr(step, "compute_gradients", scaled)
     patch.setattr(certify_worker, "compute_gradients", scaled)
