@@ -17,7 +17,7 @@ def slow_node(slurm: Cluster) -> Iterator[str]:
     """node2: what its daemon starts is slow."""
     if why := lab_cluster.lacking() or lacking():
         pytest.skip(why)
-    quota = Quota(percent=15)
+    quota = Quota(percent=6)  # less than what a busy machine leaves to the other node
     quota.hold(slurm.daemon_of(2))
     yield "node2"
     quota.remove()
