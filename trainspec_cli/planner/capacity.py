@@ -18,6 +18,7 @@ from trainspec_cli.planner.search.space import Space
 from trainspec_cli.planner.setup import RECOMPUTE, Setup, Software
 from trainspec_cli.planner.time.step import estimate_step
 from trainspec_cli.planner.validation.prose import usual_gbit
+from trainspec_cli.policy.division import largest_that_fits
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, Machine
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
@@ -256,13 +257,12 @@ def setup_of(candidate: Candidate, spec: RunSpec, machine: Machine | None) -> Se
 def largest_micro_batch(candidate: Candidate, setup: Setup) -> int:
     """Return the samples of the largest micro-batch that fits, up to twice the candidate's: what the scheduler may give
     a fast rank."""
-    fitting = candidate.micro_batch_size
-    for size in range(fitting + 1, 2 * candidate.micro_batch_size + 1):
+
+    def fits(size: int) -> bool:
         stages = predict_memory(replace(setup, micro_batch_size=float(size)), candidate.recompute)
-        if max(stage.total_bytes for stage in stages) > candidate.memory_limit_bytes:
-            break
-        fitting = size
-    return fitting
+        return max(stage.total_bytes for stage in stages) <= candidate.memory_limit_bytes
+
+    return largest_that_fits(candidate.micro_batch_size, 2 * candidate.micro_batch_size, fits)
 
 
 def advise(spec: RunSpec, fabric: Fabric, eff: Efficiency) -> Iterator[str]:

@@ -8,7 +8,8 @@ by at most one sample where nothing else is asked for, and a part may be empty.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -133,6 +134,12 @@ def _given_one(samples: int, weights: Sequence[float]) -> set[int]:
         given.add(rank)
         total -= weights[rank]
     return given
+
+
+def largest_that_fits(usual: int, most: int, fits: Callable[[int], bool]) -> int:
+    """Return the samples of the largest micro-batch, from `usual` to `most`, that `fits`; `usual` is not tried."""
+    larger = range(usual + 1, most + 1)
+    return usual + bisect_left(larger, True, key=lambda size: not fits(size))
 
 
 def micro_batches_of(layout: Layout, micro_batch_size: float, samples: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from trainspec_cli.errors import MachineError, PlanError, Problem
@@ -16,6 +15,7 @@ from trainspec_cli.planner.this_machine import (
     predict_local,
     suggest,
 )
+from trainspec_cli.policy.division import largest_that_fits
 from trainspec_cli.report.text import describe_prediction
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.spec.field_types import AUTO
@@ -62,13 +62,12 @@ def _largest_micro_batch(plan: Plan, predictor: Predictor) -> int | None:
     if scheduler.mode == "off" or plan.layout.data_parallel_size == 1:
         return None
     wanted = scheduler.max_micro_batch_size
-    more = range(usual + 1, 1 + (2 * usual if wanted == AUTO else max(usual, int(wanted))))
 
-    def does_not_fit(size: int) -> bool:
+    def fits(size: int) -> bool:
         prediction = predictor.predict(replace(plan.as_one_group, micro_batch_size=size))
-        return prediction.needed_bytes > predictor.limit_bytes
+        return prediction.needed_bytes <= predictor.limit_bytes
 
-    return usual + bisect_left(more, True, key=does_not_fit)
+    return largest_that_fits(usual, 2 * usual if wanted == AUTO else int(wanted), fits)
 
 
 def _predictor(plan: Plan, machine: Machine, console: PrintableConsole, *, may_probe: bool) -> Predictor | None:

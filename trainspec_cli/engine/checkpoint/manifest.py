@@ -36,7 +36,7 @@ class About:
     seed: int
     recipe_digest: str
     pace: BatchPace | None = None
-    """Where a batch that follows the gradients' noise stands; None where there is none."""
+    """The state of a batch that follows the gradients' noise; None where there is none."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class StepSamples:
     micro_batches: list[MicroBatch]
     """This rank's, on the device."""
     own: OwnSamples
-    """Where they lie in the run."""
+    """Their positions in the run."""
     division: Division
     """How the group's samples were divided."""
     global_tokens: int

@@ -40,10 +40,10 @@ class Faults:
         """Inject the faults that are due when `step` updates have been made."""
         throttles = [fault for _, fault in self._mine if fault.kind == "throttle"]
         if throttles:
-            due = (fault.seconds for fault in throttles if fault.step <= step < fault.step + fault.steps)
+            due = (fault.seconds for fault in throttles if fault.lasts_at(step))
             state.stages.throttle.sample_s = sum(due)
         for number, fault in self._mine:
-            if fault.kind == "slow" and fault.step <= step < fault.step + fault.steps:
+            if fault.kind == "slow" and fault.lasts_at(step):
                 time.sleep(fault.seconds)
             elif fault.kind == "disk_full" and step == fault.step + fault.steps:
                 _limit_files(resource.RLIM_INFINITY)

@@ -42,7 +42,7 @@ FIGURES = 4
 """Numbers that a rank reports in each step: its speed (fixed_s, per_sample_s), and of its last step how long it
 computed and how long it waited for the exchanges of each micro-batch."""
 MEASURED_STEPS = 5
-"""What a directive achieves is the median over so many steps."""
+"""The effect of a directive is the median over so many steps."""
 
 
 @dataclass

@@ -33,6 +33,10 @@ class Fault:
     steps: int = 1
     """slow, throttle, disk_full: the number of steps."""
 
+    def lasts_at(self, step: int) -> bool:
+        """Return whether a fault of several steps goes on after update `step`."""
+        return self.step <= step < self.step + self.steps
+
 
 class FaultSyntaxError(ValueError):
     """The text of a fault is wrong; the message says what is allowed."""
