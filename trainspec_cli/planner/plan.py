@@ -11,7 +11,7 @@ from trainspec_cli.planner import workload
 from trainspec_cli.planner.capacity import efficiency_of
 from trainspec_cli.planner.cut import cut, cut_on_chip, is_open, relative_times
 from trainspec_cli.planner.hardware.catalogue import find_accelerator
-from trainspec_cli.planner.search.auto import best_candidate, is_searched
+from trainspec_cli.planner.search.auto import best_candidate, is_searched, replica_groups_of
 from trainspec_cli.planner.this_machine import is_known, setup_of
 from trainspec_cli.policy.batch import count_steps, schedule_batches
 from trainspec_cli.policy.division import count_micro_batches, turns_of
@@ -83,7 +83,7 @@ def _choose(
         best_candidate(of_all_groups(spec), machine, devices_per_node) if is_searched(spec, machine, device) else None
     )
     if best is not None:
-        groups = best.layout.dp_replicate if spec.resilience.replica_groups == AUTO and groups > 1 else groups
+        groups = replica_groups_of(spec, best)
         if problems := list(whole_hosts(spec.cluster.num_nodes, groups)):
             raise RecipeError(problems)
         layout = replace(best.layout, dp_replicate=best.layout.dp_replicate // groups)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trainspec_cli.planner.capacity import describe_fabric, efficiency_of, largest_micro_batch, setup_of
+from trainspec_cli.planner.search.auto import replica_groups_of
 from trainspec_cli.planner.time.samples import step_parts
 from trainspec_cli.policy.division import Division, Portion, even_division, take_portion, weighted_counts
 from trainspec_cli.policy.scheduling import (
@@ -36,7 +37,6 @@ from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.prediction import Candidate
 from trainspec_cli.spec.results.simulation import SimulatedDecision, SimulatedPace, Simulation
-from trainspec_cli.spec.rules.elastic import wanted_groups
 
 WORTH_TELLING = 1e-3
 """Where less than this part of the time can be won back, there is nothing to win."""
@@ -95,12 +95,6 @@ def describe_job(spec: RunSpec, candidate: Candidate, machine: Machine | None) -
         num_nodes=spec.cluster.num_nodes,
         devices_per_node=fabric.devices_per_node,
     )
-
-
-def replica_groups_of(spec: RunSpec, candidate: Candidate) -> int:
-    """Return the replica groups that the run would have in this layout: as `planner.plan` counts them."""
-    groups = wanted_groups(spec)
-    return candidate.layout.dp_replicate if spec.resilience.replica_groups == AUTO and groups > 1 else groups
 
 
 def simulate(job: DisturbedJob, disturbance: Disturbance, name: str) -> Simulation:

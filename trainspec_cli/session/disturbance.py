@@ -12,6 +12,7 @@ from trainspec_cli.compose.origins import COMMAND_LINE, Origins, locate
 from trainspec_cli.compose.yaml_file import read_yaml
 from trainspec_cli.errors import Problem, RecipeError, closest
 from trainspec_cli.planner.capacity import describe_fabric
+from trainspec_cli.planner.search.auto import replica_groups_of
 from trainspec_cli.reading.files import exists, expand
 from trainspec_cli.reading.yaml_file import read_yaml as read_content
 from trainspec_cli.scheduler.disturbance import Disturbance, build_disturbance, check_cluster
@@ -61,7 +62,7 @@ def simulate_disturbed(
     named: NamedDisturbance, spec: RunSpec, candidate: Candidate, machine: Machine | None
 ) -> Simulation:
     """Simulate a planned candidate under the disturbance. Raises RecipeError, located, where they do not fit."""
-    from trainspec_cli.scheduler.simulate import describe_job, replica_groups_of, simulate  # loads numpy, as above
+    from trainspec_cli.scheduler.simulate import describe_job, simulate  # loads numpy, as above
 
     per_node = describe_fabric(spec.cluster, machine).devices_per_node
     groups = replica_groups_of(spec, candidate)

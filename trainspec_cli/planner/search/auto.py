@@ -14,6 +14,7 @@ from trainspec_cli.spec.recipe.layout import LayoutSpec
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
+from trainspec_cli.spec.rules.elastic import wanted_groups
 from trainspec_cli.spec.rules.engine import check_built
 
 TRIED = 64
@@ -39,6 +40,12 @@ def best_candidate(spec: RunSpec, machine: Machine, num_devices: int) -> Candida
 def _first_micro_batches(spec: RunSpec, candidate: Candidate) -> int:
     """Return the micro-batches of the run's first step: a candidate has those of its main size."""
     return micro_batches_of(candidate.layout, candidate.micro_batch_size, spec.batching.global_batch_size)
+
+
+def replica_groups_of(spec: RunSpec, candidate: Candidate) -> int:
+    """Return the replica groups that the run would have in this layout."""
+    groups = wanted_groups(spec)
+    return candidate.layout.dp_replicate if spec.resilience.replica_groups == AUTO and groups > 1 else groups
 
 
 def as_plan(spec: RunSpec, candidate: Candidate, capacity: CapacityPlan, compute: Literal["bf16", "fp32"]) -> Plan:
