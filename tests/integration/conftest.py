@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from trainspec_cli.launch.backend.processes import rank_of, workers_among
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 
@@ -109,15 +110,7 @@ def _wait_for_step(run_dir: RunDir, step: int, process: subprocess.Popen[str], t
 
 def _workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     family = psutil.Process(process.pid).children(recursive=True)
-    return [process for process in family if _is_worker(process)]
-
-
-def _is_worker(process: psutil.Process) -> bool:
-    try:
-        command = process.cmdline()
-    except psutil.NoSuchProcess:
-        return False
-    return "trainspec_cli.engine" in command and "trainspec_cli.engine.comm.torchrun" not in command
+    return sorted(workers_among(family), key=lambda worker: rank_of(worker) or 0)
 
 
 def _kill_everything(process: subprocess.Popen[str]) -> None:

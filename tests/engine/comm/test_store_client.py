@@ -195,7 +195,7 @@ def test_workers_of_one_node_meet_in_a_private_file(nodes: str, alone: bool, mon
 
     monkeypatch.setattr(run, "main", main)
     monkeypatch.setattr(torchrun.rendezvous_handler_registry, "register", lambda *given: seen.append(given))
-    monkeypatch.setattr(sys, "argv", ["torchrun", "--nnodes", nodes, "--nproc-per-node", "1"])
+    monkeypatch.setattr(sys, "argv", ["torchrun", "--nnodes", nodes, "--nproc-per-node", "1", "worker.py"])
     monkeypatch.setenv(STORE_FILE, "/another/run's")
     torchrun.main()
     registered, (file, private) = seen
