@@ -76,7 +76,7 @@ def test_it_ends_as_a_python_process_does(host, tmp_path: Path, body: str, code:
 
 def test_it_has_its_own_environment_session_title_and_output(host, tmp_path: Path) -> None:
     body = (
-        "print(sorted(os.environ), os.getsid(0) == os.getpid())\n"
+        "print(sorted(os.environ), os.getsid(0) == os.getpid(), sorted(os.listdir('/proc/self/fd'))[:4])\n"
         "print('to stderr', file=sys.stderr)\n"
         "sys.stdin.close()\nimport time; time.sleep(600)"
     )
@@ -86,7 +86,7 @@ def test_it_has_its_own_environment_session_title_and_output(host, tmp_path: Pat
     assert (rank_of(worker), worker.name()) == (7, "rank 7")
     while not (tmp_path / "err").read_text():
         assert process.poll() is None
-    assert (tmp_path / "out").read_text() == f"{sorted(ENVIRONMENT)} True\n", "written at once"
+    assert (tmp_path / "out").read_text() == f"{sorted(ENVIRONMENT)} True ['0', '1', '2', '3']\n", "written at once"
     assert (tmp_path / "err").read_text() == "to stderr\n"
     worker.terminate()
     assert ends(process) == -15, "not the parent's handler"

@@ -31,10 +31,6 @@ class ForkedProcess:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self.pid = os.fork()
         if self.pid == 0:
-            os.setsid()
-            Path("/proc/self/comm").write_text(rank_title(environment[RANK]))
-            for descriptor in (ready, is_ready):
-                os.close(descriptor)
             _run_as_process(program, environment, (stdout, stderr), mask)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(is_ready)
@@ -64,13 +60,13 @@ def _run_as_process(
     outputs: tuple[int, int],
     mask: set[int | signal.Signals],
 ) -> NoReturn:
-    """Run `program` as a new process would, with nothing left of torchrun's signal handlers and output, and exit."""
+    """Run `program` as a new process would, with nothing left of the parent's signal handlers and files, and exit."""
     code = 1
     try:
+        os.setsid()
+        Path("/proc/self/comm").write_text(rank_title(environment[RANK]))
+        _redirect(outputs)
         _reset_signals(mask)
-        for descriptor, own in zip(outputs, (sys.stdout, sys.stderr), strict=True):
-            os.dup2(descriptor, own.fileno())
-            own.reconfigure(write_through=True)  # type: ignore[union-attr]
         os.environ.clear()
         os.environ.update(environment)
         code = _exit_code_of(program)
@@ -78,8 +74,19 @@ def _run_as_process(
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     finally:
         os._exit(code)
+
+
+def _redirect(outputs: tuple[int, int]) -> None:
+    """Write to the two descriptors from now on, and close all others: the parent waits for one, and the other end of a
+    connection is to see that the parent is gone."""
+    for descriptor, own in zip(outputs, (sys.stdout, sys.stderr), strict=True):
+        os.dup2(descriptor, own.fileno())
+        own.reconfigure(write_through=True)  # type: ignore[union-attr]
+    os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)
 
 
 def _reset_signals(mask: set[int | signal.Signals]) -> None:
