@@ -86,7 +86,7 @@ def _redirect(outputs: tuple[int, int]) -> None:
     for descriptor, own in zip(outputs, (sys.stdout, sys.stderr), strict=True):
         os.dup2(descriptor, own.fileno())
         own.reconfigure(write_through=True)  # type: ignore[union-attr]
-    os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)
+    os.closerange(3, 1 + max(int(entry.name) for entry in Path("/proc/self/fd").iterdir()))
 
 
 def _reset_signals(mask: set[int | signal.Signals]) -> None:
