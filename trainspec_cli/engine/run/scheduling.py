@@ -30,7 +30,7 @@ from trainspec_cli.policy.scheduling import (
 )
 from trainspec_cli.policy.speeds import SETTLING_S, SKIPPED_STEPS, Speed, SpeedTracker, slowest
 from trainspec_cli.reading.files import UnreadableFileError, unreadable
-from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent
+from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent, SchedulerEvent
 from trainspec_cli.rundir.events import read_log
 from trainspec_cli.rundir.fields import read_record
 from trainspec_cli.rundir.paths import RunDir
@@ -189,7 +189,7 @@ class StepScheduler:
             )
         )
 
-    def _write(self, event: DirectiveEvent | AchievedEvent) -> None:
+    def _write(self, event: SchedulerEvent) -> None:
         if dist.get_rank() != 0:
             return
         self._log.write(event)
