@@ -5,7 +5,7 @@ from trainspec_cli.policy.division import even_division
 from trainspec_cli.policy.speeds import Speed
 from trainspec_cli.scheduler.cluster import Cluster
 from trainspec_cli.scheduler.ideal import RankRows
-from trainspec_cli.scheduler.simulate import DisturbedJob
+from trainspec_cli.scheduler.job import DisturbedJob
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.layout import Layout
 

@@ -4,7 +4,8 @@ import pytest
 from scheduler.jobs import job_of
 
 from trainspec_cli.scheduler.disturbance import Disturbance, Leave, NarrowLink, SlowDevice, SlowNode
-from trainspec_cli.scheduler.simulate import DisturbedJob, simulate
+from trainspec_cli.scheduler.job import DisturbedJob
+from trainspec_cli.scheduler.simulate import simulate
 from trainspec_cli.spec.results.simulation import Simulation
 
 SLOW = SlowDevice(device=3, factor=2, from_step=50, steps=150)
