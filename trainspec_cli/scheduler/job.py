@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.prediction import Candidate
 
+READ_S = 1.0
+"""A step's text is read in this time where it was not read ahead: an assumption."""
+
 
 @dataclass(frozen=True)
 class DisturbedJob:
@@ -35,14 +39,15 @@ class DisturbedJob:
     largest_micro_batch: int
     change: float
     """A change of a speed is confirmed from this fraction on."""
+    change_s: float
+    """A change of shares costs so much, and `COST_STEPS` at most."""
     keeps_micro_batches: bool
     num_nodes: int
     devices_per_node: int
 
-    @property
-    def interval(self) -> int:
-        """Return how many steps lie between two exchanges of the ranks' speeds."""
-        return reporting_interval(self.layout.world_size)
+    def interval(self, step_s: float) -> int:
+        """Return how many steps of `step_s` lie between two exchanges of the ranks' speeds."""
+        return reporting_interval(self.layout.world_size, step_s)
 
     def portions(self, weights: Sequence[float]) -> list[Portion]:
         """Return the samples of each group that is there."""
@@ -55,7 +60,8 @@ def describe_job(spec: RunSpec, candidate: Candidate, machine: Machine | None) -
     fabric, setup = describe_fabric(spec.cluster, machine), setup_of(candidate, spec, machine)
     number, layout = replica_groups_of(spec, candidate), candidate.layout
     own = replace(layout, dp_replicate=layout.dp_replicate // number)
-    size = own.data_parallel_size
+    size, most = own.data_parallel_size, largest_micro_batch(candidate, setup, spec.scheduler.max_micro_batch_size)
+    compiles = spec.compile and most > candidate.micro_batch_size
     return DisturbedJob(
         cluster=Cluster(
             step_parts(setup, efficiency_of(spec.cluster)),
@@ -68,8 +74,9 @@ def describe_job(spec: RunSpec, candidate: Candidate, machine: Machine | None) -
         even=even_division(own, candidate.micro_batch_size),
         batching=spec.batching,
         groups=tuple(RankRows(slice(group * size, (group + 1) * size), size) for group in range(number)),
-        largest_micro_batch=largest_micro_batch(candidate, setup, spec.scheduler.max_micro_batch_size),
+        largest_micro_batch=most,
         change=spec.scheduler.change,
+        change_s=inf if compiles or spec.model.unit == "samples" else READ_S,
         keeps_micro_batches=spec.model.unit == "samples",
         num_nodes=spec.cluster.num_nodes,
         devices_per_node=fabric.devices_per_node,

@@ -31,8 +31,8 @@ from trainspec_cli.spec.results.simulation import SimulatedDecision
 class LiveGroup:
     """A replica group of the live run: its ranks' trackers, and its scheduler."""
 
-    def __init__(self, job: DisturbedJob, group: int):
-        self._job, self._rows = job, job.groups[group].rows
+    def __init__(self, job: DisturbedJob, group: int, interval: int):
+        self._job, self._interval = job, interval
         stages = len(job.cluster.parts.stages)
         self.trackers = [
             [SpeedTracker(job.change, SETTLING_S) for _ in range(stages)] for _ in range(job.groups[group].size)
@@ -61,7 +61,8 @@ class LiveGroup:
         if reports:
             self.rate = samples_per_s(speeds)
             each_s = exchange_each_s(self._job.layout, exchanged_s / taken.micro_batches)
-            self.due = self._scheduler.note_step(sum(taken.counts), speeds, each_s, self._job.interval)
+            samples, steps, change_s = sum(taken.counts), self._interval, self._job.change_s
+            self.due = self._scheduler.note_step(samples, speeds, each_s, steps, change_s)
 
     def _speeds(self, counts: Sequence[int]) -> list[Speed | None]:
         if len(self.trackers[0]) == 1:
@@ -75,10 +76,11 @@ class LiveGroup:
 class LiveRun:
     """The run with the scheduler."""
 
-    def __init__(self, job: DisturbedJob, disturbance: Disturbance):
-        self._job, self._noise = job, disturbance.noise
+    def __init__(self, job: DisturbedJob, disturbance: Disturbance, interval: int):
+        """`interval`: steps between two exchanges of the ranks' speeds."""
+        self._job, self._noise, self._interval = job, disturbance.noise, interval
         self._random = np.random.default_rng(disturbance.seed)
-        self._groups = {group: LiveGroup(job, group) for group in range(len(job.groups))}
+        self._groups = {group: LiveGroup(job, group, interval) for group in range(len(job.groups))}
         self._weights: tuple[float, ...] = ()
         self._present: tuple[int, ...] = tuple(self._groups)
         self._made: tuple[tuple[object, ...], list[Taken], StepSeconds] | None = None
@@ -97,13 +99,13 @@ class LiveRun:
         for group, own in zip(present, taken, strict=True):
             if change := changes[group]:
                 self._note(step, group, change, own, seconds)
-                paid_s = max(paid_s, COST_STEPS * change.after_s)
+                paid_s = max(paid_s, min(job.change_s, COST_STEPS * change.after_s))
         return seconds.total_s + paid_s
 
     def _welcome(self, present: tuple[int, ...]) -> None:
         """A group that comes back has been started anew: it knows no speeds."""
         for group in set(present) - set(self._present):
-            self._groups[group] = LiveGroup(self._job, group)
+            self._groups[group] = LiveGroup(self._job, group, self._interval)
         self._present = present
 
     def _weigh(self, step: int, situation: Situation) -> tuple[float, ...]:
@@ -136,7 +138,7 @@ class LiveRun:
         measured_s = (seconds.passes_s * noise).T
         for group, own in zip(present, taken, strict=True):
             own_s = measured_s[self._job.groups[group].rows].tolist()
-            reports = step % self._job.interval == 0
+            reports = step % self._interval == 0
             self._groups[group].end_step(own, own_s, seconds.exchanged_s, reports=reports)
 
     def _note(self, step: int, group: int, change: ShareChange, taken: Taken, seconds: StepSeconds) -> None:

@@ -19,7 +19,8 @@ def simulate(job: DisturbedJob, disturbance: Disturbance, name: str) -> Simulati
     """Run the steps of a disturbance. It was checked against the cluster (`check_cluster`)."""
     usual = Situations(job, Disturbance()).at(1)
     drawn = disturbance.drawn(usual.even_s, job.num_nodes, job.devices_per_node)
-    situations, live = Situations(job, drawn), LiveRun(job, drawn)
+    interval = job.interval(usual.even_s)
+    situations, live = Situations(job, drawn), LiveRun(job, drawn, interval)
     met = [situations.at(step) for step in range(1, drawn.steps + 1)]
     on_s = [live.make_step(step, situation) for step, situation in enumerate(met, 1)]
     samples = [situation.samples for situation in met]
@@ -37,7 +38,7 @@ def simulate(job: DisturbedJob, disturbance: Disturbance, name: str) -> Simulati
         replica_groups=len(job.groups),
         micro_batch_size=job.even.micro_batch_size,
         largest_micro_batch_size=job.largest_micro_batch,
-        report_interval=job.interval,
+        report_interval=interval,
         events=tuple(event.describe() for event in drawn.events),
         off=off,
         on=on,
