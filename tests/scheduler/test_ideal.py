@@ -8,7 +8,7 @@ from scheduler.jobs import job_of
 
 from trainspec_cli.scheduler.disturbance import Event, SlowDevice
 from trainspec_cli.scheduler.ideal import Ideal, best_step
-from trainspec_cli.scheduler.simulate import DisturbedJob
+from trainspec_cli.scheduler.job import DisturbedJob
 
 
 def ideal_of(job: DisturbedJob, *events: Event, keeps: bool = False) -> Ideal:

@@ -54,6 +54,8 @@ def test_a_misspelt_name_lists_what_there_is(tmp_path: Path) -> None:
         ("steps: 0\n", "d.yaml:1:1", "`steps` is 0", "write steps: 1"),
         ("steps: 1: 2\n", "d.yaml:1:9", "not YAML", "quote text"),
         ("- 1\n", "d.yaml:1:1", "`key: value`", ""),
+        ("steps: 9\nseed: !new 1\n", "d.yaml:2:7", "not YAML", ""),
+        ("steps: 9\nseed: !!int one\n", "d.yaml:1:1", "cannot be read", ""),
     ],
 )
 def test_a_mistake_is_shown_in_its_line(tmp_path: Path, text: str, where: str, message: str, hint: str) -> None:

@@ -196,45 +196,46 @@ class RecoveryEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DirectiveEvent(Event):
-    """The scheduler divides the samples otherwise, or advises it. Also a line of `directives.jsonl`."""
+class SchedulerEvent(Event):
+    """A line of `directives.jsonl`: a directive, or its effect."""
 
-    type: Literal["directive"] = "directive"
     step: Count
-    """Updates made before it; it holds from the next one on."""
+    """So many updates were made before it; a directive holds from the next one on."""
     number: Count
-    """1, 2, ... over the starts of a run; each replica group numbers its own, and group_shares have their step's."""
-    kind: Literal["shares", "group_shares"] = "shares"
-    """shares: of the data-parallel ranks. group_shares: of the replica groups that take part."""
-    applied: bool
-    """False: `scheduler.mode` is advise."""
-    counts: tuple[Count, ...]
-    """Samples of each in a step."""
-    micro_batch_size: Count | Absent = ABSENT
-    """shares: at most so many samples of a rank at a time."""
-    micro_batches: Count | Absent = ABSENT
-    reason: str
+    """Directives are numbered 1, 2, ... over the starts of a run; each replica group numbers its own, and group_shares
+    have their step's."""
     before_s: Seconds
-    """The slowest rank's own computing in a step, with the exchanges of its micro-batches."""
+    """The slowest rank's own computing in a step took so long, with the exchanges of its micro-batches."""
     expected_s: Seconds
-    """The same after the change."""
+    """The same is expected to take so long after the change."""
     group: Count | Absent | None = ABSENT
     """The replica group whose ranks it is about, where there are several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AchievedEvent(Event):
-    """The effect of a directive was measured. Also a line of `directives.jsonl`."""
+class DirectiveEvent(SchedulerEvent):
+    """The scheduler divides the samples otherwise, or advises it."""
+
+    type: Literal["directive"] = "directive"
+    kind: Literal["shares", "group_shares"] = "shares"
+    """shares: of the data-parallel ranks. group_shares: of the replica groups that take part."""
+    applied: bool
+    """False: `scheduler.mode` is advise."""
+    counts: tuple[Count, ...]
+    """Each takes so many samples of a step."""
+    micro_batch_size: Count | Absent = ABSENT
+    """shares: a rank processes at most so many samples at a time."""
+    micro_batches: Count | Absent = ABSENT
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AchievedEvent(SchedulerEvent):
+    """The effect of a directive was measured."""
 
     type: Literal["achieved"] = "achieved"
-    step: Count
-    number: Count
-    before_s: Seconds
-    expected_s: Seconds
     achieved_s: Seconds
-    """The slowest rank's own computing in a step since then, with the exchanges of its micro-batches."""
-    group: Count | Absent | None = ABSENT
-    """The replica group whose directive it was; each numbers its own."""
+    """The slowest rank's own computing in a step takes so long since then, with the exchanges of its micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

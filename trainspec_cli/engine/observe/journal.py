@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Protocol
 
 from trainspec_cli.rundir.event_types import (
-    AchievedEvent,
-    DirectiveEvent,
     EvalEvent,
     Event,
     SampleEvent,
+    SchedulerEvent,
     StartEvent,
     StepEvent,
 )
@@ -199,7 +198,7 @@ class DirectiveLog:
         self._run_dir, self._journal = run_dir, journal
         self._file: EventWriter | None = None
 
-    def write(self, event: DirectiveEvent | AchievedEvent) -> None:
+    def write(self, event: SchedulerEvent) -> None:
         self._file = self._file or EventWriter(self._run_dir.directives, rank=0)
         self._file.write(event)
         self._journal.write(event)

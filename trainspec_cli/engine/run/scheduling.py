@@ -22,6 +22,7 @@ from trainspec_cli.engine.comm.json_collectives import broadcast_json, errors_to
 from trainspec_cli.engine.observe.journal import DirectiveLog, GroupJournal, Journal
 from trainspec_cli.policy.division import Division, OwnSamples, even_division
 from trainspec_cli.policy.scheduling import (
+    ChangeCost,
     ShareChange,
     ShareScheduler,
     exchange_each_s,
@@ -30,7 +31,7 @@ from trainspec_cli.policy.scheduling import (
 )
 from trainspec_cli.policy.speeds import SETTLING_S, SKIPPED_STEPS, Speed, SpeedTracker, slowest
 from trainspec_cli.reading.files import UnreadableFileError, unreadable
-from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent
+from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent, SchedulerEvent
 from trainspec_cli.rundir.events import read_log
 from trainspec_cli.rundir.fields import read_record
 from trainspec_cli.rundir.paths import RunDir
@@ -38,9 +39,9 @@ from trainspec_cli.spec.canonical import ABSENT, to_plain
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.results.plan import Plan
 
-FIGURES = 4
-"""Numbers that a rank reports in each step: its speed (fixed_s, per_sample_s), and of its last step how long it
-computed and how long it waited for the exchanges of each micro-batch."""
+FIGURES = 6
+"""Numbers that a rank reports in each step: its speed (fixed_s, per_sample_s, noise), what a change of shares was seen
+to cost it, and of its last step how long it computed and how long it waited for the exchanges of each micro-batch."""
 MEASURED_STEPS = 5
 """The effect of a directive is the median over so many steps."""
 
@@ -73,8 +74,9 @@ class StepScheduler:
         keeps_micro_batches = plan.spec.model.unit == "samples"
         self._shares = ShareScheduler(self._even, self._largest, spec.change, keeps_micro_batches=keeps_micro_batches)
         self._rows = ranks_of_data(state)
-        self._interval_steps = reporting_interval(plan.group_size)
+        self._ranks, self._interval_steps = plan.group_size, reporting_interval(plan.group_size)
         self._tracker = SpeedTracker(spec.change, SETTLING_S)
+        self._change_cost = ChangeCost()
         self._last_s = (0.0, 0.0)
         self._slowest_s: deque[float] = deque(maxlen=MEASURED_STEPS)
         self.rate = 0.0
@@ -118,7 +120,7 @@ class StepScheduler:
         if self._mode == "off" or step % self._interval_steps:
             return []
         speed = self._tracker.speed or Speed(0.0, 0.0)
-        return [speed.fixed_s, speed.per_sample_s, *self._last_s]
+        return [speed.fixed_s, speed.per_sample_s, speed.noise, self._change_cost.seconds, *self._last_s]
 
     # After it
 
@@ -133,20 +135,24 @@ class StepScheduler:
             return
         micro_batches, compute_s = len(own.sizes), parts_s["forward"] + parts_s["backward"]
         self._tracker.note(own.samples, micro_batches, compute_s)
+        self._change_cost.note(own.samples, micro_batches, parts_s["data_wait"] + compute_s)
         self._last_s = compute_s, parts_s["exposed_comm"] / micro_batches
         if not figures.numel():
             return
         reported = figures.tolist()
         exchange_s = exchange_each_s(self._layout, min(waited_s for *_, waited_s in reported))
-        self._measure(step, max(last_s for _, _, last_s, _ in reported) + micro_batches * exchange_s)
+        slowest_s = max(last_s for *_, last_s, _ in reported)
+        self._measure(step, slowest_s + micro_batches * exchange_s)
         counts = self._shares.division.counts(samples)
-        known = [read_speed(*one[:2]) for one in reported]
+        known = [read_speed(*one[:3]) for one in reported]
         speeds = [slowest([known[rank] for rank in row], n) for row, n in zip(self._rows, counts, strict=True)]
         if self._mode == "auto" and self._group is not None:
             self.rate = samples_per_s(speeds)
         if self._ahead:
             return
-        if change := self._shares.note_step(samples, speeds, exchange_s, self._interval_steps):
+        steps, change_s = self._interval_steps, max(seconds for *_, seconds, _, _ in reported)
+        self._interval_steps = reporting_interval(self._ranks, slowest_s)
+        if change := self._shares.note_step(samples, speeds, exchange_s, steps, change_s):
             self._decided = change, samples
 
     def _give(self, step: int, change: ShareChange, samples: int) -> None:
@@ -189,7 +195,7 @@ class StepScheduler:
             )
         )
 
-    def _write(self, event: DirectiveEvent | AchievedEvent) -> None:
+    def _write(self, event: SchedulerEvent) -> None:
         if dist.get_rank() != 0:
             return
         self._log.write(event)
@@ -238,9 +244,9 @@ def division_of(even: Division, directive: DirectiveEvent, largest_micro_batch: 
     )
 
 
-def read_speed(fixed_s: float, per_sample_s: float) -> Speed | None:
+def read_speed(fixed_s: float, per_sample_s: float, noise: float = 0.0) -> Speed | None:
     """Return a speed as it was reported; None for a rank that does not know its own yet."""
-    return Speed(fixed_s, per_sample_s) if 0 < per_sample_s < math.inf else None
+    return Speed(fixed_s, per_sample_s, noise) if 0 < per_sample_s < math.inf else None
 
 
 def ranks_of_data(state: TrainState) -> list[list[int]]:
