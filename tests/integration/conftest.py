@@ -52,6 +52,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str])
 
 
 @pytest.fixture(scope="session")
+def whole_of(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Callable[..., RunDir]:
+    """whole_of(*RECIPE): a run of it that nobody touches."""
+
+    def launch(*recipe: str) -> RunDir:
+        place = tmp_path_factory.mktemp("whole")
+        ended = _run(place, environment, "launch", *recipe, "run.dir=run")
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return RunDir(place / "run")
+
+    return launch
+
+
+@pytest.fixture(scope="session")
 def undisturbed(whole: RunDir) -> str:
     """The digest of its weights."""
     return str(json.loads(whole.result_json.read_text())["weights_sha256"])

@@ -11,6 +11,7 @@ import traceback
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.environment_names import GROUP
 from trainspec_cli.errors import TrainspecError
+from trainspec_cli.policy.memory import with_reliefs
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
@@ -35,12 +36,14 @@ def work(run_dir: RunDir, stop: StopRequest) -> None:
     from trainspec_cli.engine.build.train_state import build_train_state
     from trainspec_cli.engine.comm.joining import join_processes, leave_processes
     from trainspec_cli.engine.run.coordinator import RunContext, open_coordinator
+    from trainspec_cli.engine.run.relief import recall_reliefs
     from trainspec_cli.engine.run.sources import open_source
     from trainspec_cli.engine.run.trainer import Trainer
 
     plan = from_plain(Plan, read_json(run_dir.plan_json))
     about = read_json(run_dir.run_json)
     device = join_processes(plan.device)
+    plan = with_reliefs(plan, recall_reliefs(plan, run_dir))
     state = build_train_state(plan, device)
     if not run_dir.checkpoint_steps():
         load_initial(plan, state)
@@ -56,6 +59,7 @@ def leave_error(run_dir: RunDir, error: Exception) -> None:
         return
     group, size = (int(os.environ.get(name, "0")) for name in (GROUP, "WORLD_SIZE"))
     rank = group * size + int(os.environ.get("RANK", "0"))
+    shortage = getattr(error, "shortage", None)
     problem = error.problems[0] if isinstance(error, TrainspecError) else None
     record = WorkerErrorRecord(
         rank=rank,
@@ -67,6 +71,7 @@ def leave_error(run_dir: RunDir, error: Exception) -> None:
         exit_code=error.exit_code if isinstance(error, TrainspecError) else None,
         hint=problem.hint if problem else None,
         traceback=traceback.format_exc(),
+        shortage=shortage,
     )
     write_error(run_dir.error(rank), record)
 

@@ -13,6 +13,7 @@ from trainspec_cli.rundir.event_types import (
     DirectiveEvent,
     EvalEvent,
     Event,
+    MemoryEvent,
     SampleEvent,
     StartEvent,
     StepEvent,
@@ -199,7 +200,7 @@ class DirectiveLog:
         self._run_dir, self._journal = run_dir, journal
         self._file: EventWriter | None = None
 
-    def write(self, event: DirectiveEvent | AchievedEvent) -> None:
+    def write(self, event: DirectiveEvent | AchievedEvent | MemoryEvent) -> None:
         self._file = self._file or EventWriter(self._run_dir.directives, rank=0)
         self._file.write(event)
         self._journal.write(event)

@@ -90,6 +90,7 @@ class GroupStart:
             from_outside=(bool(causes) or (exit_code or 0) < 0) and not own_error,
             checkpoint_step=newest_checkpoint(self.job.run),
             left_behind=tuple(self._left_behind),
+            shortage=next((failure.shortage for failure in causes if failure.shortage), None),
         )
 
     def _explain(self, failures: list[WorkerFailure], exit_code: int | None) -> str:

@@ -1,0 +1,88 @@
+"""Whole runs whose memory runs out: they go on, and lose nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainspec_cli.rundir.events import read_events
+from trainspec_cli.rundir.paths import RunDir
+
+STEPS, SAMPLES, FAILS_AT = 8, 8, 3
+ANY_SIZE = ("recipe=tiny", "precision=fp32", f"batching.global_batch_size={SAMPLES}", f"train.max_steps={STEPS}")
+RECIPE = (*ANY_SIZE, "cluster.devices_per_node=2", "batching.micro_batch_size=4")
+LAYOUTS = {
+    "zero1": ("layout=fsdp", "layout.zero_stage=1"),
+    "zero3": ("layout=fsdp", "layout.zero_stage=3"),
+    "pp": ("layout.pp=2",),
+}
+
+
+def steps(run: RunDir) -> list[dict[str, Any]]:
+    return [event for event in read_events(run.events(0)) if event["type"] == "step"]
+
+
+def losses(run: RunDir) -> list[float]:
+    return [event["loss"] for event in steps(run)]
+
+
+@pytest.fixture(scope="session")
+def undisturbed_losses(whole_of: Any) -> list[float]:
+    """Of the same samples, whatever the layout."""
+    return losses(whole_of(*RECIPE, *LAYOUTS["zero3"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_of_two_ranks_runs_out_of_memory_and_no_step_is_lost(
+    trainspec, tmp_path: Path, undisturbed_losses: list[float], layout: str
+) -> None:
+    """There is no checkpoint before: the step's beginning is saved where it stands."""
+    fault = f"fault=oom(step={FAILS_AT},rank=1,above=2)"
+    ended = trainspec("launch", *RECIPE, *LAYOUTS[layout], fault, "run.dir=run")
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 0, said
+    run = RunDir(tmp_path / "run")
+    assert [event["step"] for event in steps(run)] == list(range(1, STEPS + 1))
+    assert losses(run) == pytest.approx(undisturbed_losses, rel=1e-6)
+    assert {event["samples"] for event in steps(run)} == {SAMPLES}
+    (directive,) = read_events(run.directives)
+    assert (directive["type"], directive["step"], directive["lost_steps"]) == ("memory", FAILS_AT, 0)
+    assert (directive["failed"]["micro_batch_size"], directive["taken"]["micro_batch_size"]) == (4, 2)
+    assert directive["restarts"]
+    assert f"the run goes on from step {FAILS_AT} with micro-batches of 2 samples" in said
+    report = json.loads(trainspec("report", "run", "--json").stdout)
+    assert report["memory"][0]["taken"] == directive["taken"]
+    assert f"step {FAILS_AT}: micro-batches of 2 samples from here on" in trainspec("report", "run").stdout
+
+
+@pytest.mark.slow
+def test_a_run_that_nothing_helps_ends_and_says_what_was_tried(trainspec, tmp_path: Path) -> None:
+    fault = f"fault=oom(step={FAILS_AT},rank=0,above=0)"
+    recipe = (*ANY_SIZE, "cluster.devices_per_node=1", "batching.micro_batch_size=2", fault)
+    ended = trainspec("launch", *recipe, "run.dir=run")
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 5, said
+    assert "micro-batches of 1 sample, recompute=full, offload=none" in said
+    assert "tried before: micro-batches of 2 samples, recompute=none, offload=none; micro-batches of 1 sample" in said
+    assert "Traceback" not in said
+    run = RunDir(tmp_path / "run")
+    taken = [event["taken"] for event in read_events(run.directives)]
+    assert [(one["micro_batch_size"], one["recompute"]) for one in taken] == [
+        (1, "none"),
+        (1, "selective"),
+        (1, "full"),
+    ]
+    assert run.checkpoint_steps() == [FAILS_AT]
+
+
+@pytest.mark.slow
+def test_a_run_whose_scheduler_is_off_ends_at_once(trainspec, tmp_path: Path) -> None:
+    fault = f"fault=oom(step={FAILS_AT},rank=1,above=2)"
+    ended = trainspec("launch", *RECIPE, *LAYOUTS["zero3"], fault, "scheduler=off", "run.dir=run")
+    assert ended.returncode == 5, ended.stdout + ended.stderr
+    assert "type batching.micro_batch_size=2, or scheduler=advise" in ended.stdout + ended.stderr
+    assert not RunDir(tmp_path / "run").directives.exists()
