@@ -42,6 +42,18 @@ def trainspec(tmp_path: Path, environment: dict[str, str]) -> Trainspec:
     return partial(_run, tmp_path, environment)
 
 
+@pytest.fixture
+def trainspec_in(tmp_path: Path, environment: dict[str, str]) -> Trainspec:
+    """trainspec_in(procs, *ARGUMENTS): `trainspec` within a control group, whose file of processes is `procs`."""
+
+    def run(procs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        join = ["bash", "-c", 'echo $$ > "$0"; exec "$@"', str(procs)]
+        command = [*join, sys.executable, "-m", "trainspec_cli", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> RunDir:
     """A run of WHOLE that nobody touched: tests copy it, and hold runs against it that were disturbed."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +89,50 @@ def test_a_run_whose_scheduler_is_off_ends_at_once(trainspec, tmp_path: Path) ->
     assert ended.returncode == 5, ended.stdout + ended.stderr
     assert "type batching.micro_batch_size=2, or scheduler=advise" in ended.stdout + ended.stderr
     assert not RunDir(tmp_path / "run").directives.exists()
+
+
+CGROUP = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.fixture
+def memory_limit(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Path]]:
+    """memory_limit(bytes): a control group of that limit, for processes that write their id to its cgroup.procs."""
+    group = CGROUP / f"trainspec-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"cannot make a control group of memory: {error.strerror}")
+
+    def limit(limit_bytes: int) -> Path:
+        (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
+        return group / "cgroup.procs"
+
+    yield limit
+    deadline = time.monotonic() + 20
+    while (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    group.rmdir()
+
+
+LIMIT_BYTES, LARGE_SAMPLES = 3 * 2**29, 1024
+LARGE = (
+    *("recipe=tiny", "precision=fp32", "cluster.devices_per_node=1", "model.num_layers=4", "train.max_steps=2"),
+    *(f"batching.global_batch_size={LARGE_SAMPLES}", f"batching.micro_batch_size={LARGE_SAMPLES}"),
+    *("run.preflight=false", "run.dir=run"),
+)
+
+
+@pytest.mark.slow
+def test_a_worker_that_the_kernel_kills_goes_on_with_less_memory(
+    trainspec_in, tmp_path: Path, memory_limit: Callable[[int], Path]
+) -> None:
+    """All samples at once take some 2 GiB of activations; the launcher, torchrun and an idle worker some 1 GiB."""
+    ended = trainspec_in(memory_limit(LIMIT_BYTES), "launch", *LARGE)
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 0, said
+    assert "was killed by the kernel, because the host's memory had run out" in said
+    run = RunDir(tmp_path / "run")
+    given = list(read_events(run.directives))
+    assert given and all(one["was_killed"] and one["restarts"] for one in given)
+    assert [event["step"] for event in steps(run)] == [1, 2]
+    assert {event["samples"] for event in steps(run)} == {LARGE_SAMPLES}

@@ -13,7 +13,7 @@ from typing import get_args
 from trainspec_cli.environment_names import GENERATION
 from trainspec_cli.reading.files import UnreadableFileError, unreadable
 from trainspec_cli.rundir.event_types import MemoryEvent
-from trainspec_cli.rundir.events import read_log
+from trainspec_cli.rundir.events import read_log, read_sound
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import from_plain, to_plain
@@ -51,6 +51,12 @@ def read_reliefs(run: RunDir, layout: str) -> list[Relief]:
             hint = f"to go on as the recipe says, take {run.directives.name} out of the run's folder"
             raise _unfollowed(run, event, hint)
     return [Relief(event.failed, event.taken) for event in found if event.layout == layout]
+
+
+def read_sound_reliefs(run: RunDir, layout: str) -> list[Relief]:
+    """Return them without lines that nobody can follow, which end the workers' next start."""
+    found = [event for event in read_sound(run.directives) if isinstance(event, MemoryEvent) and event.layout == layout]
+    return [Relief(one.failed, one.taken) for one in found if _is_known(one.failed) and _is_known(one.taken)]
 
 
 def _unfollowed(run: RunDir, event: MemoryEvent, hint: str) -> UnreadableFileError:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from trainspec_cli.errors import MachineError, PlanError, Problem
 from trainspec_cli.launch.measuring import DISTURBED_HOLDS_S, probe_machine, probe_path, read_probe
+from trainspec_cli.launch.memory_limits import read_limits
 from trainspec_cli.planner.this_machine import (
     Predict,
     device_limit_bytes,
@@ -17,7 +18,7 @@ from trainspec_cli.planner.this_machine import (
     suggest,
 )
 from trainspec_cli.policy.division import largest_that_fits
-from trainspec_cli.policy.memory import build_ladder, with_setting
+from trainspec_cli.policy.memory import build_ladder, with_reliefs, with_setting
 from trainspec_cli.report.text import describe_prediction
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.spec.field_types import AUTO
@@ -49,6 +50,7 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
 
     Without `may_probe` nothing is started: a machine that was never probed gives no prediction, and this says so.
     """
+    plan = _with_known_limits(plan, machine, console)
     predictor = _predictor(plan, machine, console, may_probe=may_probe)
     plan = replace(plan, memory_ladder=_memory_ladder(plan, predictor))
     if predictor is None:
@@ -61,6 +63,19 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
             raise PlanError(problem)
         console.report(f"{problem.message}; forced")
     return replace(plan, prediction=prediction, largest_micro_batch_size=_largest_micro_batch(plan, predictor))
+
+
+def _with_known_limits(plan: Plan, machine: Machine, console: PrintableConsole) -> Plan:
+    """Return the plan with what earlier runs of it had to take for want of memory, and say so; as it is under
+    `scheduler=off`."""
+    if plan.spec.scheduler.mode == "off":
+        return plan
+    changed = with_reliefs(plan, read_limits(plan, machine).reliefs)
+    if changed.memory_setting != plan.memory_setting:
+        before, now = plan.memory_setting.describe(), changed.memory_setting.describe(plan.memory_setting)
+        forget = "trainspec runs --clear-limits forgets that"
+        console.report(f"memory ran out here before with {before}: this run begins with {now} ({forget})")
+    return changed
 
 
 def _memory_ladder(plan: Plan, predictor: Predictor | None) -> tuple[MemorySetting, ...]:

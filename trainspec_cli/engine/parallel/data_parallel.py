@@ -186,7 +186,7 @@ def exchange_now(model: FSDPModule) -> None:
     root._root_post_backward_final_callback()
 
 
-def abandon_passes(model: FSDPModule) -> None:
+def abandon_passes(model: Any) -> None:
     """Bring FSDP2 back to where a step begins, after passes that an error has cut short; their gradients are lost."""
     model.reset_iter_state()
     for module in model.modules():
