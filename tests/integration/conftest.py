@@ -43,6 +43,18 @@ def trainspec(tmp_path: Path, environment: dict[str, str]) -> Trainspec:
     return partial(_run, tmp_path, environment)
 
 
+@pytest.fixture
+def trainspec_in(tmp_path: Path, environment: dict[str, str]) -> Trainspec:
+    """trainspec_in(procs, *ARGUMENTS): `trainspec` within a control group, whose file of processes is `procs`."""
+
+    def run(procs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        join = ["bash", "-c", 'echo $$ > "$0"; exec "$@"', str(procs)]
+        command = [*join, sys.executable, "-m", "trainspec_cli", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> RunDir:
     """A run of WHOLE that nobody touched: tests copy it, and hold runs against it that were disturbed."""
@@ -50,6 +62,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str])
     ended = _run(place, environment, "launch", *WHOLE, "checkpoint.interval_steps=10", "run.dir=run")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return RunDir(place / "run")
+
+
+@pytest.fixture(scope="session")
+def whole_of(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Callable[..., RunDir]:
+    """whole_of(*RECIPE): a run of it that nobody touches."""
+
+    def launch(*recipe: str) -> RunDir:
+        place = tmp_path_factory.mktemp("whole")
+        ended = _run(place, environment, "launch", *recipe, "run.dir=run")
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return RunDir(place / "run")
+
+    return launch
 
 
 @pytest.fixture(scope="session")

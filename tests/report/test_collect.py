@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from lab.events import ACHIEVED, DIRECTIVE, write_event
+from lab.events import ACHIEVED, DIRECTIVE, MEMORY, write_event
 
 from trainspec_cli.report.collect import collect
 from trainspec_cli.rundir.event_types import PARTS
@@ -128,13 +128,16 @@ def test_directives_are_those_of_the_runs_own_file(fake_run: Any) -> None:
     write_event(fake_run.dir.directives, DIRECTIVE)
     write_event(fake_run.dir.directives, replace(DIRECTIVE, group=1))
     write_event(fake_run.dir.directives, ACHIEVED)
+    write_event(fake_run.dir.directives, MEMORY)
     write_event(fake_run.dir.events(0), DIRECTIVE)
+    write_event(fake_run.dir.events(0), MEMORY)
     report = collect(fake_run.dir.root)
     assert [event.group for event in report.directives] == [ABSENT, 1]
     assert [event.achieved_s for event in report.achieved] == [1.6]
     plain = to_plain(report)
     assert plain["directives"][0]["counts"] == [9, 5]
     assert plain["achieved"][0]["number"] == 1
+    assert [one["taken"]["micro_batch_size"] for one in plain["memory"]] == [4]
     json.dumps(plain, allow_nan=False)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from lab.events import MEMORY
 from rich.console import Console, RenderableType
 
 from trainspec_cli.report.backtest import render_backtest
@@ -37,6 +38,7 @@ from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.doctor import Check, Diagnosis, NodeReport
 from trainspec_cli.spec.results.forecast import RunForecast
+from trainspec_cli.spec.results.memory import MemorySetting
 from trainspec_cli.spec.results.plan import Plan
 
 
@@ -289,6 +291,14 @@ def test_a_directive() -> None:
     assert describe_event(advice).startswith(
         "step 30: group 1: advice: scheduler=auto would make shares 9, 9, 5, 9 of 32: data-parallel"
     )
+
+
+def test_a_shortage_of_memory() -> None:
+    shown = "micro-batches of 4 samples from here on"
+    assert describe_event(MEMORY) == f"step 3: {shown} (after a new start, no step lost): {MEMORY.reason}"
+    killed = replace(MEMORY, lost_steps=2, was_killed=True, group=1, taken=MemorySetting(8, "full", "none"))
+    assert describe_event(killed).startswith("step 3: group 1: recompute=full from here on (after a new start, 2 steps")
+    assert "(in place, no step lost)" in describe_event(replace(MEMORY, restarts=False))
 
 
 def test_a_directive_whose_times_are_damaged() -> None:

@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 
 from trainspec_cli.__main__ import run
-from trainspec_cli.launch.job.machine import Gpu
+from trainspec_cli.launch.job.machine import Gpu, detect
+from trainspec_cli.launch.memory_limits import LimitsWatch
 from trainspec_cli.planner.plan import plan
+from trainspec_cli.rundir.event_types import MemoryEvent
+from trainspec_cli.rundir.events import EventWriter
+from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.predict import Predictor, _largest_micro_batch
+from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.data import DataSpec
@@ -21,6 +26,7 @@ from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
 from trainspec_cli.spec.recipe.scheduler import SchedulerSpec
+from trainspec_cli.spec.results.plan import Plan
 
 MACHINE = Machine("host", cpu_cores=2, memory_bytes=2**34, bf16=True)
 SPEC = RunSpec(
@@ -106,3 +112,39 @@ def test_the_largest_micro_batch_that_fits(changes: dict[str, Any], fits: int, l
 def test_one_data_parallel_rank_needs_no_larger_micro_batch() -> None:
     alone = plan(replace(SPEC, cluster=replace(SPEC.cluster, devices_per_node=1)), MACHINE)
     assert _largest_micro_batch(alone, Predictor(None, 0, "")) is None  # type: ignore[arg-type]
+
+
+def test_a_launch_begins_with_what_fitted_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said in a line, seen and forgotten by `trainspec runs`; not under scheduler=off."""
+    monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path / "cache"))
+    arguments = ("launch", "recipe=tiny", "cluster.devices_per_node=1", "batching.micro_batch_size=8", "--dry-run")
+    assert run([*arguments, "--json"]) == 0
+    before = from_plain(Plan, json.loads(capsys.readouterr().out)["plan"])
+    assert before.memory_ladder[:2] == (before.memory_setting, replace(before.memory_setting, micro_batch_size=4))
+    learning = LimitsWatch(RunDir(tmp_path / "run"), before, detect(look_for_gpus=False))
+    taken = replace(before.memory_setting, micro_batch_size=2)
+    shortage = MemoryEvent(
+        step=3, layout="one process", failed=before.memory_setting, taken=taken, restarts=False, reason="x"
+    )
+    writer = EventWriter(RunDir(tmp_path / "run").directives, 0)
+    writer.write(shortage)
+    writer.close()
+    learning.look()
+    assert run([*arguments, "--json"]) == 0
+    out, err = capsys.readouterr()
+    after = from_plain(Plan, json.loads(out)["plan"])
+    assert (after.memory_setting, after.grad_accum_steps) == (taken, 4)
+    assert after.memory_ladder[0] == taken
+    assert "memory ran out here before with micro-batches of 8 samples" in err
+    assert "this run begins with micro-batches of 2 samples (trainspec runs --clear-limits forgets that)" in err
+    assert run([*arguments, "scheduler=off", "--json"]) == 0
+    off = from_plain(Plan, json.loads(capsys.readouterr().out)["plan"])
+    assert (off.micro_batch_size, off.memory_ladder) == (8, ())
+    assert run(["runs", "--limits"]) == 0
+    assert "micro-batches of 2 samples" in capsys.readouterr().out
+    assert run(["runs", "--clear-limits", "--json"]) == 0
+    assert [row["cleared"] for row in json.loads(capsys.readouterr().out)] == [True]
+    assert run([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["micro_batch_size"] == 8

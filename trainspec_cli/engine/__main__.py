@@ -34,6 +34,7 @@ def leave_error(run_dir: RunDir, error: Exception) -> None:
         return
     group, size = (int(os.environ.get(name, "0")) for name in (GROUP, "WORLD_SIZE"))
     rank = group * size + int(os.environ.get("RANK", "0"))
+    shortage = getattr(error, "shortage", None)
     problem = error.problems[0] if isinstance(error, TrainspecError) else None
     record = WorkerErrorRecord(
         rank=rank,
@@ -45,6 +46,7 @@ def leave_error(run_dir: RunDir, error: Exception) -> None:
         exit_code=error.exit_code if isinstance(error, TrainspecError) else None,
         hint=problem.hint if problem else None,
         traceback=traceback.format_exc(),
+        shortage=shortage,
     )
     write_error(run_dir.error(rank), record)
 

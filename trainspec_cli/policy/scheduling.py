@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from statistics import median, median_low
 
@@ -83,6 +83,12 @@ class ShareScheduler:
         """Put a division in force that was decided before."""
         self.division, self._known, self._wanted, self._lost_s = division, None, None, 0.0
 
+    def limit(self, micro_batch_size: int) -> None:
+        """From now on no rank holds more samples at a time; the shares stay as they are, in more micro-batches."""
+        self._even = _limited(self._even, micro_batch_size)
+        self._largest = min(self._largest, micro_batch_size)
+        self.follow(_limited(self.division, micro_batch_size))
+
     def note_step(
         self, samples: int, speeds: Sequence[Speed | None], exchange_s: float, steps: int = 1, change_s: float = inf
     ) -> ShareChange | None:
@@ -117,6 +123,10 @@ class ShareScheduler:
         if best.compute_s >= enough_s:
             return None
         return ShareChange(best.division, before_s, best.compute_s, describe_speeds(speeds))
+
+
+def _limited(division: Division, micro_batch_size: int) -> Division:
+    return replace(division, micro_batch_size=min(division.micro_batch_size, micro_batch_size))
 
 
 def equalise(speeds: Sequence[Speed], micro_batches: int, samples: float, change: float) -> tuple[Speed, ...]:

@@ -16,6 +16,7 @@ from trainspec_cli.rundir.event_types import (
     DirectiveEvent,
     EvalEvent,
     Event,
+    MemoryEvent,
     RecoveryEvent,
     StartEvent,
     WarningEvent,
@@ -60,6 +61,8 @@ def describe_event(event: Event) -> str:
             return describe_recovery(recovery_of(event))
         case DirectiveEvent():
             return describe_directive(event)
+        case MemoryEvent():
+            return describe_memory(event)
         case WarningEvent():
             return f"step {event.step}: warning: {event.message}"
     return ""
@@ -89,6 +92,15 @@ def describe_directive(event: DirectiveEvent, achieved: AchievedEvent | None = N
     group = f"group {event.group}: " if isinstance(event.group, int) else ""
     verb = "shares are now" if event.applied else "advice: scheduler=auto would make shares"
     return f"step {event.step}: {group}{verb} {summarise_counts(event.counts)}: {event.reason}; {saved}"
+
+
+def describe_memory(event: MemoryEvent) -> str:
+    """`step 30: micro-batches of 4 samples from here on: memory ran out: ...; no step lost`."""
+    group = f"group {event.group}: " if isinstance(event.group, int) else ""
+    lost = f"{event.lost_steps} step{'s' if event.lost_steps > 1 else ''} lost" if event.lost_steps else "no step lost"
+    how = "after a new start" if event.restarts else "in place"
+    taken = event.taken.describe(event.failed)
+    return f"step {event.step}: {group}{taken} from here on ({how}, {lost}): {event.reason}"
 
 
 def _saving(before_s: float, after_s: float) -> str:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from trainspec_cli.rundir.fields import Count, FieldError, Rank, Rate, Seconds, WorldSize, read_record
 from trainspec_cli.spec.canonical import ABSENT, Absent
+from trainspec_cli.spec.results.memory import MemorySetting
 
 PARTS = ("data_wait", "forward", "backward", "exposed_comm", "optimizer", "checkpoint", "other")
 """What a step's time is divided into; the parts sum to `step_time_s`."""
@@ -239,6 +240,32 @@ class AchievedEvent(SchedulerEvent):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryEvent(Event):
+    """Memory ran out, and the run goes on with another setting. A directive: also a line of `directives.jsonl`."""
+
+    type: Literal["memory"] = "memory"
+    kind: Literal["memory"] = "memory"
+    step: Count
+    """Updates made before it."""
+    layout: str
+    """The axes that the setting was of: a run in another layout does not follow it."""
+    failed: MemorySetting
+    taken: MemorySetting
+    restarts: bool
+    """False: the same processes made the step again."""
+    was_killed: bool = False
+    """The kernel killed a process; else an allocation failed."""
+    reason: str
+    lost_steps: Count = 0
+    used_bytes: Count | Absent | None = ABSENT
+    """What the process held."""
+    limit_bytes: Count | Absent | None = ABSENT
+    """What it may hold."""
+    group: Count | Absent | None = ABSENT
+    """The replica group whose memory it was, where there are several."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EndEvent(Event):
     type: Literal["end"] = "end"
     step: Count
@@ -281,6 +308,7 @@ EVENT_TYPES: dict[str, type[Event]] = {
     "recovery": RecoveryEvent,
     "directive": DirectiveEvent,
     "achieved": AchievedEvent,
+    "memory": MemoryEvent,
     "end": EndEvent,
     "launch": LaunchMark,
     "failure": FailureMark,

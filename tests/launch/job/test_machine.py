@@ -108,6 +108,29 @@ def test_a_limit_is_that_of_the_process_own_group(tmp_path: Path, groups: str, f
     assert machine._cgroup_setting("memory.max", root, membership) == found
 
 
+@pytest.mark.parametrize(
+    ("groups", "files", "found"),
+    [
+        ("0::/box\n", {"box/memory.events": "low 1\noom 3\noom_kill 2\noom_group_kill 7\n"}, 2),
+        ("4:memory:/box\n0::/\n", {"memory/box/memory.oom_control": "oom_kill_disable 0\noom_kill 4\n"}, 4),
+        ("4:cpu,memory:/elsewhere\n", {"memory/memory.oom_control": "under_oom 0\noom_kill 5\n"}, 5),
+        ("0::/gone\n", {}, 9),
+    ],
+    ids=["version 2", "version 1", "version 1 in a container", "the node"],
+)
+def test_kills_for_want_of_memory_are_counted(tmp_path: Path, groups: str, files: dict[str, str], found: int) -> None:
+    for name, text in files.items():
+        path = tmp_path / "root" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "membership").write_text(groups)
+    (tmp_path / "vmstat").write_text("nr_free_pages 8\noom_kill 9\n")
+    places = tmp_path / "root", tmp_path / "membership", tmp_path / "vmstat"
+    assert machine.count_oom_kills(*places) == found
+    (tmp_path / "vmstat").unlink()
+    assert machine.count_oom_kills(*places) == (found if files else 0)
+
+
 def test_without_a_container_all_memory_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_cgroup_setting", lambda name: "")
     monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(total=7 * 2**30))

@@ -52,6 +52,18 @@ class Throttle:
             time.sleep(self.sample_s * self.parts[stage] * samples * (2 if kind == "backward" else 1) / 3)
 
 
+@dataclass
+class Allowance:
+    """Memory for so many samples at a time: an injected fault, of which there usually is none."""
+
+    samples: int | None = None
+
+    def check(self, kind: Kind, samples: int) -> None:
+        """Raise what an allocation would in the backward of a micro-batch that is too large."""
+        if self.samples is not None and samples > self.samples and kind.startswith("backward"):
+            raise torch.OutOfMemoryError(f"a fault that the recipe asked for: {samples} samples do not fit")
+
+
 @dataclass(frozen=True)
 class Stages:
     """The stages that this rank holds, and its lines to the others."""
@@ -64,6 +76,7 @@ class Stages:
     hidden: Hidden
     clock: StepClock
     throttle: Throttle
+    allowance: Allowance
     noise: NoiseProbe
 
 
@@ -128,6 +141,7 @@ def build_train_state(plan: Plan, device: torch.device, mesh: Mesh | None = None
             _hidden(plan),
             clock,
             Throttle({stage: _part_of_layers(plan, stage) for stage in parts}),
+            Allowance(),
             noise,
         ),
         shares=shares,

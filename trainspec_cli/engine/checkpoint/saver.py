@@ -13,9 +13,9 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -95,6 +95,20 @@ class Saver:
         error = agree_on_error(saved.error)
         taken_s = time.perf_counter() - started
         return Saved(about, size, taken_s, taken_s, error)
+
+    def agree(self) -> None:
+        """Agree on which rank writes what, as `save_alone` needs; else the first checkpoint does it."""
+        _ = self._image
+
+    def save_alone(self, about: About, kept: Mapping[str, Tensor]) -> Saved:
+        """Write this rank's part of a checkpoint, while the others each do the same: nothing is exchanged.
+
+        `kept`: values by name that are written in place of the live ones.
+        """
+        assert "_image" in self.__dict__, "the ranks have agreed"
+        self.wait()
+        parts = [replace(part, tensor=kept.get(part.name, part.tensor)) for part in self._own_parts()]
+        return self._write(about, time.perf_counter(), 0.0, self._image.stream(parts))
 
     def prepare(self) -> None:
         """Agree on which rank writes what, and allocate the copy; otherwise the first `begin` would be slow."""

@@ -6,10 +6,11 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import median
 
 import torch.distributed as dist
+from torch import Tensor
 
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.checkpoint.manifest import About
@@ -71,6 +72,18 @@ class Checkpoints:
         if self._plan.spec.checkpoint.mode == "async" and self._plan.spec.checkpoint.interval_steps is not None:
             self._saver.prepare()
         return restored
+
+    def agree(self) -> None:
+        """Agree on who writes what, for `save_where_it_stands`."""
+        self._saver.agree()
+
+    def save_where_it_stands(self, step: int, samples: int, kept: Mapping[str, Tensor]) -> None:
+        """Write this rank's part of the state after `step`, unless a checkpoint of it has begun, and wait for what is
+        being written. Each rank is to do so by itself. `kept`: as of `Saver.save_alone`."""
+        if self._saved_step == step:
+            self._saver.wait()
+        else:
+            self._saver.save_alone(self._about(step, samples), kept)
 
     @property
     def writing(self) -> bool:

@@ -42,7 +42,12 @@ class Faults:
         if throttles:
             due = (fault.seconds for fault in throttles if fault.lasts_at(step))
             state.stages.throttle.sample_s = sum(due)
+        allowed = [fault.above for _, fault in self._mine if fault.above is not None and fault.step <= step]
+        if allowed:
+            state.stages.allowance.samples = min(allowed)
         for number, fault in self._mine:
+            if fault.above is not None:
+                continue
             if fault.kind == "slow" and fault.lasts_at(step):
                 time.sleep(fault.seconds)
             elif fault.kind == "disk_full" and step == fault.step + fault.steps:

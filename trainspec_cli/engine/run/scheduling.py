@@ -115,6 +115,12 @@ class StepScheduler:
             self._decided = None
         return self._shares.division if self._mode == "auto" else self._even
 
+    def limit(self, micro_batch_size: int) -> None:
+        """From now on no rank processes more samples together: memory has run out."""
+        self._even = replace(self._even, micro_batch_size=min(self._even.micro_batch_size, micro_batch_size))
+        self._largest = min(self._largest, micro_batch_size)
+        self._shares.limit(micro_batch_size)
+
     def figures(self, step: int) -> list[float]:
         """Return what this rank reports in the exchange of the step after update `step`: `FIGURES` numbers, or none."""
         if self._mode == "off" or step % self._interval_steps:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,7 @@ from trainspec_cli.engine.run.checkpoints import Checkpoints
 from trainspec_cli.engine.run.coordinator import Coordinator, RunContext, StepSamples, TrainProgress
 from trainspec_cli.engine.run.faults import Faults
 from trainspec_cli.engine.run.pace import StepPace
+from trainspec_cli.engine.run.relief import MemoryRelief
 from trainspec_cli.engine.run.result import Divergence, RunTally, write_result
 from trainspec_cli.engine.run.scheduling import StepScheduler
 from trainspec_cli.engine.run.step import StepOutcome, train_step
@@ -62,6 +64,7 @@ class Trainer:
             run.plan, run.run_dir, run.state, run.recipe_digest, self.journal, lambda: self.pace.kept
         )
         self.scheduler = StepScheduler(run.plan, run.run_dir, run.state, self.journal, coordinator.group)
+        self.relief = MemoryRelief(run, coordinator, self.checkpoints, self.watch, self.scheduler)
         self.restored_from: str | None = None
         self.progress = TrainProgress()
         if coordinator.restores_at_start:
@@ -90,7 +93,12 @@ class Trainer:
             self._train()
             if not self.coordinator.finished_without:
                 self._end()
+        except Exception as error:
+            if explained := self.relief.explain(error):
+                raise explained from error
+            raise
         finally:
+            self.relief.close()
             self.coordinator.leave()
         self.watch.close()
 
@@ -135,11 +143,16 @@ class Trainer:
             return None
         step = self.progress.step
         self.faults.inject(step, self.state)
-        self.coordinator.batches.division = self.scheduler.divide(step)
         batch = self.pace.batch(self.progress)
         assert batch is not None, "the run is not over"
+        lr, samples, outcome = self.relief.make_step(self.progress, partial(self._attempt, step, batch.lr))
+        return None if outcome is None else self._count(outcome, lr, samples)
+
+    def _attempt(self, step: int, lr: float) -> tuple[float, StepSamples, StepOutcome | None]:
+        """Make the step after update `step`; -> (its learning rate, samples, outcome)."""
+        self.coordinator.batches.division = self.scheduler.divide(step)
         samples = self.coordinator.take(self.pace.coming(self.progress, 1 + PREFETCHED_STEPS))
-        lr = batch.lr * samples.lr_factor
+        lr *= samples.lr_factor
         set_learning_rate(self.state.optimizer, lr)
         outcome = train_step(
             self.state,
@@ -152,7 +165,7 @@ class Trainer:
             figures=self.scheduler.figures(step),
             step_samples=samples.group_samples if self.pace.measures_noise else None,
         )
-        return None if outcome is None else self._count(outcome, lr, samples)
+        return lr, samples, outcome
 
     def _waiting_for_groups(self) -> AbstractContextManager[None]:
         """The time that other replica groups take is no hang of this one."""

@@ -19,6 +19,8 @@ class Fault:
     kind: FaultKind
     """kill: SIGKILL. stop: SIGSTOP. hang: the worker waits forever. exception, oom: it raises one. slow: it sleeps.
 
+    oom with `above`: from `step` on, in every start, the backward of a micro-batch of more samples finds no memory.
+
     throttle: its passes take `seconds` longer for each sample, as on a slower device.
 
     bitflip: one bit of a parameter changes. disk_full: no file that it writes grows beyond a page. lighthouse: the
@@ -32,6 +34,8 @@ class Fault:
     """slow: the delay per step; throttle: per sample."""
     steps: int = 1
     """slow, throttle, disk_full: the number of steps."""
+    above: int | None = None
+    """oom: the samples that there is memory for."""
 
     def lasts_at(self, step: int) -> bool:
         """Return whether a fault of several steps goes on after update `step`."""
@@ -43,7 +47,7 @@ class FaultSyntaxError(ValueError):
 
 
 _ONE = re.compile(r"\s*(\w+)\s*\(([^()]*)\)\s*")
-_NUMBERS = {"step": int, "group": int, "rank": int, "seconds": float, "steps": int}
+_NUMBERS = {"step": int, "group": int, "rank": int, "seconds": float, "steps": int, "above": int}
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:

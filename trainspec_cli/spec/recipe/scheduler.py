@@ -15,6 +15,9 @@ class SchedulerSpec:
     mode: SchedulerMode = "advise"
     """off: nothing is measured. advise: write what would be changed, and change nothing. auto: change it.
 
+    Where memory runs out, advise and auto both take smaller micro-batches of the same global batch, then recompute and
+    offload, and go on; with off the run ends.
+
     advise is the default, since two runs of a recipe then compute the same bits whatever their ranks' speeds: other
     shares sum the same gradients in another order.
     """

@@ -8,6 +8,7 @@ from typing import Literal
 from trainspec_cli.spec.recipe.kernels import KernelSpec
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.run import Offload, Recompute, RunSpec
+from trainspec_cli.spec.results.memory import MemorySetting
 from trainspec_cli.spec.results.prediction import LocalPrediction
 
 
@@ -42,6 +43,10 @@ class Plan:
     largest_micro_batch_size: int | None = None
     """What memory allows, as far as the scheduler asks; None where that is not known."""
 
+    memory_ladder: tuple[MemorySetting, ...] = ()
+    """The settings that a run takes in turn where its memory runs out (`policy/memory.py`), each with less memory than
+    the one before; empty where it ends."""
+
     kernels: KernelSpec = field(default_factory=KernelSpec)
     """The kernel of each operation; `auto` is resolved by measuring, just before the launch."""
 
@@ -51,6 +56,10 @@ class Plan:
 
     prediction: LocalPrediction | None = None
     """Of a run on this machine's CPU; None where no probe speaks of it."""
+
+    @property
+    def memory_setting(self) -> MemorySetting:
+        return MemorySetting(self.micro_batch_size, self.recompute, self.offload)
 
     @property
     def world_size(self) -> int:
