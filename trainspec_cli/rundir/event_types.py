@@ -197,27 +197,38 @@ class RecoveryEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DirectiveEvent(Event):
-    """The scheduler divides the samples otherwise, or advises it. Also a line of `directives.jsonl`."""
+    """The scheduler changes the run between two steps, or advises it. Also a line of `directives.jsonl`."""
 
     type: Literal["directive"] = "directive"
     step: Count
     """Updates made before it; it holds from the next one on."""
     number: Count
     """1, 2, ... over the starts of a run; each replica group numbers its own, and group_shares have their step's."""
-    kind: Literal["shares", "group_shares"] = "shares"
-    """shares: of the data-parallel ranks. group_shares: of the replica groups that take part."""
+    kind: Literal["shares", "group_shares", "layers", "layout"] = "shares"
+    """shares: of the data-parallel ranks. group_shares: of the replica groups that take part. layers: of the pipeline's
+    stages. layout: any other change of the layout."""
     applied: bool
-    """False: `scheduler.mode` is advise."""
+    """False: `scheduler.mode` is advise, or the layout could not be changed."""
     counts: tuple[Count, ...]
     """Samples of each in a step."""
     micro_batch_size: Count | Absent = ABSENT
-    """shares: at most so many samples of a rank at a time."""
+    """At most so many samples of a rank at a time; absent of group_shares."""
     micro_batches: Count | Absent = ABSENT
     reason: str
     before_s: Seconds
     """The slowest rank's own computing in a step, with the exchanges of its micro-batches."""
     expected_s: Seconds
-    """The same after the change."""
+    """The same after the change; both are 0 where the recipe asked for it."""
+    before: dict[str, Any] | Absent = ABSENT
+    """layers, layout: the layout up to now (`Layout`)."""
+    layout: dict[str, Any] | Absent = ABSENT
+    """The layout from here on."""
+    pause_s: Seconds | Absent = ABSENT
+    """layers, layout: what the change took."""
+    moved_bytes: Count | Absent = ABSENT
+    """Of the state, sent from rank to rank."""
+    peak_bytes: Count | Absent = ABSENT
+    """The most of the state that one rank held meanwhile."""
     group: Count | Absent | None = ABSENT
     """The replica group whose ranks it is about, where there are several."""
 

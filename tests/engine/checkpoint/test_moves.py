@@ -102,14 +102,18 @@ def test_what_nobody_holds_is_refused() -> None:
         plan_moves([[whole]], [[other]])
 
 
-def test_buckets_hold_every_tensor_once_and_no_more_than_they_may() -> None:
-    ranks = [[place(name, 0, 1, 0) for name in FULL]]
-    sizes = {name: 4 * int(np.prod(shape, dtype=int)) for name, shape in FULL.items()}
-    for limit in (1, 60, 150, 10_000):
-        buckets = fill_buckets(ranks, limit)  # type: ignore[arg-type]
-        assert list(itertools.chain(*buckets)) == sorted(FULL)
-        assert all(len(bucket) == 1 or sum(sizes[name] for name in bucket) <= limit for bucket in buckets)
-    assert len(fill_buckets(ranks, 10_000)) == 1  # type: ignore[arg-type]
+@settings(max_examples=30, deadline=None)
+@given(layouts(), layouts(), st.sampled_from([1, 100, 250, 10_000]))
+def test_buckets_hold_every_tensor_once_and_no_rank_more_than_it_may(
+    old: list[list[PartPlace]], new: list[list[PartPlace]], limit: int
+) -> None:
+    buckets = fill_buckets(old, new, limit)
+    assert list(itertools.chain(*buckets)) == sorted(FULL)
+    held = [sum((Counter({p.name: p.bytes}) for p in old[rank] + new[rank]), Counter()) for rank in range(RANKS)]
+    loads = [[sum(rank[name] for name in bucket) for rank in held] for bucket in buckets]
+    assert all(len(bucket) == 1 or max(load) <= limit for bucket, load in zip(buckets, loads, strict=True))
+    for before, after in itertools.pairwise(range(len(buckets))):  # none is closed early
+        assert max(loads[before][rank] + held[rank][buckets[after][0]] for rank in range(RANKS)) > limit
 
 
 def test_the_peak_is_what_lies_twice_beside_the_rest() -> None:

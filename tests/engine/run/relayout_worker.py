@@ -24,6 +24,7 @@ from trainspec_cli.engine.checkpoint.moves import fill_buckets
 from trainspec_cli.engine.comm.joining import leave_processes
 from trainspec_cli.engine.comm.json_collectives import gather_json
 from trainspec_cli.engine.optim.optimizer import set_learning_rate
+from trainspec_cli.engine.run import relayout
 from trainspec_cli.engine.run.relayout import Meshes, RelayoutError, change_layout
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.tools.certify_worker import drawn_batch
@@ -193,6 +194,10 @@ def main() -> None:
         one = judge(FAILING, "adamw", fail_on(1, at, MemoryError("nothing is left")))
         state = one.pop("state")
         found[f"failed at {at}"] = one | {"after": changed_names(state, wanted), "wanted": losses}
+    relayout.free_bytes = lambda _device: 1000.0 if rank == 0 else 1e12  # type: ignore[assignment]
+    one = judge(FAILING, "adamw")
+    state = one.pop("state")
+    found["without room"] = one | {"after": changed_names(state, wanted), "wanted": losses}
     print(json.dumps(found))
     leave_processes()
 

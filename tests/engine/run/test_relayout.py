@@ -97,3 +97,11 @@ def test_a_change_that_fails_on_one_rank_leaves_every_bit_as_it_was(quick: list[
         assert found["error"] == "rank 1: MemoryError: nothing is left"
         assert (found["layout"], found["changed"], found["after"]) == ("pp=2", [], [])
         assert found["losses"] == found["wanted"]
+
+
+def test_a_change_that_one_rank_has_no_room_for_is_refused_before_anything_moves(quick: list[dict[str, Any]]) -> None:
+    for rank in quick:
+        found = rank["without room"]
+        assert found["error"].startswith("rank 0: the move takes ")
+        assert found["error"].endswith(" beside what is held, and 1000 B are left")
+        assert (found["layout"], found["changed"], found["after"]) == ("pp=2", [], [])

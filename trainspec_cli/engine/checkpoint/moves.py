@@ -7,7 +7,7 @@ Parts are told apart as in a checkpoint: by the name of the whole tensor and whe
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +19,7 @@ from trainspec_cli.engine.checkpoint.parts import Span, TensorPart, overlap
 from trainspec_cli.spec.structure import convert
 
 BUCKET_BYTES = 2**26
-"""Whole tensors of so many bytes together are moved at a time, and one at least: what lies twice in memory is what a
-rank holds of these."""
+"""A rank's tensors of so many bytes, in the old layout and the new one, are moved at a time, and one at least."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,6 @@ class PartPlace:
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def full_bytes(self) -> int:
-        return math.prod(self.full_shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -113,18 +108,21 @@ def _filling(place: PartPlace, target: int, chunks: Iterable[list[tuple[int, Par
             yield Move(place.name, place.dtype, tuple(spans), source, target)
 
 
-def fill_buckets(places: Places, limit_bytes: int = BUCKET_BYTES) -> list[list[str]]:
-    """Divide the names of all tensors, in order, so that the tensors of each bucket are no larger than the limit
-    together; a larger tensor has one of its own."""
-    sizes = {place.name: place.full_bytes for rank in places for place in rank}
+def fill_buckets(old: Places, new: Places, limit_bytes: int = BUCKET_BYTES) -> list[list[str]]:
+    """Divide the names of all tensors, in order, so that of each bucket no rank holds more than the limit in both
+    layouts together; a tensor of which one does has a bucket of its own."""
+    sizes: dict[str, Counter[int]] = defaultdict(Counter)
+    for rank, places in (*enumerate(old), *enumerate(new)):
+        for place in places:
+            sizes[place.name][rank] += place.bytes
     buckets: list[list[str]] = []
-    room_bytes = 0
+    taken: Counter[int] = Counter()
     for name in sorted(sizes):
-        if not buckets or sizes[name] > room_bytes:
+        if not buckets or any(taken[rank] + size > limit_bytes for rank, size in sizes[name].items()):
             buckets.append([])
-            room_bytes = limit_bytes
+            taken = Counter()
         buckets[-1].append(name)
-        room_bytes -= sizes[name]
+        taken.update(sizes[name])
     return buckets
 
 

@@ -7,6 +7,7 @@ of its bucket is sent, and all of them move what was moved back.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from trainspec_cli.engine.checkpoint.parts import Held, TensorPart, copy_twins, 
 from trainspec_cli.engine.comm.json_collectives import gather_json
 from trainspec_cli.engine.shares import unique_shares
 from trainspec_cli.spec.structure import convert
+from trainspec_cli.units import format_bytes
 
 MESSAGE_CHARS = 500
 
@@ -81,36 +83,51 @@ class Storages:
 
 def _storage_bytes(tensor: Tensor) -> int:
     """FSDP2 pads the storage of a parameter; that of a moment may have been let go of already."""
-    needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    needed = (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()
     return max(needed, tensor.untyped_storage().nbytes())
 
 
 @torch.no_grad()
-def reshard(old: Held, new: Held, prepare: Callable[[int, int], None] = lambda bucket, buckets: None) -> Resharded:
+def reshard(
+    old: Held,
+    new: Held,
+    prepare: Callable[[int, int], None] = lambda bucket, buckets: None,
+    room_bytes: float = math.inf,
+) -> Resharded:
     """Fill `new`, whose memory this allocates anew, from `old`, whose memory it lets go of.
 
     Called by every rank together. `prepare` is called with (bucket, number of buckets) where this rank can still say
-    that it cannot go on, by raising. Raises ReshardError, on all ranks, where one of them could not.
+    that it cannot go on, by raising. `room_bytes` are what this rank may take beside what it holds; where that is too
+    little, nothing moves. Raises ReshardError, on all ranks, where one of them could not.
     """
     before, after = Storages(old.parts()), Storages(new.parts())
     after.give_back(list(after.parts))
     held = _places(before), _places(after)
     try:
-        moves, buckets = plan_moves(*held), fill_buckets(held[0])
+        moves, buckets = plan_moves(*held), fill_buckets(*held)
     except ValueError as error:
         raise ReshardError(str(error)) from error  # every rank has computed the same
+    own = dist.get_rank()
+    peak = peak_bytes(held[0][own], held[1][own], moves, buckets, own)
+    if reason := agree_on_failure(_lacking(peak - sum(place.bytes for place in held[0][own]), room_bytes)):
+        raise ReshardError(reason)
     by_name = _by_name(moves)
     for number, names in enumerate(buckets):
         of_bucket = [move for name in names for move in by_name[name]]
-        if error := _move(of_bucket, names, before, after, partial(prepare, number, len(buckets))):
+        failure = _move(of_bucket, names, before, after, partial(prepare, number, len(buckets)))
+        if failure:
             _move_back(buckets[:number], _by_name(plan_moves(held[1], held[0])), before, after)
-            raise ReshardError(error)
+            raise ReshardError(failure)
     _take_twins(new)
     copy_twins(new.shares, new.optimizer)
     sent = sum(move.bytes for move in moves if not move.stays)
-    own = dist.get_rank()
-    peak = peak_bytes(held[0][own], held[1][own], moves, buckets, own)
     return Resharded(sent, max(gather_json(peak, lambda size: convert(int, size))))
+
+
+def _lacking(needed_bytes: int, room_bytes: float) -> str:
+    if needed_bytes <= room_bytes:
+        return ""
+    return f"the move takes {format_bytes(needed_bytes)} beside what is held, and {format_bytes(room_bytes)} are left"
 
 
 def _take_twins(held: Held) -> None:
