@@ -33,6 +33,7 @@ from trainspec_cli.rundir.event_types import (
     StartEvent,
     StepEvent,
 )
+from trainspec_cli.spec.canonical import ABSENT, to_plain
 from trainspec_cli.spec.recipe.batching import BatchScheduleSpec
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -316,3 +317,34 @@ def test_a_directive_whose_times_are_damaged() -> None:
 )
 def test_shares(counts: tuple[int, ...], shown: str) -> None:
     assert summarise_counts(counts) == shown
+
+
+RELAYOUT = replace(
+    DIRECTIVE,
+    kind="layout",
+    reason="the recipe plans it",
+    before_s=0.0,
+    expected_s=0.0,
+    before=to_plain(Layout(dp_shard=4)),
+    layout=to_plain(Layout(pp=2, dp_shard=2, zero_stage=1)),
+    pause_s=0.31,
+    moved_bytes=2**20,
+    peak_bytes=3 * 2**20,
+)
+
+
+def test_a_change_of_layout_says_what_it_was_and_took() -> None:
+    took = "1.00 MiB moved in 310 ms, at most 3.00 MiB of the state in a process meanwhile"
+    layouts = "pp=2 dp_shard=2 zero_stage=1, and was dp_shard=4 zero_stage=3"
+    assert describe_event(RELAYOUT) == f"step 30: the layout is now {layouts}: the recipe plans it; {took}"
+    gained = replace(RELAYOUT, before_s=1.0, expected_s=0.8)
+    assert describe_event(gained).endswith(f"{took}; 20% less computing is expected")
+    failed = replace(RELAYOUT, applied=False, pause_s=ABSENT, reason="the layout stays as it was: no memory")
+    shown = "the layout is dp_shard=4 zero_stage=3 and could not become pp=2 dp_shard=2 zero_stage=1"
+    assert describe_event(failed) == f"step 30: {shown}: the layout stays as it was: no memory"
+
+
+def test_moved_layers_say_how_they_were_cut() -> None:
+    before, after = (to_plain(Layout(pp=2, stage_layers=layers)) for layers in (None, (3, 1)))
+    moved = replace(RELAYOUT, kind="layers", before=before, layout=after)
+    assert describe_event(moved).startswith("step 30: the stages' layers are now 3, 1, and were even: ")

@@ -208,26 +208,37 @@ class SchedulerEvent(Event):
     before_s: Seconds
     """The slowest rank's own computing in a step took so long, with the exchanges of its micro-batches."""
     expected_s: Seconds
-    """The same is expected to take so long after the change."""
+    """The same is expected to take so long after the change; both are 0 where the recipe asked for it."""
     group: Count | Absent | None = ABSENT
     """The replica group whose ranks it is about, where there are several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DirectiveEvent(SchedulerEvent):
-    """The scheduler divides the samples otherwise, or advises it."""
+    """The scheduler changes the run between two steps, or advises it."""
 
     type: Literal["directive"] = "directive"
-    kind: Literal["shares", "group_shares"] = "shares"
-    """shares: of the data-parallel ranks. group_shares: of the replica groups that take part."""
+    kind: Literal["shares", "group_shares", "layers", "layout"] = "shares"
+    """shares: of the data-parallel ranks. group_shares: of the replica groups that take part. layers: of the pipeline's
+    stages. layout: any other change of the layout."""
     applied: bool
-    """False: `scheduler.mode` is advise."""
+    """False: `scheduler.mode` is advise, or the layout could not be changed."""
     counts: tuple[Count, ...]
     """Each takes so many samples of a step."""
     micro_batch_size: Count | Absent = ABSENT
-    """shares: a rank processes at most so many samples at a time."""
+    """A rank processes at most so many samples at a time; absent of group_shares."""
     micro_batches: Count | Absent = ABSENT
     reason: str
+    before: dict[str, Any] | Absent = ABSENT
+    """layers, layout: the layout up to now (`Layout`)."""
+    layout: dict[str, Any] | Absent = ABSENT
+    """The layout from here on."""
+    pause_s: Seconds | Absent = ABSENT
+    """layers, layout: what the change took."""
+    moved_bytes: Count | Absent = ABSENT
+    """So much of the state was sent from rank to rank."""
+    peak_bytes: Count | Absent = ABSENT
+    """One rank held so much of the state meanwhile, at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from trainspec_cli.errors import MachineError, PlanError, Problem
@@ -13,6 +13,7 @@ from trainspec_cli.planner.this_machine import (
     device_limit_bytes,
     is_known,
     is_predictable,
+    moving_bytes,
     predict_device,
     predict_local,
     suggest,
@@ -24,7 +25,7 @@ from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.results.memory import MemorySetting
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.plan import Plan, PlannedLayout
 from trainspec_cli.spec.results.prediction import LocalPrediction
 from trainspec_cli.spec.results.probe import MachineProbe
 from trainspec_cli.spec.rules.check import check
@@ -62,7 +63,36 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
         if not force:
             raise PlanError(problem)
         console.report(f"{problem.message}; forced")
-    return replace(plan, prediction=prediction, largest_micro_batch_size=_largest_micro_batch(plan, predictor))
+    return replace(
+        plan,
+        prediction=prediction,
+        largest_micro_batch_size=_largest_micro_batch(plan, predictor),
+        changes=tuple(_check_changes(plan, predictor, prediction, console, force=force)),
+    )
+
+
+def _check_changes(
+    plan: Plan, predictor: Predictor, before: LocalPrediction, console: PrintableConsole, *, force: bool
+) -> Iterator[PlannedLayout]:
+    """Return the planned changes with what memory allows in each. Raises PlanError where a layout does not fit, or the
+    way to it, unless forced."""
+    for place, change in enumerate(plan.changes):
+        other = plan.with_layout(change)
+        if plan.device == "cpu" and not is_predictable(other):
+            console.report(f"no prediction of the layout from step {change.step} on, {change.layout.describe()}")
+            yield change
+            continue
+        after = predictor.predict(other)
+        needed_bytes, what = max((after.needed_bytes, "the layout"), (moving_bytes(before, after), "the change to it"))
+        if needed_bytes > predictor.limit_bytes:
+            layout = f"from step {change.step} on, {change.layout.describe()}"
+            message = f"{what} {layout}, takes {format_bytes(needed_bytes)} a process; {predictor.limit_text}"
+            if not force:
+                hint = "name another layout there, or leave the change out; --force launches all the same"
+                raise PlanError(Problem("does_not_fit", message, f"scheduler.changes.{place}", hint))
+            console.report(f"{message}; forced")
+        yield replace(change, largest_micro_batch_size=_largest_micro_batch(other, predictor))
+        before = after
 
 
 def _with_known_limits(plan: Plan, machine: Machine, console: PrintableConsole) -> Plan:

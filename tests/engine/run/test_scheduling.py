@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from trainspec_cli.engine.run import scheduling
+from trainspec_cli.engine.run import directives as written
+from trainspec_cli.engine.run.directives import Directives, follows_earlier, read_directives
 from trainspec_cli.engine.run.scheduling import (
     StepScheduler,
     division_of,
     largest_micro_batch,
     ranks_of_data,
-    read_directives,
     read_speed,
 )
 from trainspec_cli.errors import MachineError
@@ -56,6 +56,7 @@ class Run:
         model = SimpleNamespace(unit=changes.pop("unit", "tokens"))
         self.plan: Any = SimpleNamespace(
             layout=layout,
+            changes=(),
             micro_batch_size=changes.pop("micro_batch_size", 8),
             largest_micro_batch_size=changes.pop("largest", 16),
             group_size=changes.pop("group_size", RANKS),
@@ -65,7 +66,8 @@ class Run:
         axes = torch.arange(layout.data_parallel_size).view(1, 1, -1, 1, 1)
         state: Any = SimpleNamespace(mesh=SimpleNamespace(axes=SimpleNamespace(mesh=axes)))
         self.folder, self.journal = RunDir(folder), Journal()
-        self.scheduler = StepScheduler(self.plan, self.folder, state, self.journal, group)  # type: ignore[arg-type]
+        self.directives = Directives(self.folder, self.journal, layout, recalls=follows_earlier(self.plan, group))  # type: ignore[arg-type]
+        self.scheduler = StepScheduler(self.plan, state, self.directives, group)
         self.reported: list[float] = []
 
     def step(
@@ -284,10 +286,10 @@ def test_images_keep_the_number_of_their_micro_batches(tmp_path: Path) -> None:
 
 def test_only_the_first_rank_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path)
-    monkeypatch.setattr(scheduling, "dist", SimpleNamespace(get_rank=lambda: 1))
+    monkeypatch.setattr(written, "dist", SimpleNamespace(get_rank=lambda: 1))
     assert run.steps(0, 10, *ONE_SLOW)[-1] == UNEVEN
     assert (run.written, run.journal.events) == ([], [])
-    run.scheduler.close()
+    run.directives.close()
 
 
 # A run that is resumed

@@ -118,6 +118,11 @@ class Saver:
         """Use the other slot for the next copy in memory: this one holds the state that the run resumed from."""
         self._slot = 1 - slot
 
+    @property
+    def newest_slot(self) -> int:
+        """The slot of the last copy in memory."""
+        return 1 - self._slot
+
     def begin(self, about: About, *, to_disk: bool = True) -> None:
         """Start a checkpoint in the background; the last one must have been taken by `take_finished`.
 
@@ -199,7 +204,7 @@ class Saver:
 
     @cached_property
     def _image(self) -> Image:
-        """This rank's file, agreed once by all ranks together with the token; layouts do not change in a run."""
+        """This rank's file, agreed once by all ranks together with the token; another layout has a saver of its own."""
         parts = self._all_parts()
         self._token = broadcast_json(secrets.token_hex(TOKEN_BYTES), _read_token)
         own = [[part.name, part.offsets, part.bytes] for part in parts]

@@ -51,7 +51,7 @@ class Checkpoints:
         self._plan, self._run_dir, self._state = plan, run_dir, state
         self._recipe_digest, self._journal, self._pace = recipe_digest, journal, pace
         self._memory = find_place(run_dir) if plan.spec.checkpoint.memory_interval_steps else None
-        self._saver = Saver(run_dir, state.held, state.device, plan.spec.checkpoint.keep_last, self._memory)
+        self._saver = self._make_saver()
         self._cadence = Cadence(plan)
         self._saved_step = -1
         self._due_since: int | None = None
@@ -84,6 +84,24 @@ class Checkpoints:
             self._saver.wait()
         else:
             self._saver.save_alone(self._about(step, samples), kept)
+
+    def _make_saver(self) -> Saver:
+        state, keep_last = self._state, self._plan.spec.checkpoint.keep_last
+        return Saver(self._run_dir, state.held, state.device, keep_last, self._memory)
+
+    def finish_writing(self) -> None:
+        """Wait until no checkpoint is being written. Called by every rank together."""
+        finished = self._saver.wait()
+        if self._begun is not None and finished is not None:
+            self._begun = None
+            self._end(finished)
+
+    def adopt(self, plan: Plan, state: TrainState) -> None:
+        """Go on in another layout; no checkpoint is being written."""
+        self._plan, self._state = plan, state
+        before, self._saver = self._saver, self._make_saver()
+        self._saver.keep_slot(before.newest_slot)
+        before.close()
 
     @property
     def writing(self) -> bool:

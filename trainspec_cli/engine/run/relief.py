@@ -35,7 +35,7 @@ from trainspec_cli.engine.run.shortage import (
     measure_shortage,
     out_of_memory,
 )
-from trainspec_cli.policy.memory import next_setting
+from trainspec_cli.policy.memory import next_setting, with_reliefs
 from trainspec_cli.rundir.event_types import MemoryEvent
 from trainspec_cli.rundir.fields import read_record
 from trainspec_cli.rundir.paths import RunDir
@@ -72,14 +72,24 @@ class MemoryRelief:
         watch: StepWatch,
         scheduler: StepScheduler,
     ):
-        self._plan, self._run_dir, self._state = run.plan, run.run_dir, run.state
+        self._run_dir, self._checkpoints, self._watch = run.run_dir, checkpoints, watch
         self._group, self._scheduler = coordinator.group, scheduler
-        self._setting = run.plan.memory_setting
         self._log = DirectiveLog(run.run_dir, coordinator.journal)
         self._emergency: Emergency | None = None
-        if run.plan.memory_ladder and coordinator.group is None:
-            checkpoints.agree()
-            self._emergency = Emergency(run.run_dir, run.state, checkpoints, watch)
+        self.adopt(run)
+
+    def adopt(self, run: RunContext) -> None:
+        """Begin with the layout and the setting of the run's plan."""
+        self._plan, self._state, self._setting = run.plan, run.state, run.plan.memory_setting
+        if self._emergency:
+            self._emergency.close()
+        if run.plan.memory_ladder and self._group is None:
+            self._checkpoints.agree()
+            self._emergency = Emergency(run.run_dir, run.state, self._checkpoints, self._watch)
+
+    def relieved(self, plan: Plan) -> Plan:
+        """Return `plan`, of another layout, with what the run has changed in that layout before."""
+        return with_reliefs(plan, recall_reliefs(plan, self._run_dir))
 
     def make_step(self, progress: TrainProgress, attempt: Callable[[], Made]) -> Made:
         """Return what `attempt` does, which makes the step after `progress` and may be called several times.

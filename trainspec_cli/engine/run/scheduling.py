@@ -11,15 +11,12 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median
 
-import torch.distributed as dist
 from torch import Tensor
 
 from trainspec_cli.engine.build.train_state import TrainState
-from trainspec_cli.engine.comm.json_collectives import broadcast_json, errors_together
-from trainspec_cli.engine.observe.journal import DirectiveLog, GroupJournal, Journal
+from trainspec_cli.engine.run.directives import Directives
 from trainspec_cli.policy.division import Division, OwnSamples, even_division
 from trainspec_cli.policy.scheduling import (
     ChangeCost,
@@ -30,12 +27,8 @@ from trainspec_cli.policy.scheduling import (
     samples_per_s,
 )
 from trainspec_cli.policy.speeds import SETTLING_S, SKIPPED_STEPS, Speed, SpeedTracker, slowest
-from trainspec_cli.reading.files import UnreadableFileError, unreadable
-from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent, SchedulerEvent
-from trainspec_cli.rundir.events import read_log
-from trainspec_cli.rundir.fields import read_record
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.canonical import ABSENT, to_plain
+from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent
+from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.results.plan import Plan
 
@@ -59,17 +52,18 @@ class Watched:
 class StepScheduler:
     """Called by every rank of the replica group together."""
 
-    def __init__(
-        self, plan: Plan, run_dir: RunDir, state: TrainState, journal: Journal | GroupJournal, group: int | None
-    ):
-        """Raises MachineError, on every rank, where the directives of the run so far cannot be followed.
-
-        `group`: the replica group, where there are several; their runs are not resumed to the bit, so none of their
+    def __init__(self, plan: Plan, state: TrainState, directives: Directives, group: int | None):
+        """`group`: the replica group, where there are several; their runs are not resumed to the bit, so none of their
         directives is followed again.
         """
+        self._group, self._directives = group, directives
+        self.adopt(plan, state)
+
+    def adopt(self, plan: Plan, state: TrainState) -> None:
+        """Begin with the layout of `plan`, which is in force: speeds are learnt anew."""
         spec = plan.spec.scheduler
-        self._mode = "off" if plan.layout.data_parallel_size == 1 and group is None else spec.mode
-        self._layout, self._run_dir, self._group = plan.layout, run_dir, group
+        self._mode = "off" if plan.layout.data_parallel_size == 1 and self._group is None else spec.mode
+        self._layout = plan.layout
         self._even, self._largest = even_division(plan.layout, plan.micro_batch_size), largest_micro_batch(plan)
         keeps_micro_batches = plan.spec.model.unit == "samples"
         self._shares = ShareScheduler(self._even, self._largest, spec.change, keeps_micro_batches=keeps_micro_batches)
@@ -85,22 +79,10 @@ class StepScheduler:
         self._decided: tuple[ShareChange, int] | None = None
         """The change that the next step begins with, and the samples of a step."""
         self._watched: Watched | None = None
-        self._number, self._ahead = 0, list[DirectiveEvent]()
-        """How many directives the run has, and those of an earlier start for steps that are now made again."""
-        self._log = DirectiveLog(run_dir, journal)
-        if self._mode != "off" and group is None:
-            self._recall()
-
-    def _recall(self) -> None:
-        """Rank 0 reads for all."""
-        plain: list[object] = []
-        with errors_together():
-            if dist.get_rank() == 0:
-                plain = [to_plain(directive) for directive in read_directives(self._run_dir.directives)]
-        found = broadcast_json(plain, lambda lines: [read_record(DirectiveEvent, line) for line in lines])
-        ranks, applied = len(self._even.weights), self._mode == "auto"
-        self._number = len(found)
-        self._ahead = [one for one in found if len(one.counts) == ranks and one.applied == applied]
+        self._ahead = list[DirectiveEvent]()
+        """Shares of an earlier start for steps that are now made again."""
+        if self._mode != "off" and self._group is None:
+            self._ahead = self._directives.shares_of_layout(len(self._even.weights), applied=self._mode == "auto")
 
     # Before a step
 
@@ -154,7 +136,7 @@ class StepScheduler:
         speeds = [slowest([known[rank] for rank in row], n) for row, n in zip(self._rows, counts, strict=True)]
         if self._mode == "auto" and self._group is not None:
             self.rate = samples_per_s(speeds)
-        if self._ahead:
+        if self._ahead or self._directives.has_layout_ahead:
             return
         steps, change_s = self._interval_steps, max(seconds for *_, seconds, _, _ in reported)
         self._interval_steps = reporting_interval(self._ranks, slowest_s)
@@ -162,10 +144,10 @@ class StepScheduler:
             self._decided = change, samples
 
     def _give(self, step: int, change: ShareChange, samples: int) -> None:
-        division, self._number = change.division, self._number + 1
+        division = change.division
         directive = DirectiveEvent(
             step=step,
-            number=self._number,
+            number=0,
             applied=self._mode == "auto",
             counts=division.counts(samples),
             micro_batch_size=division.micro_batch_size,
@@ -175,7 +157,7 @@ class StepScheduler:
             expected_s=change.after_s,
             group=ABSENT if self._group is None else self._group,
         )
-        self._write(directive)
+        directive = self._directives.write(directive)
         if directive.applied:
             self._watched = Watched(directive, median(self._slowest_s))
 
@@ -190,7 +172,7 @@ class StepScheduler:
             return
         self._watched = None
         given = watched.directive
-        self._write(
+        self._directives.note_effect(
             AchievedEvent(
                 step=step,
                 number=given.number,
@@ -200,34 +182,6 @@ class StepScheduler:
                 group=given.group,
             )
         )
-
-    def _write(self, event: SchedulerEvent) -> None:
-        if dist.get_rank() != 0:
-            return
-        self._log.write(event)
-
-    def close(self) -> None:
-        self._log.close()
-
-
-def read_directives(path: Path) -> list[DirectiveEvent]:
-    """Return a run's directives, without those of replica groups. Raises UnreadableFileError where a line is damaged,
-    missing or of a later version: without it the run would silently compute other bits."""
-    events = [event for event in read_log(path) if isinstance(event, DirectiveEvent)]
-    found = [event for event in events if not isinstance(event.group, int) and event.kind != "group_shares"]
-    for number, directive in enumerate(found, 1):
-        if directive.number != number:
-            raise _unfollowed(path, f"has directive {directive.number} where {number} must be: lines are missing")
-        if directive.kind != "shares":
-            raise _unfollowed(path, f"has a directive of the kind `{directive.kind}`, which this version does not know")
-        sizes = (directive.micro_batch_size, directive.micro_batches)
-        if not (sum(directive.counts) and all(isinstance(size, int) and size for size in sizes)):
-            raise _unfollowed(path, f"has a directive that divides nothing (number {number})")
-    return found
-
-
-def _unfollowed(path: Path, why: str) -> UnreadableFileError:
-    return unreadable(path, why, f"to go on with other shares than before, take {path.name} out of the run's folder")
 
 
 def largest_micro_batch(plan: Plan) -> int:

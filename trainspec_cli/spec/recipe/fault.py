@@ -8,7 +8,18 @@ from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 FaultKind = Literal[
-    "kill", "stop", "hang", "exception", "oom", "slow", "throttle", "bitflip", "disk_full", "lighthouse"
+    "kill",
+    "stop",
+    "hang",
+    "exception",
+    "oom",
+    "slow",
+    "throttle",
+    "bitflip",
+    "disk_full",
+    "lighthouse",
+    "move_kill",
+    "move_oom",
 ]
 
 
@@ -24,7 +35,8 @@ class Fault:
     throttle: its passes take `seconds` longer for each sample, as on a slower device.
 
     bitflip: one bit of a parameter changes. disk_full: no file that it writes grows beyond a page. lighthouse: the
-    rendezvous server, where the replica groups meet, is killed.
+    rendezvous server, where the replica groups meet, is killed. move_kill, move_oom: as kill and oom, when half of the
+    state has been moved to another layout.
     """
     step: int
     group: int = 0

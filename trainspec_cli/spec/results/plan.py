@@ -13,6 +13,18 @@ from trainspec_cli.spec.results.prediction import LocalPrediction
 
 
 @dataclass(frozen=True)
+class PlannedLayout:
+    """A layout that a run has from a step on, and the micro-batches that go with it."""
+
+    step: int
+    """Updates made before it."""
+    layout: Layout
+    micro_batch_size: int
+    grad_accum_steps: int
+    largest_micro_batch_size: int | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
     """The plan that `launch` writes to `plan.json` and the workers run."""
 
@@ -54,6 +66,9 @@ class Plan:
     """Steps of the run, where its batch changes; at most so many where it follows what is measured. None:
     `train.max_steps`."""
 
+    changes: tuple[PlannedLayout, ...] = ()
+    """Layouts that the recipe changes to while the run goes on, in the order of their steps."""
+
     prediction: LocalPrediction | None = None
     """Of a run on this machine's CPU; None where no probe speaks of it."""
 
@@ -80,6 +95,16 @@ class Plan:
         """The same work by one group, whose replicas the groups then are."""
         layout = replace(self.layout, dp_replicate=self.layout.dp_replicate * self.replica_groups)
         return replace(self, layout=layout, replica_groups=1)
+
+    def with_layout(self, other: PlannedLayout) -> Plan:
+        """The same run in another layout."""
+        return replace(
+            self,
+            layout=other.layout,
+            micro_batch_size=other.micro_batch_size,
+            grad_accum_steps=other.grad_accum_steps,
+            largest_micro_batch_size=other.largest_micro_batch_size,
+        )
 
     @property
     def total_steps(self) -> int:
