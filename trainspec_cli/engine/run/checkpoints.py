@@ -271,7 +271,7 @@ class Cadence:
     def _rollback_mtbf_s(self) -> float:
         reliability, plan = self._plan.spec.cluster.reliability, self._plan
         mtbf_s = job_mtbf_s(reliability, plan.world_size)
-        return rollback_mtbf_s(plan.spec.resilience, reliability, mtbf_s, plan.layout.dp_replicate)
+        return rollback_mtbf_s(plan.spec.resilience, reliability, mtbf_s, plan.replica_groups)
 
 
 def find_place(run_dir: RunDir) -> CopyLocation:
