@@ -136,3 +136,25 @@ def test_tensors_begin_at_a_multiple_of_8_bytes(name):
 def test_a_tensor_may_have_16_dims(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(make_header({"a": ("F32", (1,) * 16)}) + bytes(4))
     assert open_checkpoint(tmp_path)["a"].shape == (1,) * 16
+
+
+def test_a_header_may_have_its_largest_size_and_no_more(tmp_path, monkeypatch):
+    header = make_header({"a": ("F32", (1,))})
+    (tmp_path / "model.safetensors").write_bytes(header + bytes(4))
+    monkeypatch.setattr("trainspec_cli.huggingface.safetensors.MAX_HEADER_BYTES", len(header) - 8)
+    assert open_checkpoint(tmp_path)["a"].shape == (1,)
+    monkeypatch.setattr("trainspec_cli.huggingface.safetensors.MAX_HEADER_BYTES", len(header) - 9)
+    with pytest.raises(MachineError, match="is not a safetensors file"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_file_too_short_for_a_header_is_no_safetensors_file(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"1234567")
+    with pytest.raises(MachineError, match="is not a safetensors file"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_index_that_is_no_json_is_named(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": []}')
+    with pytest.raises(MachineError, match=r"index.json is not an index of safetensors files"):
+        open_checkpoint(tmp_path)

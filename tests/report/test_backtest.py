@@ -35,3 +35,11 @@ def test_each_group_has_a_colour_of_its_own() -> None:
     drawn = render_scatter([(1.0, 1.0, "b"), (1.0, 2.0, "a"), (1.0, 3.0, "b")])
     fills = re.findall(r'<circle [^>]*fill="(#\w+)"[^>]*fill-opacity', drawn)
     assert len(fills) == 3 and fills[0] == fills[2] != fills[1]
+
+
+def test_each_decades_figure_stands_beside_its_line() -> None:
+    drawn = render_scatter([(1.0, 10.0, "b"), (10.0, 100.0, "a")])
+    below = re.findall(r'<text x="([\d.]+)" y="(\d+)" text-anchor="middle">[\d.]+ s<', drawn)
+    left = re.findall(r'<text x="(\d+)" y="([\d.]+)" text-anchor="end">[\d.]+ s<', drawn)
+    assert below == [("56.0", "520"), ("280.0", "520"), ("504.0", "520")], "16 below the frame"
+    assert left == [("50", "508.0"), ("50", "284.0"), ("50", "60.0")], "6 left of it, its middle at the line"
