@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 
 from trainspec_cli.__main__ import run
+from trainspec_cli.errors import MachineError
 from trainspec_cli.launch.job.machine import Gpu
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.session.predict import Predictor, _largest_micro_batch
+from trainspec_cli.session.predict import Predictor, _largest_micro_batch, _predictor, _probe
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.data import DataSpec
@@ -21,6 +23,7 @@ from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
 from trainspec_cli.spec.recipe.scheduler import SchedulerSpec
+from trainspec_cli.spec.results.probe import MachineProbe
 
 MACHINE = Machine("host", cpu_cores=2, memory_bytes=2**34, bf16=True)
 SPEC = RunSpec(
@@ -106,3 +109,41 @@ def test_the_largest_micro_batch_that_fits(changes: dict[str, Any], fits: int, l
 def test_one_data_parallel_rank_needs_no_larger_micro_batch() -> None:
     alone = plan(replace(SPEC, cluster=replace(SPEC.cluster, devices_per_node=1)), MACHINE)
     assert _largest_micro_batch(alone, Predictor(None, 0, "")) is None  # type: ignore[arg-type]
+
+
+class Shown:
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def report(self, note: str) -> None:
+        self.notes.append(note)
+
+
+def test_a_probe_that_fails_leaves_the_launch_without_a_prediction(
+    monkeypatch: pytest.MonkeyPatch, made_up_probe: MachineProbe
+) -> None:
+    def fail(plan: Any, machine: Machine, on_start: Callable[[], None]) -> None:
+        on_start()
+        raise MachineError("the probe ended with 1")
+
+    shown: Any = Shown()
+    monkeypatch.setattr("trainspec_cli.session.predict.probe_machine", fail)
+    assert _probe(plan(SPEC, MACHINE), MACHINE, shown) is None
+    assert shown.notes == [
+        "probing this machine, once", "the probe ended with 1\n\nso this run starts without a prediction",
+    ]  # fmt: skip
+    monkeypatch.setattr("trainspec_cli.session.predict.probe_machine", lambda *_: made_up_probe)
+    assert _probe(plan(SPEC, MACHINE), MACHINE, shown) is made_up_probe
+    assert len(shown.notes) == 2 + made_up_probe.is_disturbed
+
+
+def test_each_process_may_take_its_part_of_this_machines_memory(
+    monkeypatch: pytest.MonkeyPatch, made_up_probe: MachineProbe
+) -> None:
+    shown: Any = Shown()
+    monkeypatch.setattr("trainspec_cli.session.predict._probe", lambda *_: made_up_probe)
+    monkeypatch.setattr("trainspec_cli.session.predict._known_probe", lambda *_: None)
+    found = _predictor(plan(SPEC, MACHINE), MACHINE, shown, may_probe=True)
+    assert found is not None and found.limit_bytes == MACHINE.memory_bytes / 2
+    assert found.limit_text == "this machine has 16.00 GiB"
+    assert _predictor(plan(SPEC, MACHINE), MACHINE, shown, may_probe=False) is None
