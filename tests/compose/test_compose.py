@@ -132,6 +132,9 @@ def test_unknown_recipe(tmp_path: Path, write) -> None:
     ]
     assert told(compose("old", [], tmp_path))[0][3] == "its file must end in .yaml, not .yml: rename it"
     assert f"no such file is in {tmp_path}" in told(compose("x/y.yaml", [], tmp_path))[0][3]
+    write("beside.yml", RECIPE)
+    for name in ("beside", "beside.yaml", "beside.yml"):
+        assert told(compose(name, [], tmp_path))[0][3] == "its file must end in .yaml, not .yml: rename it"
 
 
 def test_no_recipe(tmp_path: Path) -> None:

@@ -267,3 +267,10 @@ def test_shared_memory_and_ports_that_are_not_there_are_passed_over(tmp_path: Pa
     assert list(checks.check_rdma(tmp_path / "nothing")) == []
     (tmp_path / "mlx5_0" / "ports" / "1").mkdir(parents=True)
     assert told(checks.check_rdma(tmp_path)) == [("rdma", "warn", "mlx5_0 port 1 is unknown")]
+
+
+def test_links_are_told_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = SimpleNamespace(isup=True, speed=1000, mtu=1500)
+    monkeypatch.setattr(checks.psutil, "net_if_stats", lambda: {"eth1": link, "lo": link, "eth0": link})
+    monkeypatch.setattr(checks.psutil, "net_io_counters", lambda pernic: {})
+    assert [found.partition(":")[0] for _, _, found in told(checks.check_links())] == ["eth0", "eth1"]

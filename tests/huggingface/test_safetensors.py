@@ -158,3 +158,12 @@ def test_an_index_that_is_no_json_is_named(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": []}')
     with pytest.raises(MachineError, match=r"index.json is not an index of safetensors files"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("header", [[], {"a": None}, {"a": {"dtype": "F32", "shape": None, "data_offsets": [0, 4]}},
+                                    {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 5]}}, 3])  # fmt: skip
+def test_a_header_of_another_shape_is_refused(tmp_path, header):
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
+    with pytest.raises(MachineError, match="has a header that cannot be read"):
+        open_checkpoint(tmp_path)

@@ -138,3 +138,26 @@ def test_a_note_that_is_not_whole_holds_nothing(tmp_path: Path, note: str) -> No
     assert not is_running(run)
     with claim(run, "a"):
         assert is_running(run)
+
+
+@pytest.mark.parametrize(("glances", "is_held"), [(3, False), (1000, True)])
+def test_a_glance_of_another_at_the_lock_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, glances: int, is_held: bool
+) -> None:
+    run, tries, now = RunDir(tmp_path), [], [0.0]
+    lock = claiming._lock
+
+    def locked_for_a_while(descriptor: int) -> bool:
+        tries.append(descriptor)
+        return len(tries) > glances and lock(descriptor)
+
+    monkeypatch.setattr(claiming, "_lock", locked_for_a_while)
+    monkeypatch.setattr(claiming.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(claiming.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+    if is_held:
+        with pytest.raises(RecipeError, match="still running"), claim(run, "a"):
+            pass
+        assert 10 <= len(tries) <= 13
+    else:
+        with claim(run, "a"):
+            assert len(tries) == glances + 1
