@@ -19,6 +19,7 @@ from trainspec_cli.report.text import (
     describe_event,
     describe_plan,
     describe_progress,
+    describe_saving,
     summarise_counts,
 )
 from trainspec_cli.rundir.event_types import (
@@ -35,6 +36,7 @@ from trainspec_cli.rundir.event_types import (
 )
 from trainspec_cli.spec.canonical import ABSENT, to_plain
 from trainspec_cli.spec.recipe.batching import BatchScheduleSpec
+from trainspec_cli.spec.recipe.kernels import KernelSpec
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.doctor import Check, Diagnosis, NodeReport
@@ -348,3 +350,29 @@ def test_moved_layers_say_how_they_were_cut() -> None:
     before, after = (to_plain(Layout(pp=2, stage_layers=layers)) for layers in (None, (3, 1)))
     moved = replace(RELAYOUT, kind="layers", before=before, layout=after)
     assert describe_event(moved).startswith("step 30: the stages' layers are now 3, 1, and were even: ")
+
+
+def test_a_plan_tells_its_model_devices_and_layout(forecast: tuple[RunSpec, RunForecast]) -> None:
+    spec, _ = forecast
+    plan = Plan(spec, Layout(dp_shard=2), "cuda", 2, 8, "bf16", 2, 4, "none", "none", 8_030_261_248, 5.1e10)
+    lines = dict(line.split(None, 1) for line in describe_plan(plan).splitlines())
+    assert list(lines) == ["model", "devices", "layout", "batch", "steps", "compute"]
+    assert lines["model"] == "llama3_8b, 8.03B parameters"
+    assert lines["devices"] == f"{plan.world_size} x cuda, bf16"
+    assert lines["layout"] == plan.layout.describe()
+    assert lines["compute"] == "51 GFLOP a token"
+    nameless = replace(spec, model=replace(spec.model, name=""))
+    groups = replace(plan, spec=nameless, replica_groups=2, kernels=KernelSpec(rope="compiled"))
+    lines = dict(line.split(None, 1) for line in describe_plan(groups).splitlines())
+    assert lines["model"].startswith("decoder, ")
+    assert lines["groups"] == f"2 of {groups.group_size} each"
+    assert lines["kernels"] == "rope compiled"
+
+
+@pytest.mark.parametrize(
+    ("written_s", "shown"),
+    [(None, "in 320 ms"), (ABSENT, "in 320 ms"), (0.32, "in 320 ms"),
+     (2.0, "in 2.0 s, training held up for 320 ms")],
+)  # fmt: skip
+def test_a_checkpoint_that_is_written_beside_training(written_s: Any, shown: str) -> None:
+    assert describe_saving(CheckpointEvent(step=1, path="p", bytes=1, seconds=0.32, written_s=written_s)) == shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from trainspec_cli.__main__ import run
-from trainspec_cli.errors import PlanError
+from trainspec_cli.errors import MachineError, PlanError
 from trainspec_cli.launch.job.machine import Gpu, detect
 from trainspec_cli.launch.memory_limits import LimitsWatch
 from trainspec_cli.planner.plan import plan
@@ -19,7 +20,7 @@ from trainspec_cli.planner.this_machine import moving_bytes
 from trainspec_cli.rundir.event_types import MemoryEvent
 from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.session.predict import Predictor, _check_changes, _largest_micro_batch
+from trainspec_cli.session.predict import Predictor, _check_changes, _largest_micro_batch, _predictor, _probe
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
@@ -31,6 +32,7 @@ from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
 from trainspec_cli.spec.recipe.scheduler import SchedulerSpec
 from trainspec_cli.spec.results.plan import Plan, PlannedLayout
 from trainspec_cli.spec.results.prediction import LocalPrediction
+from trainspec_cli.spec.results.probe import MachineProbe
 
 MACHINE = Machine("host", cpu_cores=2, memory_bytes=2**34, bf16=True)
 SPEC = RunSpec(
@@ -198,3 +200,41 @@ def test_a_change_has_its_own_largest_micro_batch() -> None:
     predictor = Predictor(lambda other: predicted(0.0, other.micro_batch_size), 10 * GIB, "")
     replicas, shards = _check_changes(own, predictor, predicted(0.0, 1.0), None, force=False)  # type: ignore[arg-type]
     assert (replicas.largest_micro_batch_size, shards.largest_micro_batch_size) == (10, 8)
+
+
+class Shown:
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def report(self, note: str) -> None:
+        self.notes.append(note)
+
+
+def test_a_probe_that_fails_leaves_the_launch_without_a_prediction(
+    monkeypatch: pytest.MonkeyPatch, made_up_probe: MachineProbe
+) -> None:
+    def fail(plan: Any, machine: Machine, on_start: Callable[[], None]) -> None:
+        on_start()
+        raise MachineError("the probe ended with 1")
+
+    shown: Any = Shown()
+    monkeypatch.setattr("trainspec_cli.session.predict.probe_machine", fail)
+    assert _probe(plan(SPEC, MACHINE), MACHINE, shown) is None
+    assert shown.notes == [
+        "probing this machine, once", "the probe ended with 1\n\nso this run starts without a prediction",
+    ]  # fmt: skip
+    monkeypatch.setattr("trainspec_cli.session.predict.probe_machine", lambda *_: made_up_probe)
+    assert _probe(plan(SPEC, MACHINE), MACHINE, shown) is made_up_probe
+    assert len(shown.notes) == 2 + made_up_probe.is_disturbed
+
+
+def test_each_process_may_take_its_part_of_this_machines_memory(
+    monkeypatch: pytest.MonkeyPatch, made_up_probe: MachineProbe
+) -> None:
+    shown: Any = Shown()
+    monkeypatch.setattr("trainspec_cli.session.predict._probe", lambda *_: made_up_probe)
+    monkeypatch.setattr("trainspec_cli.session.predict._known_probe", lambda *_: None)
+    found = _predictor(plan(SPEC, MACHINE), MACHINE, shown, may_probe=True)
+    assert found is not None and found.limit_bytes == MACHINE.memory_bytes / 2
+    assert found.limit_text == "this machine has 16.00 GiB"
+    assert _predictor(plan(SPEC, MACHINE), MACHINE, shown, may_probe=False) is None

@@ -215,7 +215,7 @@ _JUDGES = {
 }
 
 
-def _finding(check: ClauseCheck, error: float, bound: float, figures: dict[str, float | str]) -> Finding:
+def _finding(check: ClauseCheck, error: float, bound: float, figures: Mapping[str, float | str]) -> Finding:
     passed = math.isfinite(error) and error <= bound
     return Finding(check.clause, check.run.name, passed, figures, bound)
 
