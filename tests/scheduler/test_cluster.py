@@ -102,6 +102,12 @@ def test_experts_are_spread_over_the_ranks_of_cp_and_tp_before_other_data_parall
     assert passes_s.tolist() == [8.0 if first <= rank < first + together else 4.0 for rank in range(8)]
 
 
+def test_experts_of_one_stage_do_not_hold_up_those_of_another() -> None:
+    cluster = Cluster(parts_of(pp=2), Layout(dp_shard=4, ep=2, pp=2), 1, 8, 1)
+    passes_s = cluster.seconds(cluster.condition([SlowDevice(device=5, factor=2)]), *np.full((2, 4), 4.0)).passes_s
+    assert passes_s.tolist() == [[4.0] * 4, [8.0, 8.0, 4.0, 4.0]]
+
+
 def test_narrow_links_hold_up_the_sends_of_their_nodes_pipelines_alone() -> None:
     """Sends cost 0.1 s a micro-batch and 0.2 s a sample; device 0 of two nodes of 8 is of data-parallel ranks 0 to 3 of
     stage 0, and node 1 has their second stages."""
