@@ -145,7 +145,7 @@ def test_gradients_that_each_micro_batch_exchanges_count_with_the_most_of_any_ra
 
 
 def test_a_pipeline_fills_and_drains_with_the_other_stages_passes() -> None:
-    """Stages of 1, 2 and 4 s a micro-batch: the slowest works all the time, and the bubble is half of the others' once."""
+    """Stages of 1, 2 and 4 s a micro-batch: the slowest works throughout, and waits half of the others' time once."""
     stages = tuple(StageTime(Speed(seconds, 0.0), NONE, NONE, 0.0) for seconds in (1.0, 2.0, 4.0))
     parts = parts_of(pp=3, stages=stages, bubble=0.5, sends=NONE)
     cluster = Cluster(parts, Layout(pp=3), 1, 3, 1)
