@@ -52,6 +52,23 @@ def test_every_layout_of_the_matrix_is_there_once_and_takes_eight_processes_at_m
     assert set(COMBINED) <= set(found) and set(KEPT) <= set(found)
 
 
+ALONE = """dp_replicate2 dp_shard2.zero1 dp_shard2.zero2 dp_shard2 tp2 tp2.plain cp2.ring cp2.ulysses pp2.gpipe pp2.1f1b
+pp2.zero_bubble pp2.zbv pp2.interleaved pp2.1f1b.uneven"""
+TOGETHER = """dp_shard2.ep2 dp_replicate2.dp_shard2 dp_shard2.tp2 dp_shard2.cp2.ring dp_replicate2.pp2.zbv
+dp_shard2.pp2.zero_bubble dp_shard2.pp2.zero2.1f1b cp2.tp2.ring tp2.pp2.1f1b cp2.pp2.ring.interleaved dp_shard4.ep2
+dp_shard2.tp2.ep4 dp_shard2.pp2.ep2.1f1b dp_shard2.tp2.pp2.1f1b dp_replicate2.dp_shard2.tp2 cp2.tp2.pp2.ring.1f1b
+dp_shard2.cp2.pp2.ring.zbv dp_shard4.tp2.ep8"""
+
+
+def test_each_axis_is_measured_alone_in_every_manner_and_together_with_others() -> None:
+    assert {name_layout(layout) for layout in layouts(4)} >= {*ALONE.split(), *TOGETHER.split()}
+    interleaved = [layout for layout in layouts(4) if layout.pipeline_schedule == "interleaved"]
+    assert {layout.virtual_stages for layout in interleaved} == {2}
+    assert {name_layout(layout) for layout in COMBINED} >= {
+        *("dp_shard2", "tp2", "cp2.ring", "pp2.1f1b", "pp2.zbv", "dp_shard2.ep2", "dp_shard2.tp2"),
+    }
+
+
 @pytest.mark.parametrize("processes", [2, 4])
 def test_no_case_takes_more_processes_than_there_are(processes: int) -> None:
     found = [case for of_clause in cases_for(processes).values() for case in of_clause]
@@ -106,6 +123,8 @@ def test_what_is_repeated_resumed_and_moved_trains_by_adamw() -> None:
     assert moves
     for run in moves:
         assert run.continues is not None and run.continues.resume and not run.resume
+        assert not run.gradients and not run.continues.gradients and run.losses and run.continues.losses
+        assert run.case.optimizer == run.continues.case.optimizer == "adamw"
         assert (run.continues.case.layout, run.case.layout) in MOVES
         assert run.case.family == run.continues.case.family
         assert run.continues.case.layout in legal[run.case.family]
