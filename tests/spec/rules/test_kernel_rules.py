@@ -197,6 +197,8 @@ def test_a_package_that_no_device_here_could_use_is_not_advised(
         ("linear_cross_entropy", "chunks_16mib", {}, {"layout": Layout(tp=2)}),
         ("rope", "compiled", {}, {}),
         ("attention", "efficient", {}, {"device": "cuda"}),
+        ("rope", "halves", {"compile": False}, {"recompute": "selective"}),
+        ("attention", "flex", {"compile": True}, {"recompute": "selective", "device": "cuda"}),
     ],
 )
 def test_auto_considers_what_nothing_stands_against(
@@ -223,3 +225,10 @@ def test_a_newer_torch_of_two_digits_is_newer(make_spec: Make, monkeypatch: pyte
     assert "it needs torch 2.11" in told
     monkeypatch.setattr(kernel_rules, "version", lambda _name: "2.13.0")
     assert problems(make_spec({"kernels.linear_cross_entropy": "native"}), CPU) == []
+
+
+def test_what_is_compiled_by_nobody_needs_no_compiler(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_rules, "find_compiler", lambda: None)
+    assert problems(make_spec({"kernels.rope": "halves"}), CPU) == []
+    assert why_untried(planned(make_spec({})), "rope", "halves") == ""
+    assert "no C++ compiler" in why_untried(planned(make_spec({})), "rope", "compiled")
