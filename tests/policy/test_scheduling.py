@@ -15,10 +15,14 @@ from trainspec_cli.policy.scheduling import (
     ChangeCost,
     ShareChange,
     ShareScheduler,
+    describe_rates,
     describe_speeds,
     equalise,
+    exchange_each_s,
+    group_weights,
 )
 from trainspec_cli.policy.speeds import CONFIRMING_STEPS, Speed, SpeedTracker
+from trainspec_cli.spec.recipe.layout import Layout
 
 RANKS = 4
 Slowdown = Callable[[int, int], float]
@@ -263,3 +267,60 @@ def test_the_rank_that_differs_most_is_the_reason() -> None:
     fast = [Speed(0, 0.02), Speed(0, 0.02), Speed(0, 0.03), Speed(0, 0.005)]
     assert describe_speeds(fast) == "data-parallel rank 3 computes a sample in 5 ms, the median is 20 ms"
     assert describe_speeds([Speed(0, 0.02)] * 2) == "all ranks compute a sample in about 20 ms"
+
+
+def test_a_change_counts_the_exchanges_of_its_micro_batches() -> None:
+    """Slow by 2, 8 samples a micro-batch: two micro-batches each way, and their exchanges, are in both times."""
+    scheduler = ShareScheduler(Division((1.0,) * RANKS, micro_batch_size=8), 8, 0.1)
+    change = next(found for _ in range(100) if (found := scheduler.note_step(64, speeds(1, 1, 2, 1), 3.0)))
+    counts, micro_batches = change.division.counts(64), change.division.count_micro_batches(64)
+    assert change.before_s == 2 * 16 + 2 * 3.0
+    assert change.after_s == max(counts[2] * 2, counts[0]) + micro_batches * 3.0 < change.before_s
+
+
+@pytest.mark.parametrize(
+    ("layout", "each_s"),
+    [
+        (Layout(dp_shard=4, zero_stage=3), 2.5),
+        (Layout(dp_shard=4, zero_stage=2), 2.5),
+        (Layout(dp_replicate=2, dp_shard=4, zero_stage=3), 2.5),
+        (Layout(dp_replicate=2, dp_shard=4, zero_stage=2), 0.0),
+        (Layout(dp_shard=4, zero_stage=1), 0.0),
+        (Layout(dp_replicate=4), 0.0),
+    ],
+    ids=str,
+)
+def test_what_is_exchanged_once_a_step_costs_a_micro_batch_nothing(layout: Layout, each_s: float) -> None:
+    assert exchange_each_s(layout, 2.5) == each_s
+
+
+# Shares of replica groups
+
+
+@pytest.mark.parametrize(
+    ("rates", "weights"),
+    [
+        ((10.0, 10.9, 10.5), (10.5, 10.5, 10.5)),
+        ((10.0, 12.0, 10.5), (10.0, 12.0, 10.5)),
+        ((10.0, 11.0, 11.0), (11.0, 11.0, 11.0)),
+        ((0.0, 20.0, 10.0, 12.0), (12.0, 20.0, 10.0, 12.0)),
+        ((0.0, 10.0, 0.0), (10.0, 10.0, 10.0)),
+        ((0.0, 0.0), (1.0, 1.0)),
+    ],
+    ids=str,
+)
+def test_groups_take_part_by_their_rates_unless_they_are_about_equal(
+    rates: tuple[float, ...], weights: tuple[float, ...]
+) -> None:
+    """A tenth more is about equal; a rate that is not known yet is taken for the median of the known ones."""
+    assert group_weights(rates, 0.1) == weights
+
+
+def test_the_group_that_differs_most_is_the_reason() -> None:
+    assert describe_rates((0, 2, 3), (25.0, 12.5, 30.0)) == (
+        "replica group 2 computes 12.5 samples a second, the median is 25"
+    )
+    assert describe_rates((0, 2, 3), (25.0, 24.0, 100.0)) == (
+        "replica group 3 computes 100 samples a second, the median is 25"
+    )
+    assert describe_rates((0, 1), (20.0, 20.0)) == "all replica groups compute about 20 samples a second"
