@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -30,8 +31,10 @@ from trainspec_cli.launch.backend.nodes.messages import (
 from trainspec_cli.launch.backend.nodes.wire import Wire
 from trainspec_cli.launch.signals import PatientRequests
 from trainspec_cli.rundir import generations
+from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.generations import GenerationRecord
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.results.doctor import NodeReport
 
 
@@ -256,3 +259,39 @@ def test_an_examination_without_an_end_is_given_up(lab: Lab, monkeypatch: pytest
     with pytest.raises(MachineError, match=f"without a report within {agent.EXAMINE_TIMEOUT_S:g} s"):
         lab.agent._examine()
     assert now[0] >= agent.EXAMINE_TIMEOUT_S
+
+
+@pytest.mark.parametrize("ending", ["another start", "a result", "a request to stop"])
+def test_an_agent_comes_back_until_its_start_is_over(
+    tmp_path: Path, make_plan, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    run = RunDir(tmp_path)
+    write_json(run.plan_json, to_plain(replace(make_plan(), replica_groups=2)))
+    record = GenerationRecord(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(tmp_path), ("worker",), ())
+    generations.describe(run, replace(record, generation=generations.begin(run)))
+    went_on: list[bool] = []
+
+    def keep_serving(serve: object, goes_on: Callable[[], bool]) -> int:
+        went_on.append(goes_on())
+        if ending == "another start":
+            generations.begin(run)
+        elif ending == "a result":
+            write_json(run.result_json, {})
+        else:
+            signal.raise_signal(signal.SIGTERM)
+        went_on.append(goes_on())
+        return 7
+
+    monkeypatch.setattr(agent, "_keep_serving", keep_serving)
+    assert agent.run_agent(run, 1, 1) == 7
+    assert went_on == [True, False]
+
+
+def test_an_agent_of_one_replica_group_serves_once(tmp_path: Path, make_plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path)
+    write_json(run.plan_json, to_plain(make_plan()))
+    record = GenerationRecord(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(tmp_path), ("worker",), ())
+    generations.describe(run, replace(record, generation=generations.begin(run)))
+    monkeypatch.setattr(agent, "_serve", lambda run, plan, record, node, requests: CUT_OFF if node == 5 else 0)
+    monkeypatch.setattr(agent, "_keep_serving", lambda *_: pytest.fail("a step cannot go on without it"))
+    assert agent.run_agent(run, 1, 5) == CUT_OFF
