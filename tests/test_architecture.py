@@ -29,7 +29,7 @@ DOORS = {
     "launch": {"spec", "policy", "rundir", "corpus", "huggingface", "wire"},
     "engine": {"spec", "policy", "rundir", "corpus", "huggingface", "wire"},
     "report": {"spec", "rundir"},
-    "certify": {"spec", "planner", "rundir", "launch"},
+    "certify": {"spec", "policy", "rundir", "launch"},
     "doctor": {"spec", "rundir", "launch"},
     "session": {
         "compose",

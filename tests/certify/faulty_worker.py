@@ -96,6 +96,39 @@ def no_shard_reduce(patch: MonkeyPatch) -> None:
     patch.setattr(data_parallel, "reduce_scatter", own_part)
 
 
+def mean_of_ranks(patch: MonkeyPatch) -> None:
+    """Weigh each data-parallel rank's mean alike, however many samples it has."""
+    right = step.compute_gradients
+
+    def averaged(state, micro_batches, global_tokens, *measured):
+        own_tokens = sum(tokens.numel() for tokens, _ in micro_batches)
+        return right(state, micro_batches, own_tokens * state.mesh.layout.data_parallel_size, *measured)
+
+    patch.setattr(step, "compute_gradients", averaged)
+    patch.setattr(certify_worker, "compute_gradients", averaged)
+
+
+def first_batch_size(patch: MonkeyPatch) -> None:
+    """Divide the loss of every step by the samples of the first."""
+    right, first = certify_worker.train_step, []
+
+    def divided(state, micro_batches, *, global_tokens, clip_norm):
+        first.append(global_tokens)
+        return right(state, micro_batches, global_tokens=first[0], clip_norm=clip_norm)
+
+    patch.setattr(certify_worker, "train_step", divided)
+
+
+def steps_of_one_size(patch: MonkeyPatch) -> None:
+    """Begin each step where it would begin if all steps before it had been as large."""
+    right = certify_worker.own_samples
+
+    def misplaced(wanted, state, start, samples):
+        return right(wanted, state, start - start % samples, samples)
+
+    patch.setattr(certify_worker, "own_samples", misplaced)
+
+
 FAULTS = {
     fault.__name__: fault
     for fault in (
@@ -108,6 +141,9 @@ FAULTS = {
         wrong_ring_order,
         no_copied_twins,
         no_shard_reduce,
+        mean_of_ranks,
+        first_batch_size,
+        steps_of_one_size,
     )
 }
 

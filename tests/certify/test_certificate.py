@@ -27,7 +27,7 @@ BAD = Finding("NUM-1", "dense-fp32-pp2", False, {"worst_gradient_error": math.in
 
 def test_the_document_is_where_clauses_are_defined():
     clauses = read_clauses()
-    assert spec_version() == "0.2"
+    assert spec_version() == "0.3"
     assert list(clauses)[:2] == ["NUM-1", "NUM-2"]
     assert clauses["NUM-1"].level == "MUST"
     assert clauses["LEGAL-1"].level == "SHOULD"
@@ -43,6 +43,8 @@ def test_every_axis_manner_and_family_is_in_the_matrix():
     assert max(case.layout.world_size for case in found) == 8
     assert {case.recompute for case in found} == {"none", "selective", "full"}
     assert {case.compute for case in found} == {"fp32", "bf16", "fp8"}
+    assert {case.family for case in found if case.unequal_shares} == set(FAMILIES)
+    assert {case.family for case in found if case.ramp} == set(FAMILIES)
 
 
 def test_what_is_refused_says_why_and_what_to_type():
@@ -139,7 +141,7 @@ def test_a_clause_is_summed_up_by_its_worst_case():
         False,
         "2026-01-01",
         "broken",
-        "0.2",
+        "0.3",
     )
     assert body["findings"][0]["figures"]["worst_gradient_error"] == "inf"
     assert body["machine"] == to_plain(MACHINE) and len(body["spec_sha256"]) == len(body["digest"]) == 64

@@ -77,30 +77,13 @@ def test_a_planted_fault_is_caught(results: Results, fault: str) -> None:
     assert finding.measured > 0.1, "far beyond the bound, not a matter of rounding"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(tp=2)])
-def test_fp8_costs_what_fp8_costs_one_process(tmp_path, layout):
-    check = ClauseCheck("NUM-3", Run(Case("dense", layout, compute="fp8"), losses=False))
-    (finding,) = measure(tmp_path, [check]).values()
-    assert finding.passed, finding.figures
-    error = finding.figures["error_of_the_format"]
-    assert isinstance(error, float)
-    assert error > 0.03, "bf16 alone costs a tenth of this"
-
-
-@pytest.mark.slow
-def test_forgotten_moments_are_caught_and_sound_ones_resume(tmp_path):
-    run = Run(Case("dense", Layout(dp_shard=2), optimizer="adamw"), gradients=False, resume=True)
-    check = ClauseCheck("CKPT-1", run)
-    assert measure(tmp_path / "sound", [check])["CKPT-1", run.name].passed
-    unsound = measure(tmp_path / "faulty", [check], faulty({run.name: "forgotten_moments"}))
-    assert not unsound["CKPT-1", run.name].passed
-
-
 RING, SPLIT = Case("dense", Layout(cp=2)), Case("tied", Layout(pp=2, pipeline_schedule="zero_bubble"))
 SOURCE = Run(Case("tied", Layout(tp=2), optimizer="adamw"), gradients=False, resume=True)
 INTO = Run(Case("tied", Layout(pp=2, pipeline_schedule="zbv"), optimizer="adamw"), gradients=False, continues=SOURCE)
-MORE_PLANTED = [
+RESUMED = Run(Case("dense", Layout(dp_shard=2), optimizer="adamw"), gradients=False, resume=True)
+UNEQUAL = ClauseCheck("NUM-7", Run(Case("dense", Layout(dp_shard=2), unequal_shares=True)))
+GROWING = ClauseCheck("NUM-8", Run(Case("dense", Layout(dp_shard=2), ramp=True), gradients=False))
+BREAKING = [
     ("local_norm", ClauseCheck("NUM-2", Run(SHARDED))),
     ("local_norm", ClauseCheck("NUM-2", Run(CUT))),
     ("local_norm", ClauseCheck("NUM-2", Run(SPLIT))),
@@ -109,17 +92,64 @@ MORE_PLANTED = [
     ("no_shard_reduce", ClauseCheck("NUM-1", Run(SHARDED))),
     ("wrong_gradient_scale", ClauseCheck("NUM-2", Run(REPLICATED))),
     ("stale_embedding_gradient", ClauseCheck("NUM-1", Run(SPLIT))),
+    ("forgotten_moments", ClauseCheck("CKPT-1", RESUMED)),
+    ("mean_of_ranks", UNEQUAL),
+    ("first_batch_size", GROWING),
+    ("steps_of_one_size", GROWING),
+]
+SPARED = [
+    *(("mean_of_ranks", check) for check in (ClauseCheck("NUM-1", Run(SHARDED)), GROWING)),
+    *(("first_batch_size", check) for check in (ClauseCheck("NUM-2", Run(SHARDED)), UNEQUAL)),
+    *(("steps_of_one_size", check) for check in (ClauseCheck("NUM-2", Run(SHARDED)), UNEQUAL)),
+]
+"""Faults of how a batch is divided, and clauses that they leave as they are."""
+IN_FP8 = [
+    ClauseCheck("NUM-3", Run(Case("dense", layout, compute="fp8"), losses=False))
+    for layout in (SHARDED.layout, CUT.layout)
 ]
 
 
+EVERY_FAULT = [*BREAKING, *SPARED]
+
+
+def planted_in(check: ClauseCheck, number: int) -> ClauseCheck:
+    """Each fault has a run of its own."""
+    return replace(check, run=replace(check.run, take=number))
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory) -> dict[tuple[str, str], Finding]:
+    """One torchrun for one process and one for two."""
+    planted = {planted_in(check, number): fault for number, (fault, check) in enumerate(EVERY_FAULT, 1)}
+    checks = [*IN_FP8, *(check for _, check in BREAKING), *planted]
+    tool = faulty({check.run.name: fault for check, fault in planted.items()})
+    return measure(tmp_path_factory.mktemp("planted"), checks, tool)
+
+
 @pytest.mark.slow
-def test_a_planted_fault_breaks_its_clause_and_no_sound_run_does(tmp_path):
-    sound = [check for _, check in MORE_PLANTED]
-    planted = {
-        replace(check.run, take=number): (fault, check.clause) for number, (fault, check) in enumerate(MORE_PLANTED, 1)
-    }
-    unsound = [ClauseCheck(clause, run) for run, (_, clause) in planted.items()]
-    tool = faulty({run.name: fault for run, (fault, _) in planted.items()})
-    findings = measure(tmp_path, [*unsound, *sound], tool)
-    assert [check.run.name for check in sound if not findings[check.clause, check.run.name].passed] == []
-    assert [check.run.name for check in unsound if findings[check.clause, check.run.name].passed] == []
+def test_every_clause_is_kept_by_sound_runs(findings):
+    checks = [check for _, check in BREAKING]
+    assert [check.run.name for check in checks if not findings[check.clause, check.run.name].passed] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "number",
+    range(1, 1 + len(EVERY_FAULT)),
+    ids=lambda number: "-".join([EVERY_FAULT[number - 1][0], EVERY_FAULT[number - 1][1].clause]),
+)
+def test_a_planted_fault_breaks_its_clause_and_no_other(findings, number):
+    _, check = EVERY_FAULT[number - 1]
+    faulty_check = planted_in(check, number)
+    finding = findings[faulty_check.clause, faulty_check.run.name]
+    assert finding.passed is (number > len(BREAKING)), finding.figures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", IN_FP8, ids=lambda check: check.run.name)
+def test_fp8_costs_what_fp8_costs_one_process(findings, check):
+    finding = findings[check.clause, check.run.name]
+    assert finding.passed, finding.figures
+    error = finding.figures["error_of_the_format"]
+    assert isinstance(error, float)
+    assert error > 0.03, "bf16 alone costs a tenth of this"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from trainspec_cli.certify import judge as judge_module
 from trainspec_cli.certify.cases import CLIP_NORM, Case, build_plan, name_layout
 from trainspec_cli.certify.judge import ClauseCheck, Finding, checks, judge
-from trainspec_cli.certify.runs import Measured, Run, _batches
+from trainspec_cli.certify.runs import Measured, Run, _batches, whole_error
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.layout import Layout
@@ -114,6 +115,67 @@ def test_a_parameter_that_the_format_costs_more_than_the_median_one_may_err_twic
     assert figures == pytest.approx([ratio, 0.1 * ratio, 0.1])
 
 
+UNEQUAL = Run(Case("dense", Layout(dp_shard=2), unequal_shares=True))
+
+
+@pytest.mark.parametrize(
+    ("gradient", "loss", "weight", "passed"),
+    [
+        (0.9e-6, 0.9e-5, 0.9e-4, True),
+        (1.1e-6, 0.0, 0.0, False),
+        (0.0, 1.1e-5, 0.0, False),
+        (0.0, 0.0, 1.1e-4, False),
+        (math.nan, 0.0, 0.0, False),
+        (0.0, math.nan, 0.0, False),
+        (0.0, 0.0, math.nan, False),
+    ],
+)
+def test_unequal_shares_change_neither_gradient_nor_losses_nor_weights(
+    gradient: float, loss: float, weight: float, passed: bool
+) -> None:
+    reference, found = told((2.0, 4.0), a=[3.0], b=[4.0]), told((2.0, 4 * (1 + loss)), a=[3.0], b=[4.0 + 5 * gradient])
+    reference.weights, found.weights = {"a": np.array([2.0])}, {"a": np.array([2.0 * (1 + weight)])}
+    finding = judge(ClauseCheck("NUM-7", UNEQUAL), {UNEQUAL: found, REFERENCE: reference})
+    assert (finding.passed, finding.bound) == (passed, 1.0)
+    assert finding.measured == pytest.approx(0.9, rel=1e-6) if passed else not finding.measured <= 1
+
+
+GROWING = Run(Case("dense", Layout(dp_shard=2), ramp=True), gradients=False)
+IN_ORDER = (range(4), range(4, 8), range(8, 12), range(12, 20), range(20, 28), range(28, 40), range(40, 52))
+SIXTEEN = (range(4), range(4, 20), *IN_ORDER[4:])
+
+
+@pytest.mark.parametrize(
+    ("taken", "weight", "passed"),
+    [
+        (IN_ORDER, 0.0, True),
+        (IN_ORDER, 1.1e-4, False),
+        (IN_ORDER[:-1], 0.0, False),
+        ((range(1, 5), *IN_ORDER[1:]), 0.0, False),
+        (((0, 0, 1, 2, 3), *IN_ORDER[1:]), 0.0, False),
+        (SIXTEEN, 0.0, False),
+    ],
+)
+def test_a_batch_that_grows_takes_every_sample_once(taken: Any, weight: float, passed: bool) -> None:
+    check = ClauseCheck("NUM-8", GROWING)
+    alone = Run(Case("dense", ramp=True), gradients=False)
+    assert check.runs == (GROWING, alone), "the reference's batch grows too"
+    found, reference = told((2.0,)), told((2.0,))
+    trained = replace(found.result.trained, taken=tuple(map(tuple, taken)))
+    found.result = replace(found.result, trained=trained)
+    reference.weights, found.weights = {"a": np.array([2.0])}, {"a": np.array([2.0 * (1 + weight)])}
+    assert judge(check, {GROWING: found, alone: reference}).passed is passed
+
+
+def test_weights_that_are_missing_or_of_another_shape_are_infinitely_wrong() -> None:
+    whole = {"a": np.ones(3), "b": np.ones(2)}
+    assert whole_error({"a": np.ones(3), "b": np.full(2, 1.1)}, whole) == pytest.approx(0.1 * math.sqrt(2 / 5))
+    assert (
+        whole_error({"a": np.ones(3)}, whole) == whole_error({"a": np.ones(3), "b": np.ones((2, 1))}, whole) == math.inf
+    )
+    assert whole_error({}, whole) == whole_error(whole | {"b": np.array([1.0, math.inf])}, whole) == math.inf
+
+
 @pytest.mark.parametrize(("again", "passed"), [("ab", True), ("cd", False)])
 def test_a_repetition_has_the_same_weights(again: str, passed: bool) -> None:
     check = ClauseCheck("NUM-6", Run(CASE, gradients=False))
@@ -176,6 +238,9 @@ def test_names_of_runs() -> None:
 def test_names_of_cases_and_layouts() -> None:
     full = Case("moe", compute="bf16", recompute="full", offload="optimizer", compile=True, optimizer="adamw")
     assert full.name == "moe-bf16-one-full-offload-compiled-adamw"
+    assert UNEQUAL.case.name == "dense-fp32-dp_shard2-shares"
+    assert GROWING.case.name == "dense-fp32-dp_shard2-ramp"
+    assert GROWING.case.reference == Case("dense", ramp=True)
     assert full.reference == Case("moe", compute="bf16", optimizer="adamw")
     assert (
         name_layout(Layout(dp_replicate=2, dp_shard=2, zero_stage=1, cp=2)) == "dp_replicate2.dp_shard2.cp2.zero1.ring"
@@ -187,7 +252,10 @@ def test_names_of_cases_and_layouts() -> None:
 def test_what_continues_another_run_comes_after_it_and_one_job_serves_runs_of_a_size() -> None:
     source = Run(Case("dense", Layout(pp=2)), resume=True)
     after, alone, four = Run(Case("dense"), continues=source), Run(Case("dense")), Run(Case("dense", Layout(tp=4)))
-    assert _batches([after, four, source, alone]) == [[alone], [source], [four], [after]]
+    assert _batches([after, four, source, alone]) == [[four], [source], [alone, after]]
+    grown = Run(Case("dense", Layout(tp=4)), continues=source)
+    same = Run(Case("dense", Layout(tp=2)), continues=source)
+    assert _batches([grown, same, source, four]) == [[four], [source, same], [grown]], "the source is there first"
 
 
 def test_requests_of_runs() -> None:
@@ -199,6 +267,9 @@ def test_requests_of_runs() -> None:
     assert (saved.clip_from, saved.save_at, saved.resume, saved.gradients) == (None, 10, True, False)
     moved = Run(CASE, losses=False, continues=source).request("cpu")
     assert (moved.steps, moved.clip_from, moved.continues) == (0, None, source.name)
+    assert (plain.weights, UNEQUAL.request("cpu").weights) == ((), (7.0, 1.0))
+    growing = GROWING.request("cpu")
+    assert (growing.weights, growing.clip_from) == ((), None)
 
 
 @pytest.mark.parametrize(
@@ -209,6 +280,12 @@ def test_requests_of_runs() -> None:
         (Case("dense", Layout(dp_shard=4)), 2, 1),
         (Case("dense", Layout(dp_replicate=2, dp_shard=4)), 1, 1),
         (Case("resnet"), 8, 1),
+        (Case("dense", Layout(dp_shard=2), unequal_shares=True), 4, 2),
+        (Case("dense", Layout(dp_replicate=2, dp_shard=2), unequal_shares=True), 2, 3),
+        (Case("resnet", Layout(dp_shard=2), unequal_shares=True), 7, 1),
+        (Case("dense", Layout(dp_shard=2), ramp=True), 4, 2),
+        (Case("dense", Layout(pp=2, pipeline_schedule="interleaved", virtual_stages=2), ramp=True), 4, 4),
+        (Case("resnet", Layout(dp_shard=2), ramp=True), 6, 1),
     ],
 )
 def test_eight_samples_are_spread_over_ranks_and_micro_batches(case: Case, micro: int, accumulated: int) -> None:

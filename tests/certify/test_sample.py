@@ -1,13 +1,15 @@
-"""A sample of the certification, drawn from the commit: all clauses, and half of all pairs of a family and an axis.
+"""A sample of the certification, drawn from the commit: all clauses, and a third of all pairs of a family and an axis.
 
 A few commits draw every pair.
 What always is among them: tied embeddings under the schedules that split the backward, checkpoints that are read into
-pipelines with tied embeddings, ring and Ulysses attention, and clipping (in every case of NUM-2).
+pipelines with tied embeddings, ring and Ulysses attention, clipping (in every case of NUM-2), and unequal shares in
+each data-parallel layout.
 """
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from trainspec_cli.launch.job.machine import detect
 from trainspec_cli.spec.recipe.layout import Layout
 
 PROCESSES = 4
-ALONE = ("NUM-3", "NUM-4", "NUM-5", "NUM-6", "CKPT-1", "CKPT-2")
+ALONE = ("NUM-3", "NUM-4", "NUM-5", "NUM-6", "NUM-8", "CKPT-1", "CKPT-2")
 """Clauses with runs of their own; one case of each is drawn."""
 ALWAYS = [
     Case("tied", Layout(pp=2, pipeline_schedule="zero_bubble")),
@@ -39,13 +41,13 @@ def matrix() -> list[ClauseCheck]:
 
 
 def sample(seed: str) -> list[ClauseCheck]:
-    """Draw checks whose cases have every clause, and half of the pairs of a family and a part of a layout."""
+    """Draw checks whose cases have every clause, and a third of the pairs of a family and a part of a layout."""
     draw = random.Random(seed)
     chosen = [*(Run(case) for case in ALWAYS), *_reading_into_tied_pipelines()]
     chosen += [draw.choice([check for check in matrix() if check.clause == clause]).run for clause in ALONE]
     spread = [check.run for check in matrix() if check.clause == "NUM-2"]
     pairs = sorted({pair for run in spread for pair in parts(run)})
-    missing = set(draw.sample(pairs, k=len(pairs) // 2)) - {
+    missing = set(draw.sample(pairs, k=len(pairs) // 3)) - {
         pair for run in chosen[: len(ALWAYS)] for pair in parts(run)
     }
     while missing:
@@ -54,7 +56,8 @@ def sample(seed: str) -> list[ClauseCheck]:
         if parts(best) & missing:
             chosen.append(best)
             missing -= parts(best)
-    return [check for check in matrix() if check.run in set(chosen)]
+    unequal = [Run(replace(run.case, unequal_shares=True)) for run in chosen]
+    return [check for check in matrix() if check.run in {*chosen, *unequal}]
 
 
 def parts(run: Run) -> set[tuple[str, str]]:
@@ -76,13 +79,17 @@ def test_a_sample_has_every_clause_and_what_is_always_among_them(seed: str) -> N
     spread = [check.run for check in drawn if check.clause == "NUM-2"]
     assert {check.run for check in drawn if check.clause == "NUM-1"} == set(spread)
     assert {run.case for run in spread} >= set(ALWAYS)
+    divided = {run.case for run in spread if run.case.layout.data_parallel_size > 1}
+    assert {check.run.case for check in drawn if check.clause == "NUM-7"} == {
+        replace(case, unequal_shares=True) for case in divided
+    }
     into = [check.run for check in drawn if check.clause == "CKPT-2" and check.run.case.family == "tied"]
     assert {run.case.layout.pipeline_schedule for run in into if run.case.layout.pp > 1} >= {"zbv", "1f1b"}
     assert len(drawn) < len(matrix()) / 6
 
 
 def test_a_few_commits_draw_every_family_along_every_axis() -> None:
-    drawn = [check for seed in "abcdef" for check in sample(seed)]
+    drawn = [check for seed in "abcdefghij" for check in sample(seed)]
     assert {pair for check in drawn for pair in parts(check.run)} >= {
         pair for check in matrix() if check.clause == "NUM-2" for pair in parts(check.run)
     }

@@ -10,7 +10,7 @@ from trainspec_cli.planner.time.samples import StageTime
 from trainspec_cli.policy.speeds import Speed
 from trainspec_cli.scheduler.disturbance import Event, SlowDevice
 from trainspec_cli.scheduler.ideal import Ideal, best_step
-from trainspec_cli.scheduler.simulate import DisturbedJob
+from trainspec_cli.scheduler.job import DisturbedJob
 
 
 def ideal_of(job: DisturbedJob, *events: Event, keeps: bool = False) -> Ideal:

@@ -9,7 +9,8 @@ from typing import Literal
 
 from trainspec_cli.certify.families import FAMILIES, SAMPLES, SEQ_LEN
 from trainspec_cli.errors import Problem
-from trainspec_cli.spec.recipe.batching import BatchingSpec
+from trainspec_cli.policy.division import count_micro_batches, turns_of, weighted_counts
+from trainspec_cli.spec.recipe.batching import BatchingSpec, BatchScheduleSpec, RampStage
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
 from trainspec_cli.spec.recipe.optim import OptimSpec, ScheduleSpec
@@ -23,6 +24,10 @@ STEPS = 20
 SAVE_AT = 10
 CLIP_FROM, CLIP_NORM = 10, 0.1
 """Plain descent clips from this step on, to less than any gradient's norm."""
+RAMP = ((0, 4), (12, 8), (28, 12))
+"""A batch that grows: samples trained, and the samples of the steps from there on."""
+RAMP_SIZES = (4, 4, 4, 8, 8, 12, 12)
+"""The steps that it makes."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,16 @@ class Case:
     micro_batch_size: int = 4
     """At most: a rank's samples where they are fewer."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
+    unequal_shares: bool = False
+    """The first data-parallel rank takes nearly all samples, so that the others have empty micro-batches."""
+    ramp: bool = False
+    """The batch grows while the run goes on."""
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The shares of the data-parallel ranks; none where they are equal."""
+        others = self.layout.data_parallel_size - 1
+        return (float(SAMPLES - others), *([1.0] * others)) if self.unequal_shares else ()
 
     @property
     def name(self) -> str:
@@ -45,6 +60,8 @@ class Case:
             "offload": self.offload != "none",
             "compiled": self.compile,
             self.optimizer: self.optimizer != "sgd",
+            "shares": self.unequal_shares,
+            "ramp": self.ramp,
         }
         shown = [extra for extra, wanted in extras.items() if wanted]
         return "-".join([self.family, self.compute, name_layout(self.layout), *shown])
@@ -52,7 +69,13 @@ class Case:
     @property
     def reference(self) -> Case:
         """The same arithmetic in one process."""
-        return Case(self.family, compute=self.compute, micro_batch_size=self.micro_batch_size, optimizer=self.optimizer)
+        return Case(
+            self.family,
+            compute=self.compute,
+            micro_batch_size=self.micro_batch_size,
+            optimizer=self.optimizer,
+            ramp=self.ramp,
+        )
 
 
 def name_layout(layout: Layout) -> str:
@@ -115,13 +138,28 @@ COMBINED = (
     Layout(dp_shard=2, tp=2),
 )
 """What recomputation, offload, compiling and bf16 are combined with."""
+RAMPED = (
+    Layout(dp_replicate=2),
+    Layout(dp_shard=2),
+    Layout(tp=2),
+    Layout(cp=2),
+    Layout(pp=2, pipeline_schedule="zbv"),
+    Layout(pp=2, pipeline_schedule="interleaved", virtual_stages=2),
+    Layout(dp_shard=2, ep=2),
+    Layout(dp_replicate=2, dp_shard=2),
+)
+"""Those that train a batch which grows."""
 
 
 def cases(max_processes: int) -> dict[str, list[Case]]:
     """The legal cases of each clause that needs runs of its own, on at most so many processes."""
-    by_clause: dict[str, list[Case]] = {clause: [] for clause in ("NUM-1", "NUM-3", "NUM-4", "NUM-5")}
+    by_clause: dict[str, list[Case]] = {clause: [] for clause in OWN_CASES}
     for family, spread in ((f, s) for f in FAMILIES for s in spreads(f, max_processes)):
         by_clause["NUM-1"].append(Case(family, spread))
+        if spread.data_parallel_size > 1:
+            by_clause["NUM-7"].append(Case(family, spread, unequal_shares=True))
+        if spread in RAMPED:
+            by_clause["NUM-8"].append(Case(family, spread, ramp=True))
         if spread not in COMBINED:
             continue
         by_clause["NUM-3"].append(Case(family, spread, compute="bf16"))
@@ -134,6 +172,7 @@ def cases(max_processes: int) -> dict[str, list[Case]]:
     return {clause: [case for case in found if not refusals(case)] for clause, found in by_clause.items()}
 
 
+OWN_CASES = ("NUM-1", "NUM-3", "NUM-4", "NUM-5", "NUM-7", "NUM-8")
 FP8_FAMILY = "dense"
 
 
@@ -170,12 +209,13 @@ def build_spec(case: Case) -> RunSpec:
     model = FAMILIES[case.family]
     images = model.unit == "samples"
     wanted = {name: getattr(case.layout, name) for name in LayoutSpec.__dataclass_fields__}
+    seq_len = 1 if images else SEQ_LEN
     return RunSpec(
         model=model,
-        data=DataSpec(source="phantom" if images else "python_stdlib", seq_len=1 if images else SEQ_LEN),
+        data=DataSpec(source="phantom" if images else "python_stdlib", seq_len=seq_len),
         optim=_OPTIMIZERS[case.optimizer],
-        batching=BatchingSpec(global_batch_size=SAMPLES),
-        train=TrainSection(max_steps=STEPS),
+        batching=_ramp(seq_len) if case.ramp else BatchingSpec(global_batch_size=SAMPLES),
+        train=TrainSection(max_steps=sum(RAMP_SIZES) // RAMP_SIZES[0] if case.ramp else STEPS),
         layout=LayoutSpec(**wanted),
         precision=PrecisionSpec(compute="fp32", matmul="fp8" if case.compute == "fp8" else "compute"),
         compile=case.compile,
@@ -184,12 +224,20 @@ def build_spec(case: Case) -> RunSpec:
     )
 
 
+def _ramp(seq_len: int) -> BatchingSpec:
+    (_, first), *later = RAMP
+    stages = tuple(RampStage(samples * seq_len, size) for samples, size in later)
+    return BatchingSpec(global_batch_size=first, schedule=BatchScheduleSpec(kind="ramp", stages=stages))
+
+
 def build_plan(case: Case, device: Literal["cpu", "cuda"]) -> Plan:
     layout = case.layout
-    own_samples = SAMPLES // layout.data_parallel_size
+    largest = RAMP[-1][1] if case.ramp else SAMPLES
+    even = max(weighted_counts(largest, (1.0,) * layout.data_parallel_size))
+    most = max(weighted_counts(largest, case.weights)) if case.weights else even
     # Batch norm speaks of all samples of a micro-batch, over all ranks: there has to be one of them.
     images = FAMILIES[case.family].unit == "samples"
-    micro = own_samples if images else min(case.micro_batch_size, own_samples)
+    micro = most if images else min(case.micro_batch_size, even)
     return Plan(
         spec=build_spec(case),
         layout=replace(layout, sequence_parallel=layout.sequence_parallel and layout.tp > 1),
@@ -200,7 +248,7 @@ def build_plan(case: Case, device: Literal["cpu", "cuda"]) -> Plan:
         recompute=case.recompute,
         offload=case.offload,
         micro_batch_size=micro,
-        grad_accum_steps=own_samples // micro,
+        grad_accum_steps=count_micro_batches(most, micro, turns_of(layout)),
         params=0,
         flops_per_token=0.0,
     )

@@ -7,13 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-from trainspec_cli.certify.cases import CLIP_NORM, SAVE_AT, Case, cases, refused
+from trainspec_cli.certify.cases import CLIP_NORM, RAMP_SIZES, SAVE_AT, Case, cases, refused
 from trainspec_cli.certify.families import FAMILIES
-from trainspec_cli.certify.runs import Measured, Run, gradient_errors, loss_error
+from trainspec_cli.certify.runs import Measured, Run, gradient_errors, loss_error, whole_error
 from trainspec_cli.spec.recipe.layout import Layout
 
 GRADIENT_BOUND = 1e-5
 LOSS_BOUND = 1e-5
+WHOLE_GRADIENT_BOUND = 1e-6
+WEIGHT_BOUND = 1e-4
+"""NUM-7 and NUM-8: of all parameters together."""
 FORMAT_FACTOR = 2.0
 """NUM-3: so many times the format's own error."""
 
@@ -52,7 +55,7 @@ class ClauseCheck:
             return (self.run, replace(self.run, take=1))
         if self.clause == "CKPT-1":
             return (self.run,)
-        reference = Run(self.run.case.reference)
+        reference = Run(self.run.case.reference, gradients=not self.run.case.ramp)
         return (self.run, *([self.run.continues] if self.run.continues else []), reference)
 
 
@@ -70,7 +73,8 @@ def _all_checks(max_processes: int) -> Iterator[ClauseCheck]:
     by_clause = cases(max_processes)
     for clause, found in by_clause.items():
         for case in found:
-            yield ClauseCheck(clause, Run(case, losses=clause == "NUM-1"))
+            trains = clause in ("NUM-1", "NUM-7", "NUM-8")
+            yield ClauseCheck(clause, Run(case, gradients=not case.ramp, losses=trains))
             if clause == "NUM-1":
                 yield ClauseCheck("NUM-2", Run(case))
     for family in FAMILIES:
@@ -144,6 +148,34 @@ def _judge_format(check: ClauseCheck, results: Results) -> Finding:
     return _finding(check, ratios[worst], FORMAT_FACTOR, figures)
 
 
+def _judge_shares(check: ClauseCheck, results: Results) -> Finding:
+    """The sums of a few parameters, such as norms before a convolution, cancel: the whole gradient is judged."""
+    found, reference = results[check.run], results[check.runs[-1]]
+    gradient_error = whole_error(found.gradients, reference.gradients)
+    return _judge_training(check, results, {"gradient_error": (gradient_error, WHOLE_GRADIENT_BOUND)})
+
+
+def _judge_ramp(check: ClauseCheck, results: Results) -> Finding:
+    """Every sample is taken once, in steps of the sizes that the ramp has."""
+    finding, steps = _judge_training(check, results, {}), results[check.run].result.trained.taken
+    in_order = [position for step in steps for position in step] == list(range(sum(RAMP_SIZES)))
+    once = in_order and tuple(map(len, steps)) == RAMP_SIZES
+    figures = finding.figures | {"samples": "each once" if once else "not each once"}
+    return replace(finding, passed=finding.passed and once, figures=figures)
+
+
+def _judge_training(check: ClauseCheck, results: Results, errors: dict[str, tuple[float, float]]) -> Finding:
+    """Hold losses and weights, and `errors` with their bounds, against the reference's."""
+    found, reference = results[check.run], results[check.runs[-1]]
+    errors = errors | {
+        "worst_loss_error": (loss_error(found.losses, reference.losses), LOSS_BOUND),
+        "weight_error": (whole_error(found.weights, reference.weights), WEIGHT_BOUND),
+    }
+    worst = max(error / bound for error, bound in errors.values())
+    figures = {"worst_of_bound": worst} | {name: error for name, (error, _) in errors.items()}
+    return _finding(check, worst, 1.0, figures)
+
+
 def _judge_repetition(check: ClauseCheck, results: Results) -> Finding:
     first, second = (results[run].result.trained.weights_sha256 for run in check.runs)
     return Finding(check.clause, check.run.name, first == second, {"sha256": first, "again": second})
@@ -176,12 +208,14 @@ _JUDGES = {
     "NUM-4": _judge_gradients,
     "NUM-5": _judge_gradients,
     "NUM-6": _judge_repetition,
+    "NUM-7": _judge_shares,
+    "NUM-8": _judge_ramp,
     "CKPT-1": _judge_resume,
     "CKPT-2": _judge_move,
 }
 
 
-def _finding(check: ClauseCheck, error: float, bound: float, figures: dict[str, float | str]) -> Finding:
+def _finding(check: ClauseCheck, error: float, bound: float, figures: Mapping[str, float | str]) -> Finding:
     passed = math.isfinite(error) and error <= bound
     return Finding(check.clause, check.run.name, passed, figures, bound)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -49,7 +49,7 @@ class Run:
     @property
     def clips(self) -> bool:
         """Return whether later steps clip: adaptive optimizers hide a gradient that is wrong by a factor."""
-        return self.losses and self.case.optimizer == "sgd"
+        return self.losses and self.case.optimizer == "sgd" and not self.case.ramp
 
     def request(self, device: Literal["cpu", "cuda"]) -> CertifyRun:
         return CertifyRun(
@@ -61,6 +61,7 @@ class Run:
             save_at=SAVE_AT if self.resume else None,
             resume=self.resume,
             continues=self.continues.name if self.continues else None,
+            weights=self.case.weights,
         )
 
 
@@ -84,9 +85,17 @@ class Measured:
 
     @cached_property
     def gradients(self) -> dict[str, np.ndarray]:
-        """Read the gradients of all stages, by parameter."""
+        return self._parameters("gradients")
+
+    @cached_property
+    def weights(self) -> dict[str, np.ndarray]:
+        """Those after the last step."""
+        return self._parameters("weights")
+
+    def _parameters(self, what: str) -> dict[str, np.ndarray]:
+        """Read what the pipeline ranks left, by parameter."""
         found: dict[str, np.ndarray] = {}
-        for path in sorted(self.folder.glob("gradients.stage*.npz")):
+        for path in sorted(self.folder.glob(f"{what}.stage*.npz")):
             with np.load(path) as stage:
                 found.update(stage)
         return found
@@ -118,13 +127,19 @@ def measure(
 
 
 def _batches(runs: Sequence[Run]) -> list[list[Run]]:
-    """One torchrun serves all runs of as many processes; those that continue others come after them."""
+    """One torchrun serves all runs of as many processes, the most first; those that continue others come after them."""
     batches: list[list[Run]] = []
     for later in (False, True):
-        stage = [run for run in runs if (run.continues is not None) is later]
-        sizes = sorted({run.case.layout.world_size for run in stage})
-        batches += [[run for run in stage if run.case.layout.world_size == size] for size in sizes]
+        stage = [run for run in runs if _grows(run) is later]
+        sizes = sorted({run.case.layout.world_size for run in stage}, reverse=True)
+        of_size = ([run for run in stage if run.case.layout.world_size == size] for size in sizes)
+        batches += [sorted(batch, key=lambda run: run.continues is not None) for batch in of_size]
     return batches
+
+
+def _grows(run: Run) -> bool:
+    """Return whether a run continues one of fewer processes."""
+    return run.continues is not None and run.continues.case.layout.world_size < run.case.layout.world_size
 
 
 def _run_batch(
@@ -165,6 +180,15 @@ def gradient_errors(found: Measured, reference: Measured) -> dict[str, float]:
         distance, size = np.linalg.norm(ours - theirs), np.linalg.norm(theirs)
         errors[name] = float(distance / size) if size else (0.0 if distance == 0 else math.inf)
     return {name: error if math.isfinite(error) else math.inf for name, error in sorted(errors.items())}
+
+
+def whole_error(found: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> float:
+    """Relative Euclidean error of all parameters together; infinite where one is missing or has another shape."""
+    if {name: array.shape for name, array in found.items()} != {name: array.shape for name, array in reference.items()}:
+        return math.inf
+    distance = math.hypot(*(float(np.linalg.norm(found[name] - reference[name])) for name in reference))
+    error = distance / math.hypot(*(float(np.linalg.norm(array)) for array in reference.values()))
+    return error if math.isfinite(error) else math.inf
 
 
 def loss_error(losses: Sequence[float], reference: Sequence[float]) -> float:

@@ -24,9 +24,10 @@ from trainspec_cli.engine.optim.optimizer import clear_gradients, squared_norm
 from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.shares import unique_shares
 from trainspec_cli.engine.tools.certify_worker import drawn_batch
-from trainspec_cli.policy.division import even_division
+from trainspec_cli.policy.division import Division, OwnSamples, even_division
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
+from trainspec_cli.spec.results.plan import Plan
 
 CASES = {
     "ring": Case("dense", Layout(cp=2), micro_batch_size=8),
@@ -90,7 +91,8 @@ def found_in(run: Run) -> tuple[float, float, dict[str, Tensor], float]:
             full = torch.empty(share.full_shape)
             full.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(len(share.name)))
             share.local.data.copy_(share.part_of(full))
-    loss = compute_gradients(state, drawn_batch(plan, state, 0, run.weights), plan.tokens_per_step, SAMPLES)
+    own = division_of(run, plan).of_rank(state.mesh.data_rank, 0, SAMPLES)
+    loss = compute_gradients(state, drawn_batch(plan.spec, state, own), plan.tokens_per_step, SAMPLES)
     squared = float(squared_norm(state.shares))
     gradients = {
         s.name: s.gather(s.parameter.grad) for s in unique_shares(state.shares) if s.parameter.grad is not None
@@ -98,14 +100,17 @@ def found_in(run: Run) -> tuple[float, float, dict[str, Tensor], float]:
     return float(loss), squared, gradients, float(state.stages.noise.take())
 
 
+def division_of(run: Run, plan: Plan) -> Division:
+    division = even_division(plan.layout, plan.micro_batch_size)
+    return replace(division, weights=run.weights) if run.weights else division
+
+
 def noise_alone(run: Run) -> float:
     """Return the sum of w |g|^2, part after part in one process."""
     plan, layout = build_plan(replace(run.case, layout=Layout(), recompute="none"), "cpu"), run.case.layout
-    division = even_division(layout, build_plan(run.case, "cpu").micro_batch_size)
-    if run.weights:
-        division = replace(division, weights=run.weights)
+    division = division_of(run, build_plan(run.case, "cpu"))
     state = build_train_state(plan, torch.device("cpu"))
-    (whole,) = drawn_batch(replace(plan, micro_batch_size=SAMPLES), state, 0)
+    (whole,) = drawn_batch(plan.spec, state, OwnSamples((0,), (SAMPLES,)))
     total = 0.0
     for rank in range(layout.data_parallel_size):
         own = division.of_rank(rank, 0, SAMPLES)

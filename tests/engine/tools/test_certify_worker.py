@@ -13,9 +13,12 @@ import pytest
 import torch
 
 from trainspec_cli.certify.cases import Case, build_plan
+from trainspec_cli.certify.runs import Run
+from trainspec_cli.engine.run.coordinator import TrainProgress
 from trainspec_cli.engine.tools import __main__ as entry
 from trainspec_cli.engine.tools import certify_worker
-from trainspec_cli.engine.tools.certify_worker import drawn_batch, drawn_samples
+from trainspec_cli.engine.tools.certify_worker import drawn_batch, drawn_samples, own_samples
+from trainspec_cli.policy.division import OwnSamples
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.tools import CertifyRun, SpeedRequest, SpeedResult, TrainedSteps
@@ -27,24 +30,43 @@ def rank_of(data_rank: int, positions: torch.Tensor | None = None) -> Any:
     return SimpleNamespace(mesh=SimpleNamespace(data_rank=data_rank), device=CPU, positions_S=positions)
 
 
+def batch_of(case: Case, plan: Plan, state: Any, start: int, samples: int = 8) -> list[Any]:
+    run = replace(Run(case).request("cpu"), plan=plan)
+    return drawn_batch(plan.spec, state, own_samples(run, state, start, samples))
+
+
 def seeded(plan: Plan, seed: int) -> Plan:
     return replace(plan, spec=replace(plan.spec, train=replace(plan.spec.train, seed=seed)))
 
 
 def test_ranks_take_turns_in_a_batch_that_is_the_same_for_all_layouts() -> None:
-    plan = seeded(build_plan(Case("dense", Layout(dp_replicate=2, dp_shard=2), micro_batch_size=1), "cpu"), 4)
+    case = Case("dense", Layout(dp_replicate=2, dp_shard=2), micro_batch_size=1)
+    plan = seeded(build_plan(case, "cpu"), 4)
     generator = torch.Generator().manual_seed(4 * 1_000_003 + 7)
     inputs, targets = drawn_samples(plan.spec, generator)
     assert inputs.shape == targets.shape == (8, 64)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert 250 < int(inputs.max()) < plan.spec.model.vocab_size == 256
     for rank in range(4):
-        first, second = drawn_batch(plan, rank_of(rank), step=7)
+        first, second = batch_of(case, plan, rank_of(rank), 7 * 8)
         for found, sample in ((first, rank), (second, 4 + rank)):
             assert torch.equal(found[0], inputs[sample : sample + 1])
             assert torch.equal(found[1], targets[sample : sample + 1])
-    half = drawn_batch(plan, rank_of(1, torch.tensor([5, 3])), step=7)
+    half = batch_of(case, plan, rank_of(1, torch.tensor([5, 3])), 7 * 8)
     assert half[1][0].tolist() == [[inputs[5, 5].item(), inputs[5, 3].item()]]
+
+
+def test_a_sample_is_the_same_in_whatever_step_and_share_it_is_taken() -> None:
+    """The first rank takes 7 of 8 samples in two micro-batches, and the second has an empty one."""
+    case = Case("dense", Layout(dp_shard=2), unequal_shares=True)
+    plan = build_plan(case, "cpu")
+    first, second = (batch_of(case, plan, rank_of(rank), 5) for rank in range(2))
+    assert [len(tokens) for tokens, _ in first] == [4, 3]
+    assert [len(tokens) for tokens, _ in second] == [0, 1]
+    together = torch.cat([first[0][0], second[0][0], first[1][0], second[1][0]])
+    whole = replace(plan, layout=Layout(), micro_batch_size=16)
+    blocks = [batch_of(Case("dense"), whole, rank_of(0), start)[0][0] for start in (0, 8)]
+    assert torch.equal(together, torch.cat(blocks)[5:13])
 
 
 @pytest.mark.parametrize(
@@ -63,11 +85,16 @@ class Steps:
         self.drawn, self.clipped, self.tokens, self.saved = [], [], [], []
         self.restored: Any = None
         self.sources: list[Any] = []
-        for name in ("drawn_batch", "train_step", "weights_sha256", "load_newest", "_save"):
+        self.rates: list[float] = []
+        for name in ("drawn_batch", "train_step", "weights_sha256", "load_newest", "_save", "taken_by_all"):
             monkeypatch.setattr(certify_worker, name, getattr(self, name))
+        monkeypatch.setattr(certify_worker, "set_learning_rate", lambda _, rate: self.rates.append(rate))
 
-    def drawn_batch(self, plan: Any, state: Any, step: int) -> None:
-        self.drawn.append(step)
+    def drawn_batch(self, spec: Any, state: Any, own: OwnSamples) -> None:
+        self.drawn.append(own.starts[0])
+
+    def taken_by_all(self, mesh: Any, taken: Any) -> Any:
+        return tuple(map(tuple, taken))
 
     def train_step(self, state: Any, batch: Any, *, global_tokens: int, clip_norm: float | None) -> Any:
         self.clipped.append(clip_norm)
@@ -82,11 +109,12 @@ class Steps:
         self.sources.append(run.root)
         return self.restored
 
-    def _save(self, plan: Any, state: Any, run: Any, step: int) -> None:
-        self.saved.append((run.root, step))
+    def _save(self, plan: Any, state: Any, run: Any, progress: TrainProgress) -> None:
+        self.saved.append((run.root, progress.step, progress.samples))
 
 
-STATE: Any = SimpleNamespace(shares="shares", held="held", device=CPU, mesh=SimpleNamespace(group=lambda axis: axis))
+MESH = SimpleNamespace(group=lambda axis: axis, data_rank=0)
+STATE: Any = SimpleNamespace(shares="shares", held="held", device=CPU, mesh=MESH, optimizer="optimizer")
 
 
 def wanted(**changes: Any) -> CertifyRun:
@@ -99,29 +127,50 @@ def wanted(**changes: Any) -> CertifyRun:
 def test_steps_are_clipped_from_one_on_and_see_its_batch_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     steps = Steps(monkeypatch)
     found = certify_worker.train(wanted(), STATE, tmp_path, source=None)
-    assert steps.drawn == [0, 1, 2, 3, 3]
+    assert steps.drawn == [0, 8, 16, 24, 24]
     assert steps.clipped == [9.0, 9.0, 9.0, 0.1, 0.1]
     assert set(steps.tokens) == {8 * 64}
-    assert steps.saved == [(tmp_path, 2)]
-    assert found == TrainedSteps((9.0, 8.0, 7.0, 6.0, 5.0), 3.0 - 5 / 4, "shares pp")
+    assert steps.saved == [(tmp_path, 2, 16)]
+    assert set(steps.rates) == {0.1}
+    assert found == TrainedSteps((9.0, 8.0, 7.0, 6.0, 5.0), 3.0 - 5 / 4, "shares pp", found.taken)
+    assert [(*step,) for step in found.taken[2:4]] == [tuple(range(16, 24)), tuple(range(24, 32))]
     assert not steps.sources
 
 
 def test_without_clipping_every_step_has_its_own_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     steps = Steps(monkeypatch)
     found = certify_worker.train(wanted(clip_from=None, save_at=None), STATE, tmp_path, source=None)
-    assert (steps.drawn, steps.clipped, steps.saved) == ([0, 1, 2, 3, 4], [9.0] * 5, [])
+    assert (steps.drawn, steps.clipped, steps.saved) == ([0, 8, 16, 24, 32], [9.0] * 5, [])
     assert found.least_clipped_norm is None
 
 
 def test_a_resumed_run_goes_on_after_the_checkpoints_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     steps = Steps(monkeypatch)
-    steps.restored = SimpleNamespace(manifest=SimpleNamespace(step=2))
+    steps.restored = SimpleNamespace(manifest=SimpleNamespace(step=2, about=SimpleNamespace(samples=16)))
     found = certify_worker.train(wanted(), STATE, tmp_path, source=tmp_path / "before")
     assert steps.sources == [tmp_path / "before"]
-    assert steps.drawn == [2, 3, 3]
+    assert steps.drawn == [16, 24, 24]
     assert len(found.losses) == 3
     assert steps.saved == []
+
+
+def test_a_batch_that_grows_goes_on_where_the_step_before_it_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    steps = Steps(monkeypatch)
+    growing = Run(Case("dense", ramp=True), gradients=False).request("cpu")
+    found = certify_worker.train(growing, STATE, tmp_path, source=None)
+    assert steps.drawn == [0, 4, 8, 12, 20, 28, 40]
+    assert [tokens // 64 for tokens in steps.tokens] == [4, 4, 4, 8, 8, 12, 12] == [len(step) for step in found.taken]
+    assert steps.rates == pytest.approx([0.1] * 3 + [0.2] * 2 + [0.3] * 2), "plain descent: in proportion"
+
+
+def test_what_the_ranks_took_is_told_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks of tp took the same, and one of two others another sample than it should have."""
+    said = [[0, [[0, 1], [4]]], [0, [[0, 1], [4]]], [1, [[2, 3], [5, 6]]], [1, [[2, 3], [5, 5]]]]
+    monkeypatch.setattr(certify_worker, "gather_json", lambda own, read: [read(one) for one in said])
+    mesh: Any = SimpleNamespace(data_rank=0)
+    assert certify_worker.taken_by_all(mesh, [[0, 1], [4]]) == ((0, 1, 2, 2, 3, 3), (4, 5, 5, 5, 6))
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -133,6 +182,7 @@ def test_a_run_is_made_once_or_again_from_its_own_checkpoint(
     monkeypatch.setattr(certify_worker, "mesh_of", lambda layout, device_type: (layout, device_type))
     monkeypatch.setattr(certify_worker, "build_train_state", lambda plan, device, mesh: next(built))
     monkeypatch.setattr(certify_worker, "leave_first_gradients", lambda *given: asked.append(("gradients", *given[1:])))
+    monkeypatch.setattr(certify_worker, "write_parameters", lambda *given: asked.append(("left", *given[:3])))
 
     def train(run: CertifyRun, state: Any, folder: Path, source: Path | None) -> Any:
         asked.append((state, folder.name, source and source.name, run.save_at))
@@ -142,12 +192,17 @@ def test_a_run_is_made_once_or_again_from_its_own_checkpoint(
     run = wanted(resume=resume, gradients=True, continues="another")
     found = certify_worker.run_one(run, tmp_path, "this", CPU)
     assert asked[:2] == [("gradients", "first", tmp_path / "this"), ("first", "this", "another", 2)]
-    assert asked[2:] == ([("second", "this", "this", None)] if resume else [])
+    assert asked[2] == ("left", "first", tmp_path / "this", "weights"), "before the second run"
+    assert asked[3:] == ([("second", "this", "this", None)] if resume else [])
     assert (found.trained, found.resumed) == ("trained by first", "trained by second" if resume else None)
     asked.clear()
     built = iter(["first"])
     certify_worker.run_one(wanted(), tmp_path, "this", CPU)
-    assert asked == [("first", "this", None, 2)], "no gradients, no source"
+    assert asked[:-1] == [("first", "this", None, 2)], "no gradients, no source"
+    asked.clear()
+    built = iter(["first"])
+    certify_worker.run_one(wanted(steps=0), tmp_path, "this", CPU)
+    assert not [one for one in asked if one[0] == "left"], "untrained weights are not left"
 
 
 # The entry of every tool

@@ -21,8 +21,12 @@ class StepPace:
         self._schedule = schedule_batches(plan.spec)
         self._kind = plan.spec.batching.schedule.kind
         self.follows_noise = self._kind == "noise"
-        self.measures_noise = not noise_hindrance(plan.spec.model, plan.layout, plan.replica_groups)
+        self.adopt(plan)
         self.state = BatchPace(plan.spec.batching.global_batch_size, NoiseAverage())
+
+    def adopt(self, plan: Plan) -> None:
+        """Go on in another layout."""
+        self.measures_noise = not noise_hindrance(plan.spec.model, plan.layout, plan.replica_groups)
 
     @property
     def kept(self) -> BatchPace | None:

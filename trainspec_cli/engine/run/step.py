@@ -16,6 +16,7 @@ from trainspec_cli.engine.comm.exchange import Peers
 from trainspec_cli.engine.optim.optimizer import clear_gradients, guarded_update, squared_norm
 from trainspec_cli.engine.parallel.balance import forget_visits, scale_balance_loss, update_balance
 from trainspec_cli.engine.run.pipeline_run import PipelineRun
+from trainspec_cli.engine.run.shortage import PassesOutOfMemory, is_out_of_memory
 from trainspec_cli.policy.pipeline import actions
 
 
@@ -121,12 +122,17 @@ def compute_gradients(
 ) -> Tensor:
     """Compute the gradients of the global batch's mean loss, and return this rank's share of it.
 
-    The ranks' shares sum to the loss.
+    The ranks' shares sum to the loss. Raises PassesOutOfMemory.
     """
     layout = state.mesh.layout
     scale_balance_loss(state.routers, global_tokens)
     schedule = actions(layout, len(micro_batches))
-    loss = PipelineRun(state.stages, schedule, micro_batches, global_tokens, step_samples).run()
+    try:
+        loss = PipelineRun(state.stages, schedule, micro_batches, global_tokens, step_samples).run()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise PassesOutOfMemory(max(len(tokens) for tokens, *_ in micro_batches)) from error
     for late in state.late_sums:
         sum_late(late)
     return loss / layout.tp  # each rank of tp computed the same

@@ -1,18 +1,21 @@
 """The runs that `trainspec certify` judges: plans trained on samples that are drawn from their seed.
 
-Each leaves gradients.stage*.npz (every parameter's full gradient of the first step) and result.json (losses, digests).
+Each leaves gradients.stage*.npz (every parameter's full gradient of the first step), weights.stage*.npz (every whole
+parameter after the last) and result.json (losses, digests, which samples were taken).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from trainspec_cli.engine.batch import MicroBatch, held_part
 from trainspec_cli.engine.build.train_state import TrainState, build_train_state
@@ -20,13 +23,16 @@ from trainspec_cli.engine.checkpoint.manifest import About
 from trainspec_cli.engine.checkpoint.saver import Saver
 from trainspec_cli.engine.checkpoint.store import load_newest
 from trainspec_cli.engine.comm.joining import join_processes
+from trainspec_cli.engine.comm.json_collectives import gather_json
 from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of
 from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.mesh import Mesh, build_mesh
-from trainspec_cli.engine.optim.optimizer import clear_gradients
+from trainspec_cli.engine.optim.optimizer import clear_gradients, set_learning_rate
+from trainspec_cli.engine.run.coordinator import TrainProgress
+from trainspec_cli.engine.run.pace import StepPace
 from trainspec_cli.engine.run.step import compute_gradients, train_step
-from trainspec_cli.engine.shares import unique_shares
-from trainspec_cli.policy.division import even_division
+from trainspec_cli.engine.shares import Share, unique_shares
+from trainspec_cli.policy.division import OwnSamples, even_division
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import to_plain
@@ -53,9 +59,11 @@ def run_one(wanted: CertifyRun, folder: Path, name: str, device: torch.device) -
     mesh = mesh_of(plan.layout, device.type)
     state = build_train_state(plan, device, mesh)
     if wanted.gradients:
-        leave_first_gradients(plan, state, own)
+        leave_first_gradients(wanted, state, own)
     source = folder / wanted.continues if wanted.continues else None
     trained = train(wanted, state, own, source)
+    if wanted.steps:
+        write_parameters(state, own, "weights", lambda share: share.parameter)
     if not wanted.resume:
         return CertifyRunResult(trained, None)
     resumed = train(replace(wanted, save_at=None), build_train_state(plan, device, mesh), own, source=own)
@@ -68,53 +76,85 @@ def mesh_of(layout: Layout, device_type: str) -> Mesh:
     return build_mesh(layout, device_type)
 
 
-def leave_first_gradients(plan: Plan, state: TrainState, folder: Path) -> None:
+def leave_first_gradients(wanted: CertifyRun, state: TrainState, folder: Path) -> None:
     """Write the gradients of the first step's batch."""
-    compute_gradients(state, drawn_batch(plan, state, step=0), plan.tokens_per_step)
-    write_gradients(state, folder)
+    plan = wanted.plan
+    micro_batches = drawn_batch(plan.spec, state, own_samples(wanted, state, 0, plan.spec.batching.global_batch_size))
+    compute_gradients(state, micro_batches, plan.tokens_per_step)
+    write_parameters(state, folder, "gradients", lambda share: share.parameter.grad)
     clear_gradients(state.shares)
 
 
 def train(wanted: CertifyRun, state: TrainState, folder: Path, source: Path | None) -> TrainedSteps:
-    """Train up to the last step, from the first or from the checkpoint in `source`."""
-    restored = load_newest(RunDir(source), state.held, state.device) if source else None
-    losses, norms = [], []
-    for step in range(restored.manifest.step if restored else 0, wanted.steps):
-        clips = wanted.clip_from is not None and step >= wanted.clip_from
-        drawn = min(step, step if wanted.clip_from is None else wanted.clip_from)
+    """Train up to the last step, from the first or from the checkpoint in `source`; the recipe says how many samples
+    each step takes."""
+    spec, pace, progress = wanted.plan.spec, StepPace(wanted.plan), TrainProgress()
+    if source is not None and (restored := load_newest(RunDir(source), state.held, state.device)):
+        progress = TrainProgress(restored.manifest.step, restored.manifest.about.samples)
+    losses, norms, taken = [], [], []
+    while progress.step < wanted.steps and (batch := pace.batch(progress)):
+        clips = wanted.clip_from is not None and progress.step >= wanted.clip_from
+        start = batch.samples * (wanted.clip_from or 0) if clips else progress.samples
+        own = own_samples(wanted, state, start, batch.samples)
+        set_learning_rate(state.optimizer, batch.lr)
         outcome = train_step(
             state,
-            drawn_batch(wanted.plan, state, drawn),
-            global_tokens=wanted.plan.tokens_per_step,
-            clip_norm=wanted.clip_norm if clips else wanted.plan.spec.optim.grad_clip_norm,
+            drawn_batch(spec, state, own),
+            global_tokens=batch.samples * spec.data.seq_len,
+            clip_norm=wanted.clip_norm if clips else spec.optim.grad_clip_norm,
         )
         assert outcome is not None, "a step of one replica group always counts"
         losses.append(outcome.loss.item())
         norms += [outcome.grad_norm.item()] if clips else []
-        if step + 1 == wanted.save_at:
-            _save(wanted.plan, state, RunDir(folder), step + 1)
+        taken.append(taken_positions(own))
+        progress = TrainProgress(progress.step + 1, progress.samples + batch.samples)
+        if progress.step == wanted.save_at:
+            _save(wanted.plan, state, RunDir(folder), progress)
     sha256 = weights_sha256(state.shares, state.mesh.group("pp"))
-    return TrainedSteps(tuple(losses), min(norms, default=None), sha256)
+    return TrainedSteps(tuple(losses), min(norms, default=None), sha256, taken_by_all(state.mesh, taken))
 
 
-def _save(plan: Plan, state: TrainState, run_dir: RunDir, step: int) -> None:
+def _save(plan: Plan, state: TrainState, run_dir: RunDir, progress: TrainProgress) -> None:
     saver = Saver(run_dir, state.held, state.device, keep_last=1)
-    saver.save(About(step, samples=0, seed=plan.spec.train.seed, recipe_digest=""))
+    saver.save(About(progress.step, progress.samples, seed=plan.spec.train.seed, recipe_digest=""))
     saver.close()
 
 
-def drawn_batch(plan: Plan, state: TrainState, step: int, weights: Sequence[float] = ()) -> list[MicroBatch]:
-    """This rank's micro-batches of a step's global batch, which is the same for every layout.
+def own_samples(wanted: CertifyRun, state: TrainState, start: int, samples: int) -> OwnSamples:
+    """Return this rank's part of a step's samples, which begin at `start`."""
+    division = even_division(wanted.plan.layout, wanted.plan.micro_batch_size)
+    if wanted.weights:
+        division = replace(division, weights=wanted.weights)
+    return division.of_rank(state.mesh.data_rank, start, samples)
 
-    `weights` are the shares of the data-parallel ranks; without them they are equal.
+
+def taken_positions(own: OwnSamples) -> list[int]:
+    runs = (range(start, start + size) for start, size in zip(own.starts, own.sizes, strict=True))
+    return [position for run in runs for position in run]
+
+
+def taken_by_all(mesh: Mesh, taken: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Return what all ranks together took in each step; ranks that work on the same samples are to take the same."""
+    of_ranks = gather_json([mesh.data_rank, taken], _read_taken)
+    steps = zip(*(steps for _, steps in dict.fromkeys(of_ranks)), strict=True)
+    return tuple(tuple(sorted(position for own in step for position in own)) for step in steps)
+
+
+def _read_taken(received: list[Any]) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    data_rank, steps = received
+    return int(data_rank), tuple(tuple(map(int, step)) for step in steps)
+
+
+def drawn_batch(spec: RunSpec, state: TrainState, own: OwnSamples) -> list[MicroBatch]:
+    """Return the micro-batches of `own`; the sample at a position is the same for every layout and division.
+
+    Samples are drawn in blocks of the first step's batch, each from a generator of its own.
     """
-    generator = torch.Generator().manual_seed(plan.spec.train.seed * 1_000_003 + step)
-    inputs, targets = drawn_samples(plan.spec, generator)
-    division = even_division(plan.layout, plan.micro_batch_size)
-    if weights:
-        division = replace(division, weights=tuple(weights))
-    own = division.of_rank(state.mesh.data_rank, 0, len(inputs))
-    mine = tuple(samples[positions_of(own)].to(state.device) for samples in (inputs, targets))
+    positions, block_size = positions_of(own), spec.batching.global_batch_size
+    blocks = range(int(positions.min()) // block_size, int(positions.max()) // block_size + 1)
+    seeds = (spec.train.seed * 1_000_003 + block for block in blocks)
+    drawn = zip(*(drawn_samples(spec, torch.Generator().manual_seed(seed)) for seed in seeds), strict=True)
+    mine = tuple(torch.cat(tensors)[positions - blocks[0] * block_size].to(state.device) for tensors in drawn)
     return [held_part(part, state.positions_S) for part in cut_micro_batches(mine, own)]
 
 
@@ -129,12 +169,12 @@ def drawn_samples(spec: RunSpec, generator: torch.Generator) -> MicroBatch:
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
-def write_gradients(state: TrainState, folder: Path) -> None:
-    """Each pipeline rank writes its stages'; a parameter without a gradient is left out."""
-    gradients: dict[str, np.ndarray] = {}
+def write_parameters(state: TrainState, folder: Path, name: str, tensor_of: Callable[[Share], Tensor | None]) -> None:
+    """Write what `tensor_of` gives for each parameter: each pipeline rank its stages'. A None is left out."""
+    whole: dict[str, np.ndarray] = {}
     for share in unique_shares(state.shares):
-        if share.parameter.grad is not None:
-            gradients[share.name] = share.gather(share.parameter.grad).float().cpu().numpy()
+        if (tensor := tensor_of(share)) is not None:
+            whole[share.name] = share.gather(tensor.detach()).float().cpu().numpy()
     if state.mesh.stage.get_local_rank() == 0:
-        np.savez(folder / f"gradients.stage{state.mesh.rank('pp')}.npz", **gradients)  # type: ignore[arg-type]
+        np.savez(folder / f"{name}.stage{state.mesh.rank('pp')}.npz", **whole)  # type: ignore[arg-type]
     dist.barrier()

@@ -154,12 +154,14 @@ class CertifyRun:
     """Train the steps after `save_at` a second time, from the checkpoint."""
     continues: str | None
     """The run whose checkpoint this one begins with."""
+    weights: tuple[float, ...] = ()
+    """The shares of the data-parallel ranks of each batch, in any unit; none: they are equal."""
 
 
 @dataclass(frozen=True)
 class CertifyRequest:
     folder: str
-    """Each run leaves NAME/result.json (a `CertifyRunResult`) and NAME/gradients.stage*.npz below it."""
+    """Below it each run leaves NAME/result.json (a `CertifyRunResult`), gradients.stage*.npz and weights.stage*.npz."""
     runs: dict[str, CertifyRun]
     """By name, in order."""
 
@@ -171,6 +173,9 @@ class TrainedSteps:
     least_clipped_norm: float | None
     """The smallest norm of a gradient that was to be clipped; None where none was, or where it is not finite."""
     weights_sha256: str
+    taken: tuple[tuple[int, ...], ...] = ()
+    """The positions of the samples that all ranks together took in each step, in order: one that several took stands
+    there as often."""
 
 
 @dataclass(frozen=True)
