@@ -95,6 +95,8 @@ def test_chance_stays_within_its_bounds_and_repeats_itself() -> None:
     assert drawn == draft.drawn(1.0, 4, 8) != Disturbance(by_chance=draft.by_chance, seed=4).drawn(1.0, 4, 8)
     assert len(drawn.events) == 400 and len(drawn.narrow_links) == pytest.approx(100, abs=30)
     assert all(1.2 <= event.factor <= 2 and 10 <= (event.steps or 0) <= 1000 for event in drawn.slow_devices)
+    factors = [event.factor for event in drawn.slow_devices]
+    assert min(factors) < 1.25 and max(factors) > 1.95 and sum(factors) / len(factors) == pytest.approx(1.6, abs=0.05)
     assert {event.device for event in drawn.slow_devices} == set(range(32))
     middle = sorted(event.steps or 0 for event in drawn.slow_devices)[len(drawn.slow_devices) // 2]
     assert 70 < middle < 140, "half of them are shorter than the bounds' geometric mean, 100 s"

@@ -10,7 +10,8 @@ from scheduler.jobs import job_of, parts_of
 from trainspec_cli.planner.capacity import plan_capacity
 from trainspec_cli.scheduler.disturbance import Disturbance, Leave, NarrowLink, SlowDevice, SlowNode
 from trainspec_cli.scheduler.ideal import RankRows
-from trainspec_cli.scheduler.simulate import describe_job, simulate
+from trainspec_cli.scheduler.job import describe_job
+from trainspec_cli.scheduler.simulate import simulate
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec
 from trainspec_cli.spec.recipe.data import DataSpec
@@ -83,7 +84,7 @@ def test_exchanges_of_each_micro_batch_are_in_what_a_decision_expects_and_achiev
     job = replace(job, layout=replace(job.layout, zero_stage=3), largest_micro_batch=4)
     slow = SlowDevice(device=3, factor=2, from_step=20)
     simulation = simulate(job, Disturbance(steps=60, noise=0.0, slow_devices=(slow,)), "x")
-    (decision,) = simulation.decisions
+    decision, *_ = simulation.decisions
     assert decision.micro_batches is not None
     assert decision.before_s == pytest.approx(64 + 32 * (0.5 + 0.2 / 32))
     assert decision.achieved_s == pytest.approx(decision.expected_s, rel=0.05)
