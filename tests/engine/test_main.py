@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from trainspec_cli.engine import __main__ as worker
+from trainspec_cli.engine.run import worker as training
 from trainspec_cli.environment_names import GENERATION, GROUP
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.rundir import generations
@@ -31,7 +32,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def work(run_dir: RunDir, stop: object) -> None:
         raise error
 
-    monkeypatch.setattr(worker, "work", work)
+    monkeypatch.setattr("trainspec_cli.engine.run.worker.work", work)
     with pytest.raises(type(error)):
         worker.main()
 
@@ -78,7 +79,7 @@ def test_a_worker_builds_fills_and_trains_in_order(
     if resumes:
         run_dir.checkpoint(3).mkdir(parents=True)
     plan = SimpleNamespace(device="cpu")
-    monkeypatch.setattr(worker, "from_plain", lambda kind, content: plan if content == {"the": "plan"} else None)
+    monkeypatch.setattr(training, "from_plain", lambda kind, content: plan if content == {"the": "plan"} else None)
 
     def note(name: str, answer: Any = None) -> Any:
         return lambda *given: order.append((name, *given)) or answer
@@ -87,19 +88,21 @@ def test_a_worker_builds_fills_and_trains_in_order(
         order.append((run.plan, run.run_dir, run.source, run.state, run.recipe_digest, run.stop, coordinator))
         return SimpleNamespace(run=note("trains"))
 
-    engine = "trainspec_cli.engine"
-    monkeypatch.setattr(f"{engine}.comm.joining.join_processes", note("joins", "device"))
-    monkeypatch.setattr(f"{engine}.comm.joining.leave_processes", note("leaves"))
-    monkeypatch.setattr(f"{engine}.build.train_state.build_train_state", note("builds", "state"))
-    monkeypatch.setattr(f"{engine}.build.initial.load_initial", note("loads"))
-    monkeypatch.setattr(f"{engine}.run.sources.open_source", note("opens", "source"))
-    monkeypatch.setattr(f"{engine}.run.coordinator.open_coordinator", lambda run: "coordinator")
-    monkeypatch.setattr(f"{engine}.run.trainer.Trainer", trainer)
-    worker.work(run_dir, "stop")  # type: ignore[arg-type]
+    monkeypatch.setattr(training, "recall_reliefs", note("recalls", "reliefs"))
+    monkeypatch.setattr(training, "with_reliefs", lambda given, reliefs: (given, reliefs))
+    monkeypatch.setattr(training, "join_processes", note("joins", "device"))
+    monkeypatch.setattr(training, "leave_processes", note("leaves"))
+    monkeypatch.setattr(training, "build_train_state", note("builds", "state"))
+    monkeypatch.setattr(training, "load_initial", note("loads"))
+    monkeypatch.setattr(training, "open_source", note("opens", "source"))
+    monkeypatch.setattr(training, "open_coordinator", lambda run: "coordinator")
+    monkeypatch.setattr(training, "Trainer", trainer)
+    training.work(run_dir, "stop")  # type: ignore[arg-type]
+    relieved = (plan, "reliefs")
     assert order == [
-        *(("joins", "cpu"), ("builds", plan, "device")),
-        *([] if resumes else [("loads", plan, "state")]),
-        ("opens", plan, "/data", "state"),
-        (plan, run_dir, "source", "state", "recipe's", "stop", "coordinator"),
+        *(("joins", "cpu"), ("recalls", plan, run_dir), ("builds", relieved, "device")),
+        *([] if resumes else [("loads", relieved, "state")]),
+        ("opens", relieved, "/data", "state"),
+        (relieved, run_dir, "source", "state", "recipe's", "stop", "coordinator"),
         *(("trains",), ("leaves",)),
     ]
