@@ -354,6 +354,14 @@ def test_what_cannot_be_written_is_told_and_the_one_before_it_stays(tmp_path, wa
     load_newest(run_dir, held, CPU)
 
 
+def test_a_folder_that_cannot_be_made_ends_the_checkpoint_at_once(tmp_path):
+    """Nobody could report there, so nobody is waited for."""
+    run_dir, held = RunDir(tmp_path), trained()
+    run_dir.checkpoints.write_text("a file in its place")
+    saved = Saver(run_dir, held, CPU, keep_last=1).save(about(2))
+    assert "the checkpoint of step 2 could not be written: rank 0: " in str(saved.error)
+
+
 def test_rank_0_waits_for_the_others_parts(tmp_path):
     """Two ranks' threads, without any collective between them."""
     run_dir = RunDir(tmp_path)

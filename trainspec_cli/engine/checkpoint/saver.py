@@ -187,7 +187,7 @@ class Saver:
         except OSError as failure:
             files.leave_failure(partial, self._rank, failure)
             error = files.cannot_save(about.step, [f"rank {self._rank}: {failure.strerror or failure}"])
-        if self._rank == 0:
+        if self._rank == 0 and partial.is_dir():  # without the folder nobody can report, this rank included
             try:
                 size = files.commit(self._run_dir, partial, about, self._world_size, self._keep_last).bytes
             except MachineError as failure:
