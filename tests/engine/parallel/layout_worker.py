@@ -101,7 +101,9 @@ def found_in(run: Run) -> tuple[float, float, dict[str, Tensor], float]:
 def noise_alone(run: Run) -> float:
     """Return the sum of w |g|^2, part after part in one process."""
     plan, layout = build_plan(replace(run.case, layout=Layout(), recompute="none"), "cpu"), run.case.layout
-    division = even_division(layout, build_plan(run.case, "cpu").micro_batch_size)
+    divided = build_plan(run.case, "cpu")
+    keeps_micro_batches = divided.spec.model.unit == "samples"
+    division = even_division(layout, divided.micro_batch_size, keeps_micro_batches=keeps_micro_batches)
     if run.weights:
         division = replace(division, weights=run.weights)
     state = build_train_state(plan, torch.device("cpu"))

@@ -129,7 +129,9 @@ class GroupBatches:
     """Takes the samples of this replica group as micro-batches of this rank, on the device."""
 
     def __init__(self, run: RunContext):
-        self.division = even_division(run.plan.layout, run.plan.micro_batch_size)
+        self.division = even_division(
+            run.plan.layout, run.plan.micro_batch_size, keeps_micro_batches=run.plan.spec.model.unit == "samples"
+        )
         """May be changed between steps."""
         self.rate = 0.0
         """Samples that this replica group computes a second; 0 where that is not known, or nothing follows from it."""

@@ -70,8 +70,9 @@ class StepScheduler:
         spec = plan.spec.scheduler
         self._mode = "off" if plan.layout.data_parallel_size == 1 and group is None else spec.mode
         self._layout, self._run_dir, self._group = plan.layout, run_dir, group
-        self._even, self._largest = even_division(plan.layout, plan.micro_batch_size), largest_micro_batch(plan)
         keeps_micro_batches = plan.spec.model.unit == "samples"
+        self._even = even_division(plan.layout, plan.micro_batch_size, keeps_micro_batches=keeps_micro_batches)
+        self._largest = largest_micro_batch(plan)
         self._shares = ShareScheduler(self._even, self._largest, spec.change, keeps_micro_batches=keeps_micro_batches)
         self._rows = ranks_of_data(state)
         self._ranks, self._interval_steps = plan.group_size, reporting_interval(plan.group_size)

@@ -110,7 +110,7 @@ def drawn_batch(plan: Plan, state: TrainState, step: int, weights: Sequence[floa
     """
     generator = torch.Generator().manual_seed(plan.spec.train.seed * 1_000_003 + step)
     inputs, targets = drawn_samples(plan.spec, generator)
-    division = even_division(plan.layout, plan.micro_batch_size)
+    division = even_division(plan.layout, plan.micro_batch_size, keeps_micro_batches=plan.spec.model.unit == "samples")
     if weights:
         division = replace(division, weights=tuple(weights))
     own = division.of_rank(state.mesh.data_rank, 0, len(inputs))
