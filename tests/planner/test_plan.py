@@ -96,7 +96,7 @@ def test_any_batch_divides_over_any_number_of_ranks(batching: BatchingSpec, devi
     cluster = ClusterSpec(devices_per_node=devices, device="cpu")
     got = plan(replace(SPEC, batching=batching, cluster=cluster), LAPTOP)
     assert (got.micro_batch_size, got.grad_accum_steps) == sizes
-    division = even_division(got.layout, got.micro_batch_size)
+    division = even_division(got.layout, got.micro_batch_size, keeps_micro_batches=False)
     ranks = [division.of_rank(rank, 0, batching.global_batch_size) for rank in range(devices)]
     assert (max(max(own.sizes) for own in ranks), len(ranks[0].sizes)) == sizes, "as the engine divides it"
 
@@ -218,7 +218,7 @@ def test_any_batch_divides_over_any_number_of_groups(samples: int, groups: int, 
     got = plan(replace(SPEC, batching=batching, cluster=cluster, resilience=resilience), LAPTOP)
     assert (got.micro_batch_size, got.grad_accum_steps) == sizes
     portion = take_portion(batching, samples, (1.0,) * groups, groups, 0, 0)
-    counts = even_division(got.layout, got.micro_batch_size).counts(portion.samples)
+    counts = even_division(got.layout, got.micro_batch_size, keeps_micro_batches=False).counts(portion.samples)
     assert max(counts) == sizes[0] * sizes[1]
 
 

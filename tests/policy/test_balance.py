@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainspec_cli.policy.balance import best_division, compute_s, solve_counts
-from trainspec_cli.policy.division import Division
+from trainspec_cli.policy.balance import best_division, compute_s, solve_counts, solve_in_step
+from trainspec_cli.policy.division import Division, divide
 from trainspec_cli.policy.speeds import Speed
 
 EVEN = Division((1.0,) * 4, micro_batch_size=8)
@@ -59,6 +59,50 @@ def test_the_time_of_a_division_is_that_of_its_shares(kinds: list[int], samples:
     found = best_division(Division((1.0,) * 8, 6), samples, speeds, most, 0.5)
     assert found.compute_s == pytest.approx(compute_s(found.division, samples, speeds, 0.5))
     assert sum(found.division.counts(samples)) == samples
+
+
+def turns_s(counts: Sequence[int], micro_batches: int, speeds: Sequence[Speed]) -> float:
+    """Time of ranks that wait for one another in every micro-batch, one after the other."""
+    own = [part.sizes for part in divide(counts, micro_batches, in_step=True)]
+    return sum(
+        max(speed.time_s(sizes[turn], 1) for speed, sizes in zip(speeds, own, strict=True))
+        for turn in range(micro_batches)
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(speeds=speeds_of_ranks, samples=st.integers(1, 12), most=st.integers(1, 5), micro_batches=st.integers(1, 4))
+def test_ranks_that_wait_in_each_micro_batch_lose_little(
+    speeds: list[Speed], samples: int, most: int, micro_batches: int
+) -> None:
+    if samples > micro_batches * most * len(speeds):
+        return
+    counts = solve_in_step(samples, micro_batches, speeds, most)
+    least = 1 if samples >= len(speeds) else 0
+    assert sum(counts) == samples
+    assert all(least <= count <= micro_batches * most for count in counts)
+    possible = all_counts(samples, len(speeds), least, micro_batches * most)
+    best_s = min(turns_s(other, micro_batches, speeds) for other in possible)
+    found_s = turns_s(counts, micro_batches, speeds)
+    assert found_s <= 1.34 * best_s
+    assert found_s <= turns_s(solve_counts(samples, micro_batches, speeds, micro_batches * most), micro_batches, speeds)
+
+
+def test_a_slow_rank_has_smaller_micro_batches_where_all_wait_in_each() -> None:
+    """Shares by speed alone, (18, 18, 10, 18), would take 10 s and 10 s: the slow rank's of 5 samples come in turn."""
+    speeds, even = [Speed(0, 1), Speed(0, 1), Speed(0, 2), Speed(0, 1)], Division((1.0,) * 4, 8, in_step=True)
+    found = best_division(even, 64, speeds, 16, 0.0)
+    assert found.compute_s == compute_s(found.division, 64, speeds, 0.0) == 19.0
+    assert [own.sizes for own in divide(found.division.counts(64), 2, in_step=True)][2] == (4, 4)
+
+
+@pytest.mark.parametrize(("largest", "sizes", "seconds"), [(1, 1, 44.0), (2, 1, 37.0)])
+def test_fewer_and_larger_micro_batches_make_a_slow_ranks_smaller(largest: int, sizes: int, seconds: float) -> None:
+    """With micro-batches of one sample a slow rank is as good as left out: each of its samples takes all two turns."""
+    speeds, even = [Speed(0, 1), Speed(0, 1), Speed(0, 2), Speed(0, 1)], Division((1.0,) * 4, 1, in_step=True)
+    found = best_division(even, 128, speeds, largest, 0.0)
+    assert found.compute_s == compute_s(found.division, 128, speeds, 0.0) == seconds
+    assert max(found.division.of_rank(2, 0, 128).sizes) == sizes
 
 
 def test_a_slow_rank_takes_less() -> None:

@@ -17,6 +17,7 @@ from trainspec_cli.policy.division import (
     micro_batches_of,
     take_portion,
     turns_of,
+    waits_in_micro_batches,
     weighted_counts,
 )
 from trainspec_cli.spec.recipe.batching import BatchingSpec
@@ -154,6 +155,29 @@ def test_a_division_may_ask_for_more_micro_batches_than_its_samples_take() -> No
     assert division.count_micro_batches(26) == 4, "thirteen samples by fours"
 
 
+def test_ranks_that_wait_for_one_another_take_their_larger_micro_batches_together() -> None:
+    division = Division((19.0, 18.0, 9.0, 18.0), 16, micro_batches=2, in_step=True)
+    assert [division.of_rank(rank, 0, 64).sizes for rank in range(4)] == [(10, 9), (9, 9), (5, 4), (9, 9)]
+    assert [division.of_rank(rank, 0, 64).starts for rank in range(4)] == [(0, 33), (10, 42), (19, 51), (24, 55)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "waits"),
+    [
+        (Layout(dp_shard=4, zero_stage=3), True),
+        (Layout(dp_shard=4, zero_stage=2), True),
+        (Layout(dp_shard=4, zero_stage=1), False),
+        (Layout(dp_shard=4, zero_stage=1, ep=4), True),
+        (Layout(dp_replicate=4), False),
+        (Layout(dp_shard=4, pp=2, zero_stage=3), False),
+    ],
+)
+def test_ranks_wait_in_micro_batches_for_what_they_exchange_there(layout: Layout, waits: bool) -> None:
+    assert waits_in_micro_batches(layout) == waits
+    assert even_division(layout, 8, keeps_micro_batches=False).in_step == waits
+    assert not even_division(layout, 8, keeps_micro_batches=True).in_step
+
+
 def test_samples_later_in_the_run_are_divided_alike() -> None:
     division = Division((2.0, 1.0), micro_batch_size=2)
     assert division.of_rank(1, 1000, 9) == division.of_rank(1, 0, 9).moved(1000)
@@ -176,8 +200,10 @@ def test_only_the_interleaved_schedule_takes_turns(layout: Layout, turns: int) -
 
 
 def test_equally_fast_ranks_have_equal_shares() -> None:
-    assert even_division(INTERLEAVED, 3) == Division((1.0, 1.0), 3, turns=4)
-    assert even_division(Layout(dp_replicate=2, dp_shard=3, tp=2), 1) == Division((1.0,) * 6, 1)
+    assert even_division(INTERLEAVED, 3, keeps_micro_batches=False) == Division((1.0, 1.0), 3, turns=4)
+    assert even_division(
+        Layout(dp_replicate=2, dp_shard=3, tp=2, zero_stage=1), 1, keeps_micro_batches=False
+    ) == Division((1.0,) * 6, 1)
 
 
 # A replica group's portion

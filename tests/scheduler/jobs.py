@@ -49,7 +49,7 @@ def job_of(
     return DisturbedJob(
         cluster=Cluster(parts or parts_of(pp), whole, nodes, whole.world_size // nodes, replica_groups),
         layout=own,
-        even=even_division(own, 1),
+        even=even_division(own, 1, keeps_micro_batches=False),
         batching=BatchingSpec(ranks * each, on_loss=on_loss),  # type: ignore[arg-type]
         groups=tuple(RankRows(slice(n * size, (n + 1) * size), size) for n in range(replica_groups)),
         largest_micro_batch=largest,

@@ -16,6 +16,7 @@ from itertools import accumulate
 
 from trainspec_cli.spec.recipe.batching import BatchingSpec, ShrinkRule
 from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.results.plan import Plan
 
 ROUNDING = 1e-9
 """A share that is so little below a whole number of samples is that number."""
@@ -60,6 +61,8 @@ class Division:
     """The number of micro-batches is a multiple of it."""
     micro_batches: int = 1
     """At least so many, a multiple of `turns`."""
+    in_step: bool = False
+    """Ranks wait for one another in each micro-batch, so all of them take their larger ones in the same turns."""
 
     def of_rank(self, rank: int, start: int, samples: int) -> OwnSamples:
         """Return one rank's part of `samples` samples from position `start` on.
@@ -90,12 +93,30 @@ def _counts(division: Division, samples: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=8)
 def _from_zero(division: Division, samples: int) -> tuple[OwnSamples, ...]:
-    return divide(division.counts(samples), division.count_micro_batches(samples))
+    return divide(division.counts(samples), division.count_micro_batches(samples), in_step=division.in_step)
 
 
-def even_division(layout: Layout, micro_batch_size: int) -> Division:
-    """Return the division over ranks that are equally fast."""
-    return Division((1.0,) * layout.data_parallel_size, micro_batch_size, turns_of(layout))
+def even_division(layout: Layout, micro_batch_size: int, *, keeps_micro_batches: bool) -> Division:
+    """Return the division over ranks that are equally fast.
+
+    `keeps_micro_batches`: what a step computes depends on which samples share a micro-batch (batch norm), so that all
+    ranks together make those that one alone would make.
+    """
+    in_step = waits_in_micro_batches(layout) and not keeps_micro_batches
+    return Division((1.0,) * layout.data_parallel_size, micro_batch_size, turns_of(layout), in_step=in_step)
+
+
+def even_division_of(plan: Plan) -> Division:
+    """Return the division of `plan` over ranks that are equally fast."""
+    keeps_micro_batches = plan.spec.model.unit == "samples"
+    return even_division(plan.layout, plan.micro_batch_size, keeps_micro_batches=keeps_micro_batches)
+
+
+def waits_in_micro_batches(layout: Layout) -> bool:
+    """Return whether data-parallel ranks wait for one another in every micro-batch: they gather parameters, reduce
+    gradients or exchange tokens of experts. In a pipeline its stages overlap."""
+    experts = layout.ep * layout.etp > layout.cp * layout.tp
+    return layout.pp == 1 and (layout.shards_parameters or layout.exchanges_every_backward or experts)
 
 
 def turns_of(layout: Layout) -> int:
@@ -147,17 +168,17 @@ def micro_batches_of(layout: Layout, micro_batch_size: float, samples: int) -> i
     return count_micro_batches(math.ceil(samples / layout.data_parallel_size), micro_batch_size, turns_of(layout))
 
 
-def divide(counts: Sequence[int], micro_batches: int) -> tuple[OwnSamples, ...]:
+def divide(counts: Sequence[int], micro_batches: int, *, in_step: bool = False) -> tuple[OwnSamples, ...]:
     """Divide `sum(counts)` samples from position 0 on, of which rank i takes `counts[i]`.
 
-    Each micro-batch consists of neighbouring samples, over all ranks; the sizes of any two differ by at most one, of a
-    rank's as of the whole group's.
+    Each micro-batch consists of neighbouring samples, over all ranks; the sizes of any two of a rank's differ by
+    at most one, and so do those of the whole group's, unless `in_step` has every rank's larger ones come first.
     """
     sizes, spare_before = [], 0
     for count in counts:
         each, spare = divmod(count, micro_batches)
         sizes.append(tuple(each + ((turn - spare_before) % micro_batches < spare) for turn in range(micro_batches)))
-        spare_before += spare
+        spare_before += 0 if in_step else spare
     starts: list[list[int]] = [[] for _ in counts]
     position = 0
     for turn in range(micro_batches):

@@ -94,9 +94,15 @@ class Cluster:
         group, own = divmod(device, layout.pp * group_rows * inner)
         return own // (inner * group_rows), group * group_rows + own // inner % group_rows
 
-    def seconds(self, condition: Condition, counts: Floats, micro_batches: Floats) -> StepSeconds:
+    def seconds(
+        self, condition: Condition, counts: Floats, micro_batches: Floats, *, in_step: bool = False
+    ) -> StepSeconds:
         """Return a step's times where each rank has so many samples in so many micro-batches; a rank with none of
-        either is away."""
+        either is away.
+
+        `in_step`: ranks have whole samples and wait for one another in each micro-batch, of which the larger come
+        first. Without it they wait at the end, as ranks do whose micro-batches all take the same time.
+        """
         parts = self.parts
         factors = np.stack([condition.compute, condition.scaleup, condition.network], axis=1)  # (stages, 3, ranks)
         fixed_s = np.einsum("skr,sk->sr", factors, self._fixed_s)
@@ -110,7 +116,18 @@ class Cluster:
         ranks_s = passes_s.max(0) + waits_s + sends_s
         most = float(micro_batches.max())
         exchanged_s = condition.gradients * (most * parts.gradients_each_s + parts.gradients_once_s)
-        return StepSeconds(passes_s, ranks_s, exchanged_s, float(ranks_s.max()) + exchanged_s + parts.rest_s)
+        slowest_s = self._in_step_s(fixed_s, growing_s, counts, micro_batches) if in_step else float(ranks_s.max())
+        return StepSeconds(passes_s, ranks_s, exchanged_s, slowest_s + exchanged_s + parts.rest_s)
+
+    def _in_step_s(self, fixed_s: Floats, growing_s: Floats, counts: Floats, micro_batches: Floats) -> float:
+        """Return the sum over the micro-batches of each's slowest rank, in a pipeline of one stage."""
+        each, larger = np.divmod(counts, np.maximum(micro_batches, 1))
+        passes_s = 0.0
+        for turn in range(int(micro_batches.max())):
+            sizes = each + (turn < larger)
+            device_s = self._with_experts(fixed_s * (turn < micro_batches) + growing_s * sizes)
+            passes_s += float(np.maximum(device_s, self._launch_s * (turn < micro_batches)).max())
+        return passes_s
 
     def _with_experts(self, device_s: Floats) -> Floats:
         together = self._exchanging_rows

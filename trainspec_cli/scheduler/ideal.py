@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainspec_cli.policy.balance import solve_counts
+from trainspec_cli.policy.balance import solve_counts, solve_in_step
 from trainspec_cli.policy.division import Division, weighted_counts
 from trainspec_cli.policy.speeds import Speed
 from trainspec_cli.scheduler.cluster import Cluster, Condition, Floats
@@ -62,11 +62,15 @@ def best_step(
                 best_real, real[:, group.rows] = seconds_s, (counts, np.full(group.size, number))
             if rank < ROUNDED and own <= number * largest_micro_batch * group.size:
                 speeds = _speeds(cluster, condition, group, number, samples / ranks)
-                rounded = solve_counts(own, number, speeds, number * largest_micro_batch)
-                taken_s = _group_s(cluster, condition, group, np.array(rounded, float), number)
+                if even.in_step:
+                    rounded = solve_in_step(own, number, speeds, largest_micro_batch)
+                else:
+                    rounded = solve_counts(own, number, speeds, number * largest_micro_batch)
+                taken_s = _group_s(cluster, condition, group, np.array(rounded, float), number, in_step=even.in_step)
                 if taken_s < best_whole:
                     best_whole, whole[:, group.rows] = taken_s, (rounded, np.full(group.size, number))
-    return Ideal(cluster.seconds(condition, *whole).total_s, cluster.seconds(condition, *real).total_s)
+    whole_s = cluster.seconds(condition, *whole, in_step=even.in_step).total_s
+    return Ideal(whole_s, cluster.seconds(condition, *real).total_s)
 
 
 def _numbers(samples: int, ranks: int, usual: int, largest: int, turns: int) -> Iterator[int]:
@@ -102,8 +106,10 @@ def _speeds(cluster: Cluster, condition: Condition, group: RankRows, number: int
     return [Speed(fixed / number, each) for fixed, each in zip(fixed_s, each_s, strict=True)]
 
 
-def _group_s(cluster: Cluster, condition: Condition, group: RankRows, counts: Floats, number: int) -> float:
+def _group_s(
+    cluster: Cluster, condition: Condition, group: RankRows, counts: Floats, number: int, *, in_step: bool = False
+) -> float:
     """Return a step's seconds as the ranks of one group alone would make it."""
     division = np.zeros((2, cluster.ranks))
     division[:, group.rows] = counts, np.full(group.size, number)
-    return cluster.seconds(condition, *division).total_s
+    return cluster.seconds(condition, *division, in_step=in_step).total_s

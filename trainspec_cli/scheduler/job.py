@@ -71,7 +71,7 @@ def describe_job(spec: RunSpec, candidate: Candidate, machine: Machine | None) -
             number,
         ),
         layout=own,
-        even=even_division(own, candidate.micro_batch_size),
+        even=even_division(own, candidate.micro_batch_size, keeps_micro_batches=spec.model.unit == "samples"),
         batching=spec.batching,
         groups=tuple(RankRows(slice(group * size, (group + 1) * size), size) for group in range(number)),
         largest_micro_batch=most,
@@ -103,4 +103,4 @@ def seconds_of(job: DisturbedJob, condition: Condition, present: Sequence[int], 
     counts, micro_batches = np.zeros((2, job.cluster.ranks))
     for group, own in zip(present, taken, strict=True):
         counts[job.groups[group].rows], micro_batches[job.groups[group].rows] = own.counts, own.micro_batches
-    return job.cluster.seconds(condition, counts, micro_batches)
+    return job.cluster.seconds(condition, counts, micro_batches, in_step=job.even.in_step)

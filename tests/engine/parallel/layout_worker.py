@@ -24,7 +24,7 @@ from trainspec_cli.engine.optim.optimizer import clear_gradients, squared_norm
 from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.shares import unique_shares
 from trainspec_cli.engine.tools.certify_worker import drawn_batch
-from trainspec_cli.policy.division import Division, OwnSamples, even_division
+from trainspec_cli.policy.division import Division, OwnSamples, even_division_of
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.results.plan import Plan
@@ -101,7 +101,7 @@ def found_in(run: Run) -> tuple[float, float, dict[str, Tensor], float]:
 
 
 def division_of(run: Run, plan: Plan) -> Division:
-    division = even_division(plan.layout, plan.micro_batch_size)
+    division = even_division_of(plan)
     return replace(division, weights=run.weights) if run.weights else division
 
 

@@ -12,7 +12,7 @@ from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.engine.build.train_state import build_train_state
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.tools.certify_worker import drawn_batch
-from trainspec_cli.policy.division import even_division
+from trainspec_cli.policy.division import even_division_of
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.plan import Plan
 
@@ -26,9 +26,7 @@ def losses(plan: Plan) -> list[float]:
         float(
             train_step(
                 built,
-                drawn_batch(
-                    plan.spec, built, even_division(plan.layout, plan.micro_batch_size).of_rank(0, 8 * step, 8)
-                ),
+                drawn_batch(plan.spec, built, even_division_of(plan).of_rank(0, 8 * step, 8)),
                 global_tokens=plan.tokens_per_step,
                 clip_norm=0.5,
                 stop_requested=False,

@@ -418,9 +418,9 @@ def test_a_run_without_directives_has_none(tmp_path: Path) -> None:
 
 
 def test_a_directive_is_followed_within_what_memory_and_schedule_need_now() -> None:
-    even = even_division(Layout(dp_shard=RANKS), 8)
+    even = even_division(Layout(dp_shard=RANKS), 8, keeps_micro_batches=False)
     given = directive(micro_batch_size=12, micro_batches=3)
-    assert division_of(even, given, 16) == Division((9.0, 9.0, 5.0, 9.0), 12, turns=1, micro_batches=3)
+    assert division_of(even, given, 16) == Division((9.0, 9.0, 5.0, 9.0), 12, turns=1, micro_batches=3, in_step=True)
     assert division_of(even, given, 4).micro_batch_size == 4
     interleaved = Division((1.0,) * RANKS, 8, turns=2)
     assert division_of(interleaved, given, 16).micro_batches == 4

@@ -135,7 +135,7 @@ def test_a_batch_that_divides_over_nothing_has_the_layouts_of_any_other(batch: i
     assert {layout for layout, _, _ in odd} == {layout for layout, _, _ in whole}
     assert len(odd) == len(set(odd))
     for layout, micro, accum in odd:
-        division = even_division(layout, micro)
+        division = even_division(layout, micro, keeps_micro_batches=False)
         assert division.count_micro_batches(batch) == accum, "as the engine divides it"
         assert max(max(division.of_rank(rank, 0, batch).sizes) for rank in (0, layout.data_parallel_size - 1)) == micro
 

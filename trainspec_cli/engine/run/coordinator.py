@@ -19,7 +19,7 @@ from trainspec_cli.engine.data.loader import BatchReader
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.sources import DataSource
-from trainspec_cli.policy.division import Division, OwnSamples, even_division
+from trainspec_cli.policy.division import Division, OwnSamples, even_division_of
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.results.plan import Plan
 
@@ -129,7 +129,7 @@ class GroupBatches:
     """Takes the samples of this replica group as micro-batches of this rank, on the device."""
 
     def __init__(self, run: RunContext):
-        self.division = even_division(run.plan.layout, run.plan.micro_batch_size)
+        self.division = even_division_of(run.plan)
         """May be changed between steps."""
         self.rate = 0.0
         """Samples that this replica group computes a second; 0 where that is not known, or nothing follows from it."""
@@ -151,7 +151,7 @@ class GroupBatches:
 
     def adopt(self, run: RunContext) -> None:
         """Go on in another layout: what was read ahead is forgotten."""
-        self.division, self._rank = even_division(run.plan.layout, run.plan.micro_batch_size), run.state.mesh.data_rank
+        self.division, self._rank = even_division_of(run.plan), run.state.mesh.data_rank
         self._reader.forget()
 
     def close(self) -> None:

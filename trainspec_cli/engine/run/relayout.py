@@ -22,7 +22,7 @@ from trainspec_cli.engine.mesh import Mesh, build_mesh
 from trainspec_cli.engine.observe.device import free_bytes
 from trainspec_cli.engine.run.directives import Directives, planned_by
 from trainspec_cli.errors import WorkerError
-from trainspec_cli.policy.division import even_division
+from trainspec_cli.policy.division import even_division_of
 from trainspec_cli.rundir.event_types import DirectiveEvent
 from trainspec_cli.spec.canonical import ABSENT, to_plain
 from trainspec_cli.spec.recipe.layout import MESH_AXES, Layout
@@ -103,8 +103,7 @@ def _cannot_follow(followed: DirectiveEvent, error: RelayoutError) -> WorkerErro
 
 def _directive(step: int, due: DueLayout, plan: Plan, reason: str, done: Relayout | None = None) -> DirectiveEvent:
     """`done` None: it could not be."""
-    planned = due.planned
-    even = even_division(planned.layout, planned.micro_batch_size)
+    planned, even = due.planned, even_division_of(plan.with_layout(due.planned))
     return DirectiveEvent(
         step=step,
         number=0,

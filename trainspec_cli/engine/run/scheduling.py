@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.run.directives import Directives
-from trainspec_cli.policy.division import Division, OwnSamples, even_division
+from trainspec_cli.policy.division import Division, OwnSamples, even_division_of
 from trainspec_cli.policy.scheduling import (
     ChangeCost,
     ShareChange,
@@ -64,8 +64,9 @@ class StepScheduler:
         spec = plan.spec.scheduler
         self._mode = "off" if plan.layout.data_parallel_size == 1 and self._group is None else spec.mode
         self._layout = plan.layout
-        self._even, self._largest = even_division(plan.layout, plan.micro_batch_size), largest_micro_batch(plan)
         keeps_micro_batches = plan.spec.model.unit == "samples"
+        self._even = even_division_of(plan)
+        self._largest = largest_micro_batch(plan)
         self._shares = ShareScheduler(self._even, self._largest, spec.change, keeps_micro_batches=keeps_micro_batches)
         self._rows = ranks_of_data(state)
         self._ranks, self._interval_steps = plan.group_size, reporting_interval(plan.group_size)

@@ -32,7 +32,7 @@ from trainspec_cli.engine.run.coordinator import TrainProgress
 from trainspec_cli.engine.run.pace import StepPace
 from trainspec_cli.engine.run.step import compute_gradients, train_step
 from trainspec_cli.engine.shares import Share, unique_shares
-from trainspec_cli.policy.division import OwnSamples, even_division
+from trainspec_cli.policy.division import OwnSamples, even_division_of
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import to_plain
@@ -122,7 +122,7 @@ def _save(plan: Plan, state: TrainState, run_dir: RunDir, progress: TrainProgres
 
 def own_samples(wanted: CertifyRun, state: TrainState, start: int, samples: int) -> OwnSamples:
     """Return this rank's part of a step's samples, which begin at `start`."""
-    division = even_division(wanted.plan.layout, wanted.plan.micro_batch_size)
+    division = even_division_of(wanted.plan)
     if wanted.weights:
         division = replace(division, weights=wanted.weights)
     return division.of_rank(state.mesh.data_rank, start, samples)
