@@ -36,7 +36,7 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
     device = resolve_device(spec.cluster, machine)
     devices_per_node = resolve_devices_per_node(spec, device, machine)
     layout, groups, micro_batch_size, grad_accum_steps, recompute = _choose(spec, machine, device, devices_per_node)
-    if problems := list(measurable_noise(spec, layout, groups)):
+    if problems := list(measurable_noise(spec, layout, groups, grad_accum_steps)):
         raise RecipeError(problems)
     compute = resolve_compute(spec, machine)
     peak_flops, peak_source = known_peak(spec.cluster, machine, device, compute)
