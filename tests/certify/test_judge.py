@@ -281,7 +281,7 @@ def test_requests_of_runs() -> None:
         (Case("dense", Layout(dp_replicate=2, dp_shard=4)), 1, 1),
         (Case("resnet"), 8, 1),
         (Case("dense", Layout(dp_shard=2), unequal_shares=True), 4, 2),
-        (Case("dense", Layout(dp_replicate=2, dp_shard=2), unequal_shares=True), 2, 3),
+        (Case("dense", Layout(dp_replicate=2, dp_shard=2), unequal_shares=True), 4, 2),
         (Case("resnet", Layout(dp_shard=2), unequal_shares=True), 7, 1),
         (Case("dense", Layout(dp_shard=2), ramp=True), 4, 2),
         (Case("dense", Layout(pp=2, pipeline_schedule="interleaved", virtual_stages=2), ramp=True), 4, 4),

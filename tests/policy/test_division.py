@@ -253,26 +253,6 @@ def test_the_learning_rate_follows_a_smaller_batch(rule, factor: float) -> None:
     assert lr_factor(rule, 48, 48) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("weights", "micro_batch_size", "samples", "ranks", "micro_batches"),
-    [
-        ((1.0, 1.0), 8, 8, 2, 2),
-        ((1.0, 1.0), 2, 8, 2, 4),
-        ((1.0, 1.0, 1.0), 2, 7, 3, 6),
-        ((1.0, 1.0, 1.0), 4, 2, 2, 2),
-        ((3.0, 1.0), 1, 4, 2, 4),
-        ((1.0, 1.0), 4, 1, 1, 1),
-        ((1.0, 1.0), 4, 0, 0, 0),
-    ],
-)
-def test_parts_are_counted_that_have_samples(
-    weights: tuple[float, ...], micro_batch_size: int, samples: int, ranks: int, micro_batches: int
-) -> None:
-    division = Division(weights, micro_batch_size)
-    assert division.count_parts(samples, every_micro_batch=False) == ranks
-    assert division.count_parts(samples, every_micro_batch=True) == micro_batches
-
-
 # Micro-batches of a layout
 
 

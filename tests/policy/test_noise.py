@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from trainspec_cli.policy.noise import (
     NoiseAverage,
     NoiseMeasurement,
+    PartSquares,
     adascale_gain,
     best_size,
     measure_noise,
@@ -40,7 +41,7 @@ def measured_steps(
         weighted = ((sums**2).sum(axis=2) / parts / samples).sum(axis=1)
         squares = ((sums.sum(axis=1) / samples) ** 2).sum(axis=1)
         for weighted_square, square in zip(weighted, squares, strict=True):
-            yield measure_noise(float(weighted_square), float(square), samples, len(parts))
+            yield measure_noise(samples, [PartSquares(float(weighted_square), float(square), len(parts))])
 
 
 @pytest.mark.parametrize("parts", [EVEN, UNEVEN, (48, 16)])
@@ -60,18 +61,35 @@ def test_the_noise_scale_is_within_5_percent_where_the_covariance_is_known(parts
 def test_equal_parts_are_the_published_estimator() -> None:
     """|mu|^2 = (nG - L)/(n - 1) and tr S = B (L - G)/(n - 1), of L = mean |g_i|^2 and G = |g|^2."""
     mean_of_ranks, whole, samples, ranks = 7.0, 3.0, 32, 4
-    measured = measure_noise(mean_of_ranks, whole, samples, ranks)
+    measured = measure_noise(samples, [PartSquares(mean_of_ranks, whole, ranks)])
     assert measured.trace == samples * (mean_of_ranks - whole) / (ranks - 1)
     assert measured.square == pytest.approx((ranks * whole - mean_of_ranks) / (ranks - 1))
 
 
 def test_ranks_that_agree_have_no_noise() -> None:
-    assert measure_noise(4.0, 4.0, 16, 2) == NoiseMeasurement(0.0, 4.0)
+    assert measure_noise(16, [PartSquares(4.0, 4.0, 2)]) == NoiseMeasurement(0.0, 4.0)
 
 
-def test_one_rank_measures_nothing() -> None:
-    with pytest.raises(ValueError, match="shows between ranks, and 1 had samples"):
-        measure_noise(4.0, 4.0, 16, 1)
+def test_one_part_measures_nothing() -> None:
+    with pytest.raises(ValueError, match="shows between parts, and 1 had samples"):
+        measure_noise(16, [PartSquares(4.0, 4.0, 2), PartSquares(4.0, 4.0, 1)])
+
+
+def test_parameters_that_are_divided_otherwise_add_up() -> None:
+    """Of 24 numbers the last 8 are known for every two ranks' samples together."""
+    parts, noise_scale = EVEN, 40.0
+    deviation = np.linspace(0.5, 2.0, 24)
+    mean = np.full(24, math.sqrt(float(deviation @ deviation) / noise_scale / 24))
+    chance, samples, average = np.random.default_rng(3), sum(parts), NoiseAverage()
+    for _ in range(6000):
+        ranks = (mean + deviation * (chance.exponential(size=(samples, 24)) - 1)).reshape(8, 8, 24).mean(axis=1)
+        alone, pairs = ranks[:, :16], ranks[:, 16:].reshape(4, 2, 8).mean(axis=1)
+        squares = [
+            PartSquares(float((own**2).sum(axis=1).mean()), float((own.mean(axis=0) ** 2).sum()), len(own))
+            for own in (alone, pairs)
+        ]
+        average = average.updated(measure_noise(samples, squares), smoothing_steps=6000)
+    assert average.noise_scale == pytest.approx(noise_scale, rel=0.05)
 
 
 # Averages
@@ -171,7 +189,7 @@ def test_a_run_follows_a_noise_scale_that_grows_and_stays_where_it_does(seed: in
         noise_scale = min(400.0, 60 * (400 / 60) ** (step / 2000))
         ranks = math.sqrt(1 / 400) + chance.normal(size=(8, 400)) * math.sqrt(noise_scale / 400 / (size / 8))
         whole = ranks.mean(axis=0)
-        measured = measure_noise(float((ranks**2).sum() / 8), float(whole @ whole), size, 8)
+        measured = measure_noise(size, [PartSquares(float((ranks**2).sum() / 8), float(whole @ whole), 8)])
         average = average.updated(measured, spec.schedule.smoothing_steps)
         if step % spec.schedule.interval_steps == 0:
             size = next_size(spec, size, average.noise_scale)

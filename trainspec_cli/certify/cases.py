@@ -233,11 +233,10 @@ def _ramp(seq_len: int) -> BatchingSpec:
 def build_plan(case: Case, device: Literal["cpu", "cuda"]) -> Plan:
     layout = case.layout
     largest = RAMP[-1][1] if case.ramp else SAMPLES
-    even = max(weighted_counts(largest, (1.0,) * layout.data_parallel_size))
-    most = max(weighted_counts(largest, case.weights)) if case.weights else even
+    most = max(weighted_counts(largest, case.weights or (1.0,) * layout.data_parallel_size))
     # Batch norm speaks of all samples of a micro-batch, over all ranks: there has to be one of them.
     images = FAMILIES[case.family].unit == "samples"
-    micro = most if images else min(case.micro_batch_size, even)
+    micro = most if images else min(case.micro_batch_size, most)
     return Plan(
         spec=build_spec(case),
         layout=replace(layout, sequence_parallel=layout.sequence_parallel and layout.tp > 1),

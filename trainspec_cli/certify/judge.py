@@ -172,7 +172,8 @@ def _judge_training(check: ClauseCheck, results: Results, errors: dict[str, tupl
         "weight_error": (whole_error(found.weights, reference.weights), WEIGHT_BOUND),
     }
     worst = max(error / bound for error, bound in errors.values())
-    figures = {"worst_of_bound": worst} | {name: error for name, (error, _) in errors.items()}
+    figures: dict[str, float | str] = {"worst_of_bound": worst}
+    figures |= {name: error for name, (error, _) in errors.items()}
     return _finding(check, worst, 1.0, figures)
 
 

@@ -51,6 +51,13 @@ class Mesh:
         """Which part of each batch this rank reads: 0 .. data_parallel_size - 1."""
         return self.rank("dp_replicate") * self.layout.dp_shard + self.rank("dp_shard")
 
+    @property
+    def expert_data_ranks(self) -> range:
+        """The data ranks whose tokens this rank's experts get, where whole ones share them; without ep its own."""
+        together = max(1, self.layout.ep // (self.layout.cp * self.layout.tp))
+        first = self.data_rank - self.rank("dp_shard") % together
+        return range(first, first + together)
+
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """Called by every rank together."""

@@ -38,7 +38,7 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
     device = resolve_device(spec.cluster, machine)
     devices_per_node = resolve_devices_per_node(spec, device, machine)
     layout, groups, micro_batch_size, grad_accum_steps, recompute = _choose(spec, machine, device, devices_per_node)
-    if problems := list(measurable_noise(spec, layout, groups)):
+    if problems := list(measurable_noise(spec, layout, groups, grad_accum_steps)):
         raise RecipeError(problems)
     compute = resolve_compute(spec, machine)
     peak_flops, peak_source = known_peak(spec.cluster, machine, device, compute)
@@ -69,9 +69,9 @@ def _plan_changes(plan: Plan, machine: Machine) -> Iterator[PlannedLayout]:
     """Resolve the layouts that the recipe changes to. Raises RecipeError as `plan` does."""
     for change, changed in zip(plan.spec.scheduler.changes, changed_specs(plan.spec), strict=True):
         layout = resolve_layout(changed.layout, plan.group_size, f"the layout from step {change.step} on")
-        if problems := list(measurable_noise(plan.spec, layout, plan.replica_groups)):
-            raise RecipeError(problems)
         micro_batch_size, grad_accum_steps = resolve_batch(plan.spec, layout)
+        if problems := list(measurable_noise(plan.spec, layout, plan.replica_groups, grad_accum_steps)):
+            raise RecipeError(problems)
         planned = PlannedLayout(change.step, layout, micro_batch_size, grad_accum_steps)
         cut_layout = _cut_layers(replace(plan.with_layout(planned), spec=changed), machine)
         yield replace(planned, layout=cut_layout)

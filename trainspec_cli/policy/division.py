@@ -76,11 +76,6 @@ class Division:
             self.micro_batches, count_micro_batches(max(self.counts(samples)), self.micro_batch_size, self.turns)
         )
 
-    def count_parts(self, samples: int, *, every_micro_batch: bool) -> int:
-        """Return how many ranks have samples; `every_micro_batch`: how many micro-batches of theirs."""
-        sizes = [own.sizes for own in _from_zero(self, samples)]
-        return sum(sum(map(bool, own)) if every_micro_batch else any(own) for own in sizes)
-
     def counts(self, samples: int) -> tuple[int, ...]:
         """Return the samples of each rank."""
         return _counts(self, samples)

@@ -3,7 +3,8 @@
 The gradient of one sample has the mean mu and the covariance S. Of B samples that n ranks share, rank i's mean gradient
 g_i over its part w_i of them (the w_i sum to 1) has E|g_i|^2 = |mu|^2 + tr S / (w_i B), and their sum g = sum w_i g_i
 has E|g|^2 = |mu|^2 + tr S / B. Both are solved for tr S and |mu|^2; B_noise = tr S / |mu|^2 is the simple noise scale
-(McCandlish et al., arXiv:1812.06162).
+(McCandlish et al., arXiv:1812.06162). Both are sums over parameters, some of which may be divided in other parts:
+experts are trained by several ranks' samples together.
 """
 
 from __future__ import annotations
@@ -26,17 +27,28 @@ class NoiseMeasurement:
     """|mu|^2 of the expected gradient."""
 
 
-def measure_noise(weighted_square: float, square: float, samples: int, ranks: int) -> NoiseMeasurement:
-    """Estimate the noise of one step's gradient from its squared norms, taken before clipping.
+@dataclass(frozen=True)
+class PartSquares:
+    """Squared norms of one step's gradient, taken before clipping, of parameters that are divided in the same parts."""
 
-    `weighted_square`: sum of w_i |g_i|^2 over the `ranks` that had samples, of their mean gradients and parts of the
-    step; equal parts 1/n make it their plain mean. `square`: |g|^2 of the mean over all `samples`.
-    Raises ValueError for fewer than two ranks: their difference is all that is known of the noise.
+    weighted_square: float
+    """Sum of w_i |g_i|^2 over the parts, of their mean gradients and fractions of the step; equal fractions 1/n make it
+    their plain mean."""
+    square: float
+    """|g|^2 of the mean over all samples."""
+    parts: int
+    """Those that had samples."""
+
+
+def measure_noise(samples: int, squares: Sequence[PartSquares]) -> NoiseMeasurement:
+    """Estimate the noise of one step's gradient.
+
+    Raises ValueError for fewer than two parts: their difference is all that is known of the noise.
     """
-    if ranks < 2:
-        raise ValueError(f"the noise of a gradient shows between ranks, and {ranks} had samples")
-    trace = samples * (weighted_square - square) / (ranks - 1)
-    return NoiseMeasurement(trace, square - trace / samples)
+    if (fewest := min(of.parts for of in squares)) < 2:
+        raise ValueError(f"the noise of a gradient shows between parts, and {fewest} had samples")
+    trace = sum(samples * (of.weighted_square - of.square) / (of.parts - 1) for of in squares)
+    return NoiseMeasurement(trace, sum(of.square for of in squares) - trace / samples)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""`layout_worker.py FILE RANK`: one of two ranks that compute a step's gradients in each layout; beside them, alone.
+"""`layout_worker.py FILE RANK RANKS`: one of so many ranks that compute a step's gradients in each layout; and alone.
 
-For each layout it prints the loss, this rank's share of the squared norm, and the relative error (Euclidean) of the
-gradient of each parameter that the rank holds, and of all of them together.
+For each layout it prints the loss, this rank's share of the squared norm, the relative error (Euclidean) of the
+gradient of each parameter that the rank holds and of all of them together, and its share of what tells their noise.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.certify.families import FAMILIES, SAMPLES
-from trainspec_cli.engine.build.train_state import build_train_state
+from trainspec_cli.engine.build.train_state import TrainState, build_train_state
 from trainspec_cli.engine.comm.joining import leave_processes
 from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of
 from trainspec_cli.engine.optim.optimizer import clear_gradients, squared_norm
+from trainspec_cli.engine.parallel.noise import parts_of
 from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.shares import unique_shares
 from trainspec_cli.engine.tools.certify_worker import drawn_batch
@@ -46,6 +47,8 @@ CASES = {
     ),
     "gpipe": Case("latent", Layout(pp=2, pipeline_schedule="gpipe", stage_layers=(3, 1)), micro_batch_size=4),
     "zero bubble": Case("windowed", Layout(pp=2, pipeline_schedule="zero_bubble"), micro_batch_size=2),
+    "tied pipeline": Case("tied", Layout(pp=2), micro_batch_size=2),
+    "tied split": Case("tied", Layout(pp=2, pipeline_schedule="zbv"), micro_batch_size=4),
     "experts": Case("latent", Layout(dp_shard=2, ep=2), micro_batch_size=2),
 }
 ADAPTED = {"zero 2", "interleaved", "plain tensor"}
@@ -67,8 +70,27 @@ UNEVEN = {
 """The shares of the two ranks: "empty" ones leave one sample to the second, and three micro-batches without any."""
 
 
-NOISY = {"zero 2", "zero 1", "uneven zero 3", "uneven replicas", "empty zero 3"}
-"""The noise of their gradients is judged: exchanged after every backward, or once; summed over shards, or replicas."""
+OF_FOUR = {
+    "shares of tensors": (Case("dense", Layout(dp_shard=2, tp=2), micro_batch_size=2), (3.0, 1.0)),
+    "replicas of tensors": (Case("tied", Layout(dp_replicate=2, tp=2, sequence_parallel=False)), (1.0, 0.001)),
+    "shares of sequences": (Case("dense", Layout(dp_shard=2, cp=2), micro_batch_size=2), (3.0, 1.0)),
+    "shares of tied pipelines": (Case("tied", Layout(dp_shard=2, pp=2, zero_stage=1), micro_batch_size=2), (3.0, 1.0)),
+    "shares of pipelines": (Case("hybrid", Layout(dp_shard=2, pp=2, zero_stage=2), micro_batch_size=2), (1.0, 0.001)),
+    "groups of experts": (Case("latent", Layout(dp_shard=4, ep=2), micro_batch_size=2), (4.0, 1.0, 2.0, 1.0)),
+    "experts of tensors": (Case("latent", Layout(dp_shard=2, tp=2, ep=2), micro_batch_size=2), (3.0, 1.0)),
+    "replicas of experts": (Case("latent", Layout(dp_replicate=2, dp_shard=2, ep=2), micro_batch_size=2), ()),
+}
+"""Layouts of four ranks, with the shares of their data-parallel ones."""
+
+NOISY = {
+    *OF_FOUR,
+    *("zero 2", "zero 1", "uneven zero 3", "uneven replicas", "empty zero 3"),
+    *("ring", "ulysses", "plain tensor", "tensor of a hybrid", "tensor of latent attention", "interleaved"),
+    *("zero bubble", "tied pipeline", "tied split", "adapters, plain tensor"),
+    *("experts", "uneven experts", "empty experts", "uneven replicas of experts"),
+}
+"""The noise of their gradients is judged: exchanged after every backward, or once; summed over shards, or replicas; of
+parts that ranks of cp, tp and pp compute together, and of experts that data-parallel ranks train together."""
 
 
 @dataclass(frozen=True)
@@ -78,26 +100,33 @@ class Run:
     weights: tuple[float, ...] = ()
 
 
-def found_in(run: Run) -> tuple[float, float, dict[str, Tensor], float]:
-    """Return the loss, this rank's share of the squared norm, the gradients by name, and this rank's share of the sum
-    of w |g|^2 over the parts w of the step, whose mean gradients are g."""
+def found_in(run: Run) -> tuple[float, float, dict[str, Tensor], list[float]]:
+    """Return the loss, this rank's share of the squared norm, the gradients by name, and this rank's share of what
+    `NoiseProbe` adds up."""
     plan = build_plan(run.case, "cpu")
     plan = replace(plan, spec=replace(plan.spec, lora=run.lora))
     if run.weights and FAMILIES[run.case.family].unit == "samples":
         plan = replace(plan, micro_batch_size=SAMPLES)  # batch norm speaks of all samples of one micro-batch
     state = build_train_state(plan, torch.device("cpu"))
-    for share in state.shares:
-        if share.name.endswith(("lora_b", "widen.norm.weight")):  # zeros would leave others without a gradient
-            full = torch.empty(share.full_shape)
-            full.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(len(share.name)))
-            share.local.data.copy_(share.part_of(full))
-    own = division_of(run, plan).of_rank(state.mesh.data_rank, 0, SAMPLES)
-    loss = compute_gradients(state, drawn_batch(plan.spec, state, own), plan.tokens_per_step, SAMPLES)
+    fill_zeros(state)
+    division = division_of(run, plan)
+    own = division.of_rank(state.mesh.data_rank, 0, SAMPLES)
+    parts = parts_of(division, state.mesh, SAMPLES, SAMPLES)
+    loss = compute_gradients(state, drawn_batch(plan.spec, state, own), plan.tokens_per_step, parts)
     squared = float(squared_norm(state.shares))
     gradients = {
         s.name: s.gather(s.parameter.grad) for s in unique_shares(state.shares) if s.parameter.grad is not None
     }
-    return float(loss), squared, gradients, float(state.stages.noise.take())
+    return float(loss), squared, gradients, state.stages.noise.sums.tolist()
+
+
+def fill_zeros(state: TrainState) -> None:
+    """Zeros would leave other parameters without a gradient."""
+    for share in state.shares:
+        if share.name.endswith(("lora_b", "widen.norm.weight")):
+            full = torch.empty(share.full_shape)
+            full.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(len(share.name)))
+            share.local.data.copy_(share.part_of(full))
 
 
 def division_of(run: Run, plan: Plan) -> Division:
@@ -105,29 +134,43 @@ def division_of(run: Run, plan: Plan) -> Division:
     return replace(division, weights=run.weights) if run.weights else division
 
 
-def noise_alone(run: Run) -> float:
-    """Return the sum of w |g|^2, part after part in one process."""
+def noise_alone(run: Run) -> list[float]:
+    """Return what the probes of all ranks add up, part after part in one process."""
     plan, layout = build_plan(replace(run.case, layout=Layout(), recompute="none"), "cpu"), run.case.layout
+    plan = replace(plan, spec=replace(plan.spec, lora=run.lora))
     division = division_of(run, build_plan(run.case, "cpu"))
     state = build_train_state(plan, torch.device("cpu"))
+    fill_zeros(state)
     (whole,) = drawn_batch(plan.spec, state, OwnSamples((0,), (SAMPLES,)))
-    total = 0.0
+    experts = {id(parameter) for module in state.parts[0].expert_modules() for parameter in module.experts.parameters()}
+    spread = [share for share in state.shares if layout.ep > 1 and id(share.parameter) in experts]
+    others = [share for share in state.shares if share not in spread]
+    own = []
     for rank in range(layout.data_parallel_size):
-        own = division.of_rank(rank, 0, SAMPLES)
-        micro_batches = cut_micro_batches(tuple(tensor[positions_of(own)] for tensor in whole), own)
-        parts = [[one] for one in micro_batches] if layout.exchanges_every_backward else [micro_batches]
-        for part in parts:
+        samples = division.of_rank(rank, 0, SAMPLES)
+        micro_batches = cut_micro_batches(tuple(tensor[positions_of(samples)] for tensor in whole), samples)
+        own.append([[one] for one in micro_batches] if layout.exchanges_every_backward else [micro_batches])
+    together = max(1, layout.ep // (layout.cp * layout.tp))
+    of_experts = [
+        [[one for part in turn for one in part] for turn in zip(*own[first : first + together], strict=True)]
+        for first in range(0, len(own), together)
+    ]
+    sums = [0.0, 0.0, 0.0, 0.0]
+    for place, (shares, parts) in enumerate(((others, own), (spread, of_experts))):
+        for part in (part for of_rank in parts for part in of_rank):
             if samples := sum(len(micro_batch[0]) for micro_batch in part):
                 clear_gradients(state.shares)
                 compute_gradients(state, part, plan.tokens_per_step)
-                total += float(squared_norm(state.shares)) * SAMPLES / samples
-    return total
+                sums[place] += float(squared_norm(shares)) * SAMPLES / samples
+                sums[2 + place] += 1
+    return sums if spread else [*sums[:3], 0.0]
 
 
 def runs() -> dict[str, Run]:
     whole = {name: Run(case) for name, case in CASES.items()}
     adapted = {f"adapters, {name}": Run(CASES[name], LoraSpec(rank=4)) for name in CASES if name in ADAPTED}
-    return whole | adapted | {name: Run(case, weights=weights) for name, (case, weights) in UNEVEN.items()}
+    divided = {name: Run(case, weights=weights) for name, (case, weights) in (UNEVEN | OF_FOUR).items()}
+    return whole | adapted | divided
 
 
 def norm_of(tensors: Iterable[Tensor]) -> Tensor:
@@ -136,17 +179,18 @@ def norm_of(tensors: Iterable[Tensor]) -> Tensor:
 
 def main() -> None:
     torch.set_num_threads(1)
-    file, rank = sys.argv[1], int(sys.argv[2])
+    file, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    wanted_runs = {name: run for name, run in runs().items() if run.case.layout.world_size == ranks}
     dist.init_process_group("gloo", init_method=f"file://{file}.{rank}", rank=0, world_size=1)
     alone = {
         (family, lora): found_in(Run(Case(family, micro_batch_size=SAMPLES), lora))
-        for family, lora in dict.fromkeys((run.case.family, run.lora) for run in runs().values())
+        for family, lora in dict.fromkeys((run.case.family, run.lora) for run in wanted_runs.values())
     }
-    noise = {name: noise_alone(run) for name, run in runs().items() if name in NOISY}
+    noise = {name: noise_alone(run) for name, run in wanted_runs.items() if name in NOISY}
     dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
     found = {}
-    for name, run in runs().items():
+    for name, run in wanted_runs.items():
         loss, squared, gradients, noise_share = found_in(run)
         wanted_loss, wanted_squared, wanted, _ = alone[run.case.family, run.lora]
         found[name] = {
@@ -160,7 +204,7 @@ def main() -> None:
             "names": sorted(wanted),
         }
         if name in NOISY:
-            found[name]["noise"] = noise_share / noise[name]
+            found[name]["noise"] = [noise_share, noise[name]]
     print(json.dumps(found))
     leave_processes()
 

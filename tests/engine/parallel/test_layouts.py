@@ -21,30 +21,54 @@ All parameters together keep within it in every family."""
 NAMES = (
     *("ring", "ulysses", "zero 2", "zero 1", "plain tensor", "tensor of a hybrid"),
     *("tensor of latent attention", "tensor of sinks and biases", "interleaved", "gpipe", "zero bubble", "experts"),
+    *("tied pipeline", "tied split"),
     *("adapters, zero 2", "adapters, interleaved", "adapters, plain tensor"),
 )
 UNEVEN = (
     *("uneven zero 3", "uneven zero 1", "uneven replicas", "uneven experts", "uneven replicas of experts"),
     *("empty zero 3", "empty experts", "even resnet", "uneven resnet", "even unet", "uneven unet"),
 )
+NOISY = (
+    *("zero 2", "zero 1", "uneven zero 3", "uneven replicas", "empty zero 3"),
+    *("ring", "ulysses", "plain tensor", "tensor of a hybrid", "tensor of latent attention", "interleaved"),
+    *("zero bubble", "tied pipeline", "tied split", "adapters, plain tensor"),
+    *("experts", "uneven experts", "empty experts", "uneven replicas of experts"),
+)
+
+
+OF_FOUR = (
+    *("shares of tensors", "replicas of tensors", "shares of sequences", "shares of tied pipelines"),
+    *("shares of pipelines", "groups of experts", "experts of tensors", "replicas of experts"),
+)
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    file = tmp_path_factory.mktemp("layouts") / "meeting"
+    return computed_by(2, tmp_path_factory.mktemp("layouts") / "meeting")
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return computed_by(4, tmp_path_factory.mktemp("layouts") / "meeting")
+
+
+def computed_by(ranks: int, file: Path) -> list[dict[str, Any]]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), str(file), str(rank)], stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, str(WORKER), str(file), str(rank), str(ranks)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
-        for rank in range(2)
+        for rank in range(ranks)
     ]
     try:
         printed = [rank.communicate(timeout=240)[0] for rank in started]
     finally:
         for rank in started:
             rank.kill()
-    assert [rank.returncode for rank in started] == [0, 0]
+    assert [rank.returncode for rank in started] == [0] * ranks
     return [json.loads(text.splitlines()[-1]) for text in printed]
 
 
@@ -64,7 +88,24 @@ def test_two_ranks_compute_what_one_computes(ranks: list[dict[str, Any]], name: 
     assert max(rank["error"] for rank in found) < UNEVEN_FP32
 
 
-@pytest.mark.parametrize("name", ["zero 2", "zero 1", "uneven zero 3", "uneven replicas", "empty zero 3"])
+@pytest.mark.parametrize("name", NOISY)
 def test_the_noise_of_gradients_is_that_of_their_parts(ranks: list[dict[str, Any]], name: str) -> None:
-    """Each part's gradient, before it is summed, is what one process computes of the part's samples."""
-    assert sum(rank[name]["noise"] for rank in ranks) == pytest.approx(1.0, rel=1e-6)
+    check_noise(ranks, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_FOUR)
+def test_the_noise_shows_between_ranks_that_are_spread_otherwise_too(
+    four_ranks: list[dict[str, Any]], name: str
+) -> None:
+    assert max(rank[name]["error"] for rank in four_ranks) < UNEVEN_FP32
+    check_noise(four_ranks, name)
+
+
+def check_noise(ranks: list[dict[str, Any]], name: str) -> None:
+    """Each part's gradient, before it is summed, is what one process computes of the part's samples alone; experts that
+    ep spreads, and the number of parts, are told apart."""
+    found = [sum(shares) for shares in zip(*(rank[name]["noise"][0] for rank in ranks), strict=True)]
+    alone = ranks[0][name]["noise"][1]
+    assert found == pytest.approx(alone, rel=1e-6)
+    assert (alone[1] > 0) == (alone[3] > 0) == ("experts" in name and name != "uneven replicas of experts")

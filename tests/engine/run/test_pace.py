@@ -12,7 +12,7 @@ import pytest
 from trainspec_cli.engine.run.coordinator import TrainProgress
 from trainspec_cli.engine.run.pace import StepPace
 from trainspec_cli.policy.batch import count_steps, schedule_batches
-from trainspec_cli.policy.noise import BatchPace, NoiseAverage
+from trainspec_cli.policy.noise import BatchPace, NoiseAverage, PartSquares
 from trainspec_cli.policy.schedule import learning_rate
 from trainspec_cli.spec.recipe.batching import BatchingSpec, BatchScheduleSpec, RampStage
 from trainspec_cli.spec.recipe.data import DataSpec
@@ -33,7 +33,8 @@ def pace_of(layout: Layout = Layout(dp_shard=2), groups: int = 1, **schedule: An
         batching=BatchingSpec(global_batch_size=BATCH, schedule=BatchScheduleSpec(**schedule)),
         train=TrainSection(max_steps=STEPS),
     )
-    return StepPace(SimpleNamespace(spec=spec, layout=layout, replica_groups=groups))  # type: ignore[arg-type]
+    plan: Any = SimpleNamespace(spec=spec, layout=layout, replica_groups=groups, grad_accum_steps=1)
+    return StepPace(plan)
 
 
 def walk(pace: StepPace, noise: float | None = None) -> list[int]:
@@ -44,7 +45,7 @@ def walk(pace: StepPace, noise: float | None = None) -> list[int]:
         progress = TrainProgress(progress.step + 1, progress.samples + batch.samples)
         if noise is not None:
             square = 1 + noise / batch.samples  # of |mu|^2 = 1
-            pace.note_step(progress.step, 1 + 2 * noise / batch.samples, square, batch.samples, parts=2)
+            pace.note_step(progress.step, batch.samples, [PartSquares(1 + 2 * noise / batch.samples, square, 2)])
     return sizes
 
 
@@ -98,22 +99,22 @@ def test_a_resumed_run_decides_the_same() -> None:
     for step in range(1, 8):
         batch = whole.batch(progress)
         assert batch is not None
-        whole.note_step(step, 3.0 * step, 1.0 + step / 50, batch.samples, parts=2)
+        whole.note_step(step, batch.samples, [PartSquares(3.0 * step, 1.0 + step / 50, 2)])
         progress = TrainProgress(step, progress.samples + batch.samples)
     assert whole.kept is not None and whole.kept.size > BATCH
     again.state = whole.kept
     assert again.coming(progress, 3) == whole.coming(progress, 3)
-    assert again.note_step(8, 5.0, 2.0, 8, 2) == whole.note_step(8, 5.0, 2.0, 8, 2)
+    assert again.note_step(8, 8, [PartSquares(5.0, 2.0, 2)]) == whole.note_step(8, 8, [PartSquares(5.0, 2.0, 2)])
     assert again.kept == whole.kept != BatchPace(BATCH, NoiseAverage())
 
 
 def test_noise_shows_between_parts_alone() -> None:
     pace = pace_of()
-    assert pace.note_step(1, 2.0, 1.0, 8, parts=1) is None
-    assert pace.note_step(1, 2.0, 1.0, 8, parts=0) is None
+    assert pace.note_step(1, 8, [PartSquares(2.0, 1.0, 1)]) is None
+    assert pace.note_step(1, 8, [PartSquares(2.0, 1.0, 0)]) is None
     assert pace.state.noise == NoiseAverage()
-    assert pace.note_step(2, 1.0, 1.0, 8, parts=2) == 0.0
-    assert pace_of().note_step(1, 4.0, 1.0, 8, parts=2) == math.inf, "the gradient is lost in the noise"
+    assert pace.note_step(2, 8, [PartSquares(1.0, 1.0, 2)]) == 0.0
+    assert pace_of().note_step(1, 8, [PartSquares(4.0, 1.0, 2)]) == math.inf, "the gradient is lost in the noise"
 
 
 @pytest.mark.parametrize(
@@ -124,21 +125,26 @@ def test_noise_shows_between_parts_alone() -> None:
         (Layout(dp_shard=2, pp=2), 1, True),
         (Layout(), 1, False),
         (Layout(pp=2), 1, False),
-        (Layout(dp_shard=2, tp=2), 1, False),
+        (Layout(dp_shard=2, tp=2), 1, True),
         (Layout(dp_shard=2, cp=2), 1, False),
-        (Layout(dp_shard=2, ep=2), 1, False),
-        (Layout(dp_shard=2), 2, False),
+        (Layout(dp_shard=4, ep=2), 1, True),
+        (Layout(dp_shard=2, ep=2, zero_stage=1), 1, False),
+        (Layout(dp_shard=2), 2, True),
+        (Layout(), 2, True),
     ],
 )
-def test_noise_is_measured_where_ranks_hold_gradients_of_whole_samples(
+def test_noise_is_measured_where_it_shows_and_costs_no_exchange_of_all_gradients(
     layout: Layout, groups: int, measured: bool
 ) -> None:
     assert pace_of(layout, groups).measures_noise is measured
+    following = pace_of(layout, groups, kind="noise", max_global_batch_size=64)
+    assert following.measures_noise is (measured or layout.cp > 1), "what a batch follows is measured at any cost"
 
 
-def test_a_tied_embedding_on_two_stages_hides_the_noise() -> None:
+def test_a_tied_embedding_that_two_stages_sum_after_each_micro_batch_hides_the_noise() -> None:
     plain = pace_of(Layout(dp_shard=2, pp=2))
     tied = replace(plain._spec, model=replace(plain._spec.model, tied_embeddings=True))
-    for layout, measured in ((Layout(dp_shard=2, pp=2), False), (Layout(dp_shard=2), True)):
-        plan: Any = SimpleNamespace(spec=tied, layout=layout, replica_groups=1)
+    once = Layout(dp_shard=2, pp=2, zero_stage=1)
+    for layout, measured in ((Layout(dp_shard=2, pp=2), False), (once, True), (Layout(dp_shard=2), True)):
+        plan: Any = SimpleNamespace(spec=tied, layout=layout, replica_groups=1, grad_accum_steps=1)
         assert StepPace(plan).measures_noise is measured

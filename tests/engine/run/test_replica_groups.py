@@ -76,15 +76,19 @@ class Group:
         self.weights = torch.zeros(SAMPLES)
         self.share = SimpleNamespace(gradient=torch.zeros(SAMPLES), local=self.weights)
         self.router = SimpleNamespace(tokens_per_expert_E=torch.zeros(2))
+        self.noise = torch.zeros(4, dtype=torch.float64)
         self.stop = StopRequest()
         state = SimpleNamespace(
             clock=StepClock(CPU),
             shares=[self.share],
             routers=[self.router],
+            stages=SimpleNamespace(noise=SimpleNamespace(sums=self.noise)),
             held=SimpleNamespace(tensors=lambda: [self.weights]),
             mesh=SimpleNamespace(data_rank=0),
         )
-        plan = SimpleNamespace(spec=lab.spec, replica_groups=lab.groups, layout=Layout(), micro_batch_size=1)
+        plan = SimpleNamespace(
+            spec=lab.spec, replica_groups=lab.groups, layout=Layout(), micro_batch_size=1, grad_accum_steps=1
+        )
         run = RunContext(plan, lab.run, Numbered(), state, "", self.stop)  # type: ignore[arg-type]
         self.coordinator = ReplicaGroups(run, GroupRank(number, 0, 1))
         self.pace = StepPace(plan)  # type: ignore[arg-type]
@@ -126,6 +130,7 @@ class Group:
         for (positions,) in samples.micro_batches:
             self.share.gradient[positions] += 1
         self.router.tokens_per_expert_E.fill_(1.0)
+        self.noise.fill_(0.5)
         loss = self.share.gradient.sum()
         self.lab.reached(self, "reduce", step)
         self.coordinator.reduce(self.state, loss)
@@ -134,6 +139,7 @@ class Group:
             return
         assert int(loss) == samples.step_samples == samples.global_tokens, "the loss is a sum over all groups"
         assert self.router.tokens_per_expert_E.tolist() == [len(samples.event_fields["groups"])] * 2
+        assert self.noise.tolist() == [len(samples.event_fields["groups"]) / 2] * 4, "and so is what shows the noise"
         self.weights += self.share.gradient
         self.rates.append(samples.lr_factor)
         self.progress = TrainProgress(step + 1, self.progress.samples + samples.step_samples)

@@ -8,7 +8,7 @@ from torch import nn
 
 from trainspec_cli.engine.build.train_state import LateSum
 from trainspec_cli.engine.observe.clock import StepClock
-from trainspec_cli.engine.parallel.data_parallel import NoiseProbe
+from trainspec_cli.engine.parallel.noise import Columns, NoiseProbe, StepParts
 from trainspec_cli.engine.run import step
 from trainspec_cli.engine.shares import Share
 
@@ -25,7 +25,7 @@ def test_a_step_that_is_not_committed_leaves_no_gradient_and_no_visit(monkeypatc
     share = Share("w", nn.Parameter(torch.ones(2, 2)))
     router = SimpleNamespace(tokens_per_expert_E=torch.zeros(4, dtype=torch.int64))
 
-    def compute_gradients(state, micro_batches, global_tokens, step_samples):
+    def compute_gradients(state, micro_batches, global_tokens, parts):
         share.parameter.grad = torch.ones(2, 2)
         router.tokens_per_expert_E += 3
         return torch.ones(())
@@ -76,13 +76,14 @@ def test_an_outcome_is_copied_to_the_host_as_it_is():
         "skipped": True,
         "stop": 3.0,
         "writing": 4.0,
-        "weighted_square": 1 + 1e-12,
     }
+    noise = torch.tensor([1 + 1e-12, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
     figures = torch.tensor([[1e-9, 2.0], [3.0, 4.0]], dtype=torch.float64)
     tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
-    found = step.StepOutcome(**tensors, figures=figures).on_host()
+    found = step.StepOutcome(**tensors, noise=noise, figures=figures).on_host()
     assert {name: getattr(found, name).item() for name in scalars} == scalars
     assert torch.equal(found.figures, figures)
+    assert torch.equal(found.noise, noise)
 
 
 class TwoRanks:
@@ -102,12 +103,14 @@ class TwoRanks:
 
 
 def state_of(share):
-    noise = NoiseProbe(torch.device("cpu"))
+    alone = SimpleNamespace(size=1)
+    noise = NoiseProbe(torch.device("cpu"), alone, alone, alone)
     return SimpleNamespace(
         shares=[share],
         optimizer=torch.optim.SGD([share.local], lr=1.0, fused=True),
         clock=StepClock(torch.device("cpu")),
         routers=[],
+        spread_experts=(),
         stages=SimpleNamespace(noise=noise),
     )
 
@@ -115,7 +118,7 @@ def state_of(share):
 @pytest.mark.parametrize(("clip_norm", "scale"), [(None, 1.0), (2.5, 0.5), (10.0, 1.0)])
 def test_an_update_is_clipped_by_the_norm_of_all_ranks_together(monkeypatch, clip_norm, scale):
     """This rank's gradient has the norm 3, the other's 4."""
-    monkeypatch.setattr(step, "dist", TwoRanks([0.5, 16.0, 0.0, 1.0, 1.0]))
+    monkeypatch.setattr(step, "dist", TwoRanks([0.5, 16.0, 1.0, 1.0, *[0.0] * 5]))
     share = share_with_gradient("w", torch.tensor([3.0]))
     found = step._update(state_of(share), torch.tensor(1.0), clip_norm, (1.0, 0.0), ())
     assert [float(value) for value in (found.loss, found.grad_norm, found.skipped)] == [1.5, 5.0, 0.0]
@@ -124,7 +127,7 @@ def test_an_update_is_clipped_by_the_norm_of_all_ranks_together(monkeypatch, cli
 
 
 def test_a_loss_that_is_not_finite_on_another_rank_skips_the_update_here(monkeypatch):
-    monkeypatch.setattr(step, "dist", TwoRanks([float("nan"), 16.0, 0.0, 0.0, 0.0]))
+    monkeypatch.setattr(step, "dist", TwoRanks([float("nan"), 16.0, 0.0, 0.0, *[0.0] * 5]))
     share = share_with_gradient("w", torch.tensor([3.0]))
     found = step._update(state_of(share), torch.tensor(1.0), None, (0.0, 1.0), ())
     assert float(found.skipped) == 1.0
@@ -133,21 +136,30 @@ def test_a_loss_that_is_not_finite_on_another_rank_skips_the_update_here(monkeyp
 
 
 def test_every_rank_learns_the_figures_of_all_and_the_sum_of_their_noise(monkeypatch):
-    """Rank 0 reports 1e-9 and 7; its gradients add 2 to the noise, ours |(3)|^2 / 0.25."""
-    monkeypatch.setattr(step, "dist", TwoRanks([0.5, 16.0, 2.0, 0.0, 0.0, 1e-9, 7.0, 0.0, 0.0]))
+    """Rank 0 reports 1e-9 and 7; its gradients add 2 to the noise, ours |(3)|^2 / 0.25. Ours are of experts."""
+    monkeypatch.setattr(step, "dist", TwoRanks([0.5, 16.0, 0.0, 0.0, 2.0, 0.0, 1.0, 0.0, 4.0, 1e-9, 7.0, 0.0, 0.0]))
     share = share_with_gradient("w", torch.tensor([3.0]))
     state = state_of(share)
-    state.stages.noise.weight = 0.25
-    state.stages.noise.add(share.gradient)
+    state.spread_experts = {"w"}
+    noise = state.stages.noise
+    noise.begin(StepParts(8, own=(2,), expert=(4,)))
+    noise.weigh(None)
+    noise.add(share.gradient, Columns(1, (1,), ("own",), experts=False))
+    noise.add(2 * share.gradient, Columns(1, (1,), ("own",), experts=True))
+    noise.end(every_micro_batch=False, ranks_of_part=1, ranks_of_experts=2)
     found = step._update(state, torch.tensor(1.0), None, (0.0, 0.0), (0.5, 1 / 3))
     assert found.figures.tolist() == [[1e-9, 7.0], [0.5, 1 / 3]]
-    assert found.weighted_square.item() == 2.0 + 9.0 / 0.25
+    assert found.noise.tolist() == [2.0 + 9.0 / 0.25, 36.0 / 0.5, 1.0 + 1.0, 0.5, 4.0 + 9.0]
     assert (found.loss.item(), found.grad_norm.item(), found.stop.item(), found.writing.item()) == (1.5, 5.0, 0.0, 0.0)
-    assert state.stages.noise.take().item() == 0.0, "the next step begins anew"
+    noise.begin(None)
+    noise.weigh(0)
+    noise.add(share.local, Columns(1, (1,), ("own",), experts=False))
+    noise.end(every_micro_batch=False, ranks_of_part=1, ranks_of_experts=1)
+    assert noise.sums.tolist() == [0.0] * 4, "the next step begins anew, and nothing of it is looked at"
 
 
 def test_ranks_that_report_nothing_bring_no_figures(monkeypatch):
-    monkeypatch.setattr(step, "dist", TwoRanks([0.5, 16.0, 0.0, 0.0, 0.0]))
+    monkeypatch.setattr(step, "dist", TwoRanks([0.5, 16.0, 0.0, 0.0, *[0.0] * 5]))
     found = step._update(state_of(share_with_gradient("w", torch.tensor([3.0]))), torch.tensor(1.0), None, (0, 0), ())
     assert found.figures.shape == (2, 0)
     assert found.on_host().figures.shape == (2, 0)

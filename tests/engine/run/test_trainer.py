@@ -26,6 +26,7 @@ from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.observe.device import Peak
 from trainspec_cli.engine.observe.journal import Journal
 from trainspec_cli.engine.observe.watch import StepWatch
+from trainspec_cli.engine.parallel.noise import StepParts
 from trainspec_cli.engine.run.coordinator import (
     GroupBatches,
     RunContext,
@@ -344,15 +345,15 @@ NOISE = 15.0
 def noisy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step's gradients show the same noise scale, between two parts of its samples."""
 
-    def measured(state: TrainState, *arguments: Any, step_samples: int, **others: Any) -> Any:
-        outcome = train_step(state, *arguments, step_samples=step_samples, **others)
+    def measured(state: TrainState, *arguments: Any, parts: StepParts, **others: Any) -> Any:
+        outcome = train_step(state, *arguments, parts=parts, **others)
         assert outcome is not None
-        ratio = (1 + 2 * NOISE / step_samples) / (1 + NOISE / step_samples)
-        return replace(outcome, weighted_square=ratio * outcome.grad_norm.double() ** 2)
+        ratio = (1 + 2 * NOISE / parts.step_samples) / (1 + NOISE / parts.step_samples)
+        weighted_square = ratio * outcome.grad_norm.double() ** 2
+        return replace(outcome, noise=torch.tensor([weighted_square, 0.0, 2.0, 0.0, 0.0], dtype=torch.float64))
 
     monkeypatch.setattr("trainspec_cli.engine.run.trainer.train_step", measured)
     monkeypatch.setattr("trainspec_cli.engine.run.pace.noise_hindrance", lambda *_: "")
-    monkeypatch.setattr(Division, "count_parts", lambda *_, **__: 2)
 
 
 def following_noise(folder: Path) -> RunContext:

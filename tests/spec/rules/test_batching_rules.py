@@ -10,7 +10,7 @@ import pytest
 
 from trainspec_cli.spec.recipe.batching import RampStage
 from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.rules.batching import data_parallel_ranks, largest_size, measurable_noise
+from trainspec_cli.spec.rules.batching import data_parallel_ranks, largest_size, measurable_noise, noise_hindrance
 from trainspec_cli.spec.rules.check import check
 from trainspec_cli.spec.rules.engine import check_engine
 from trainspec_cli.spec.structure import structure
@@ -134,27 +134,33 @@ def test_ranks_are_known_where_nothing_is_left_open(make_spec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "replica_groups", "tied", "why"),
+    ("layout", "micro_batches", "tied", "why"),
     [
-        (Layout(), 1, False, "it is measured between data-parallel ranks, and there is 1"),
-        (Layout(pp=2), 1, False, "it is measured between data-parallel ranks, and there is 1"),
-        (Layout(dp_shard=2), 2, False, "it is measured within one replica group, and there are several"),
-        (Layout(dp_shard=2, cp=2), 1, False, "ranks of cp hold parts of a sample's gradient"),
-        (Layout(dp_shard=2, tp=2), 1, False, "ranks of tp hold parts of a sample's gradient"),
-        (Layout(dp_shard=4, ep=2), 1, False, "ranks of ep hold parts of a sample's gradient"),
-        (Layout(dp_shard=2, pp=2), 1, True, "a tied embedding has a part of its gradient on two stages"),
+        (Layout(), 4, False, "it is measured between data-parallel ranks, and there is 1"),
+        (Layout(tp=2, pp=2), 4, False, "it is measured between data-parallel ranks, and there is 1"),
+        (Layout(dp_shard=2, pp=2), 4, True, "ZeRO-3 sums a tied embedding's gradient on each of its stages by itself"),
+        (Layout(dp_shard=2, tp=2, cp=2, ep=2), 4, False, "the 2 ranks of ep hold parts of a sample's gradient"),
+        (Layout(dp_shard=2, ep=2), 1, False, "all data-parallel ranks train the same experts together"),
+        (Layout(dp_shard=2, ep=2, zero_stage=1), 4, False, "all data-parallel ranks train the same experts together"),
+        (Layout(dp_shard=2, tp=2, ep=4), 1, False, "all data-parallel ranks train the same experts together"),
+        (Layout(dp_shard=2, ep=2), 2, False, ""),
+        (Layout(dp_shard=4, ep=2), 1, False, ""),
+        (Layout(dp_replicate=2, dp_shard=2, ep=2), 1, False, ""),
+        (Layout(dp_shard=2, tp=2, ep=2), 1, False, ""),
+        (Layout(dp_shard=2, tp=2, cp=2), 1, False, ""),
+        (Layout(dp_shard=2, pp=2, zero_stage=1), 1, True, ""),
         (Layout(dp_shard=2, pp=2), 1, False, ""),
         (Layout(dp_shard=2), 1, True, ""),
         (Layout(dp_replicate=2), 1, False, ""),
     ],
 )  # fmt: skip
 def test_noise_that_nobody_can_measure_is_refused_with_the_reason(
-    make_spec, layout: Layout, replica_groups: int, tied: bool, why: str
+    make_spec, layout: Layout, micro_batches: int, tied: bool, why: str
 ) -> None:
     spec = make_spec(NOISE)
     spec = replace(spec, model=replace(spec.model, tied_embeddings=tied))
-    problems = list(measurable_noise(spec, layout, replica_groups))
-    assert list(measurable_noise(make_spec(SEESAW), layout, replica_groups)) == []
+    problems = list(measurable_noise(spec, layout, 1, micro_batches))
+    assert list(measurable_noise(make_spec(SEESAW), layout, 1, micro_batches)) == []
     if not why:
         assert problems == []
         return
@@ -164,6 +170,13 @@ def test_noise_that_nobody_can_measure_is_refused_with_the_reason(
         problem.message == f"`{PATH}.kind` is noise, and in this layout ({layout.describe()}) nobody measures it: {why}"
     )
     assert problem.hint == f"type layout=ddp or layout=fsdp with two processes or more, or {PATH}.kind=seesaw"
+
+
+def test_replica_groups_measure_the_noise_and_follow_none(make_spec) -> None:
+    (problem,) = measurable_noise(make_spec(NOISE), Layout(dp_shard=2), 3, 1)
+    assert "a replica group that comes back (3 of them) knows none of it" in problem.message
+    assert problem.hint == f"type resilience=restart, or {PATH}.kind=seesaw"
+    assert noise_hindrance(make_spec(NOISE).model, Layout(), 2, 1) == "", "between groups of one rank each"
 
 
 @pytest.mark.parametrize("schedule", [RAMP | stages((100, 16)), SEESAW, NOISE])

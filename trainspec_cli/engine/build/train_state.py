@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -22,9 +22,11 @@ from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.optim.optimizer import build_optimizer, without_memory
 from trainspec_cli.engine.parallel.balance import routers_of, sum_over_sequence
 from trainspec_cli.engine.parallel.context import apply_context_parallel, held_positions
-from trainspec_cli.engine.parallel.data_parallel import DataParallel, NoiseProbe, apply_data_parallel
+from trainspec_cli.engine.parallel.data_parallel import DataParallel, apply_data_parallel
 from trainspec_cli.engine.parallel.expert import apply_expert_parallel
 from trainspec_cli.engine.parallel.float8 import apply_float8
+from trainspec_cli.engine.parallel.noise import Held as HeldGradient
+from trainspec_cli.engine.parallel.noise import NoiseProbe
 from trainspec_cli.engine.parallel.pipeline import Hidden, Lines, WeightQueue
 from trainspec_cli.engine.parallel.recompute import apply_recompute
 from trainspec_cli.engine.parallel.tensor import apply_tensor_parallel, partial_parameters
@@ -103,6 +105,8 @@ class TrainState:
     """The positions of each sequence that this rank holds; None: all."""
     routers: Sequence[Any]
     """Those of the experts that are to be kept evenly visited."""
+    spread_experts: Collection[str] = ()
+    """Names of the parameters that ep spreads."""
 
     @property
     def parts(self) -> list[Any]:
@@ -124,7 +128,8 @@ def build_train_state(
     mesh, clock = mesh or build_mesh(plan.layout, device.type), clock or StepClock(device)
     positions_S = _positions(plan, mesh)
     parts, shares, partials = {}, [], []
-    queue, noise = WeightQueue(), NoiseProbe(device)
+    cp, tp, ends = (Peers(group, clock.collective) for group in (mesh.group("cp"), mesh.group("tp"), mesh.ends))
+    queue, noise = WeightQueue(), NoiseProbe(device, cp, tp, ends)
     for stage in plan.layout.stages_of_rank(mesh.rank("pp")):
         part, cuts, partial = _spread_stage(plan, mesh, clock, noise, stage)
         if plan.layout.splits_backward:
@@ -163,6 +168,7 @@ def build_train_state(
         late_sums=_late_sums(plan, mesh, clock, shares, partials),
         positions_S=positions_S,
         routers=routers_of(list(parts.values())),
+        spread_experts=_spread_experts(mesh, shares),
     )
 
 
@@ -188,8 +194,19 @@ def _spread_stage(
             module.compile()
     experts = [module.experts for module in part.expert_modules()]
     expert_shard = mesh.experts["expert_shard"] if mesh.experts else None
-    apply_data_parallel(part, experts, mesh.shard, expert_shard, _data_parallel(plan, mesh, clock, noise))
+    held = {name: _held(plan, name, cuts, partial) for name, _ in part.named_parameters()}
+    how = _data_parallel(plan, mesh, clock, noise, held)
+    apply_data_parallel(part, experts, mesh.shard, expert_shard, how)
     return part, cuts, partial
+
+
+def _held(plan: Plan, name: str, cuts: Mapping[str, Cut], partial: Sequence[str]) -> HeldGradient:
+    """Return how the ranks of tp, or the pipeline's ends, hold the gradient of a parameter."""
+    if _is_twin(plan, name):
+        return "twin"
+    if name in partial:
+        return "partial"
+    return "own" if name in cuts or plan.layout.tp == 1 else "copied"
 
 
 def _layers_of(plan: Plan, stage: int) -> range | None:
@@ -224,7 +241,9 @@ def _cut(part: Any, layout: Layout, mesh: Mesh, clock: StepClock) -> tuple[dict[
     return cuts, partial
 
 
-def _data_parallel(plan: Plan, mesh: Mesh, clock: StepClock, noise: NoiseProbe) -> DataParallel:
+def _data_parallel(
+    plan: Plan, mesh: Mesh, clock: StepClock, noise: NoiseProbe, held: Mapping[str, HeldGradient]
+) -> DataParallel:
     return DataParallel(
         compute=DTYPES[plan.compute],
         reduce=DTYPES[plan.spec.precision.reduce],
@@ -233,6 +252,7 @@ def _data_parallel(plan: Plan, mesh: Mesh, clock: StepClock, noise: NoiseProbe) 
         replicas=Peers(mesh.group("dp_replicate"), clock.collective),
         time_collective=clock.collective,
         noise=noise,
+        held_by=held.__getitem__,
     )
 
 
@@ -245,6 +265,13 @@ def _share(plan: Plan, name: str, parameter: nn.Parameter, cuts: dict[str, Cut])
 
 def _is_twin(plan: Plan, name: str) -> bool:
     return plan.spec.model.tied_embeddings and name == "embed.weight" and plan.layout.num_stages > 1
+
+
+def _spread_experts(mesh: Mesh, shares: Sequence[Share]) -> set[str]:
+    if mesh.experts is None:
+        return set()
+    group = mesh.expert_group("ep").group_name
+    return {share.name for share in shares if share.cut and share.cut.group.group_name == group}
 
 
 def _positions(plan: Plan, mesh: Mesh) -> Tensor | None:

@@ -79,7 +79,7 @@ def squared_norm(shares: Sequence[Share]) -> Tensor:
         torch.stack(torch._foreach_norm(gradients)).double().square().sum() / copies
         for copies, gradients in by_copies.items()
     ]
-    return torch.stack(sums).sum()
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
 
 
 def guarded_update(

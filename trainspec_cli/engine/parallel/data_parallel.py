@@ -9,9 +9,9 @@ exact however samples are divided over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,29 +22,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from trainspec_cli.engine.comm.exchange import Peers, TimeCollective, all_gather, reduce_scatter
+from trainspec_cli.engine.parallel.noise import Columns, HeldBy, NoiseProbe, columns_of
 
-
-class NoiseProbe:
-    """Adds up |G|^2 / w over the gradients G that are about to be summed, each of the part w of a step's samples.
-
-    That is the sum of w |g|^2 over the parts' mean gradients g = G / w: see `policy/noise.py`.
-    """
-
-    def __init__(self, device: torch.device):
-        self._sum = torch.zeros((), dtype=torch.float64, device=device)
-        self.weight = 0.0
-        """The part of the step's samples that the next gradients are of; 0: they are not looked at."""
-
-    @torch.no_grad()
-    def add(self, gradient: Tensor) -> None:
-        if self.weight > 0:
-            self._sum += gradient.float().square().sum().double() / self.weight
-
-    def take(self) -> Tensor:
-        """Return the sum of this rank, and begin the next step's."""
-        taken, self._sum = self._sum, torch.zeros_like(self._sum)
-        self.weight = 0.0
-        return taken
+Look = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -60,6 +40,7 @@ class DataParallel:
     replicas: Peers
     time_collective: TimeCollective
     noise: NoiseProbe
+    held_by: HeldBy
 
     def offload_policy(self, device_type: str) -> OffloadPolicy:
         return CPUOffloadPolicy(pin_memory=device_type == "cuda") if self.offload else OffloadPolicy()
@@ -71,13 +52,16 @@ def apply_data_parallel(
     """Shard `model` (on meta) in place; `experts`, where they are spread, over what their spreading leaves."""
     if expert_shard is not None:
         for module in experts:
-            _shard(module, expert_shard, how, free=how.free_after_forward, dim=_shardable_dim(module, expert_shard))
+            dim = _shardable_dim(module, expert_shard)
+            _shard(module, expert_shard, how, free=how.free_after_forward, dim=dim, experts=True)
     for block in model.block_modules():
         _shard(block, shard, how, free=how.free_after_forward)
     _shard(model, shard, how, free=False)
 
 
-def _shard(module: nn.Module, mesh: DeviceMesh, how: DataParallel, *, free: bool, dim: int = 0) -> None:
+def _shard(
+    module: nn.Module, mesh: DeviceMesh, how: DataParallel, *, free: bool, dim: int = 0, experts: bool = False
+) -> None:
     fully_shard(
         module,
         mesh=mesh,
@@ -87,11 +71,29 @@ def _shard(module: nn.Module, mesh: DeviceMesh, how: DataParallel, *, free: bool
         shard_placement_fn=(lambda _parameter: Shard(dim)) if dim else None,
     )
     assert isinstance(module, FSDPModule)
-    _sum_gradients(module, mesh, how)
+    look = _Look(module, mesh.size(), how, experts)
+    _sum_gradients(module, mesh, how, look)
     if mesh.size() == 1:
         module.set_custom_reduce_scatter(_NothingToReduce())  # type: ignore[arg-type]
-    elif mesh.device_type == "cpu":
-        _time_shard_collectives(module, how)
+        return
+    module.set_custom_reduce_scatter(_TimedCollective(reduce_scatter, how.time_collective, look))  # type: ignore[arg-type]
+    if mesh.device_type == "cpu":
+        module.set_custom_all_gather(_TimedCollective(all_gather, how.time_collective))  # type: ignore[arg-type]
+
+
+class _Look:
+    """Shows the noise probe a module's gradients before the first sum that they go into."""
+
+    def __init__(self, module: nn.Module, ranks: int, how: DataParallel, experts: bool):
+        self._module, self._ranks, self._how, self._experts = module, ranks, how, experts
+
+    def __call__(self, gradients: Tensor) -> None:
+        self._how.noise.add(gradients, self._columns)
+
+    @cached_property
+    def _columns(self) -> Columns:
+        """FSDP2 knows the parameters' names from the first forward on."""
+        return columns_of(self._module, self._ranks, self._how.held_by, experts=self._experts)
 
 
 def _shardable_dim(module: nn.Module, mesh: DeviceMesh) -> int:
@@ -99,20 +101,20 @@ def _shardable_dim(module: nn.Module, mesh: DeviceMesh) -> int:
     return 0 if all(parameter.shape[0] % mesh.size() == 0 for parameter in module.parameters()) else 1
 
 
-def _sum_gradients(module: FSDPModule, mesh: DeviceMesh, how: DataParallel) -> None:
+def _sum_gradients(module: FSDPModule, mesh: DeviceMesh, how: DataParallel, look: Look) -> None:
     if mesh.size() > 1:  # over one rank there is nothing to divide by, and setting it costs a pass
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    if how.replicas.size > 1:
-        first = how.noise if mesh.size() == 1 else None
-        module.set_all_reduce_hook(partial(_sum_over_replicas, how.replicas, first))
+    if mesh.size() == 1 or how.replicas.size > 1:
+        module.set_all_reduce_hook(partial(_sum_over_replicas, how.replicas, look if mesh.size() == 1 else None))
 
 
-def _sum_over_replicas(replicas: Peers, noise: NoiseProbe | None, gradient: Tensor) -> None:
-    """Sum `gradient` over the replicas, in place; `noise` where this is the first sum that it goes into."""
-    if noise is not None:
-        noise.add(gradient)
-    replicas.sum_(gradient)
+def _sum_over_replicas(replicas: Peers, look: Look | None, gradient: Tensor) -> None:
+    """Sum `gradient` over the replicas, in place; `look` where this is the first sum that it goes into."""
+    if look is not None:
+        look(gradient)
+    if replicas.size > 1:
+        replicas.sum_(gradient)
     _keep_for_this_stream(gradient)
 
 
@@ -125,15 +127,15 @@ def _keep_for_this_stream(buffer: Tensor) -> None:
 class _TimedCollective:
     """A collective of FSDP2 with a stopwatch around it; on a CPU the call returns when it is done."""
 
-    def __init__(self, collective: Any, time_collective: TimeCollective, noise: NoiseProbe | None = None):
-        self._collective, self._time_collective, self._noise = collective, time_collective, noise
+    def __init__(self, collective: Any, time_collective: TimeCollective, look: Look | None = None):
+        self._collective, self._time_collective, self._look = collective, time_collective, look
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
-        if self._noise is not None:
-            self._noise.add(input_tensor)
+        if self._look is not None:
+            self._look(input_tensor)
         with self._time_collective():
             return self._collective(output_tensor, input_tensor, group=group, **options)
 
@@ -156,11 +158,6 @@ class _NothingToReduce:
 
     def __call__(self, *_arguments: Any, **_options: Any) -> Any:
         raise AssertionError("one rank reduces nothing")
-
-
-def _time_shard_collectives(module: FSDPModule, how: DataParallel) -> None:
-    module.set_custom_all_gather(_TimedCollective(all_gather, how.time_collective))  # type: ignore[arg-type]
-    module.set_custom_reduce_scatter(_TimedCollective(reduce_scatter, how.time_collective, how.noise))  # type: ignore[arg-type]
 
 
 # When gradients are exchanged

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from trainspec_cli.engine.run.coordinator import TrainProgress
 from trainspec_cli.policy.batch import StepBatch, schedule_batches, step_batch
-from trainspec_cli.policy.noise import BatchPace, NoiseAverage, measure_noise, next_size
+from trainspec_cli.policy.noise import BatchPace, NoiseAverage, PartSquares, measure_noise, next_size
 from trainspec_cli.policy.schedule import learning_rate
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.rules.batching import noise_hindrance
@@ -26,7 +26,9 @@ class StepPace:
 
     def adopt(self, plan: Plan) -> None:
         """Go on in another layout."""
-        self.measures_noise = not noise_hindrance(plan.spec.model, plan.layout, plan.replica_groups)
+        hindrance = noise_hindrance(plan.spec.model, plan.layout, plan.replica_groups, plan.grad_accum_steps)
+        self.measures_noise = not hindrance and (self.follows_noise or plan.layout.cp == 1)
+        """Under cp it takes an exchange of all gradients, which nobody pays for where nothing follows it."""
 
     @property
     def kept(self) -> BatchPace | None:
@@ -57,15 +59,15 @@ class StepPace:
             yield progress.samples, batch.samples
             progress = TrainProgress(progress.step + 1, progress.samples + batch.samples)
 
-    def note_step(self, step: int, weighted_square: float, square: float, samples: int, parts: int) -> float | None:
-        """Take in the squared norms of a step's gradients (as of `measure_noise`, over `parts` of its `samples`).
+    def note_step(self, step: int, samples: int, squares: Sequence[PartSquares]) -> float | None:
+        """Take in the squared norms of the gradients of a step of `samples`.
 
         Return the noise scale in samples, averaged over the steps so far; None where nothing was measured.
         """
-        if parts < 2:
+        if min(of.parts for of in squares) < 2:
             return None
         batching, size, noise = self._spec.batching, self.state.size, self.state.noise
-        noise = noise.updated(measure_noise(weighted_square, square, samples, parts), batching.schedule.smoothing_steps)
+        noise = noise.updated(measure_noise(samples, squares), batching.schedule.smoothing_steps)
         if self.follows_noise and step % batching.schedule.interval_steps == 0:
             size = next_size(batching, size, noise.noise_scale)
         self.state = BatchPace(size, noise)

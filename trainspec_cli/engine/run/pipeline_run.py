@@ -27,9 +27,7 @@ class PipelineRun:
         schedule: Schedule,
         micro_batches: Sequence[MicroBatch],
         global_tokens: int,
-        step_samples: int | None = None,
     ):
-        """`step_samples`: the samples of all ranks, where the noise of their gradients is to be measured."""
         self.stages, self.micro_batches, self.global_tokens = stages, micro_batches, global_tokens
         self.loss = torch.zeros((), device=micro_batches[0][0].device)
         self._own = schedule[stages.lines.up.rank()]
@@ -37,8 +35,6 @@ class PipelineRun:
         self._mail = Mailbox(stages.layout, schedule, stages.lines, like, stages.clock.collective)
         self._inputs: dict[tuple[int, int], Tensor] = {}
         self._outputs: dict[tuple[int, int], Tensor] = {}
-        self._samples = [len(micro_batch[0]) for micro_batch in micro_batches]
-        self._step_samples = step_samples
         self._left = Counter(action.stage for action in self._own if action.kind in _GRADIENTS_DONE)
         self._last = stages.layout.num_stages - 1
 
@@ -70,7 +66,7 @@ class PipelineRun:
         self._left[action.stage] -= 1
         every_time = self.stages.layout.exchanges_every_backward
         exchange_in_backward(self.stages.parts[action.stage], every_time or self._left[action.stage] == 0)
-        self._weigh(self._samples[action.micro_batch] if every_time else sum(self._samples))
+        self.stages.noise.weigh(action.micro_batch if every_time else None)
         self._backpropagate(action)
 
     def _backward_input(self, action: Action) -> None:
@@ -83,12 +79,8 @@ class PipelineRun:
         self.stages.queue.work_off(*_place(action))
         self._left[action.stage] -= 1
         if self._left[action.stage] == 0:
-            self._weigh(sum(self._samples))
+            self.stages.noise.weigh(None)
             exchange_now(self.stages.parts[action.stage])
-
-    def _weigh(self, samples: int) -> None:
-        """The gradients that are exchanged next are of so many samples."""
-        self.stages.noise.weight = samples / self._step_samples if self._step_samples else 0.0
 
     def _backpropagate(self, action: Action) -> None:
         leaving = self._outputs.pop(_place(action))

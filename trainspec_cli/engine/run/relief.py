@@ -150,7 +150,6 @@ class MemoryRelief:
             abandon_passes(part)
         clear_gradients(self._state.shares)
         forget_visits(self._state.routers)
-        self._state.stages.noise.take()
         if self._emergency:
             self._emergency.restore_kept()
         gc.collect()

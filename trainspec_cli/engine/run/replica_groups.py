@@ -201,7 +201,8 @@ class ReplicaGroups:
         gradients = [share.gradient for share in state.shares]
         with state.clock.collective():
             sum_in_packets([gradient for gradient in gradients if gradient is not None], self._membership.sum_)
-            sum_as_one([loss, *(router.tokens_per_expert_E for router in state.routers)], self._membership.sum_)
+            visits = (router.tokens_per_expert_E for router in state.routers)
+            sum_as_one([loss, state.stages.noise.sums, *visits], self._membership.sum_)
 
     def commit(self) -> bool:
         with self._run.state.clock.collective():

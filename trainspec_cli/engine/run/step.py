@@ -15,8 +15,10 @@ from trainspec_cli.engine.build.train_state import LateSum, TrainState
 from trainspec_cli.engine.comm.exchange import Peers
 from trainspec_cli.engine.optim.optimizer import clear_gradients, guarded_update, squared_norm
 from trainspec_cli.engine.parallel.balance import forget_visits, scale_balance_loss, update_balance
+from trainspec_cli.engine.parallel.noise import StepParts
 from trainspec_cli.engine.run.pipeline_run import PipelineRun
 from trainspec_cli.engine.run.shortage import PassesOutOfMemory, is_out_of_memory
+from trainspec_cli.engine.shares import Share
 from trainspec_cli.policy.pipeline import actions
 
 
@@ -33,18 +35,21 @@ class StepOutcome:
     """How many ranks were asked to stop."""
     writing: Tensor
     """How many ranks were writing a checkpoint."""
-    weighted_square: Tensor
-    """The sum of w |g|^2 over the parts w of the step's samples, whose mean gradients are g; 0 where not measured."""
+    noise: Tensor
+    """What `NoiseProbe` has added up over all ranks, and of |g|^2 of the whole step's gradient what is experts', spread
+    by ep: (5,); zeros where it is not measured."""
     figures: Tensor
     """(ranks, F): what each rank reported; F is 0 where they report nothing."""
 
     def on_host(self) -> StepOutcome:
         """Start copies to the host; they are complete when the device has reached this point."""
-        scalars = (self.loss, self.grad_norm, self.skipped, self.stop, self.writing, self.weighted_square)
+        scalars = (self.loss, self.grad_norm, self.skipped, self.stop, self.writing)
         together = torch.stack([scalar.to(self.loss.device, torch.float64) for scalar in scalars])
-        copied, figures = (tensor.to("cpu", non_blocking=True) for tensor in (together, self.figures))
-        loss, norm, skipped, stop, writing, weighted_square = copied.unbind()
-        return StepOutcome(loss, norm, skipped, stop, writing, weighted_square, figures)
+        copied, noise, figures = (
+            tensor.to("cpu", non_blocking=True) for tensor in (together, self.noise, self.figures)
+        )
+        loss, norm, skipped, stop, writing = copied.unbind()
+        return StepOutcome(loss, norm, skipped, stop, writing, noise, figures)
 
 
 class GroupExchange(Protocol):
@@ -65,15 +70,15 @@ def train_step(
     stop_requested: bool = False,
     writing: bool = False,
     figures: Sequence[float] = (),
-    step_samples: int | None = None,
+    parts: StepParts | None = None,
 ) -> StepOutcome | None:
     """Make one update; return None where the replica groups did not agree on the step, and nothing was updated.
 
     `groups` None: there is one alone. `stop_requested` and `writing` are this rank's flags, which the step adds up
-    over the ranks; `figures` are its own, as many on every rank, which the step brings to all of them. `step_samples`
-    are those of all ranks, where the noise of their gradients is to be measured.
+    over the ranks; `figures` are its own, as many on every rank, which the step brings to all of them. `parts`: where
+    the noise of the gradients is to be measured.
     """
-    loss = compute_gradients(state, micro_batches, global_tokens, step_samples)
+    loss = compute_gradients(state, micro_batches, global_tokens, parts)
     if groups is not None:
         groups.reduce(state, loss)
         if not groups.commit():
@@ -92,12 +97,13 @@ def _update(
     """
     with state.clock.part("optimizer"):
         squared = squared_norm(state.shares).to(loss.device)
-    noise = state.stages.noise.take().to(squared.device)
-    sums = [loss.double(), squared, noise, *(squared.new_full((), flag) for flag in flags)]  # filled there, not copied
+        of_experts = squared_norm(_spread_experts(state)).to(loss.device)
+    sums = [loss.double(), squared, *(squared.new_full((), flag) for flag in flags)]  # filled there, not copied
+    noise = torch.cat([state.stages.noise.sums, of_experts[None]])
     reported = squared.new_zeros((dist.get_world_size(), len(figures)))
     for place, figure in enumerate(figures):
         reported[dist.get_rank(), place].fill_(figure)
-    agreed = torch.cat([torch.stack(sums), reported.flatten()])
+    agreed = torch.cat([torch.stack(sums), noise, reported.flatten()])
     with state.clock.collective():
         dist.all_reduce(agreed)
     mean_loss, norm = agreed[0].float(), agreed[1].sqrt().float()
@@ -105,34 +111,45 @@ def _update(
         skipped = guarded_update(state.optimizer, state.shares, norm, mean_loss, clip_norm)
     if state.routers:
         update_balance(state.routers, Peers(state.mesh.stage.get_group(), state.clock.collective))
-    figures_of_all = agreed[len(sums) :].view_as(reported)
+    noise, figures_of_all = agreed[len(sums) :].split([len(noise), reported.numel()])
     return StepOutcome(
         mean_loss,
         norm,
         skipped,
-        stop=agreed[3],
-        writing=agreed[4],
-        weighted_square=agreed[2],
-        figures=figures_of_all,
+        stop=agreed[2],
+        writing=agreed[3],
+        noise=noise,
+        figures=figures_of_all.view_as(reported),
     )
 
 
+def _spread_experts(state: TrainState) -> list[Share]:
+    return [share for share in state.shares if share.name in state.spread_experts]
+
+
 def compute_gradients(
-    state: TrainState, micro_batches: Sequence[MicroBatch], global_tokens: int, step_samples: int | None = None
+    state: TrainState, micro_batches: Sequence[MicroBatch], global_tokens: int, parts: StepParts | None = None
 ) -> Tensor:
     """Compute the gradients of the global batch's mean loss, and return this rank's share of it.
 
-    The ranks' shares sum to the loss. Raises PassesOutOfMemory.
+    The ranks' shares sum to the loss. `parts`: where the noise of the gradients is to be measured. Raises
+    PassesOutOfMemory.
     """
-    layout = state.mesh.layout
+    layout, noise = state.mesh.layout, state.stages.noise
+    noise.begin(parts)
     scale_balance_loss(state.routers, global_tokens)
     schedule = actions(layout, len(micro_batches))
     try:
-        loss = PipelineRun(state.stages, schedule, micro_batches, global_tokens, step_samples).run()
+        loss = PipelineRun(state.stages, schedule, micro_batches, global_tokens).run()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         raise PassesOutOfMemory(max(len(tokens) for tokens, *_ in micro_batches)) from error
+    noise.end(
+        every_micro_batch=layout.exchanges_every_backward,
+        ranks_of_part=layout.cp * layout.tp * layout.pp,
+        ranks_of_experts=layout.ep * layout.pp,
+    )
     for late in state.late_sums:
         sum_late(late)
     return loss / layout.tp  # each rank of tp computed the same

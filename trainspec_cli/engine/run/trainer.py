@@ -20,6 +20,7 @@ from trainspec_cli.engine.observe.device import Peak, device_allocations, device
 from trainspec_cli.engine.observe.memory import MemoryWatch
 from trainspec_cli.engine.observe.watch import StepWatch
 from trainspec_cli.engine.optim.optimizer import set_learning_rate
+from trainspec_cli.engine.parallel.noise import StepParts, parts_of
 from trainspec_cli.engine.run.checkpoints import Checkpoints
 from trainspec_cli.engine.run.coordinator import Coordinator, RunContext, StepSamples, TrainProgress
 from trainspec_cli.engine.run.directives import Directives, follows_earlier
@@ -30,6 +31,7 @@ from trainspec_cli.engine.run.relief import MemoryRelief
 from trainspec_cli.engine.run.result import Divergence, RunTally, write_result
 from trainspec_cli.engine.run.scheduling import StepScheduler
 from trainspec_cli.engine.run.step import StepOutcome, train_step
+from trainspec_cli.policy.noise import PartSquares
 from trainspec_cli.rundir.event_types import EndEvent, EvalEvent, SampleEvent, StartEvent, StepEvent, WarningEvent
 from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.spec.results.plan import Plan
@@ -170,7 +172,7 @@ class Trainer:
             stop_requested=self.coordinator.stop_flag,
             writing=self.checkpoints.writing,
             figures=self.scheduler.figures(step),
-            step_samples=samples.group_samples if self.pace.measures_noise else None,
+            parts=self._parts(samples),
         )
         return lr, samples, outcome
 
@@ -201,6 +203,12 @@ class Trainer:
         self.memory = MemoryWatch(state.device, self.progress.step, plan.total_steps)
         self.allocated = device_allocations(state.device)
 
+    def _parts(self, samples: StepSamples) -> StepParts | None:
+        """Return the parts of the step whose gradients show the noise; None where it is not measured."""
+        if not self.pace.measures_noise:
+            return None
+        return parts_of(samples.division, self.state.mesh, samples.group_samples, samples.step_samples)
+
     def _waiting_for_groups(self) -> AbstractContextManager[None]:
         """The time that other replica groups take is no hang of this one."""
         return self.watch.between_steps() if self.coordinator.waits_for_groups else nullcontext()
@@ -223,11 +231,12 @@ class Trainer:
         measured."""
         if not self.pace.measures_noise:
             return {}
-        every_time = self.plan.layout.exchanges_every_backward
-        parts = samples.division.count_parts(samples.group_samples, every_micro_batch=every_time)
-        square = outcome.grad_norm.item() ** 2
-        weighted_square = outcome.weighted_square.item()
-        noise_scale = self.pace.note_step(step, weighted_square, square, samples.group_samples, parts)
+        weighted, of_experts, parts, expert_parts, experts_square = outcome.noise.tolist()
+        square = outcome.grad_norm.item() ** 2 - experts_square
+        squares = [PartSquares(weighted, square, round(parts))]
+        if self.plan.layout.ep > 1:
+            squares.append(PartSquares(of_experts, experts_square, round(expert_parts)))
+        noise_scale = self.pace.note_step(step, samples.step_samples, squares)
         return {} if noise_scale is None else {"noise_scale": noise_scale}
 
     def _data_flow(self) -> dict[str, int]:

@@ -115,27 +115,37 @@ def noise(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("unsupported", message, f"{PATH}.kind", hint)
 
 
-def noise_hindrance(model: ModelSpec, layout: Layout, replica_groups: int) -> str:
+def noise_hindrance(model: ModelSpec, layout: Layout, replica_groups: int, micro_batches: int) -> str:
     """Return why the noise of the gradients cannot be measured in a layout; empty where it can.
 
-    It shows in the gradients of whole samples, before they are summed: ranks of context, tensor and expert parallelism
-    hold parts of a sample's, as do the two ends of a pipeline of a tied embedding.
+    It shows between the gradients of different samples, before they are summed. `micro_batches` of a rank in a step are
+    so many parts where each is exchanged by itself.
     """
-    if replica_groups > 1:
-        return "it is measured within one replica group, and there are several"
-    if layout.data_parallel_size < 2:
+    turns = micro_batches if layout.exchanges_every_backward else 1
+    if layout.data_parallel_size * replica_groups < 2:
         return "it is measured between data-parallel ranks, and there is 1"
-    for axis in ("cp", "tp", "ep"):
-        if getattr(layout, axis) > 1:
-            return f"ranks of {axis} hold parts of a sample's gradient"
-    return (
-        "a tied embedding has a part of its gradient on two stages" if model.tied_embeddings and layout.pp > 1 else ""
-    )
+    if model.tied_embeddings and layout.pp > 1 and layout.exchanges_every_backward:
+        return f"ZeRO-{layout.zero_stage} sums a tied embedding's gradient on each of its stages by itself"
+    ranks, left = divmod(layout.ep, layout.cp * layout.tp)
+    if layout.ep > 1 and left:
+        return f"the {layout.ep} ranks of ep hold parts of a sample's gradient"
+    if layout.ep > 1 and layout.data_parallel_size // ranks * replica_groups * turns < 2:
+        return "all data-parallel ranks train the same experts together"
+    return ""
 
 
-def measurable_noise(spec: RunSpec, layout: Layout, replica_groups: int) -> Iterator[Problem]:
+def measurable_noise(spec: RunSpec, layout: Layout, replica_groups: int, micro_batches: int) -> Iterator[Problem]:
     """Refuse a batch that is to follow a noise which cannot be measured in the layout."""
-    if spec.batching.schedule.kind == "noise" and (why := noise_hindrance(spec.model, layout, replica_groups)):
+    if spec.batching.schedule.kind != "noise":
+        return
+    why = noise_hindrance(spec.model, layout, replica_groups, micro_batches)
+    if replica_groups > 1:
+        message = (
+            f"`{PATH}.kind` is noise, and a replica group that comes back ({replica_groups} of them) knows none of it"
+        )
+        hint = f"type resilience=restart, or {PATH}.kind=seesaw"
+        yield Problem("unsupported", message, f"{PATH}.kind", hint)
+    elif why:
         message = f"`{PATH}.kind` is noise, and in this layout ({layout.describe()}) nobody measures it: {why}"
         hint = f"type layout=ddp or layout=fsdp with two processes or more, or {PATH}.kind=seesaw"
         yield Problem("unsupported", message, f"{PATH}.kind", hint)

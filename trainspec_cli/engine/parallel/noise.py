@@ -1,0 +1,174 @@
+"""What the gradient noise scale needs of a step: squared norms of the gradients of parts of its samples.
+
+A part is what one data-parallel rank computes between two exchanges: a micro-batch, or its whole step. Its gradient G
+is seen as it is about to be summed with others'. Where the part is w of the step's samples, its mean gradient is
+g = G / w, and w |g|^2 = |G|^2 / w is added up over the parts (`policy/noise.py` says what for). Ranks that work on one
+part together hold its gradient each in a way of its own, by parameter (`Held`), and experts are trained together by the
+data-parallel ranks whose tokens they get: their parts are the samples of all of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from trainspec_cli.engine.comm.exchange import Peers, reduce_scatter
+from trainspec_cli.engine.mesh import Mesh
+from trainspec_cli.policy.division import Division
+
+Held = Literal["own", "copied", "partial", "twin"]
+"""own: this rank of tp alone has this part of the parameter. copied: every rank of tp has the whole gradient. partial:
+the ranks' gradients sum to it. twin: those of the pipeline's two ends do, of a tied embedding."""
+HeldBy = Callable[[str], Held]
+"""By the parameter's name."""
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """The samples of this rank's micro-batches in a step."""
+
+    step_samples: int
+    """Of all ranks and replica groups."""
+    own: Sequence[int]
+    expert: Sequence[int]
+    """Those of all ranks whose tokens this rank's experts get; empty without ep."""
+
+    def weights(self, micro_batch: int | None) -> tuple[float, float]:
+        """Return the part of the step that a micro-batch is (None: all of them together), for (all but experts,
+        experts)."""
+        taken = slice(None) if micro_batch is None else slice(micro_batch, micro_batch + 1)
+        return sum(self.own[taken]) / self.step_samples, sum(self.expert[taken]) / self.step_samples
+
+    def count(self, *, every_micro_batch: bool) -> tuple[int, int]:
+        """Return how many parts have samples, of (this rank, the ranks that share experts)."""
+        both = (self.own, self.expert)
+        first, second = (sum(map(bool, sizes)) if every_micro_batch else int(any(sizes)) for sizes in both)
+        return first, second
+
+
+def parts_of(division: Division, mesh: Mesh, samples: int, step_samples: int) -> StepParts:
+    """Return the parts of a step of `step_samples`, of which `division` divides this replica group's `samples`."""
+    sizes = [division.of_rank(rank, 0, samples).sizes for rank in mesh.expert_data_ranks]
+    of_experts = [sum(turn) for turn in zip(*sizes, strict=True)] if mesh.experts else []
+    return StepParts(step_samples, division.of_rank(mesh.data_rank, 0, samples).sizes, of_experts)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """How the gradients of an FSDP2 group lie in the buffer that is reduced: a row for each rank, in which each
+    parameter has neighbouring columns."""
+
+    ranks: int
+    sizes: tuple[int, ...]
+    held: tuple[Held, ...]
+    experts: bool
+    """They are spread by ep."""
+
+
+def columns_of(module: nn.Module, ranks: int, held_by: HeldBy, *, experts: bool) -> Columns:
+    """Return the columns of what `module`, sharded over `ranks` by FSDP2, trains.
+
+    FSDP2 has no public call for it; this is how it copies gradients together as of torch 2.13.
+    """
+    state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    (group,) = [state._fsdp_param_group] if groups is None else groups
+    trained = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
+    return Columns(
+        ranks,
+        tuple(_columns(parameter, ranks) for parameter in trained),
+        tuple(held_by(parameter._param_fqn) for parameter in trained),
+        experts,
+    )
+
+
+def _columns(parameter: Any, ranks: int) -> int:
+    """A parameter that is cut along its first dimension is filled up to whole rows on each rank."""
+    size: torch.Size = parameter._orig_size
+    if parameter.fsdp_placement.dim or not size:
+        return -(-size.numel() // ranks)
+    return -(-size[0] // ranks) * size[1:].numel()
+
+
+class NoiseProbe:
+    """Adds up |G|^2 / w over the parts that this rank computes, alone or with others: the ranks' sums add up to all."""
+
+    def __init__(self, device: torch.device, cp: Peers, tp: Peers, ends: Peers):
+        self._cp, self._tp, self._ends = cp, tp, ends
+        self.sums = torch.zeros(4, dtype=torch.float64, device=device)
+        """[sum of |G|^2 / w, that of experts, number of parts, that of experts]; the numbers are this rank's share."""
+        self._parts: StepParts | None = None
+        self._weights = (0.0, 0.0)
+        self._twins: list[Tensor] = []
+
+    def begin(self, parts: StepParts | None) -> None:
+        """Begin a step; None: its gradients are not looked at."""
+        self.sums.zero_()
+        self._twins.clear()
+        self._parts, self._weights = parts, (0.0, 0.0)
+
+    def weigh(self, micro_batch: int | None) -> None:
+        """Say which part the gradients are of that are exchanged next."""
+        if self._parts is not None:
+            self._weights = self._parts.weights(micro_batch)
+
+    @torch.no_grad()
+    def add(self, gradients: Tensor, columns: Columns) -> None:
+        """Look at what is about to be reduced. Called by all ranks of a part alike: they may have to exchange."""
+        weight = self._weights[columns.experts]
+        if weight == 0.0:
+            return
+        rows = gradients.view(columns.ranks, -1)
+        assert rows.shape[1] == sum(columns.sizes), "every trained parameter has a gradient"
+        if columns.experts:
+            self.sums[1] += _square(rows) / weight
+            return
+        self.sums[0] += self._squared_norm(self._whole(rows), columns) / weight
+
+    def _whole(self, rows: Tensor) -> Tensor:
+        """Sum over the ranks that hold other parts of the same sequences, each of which keeps some of the rows."""
+        if self._cp.size == 1:
+            return rows
+        kept = rows.new_empty((rows.shape[0] // self._cp.size, rows.shape[1]))
+        with self._cp.time():
+            reduce_scatter(kept, rows, group=self._cp.group)
+        return kept
+
+    def _squared_norm(self, rows: Tensor, columns: Columns) -> Tensor:
+        """This rank's share of it, but for twins."""
+        if set(columns.held) <= {"own"}:
+            return _square(rows)
+        by_kind: dict[Held, list[Tensor]] = {}
+        for held, part in zip(columns.held, rows.split(columns.sizes, dim=1), strict=True):
+            by_kind.setdefault(held, []).append(part)
+        self._twins += [part.clone() for part in by_kind.pop("twin", [])]
+        if partial := by_kind.pop("partial", []):
+            by_kind.setdefault("copied", []).append(self._tp.sum_(torch.cat(partial, dim=1)))
+        shares = {"own": 1, "copied": self._tp.size}
+        squares = [_square(part) / shares[held] for held, parts in by_kind.items() for part in parts]
+        return torch.stack(squares).sum() if squares else rows.new_zeros((), dtype=torch.float64)
+
+    @torch.no_grad()
+    def end(self, *, every_micro_batch: bool, ranks_of_part: int, ranks_of_experts: int) -> None:
+        """Take in what is known after the last exchange: twins, and this rank's share of the number of parts.
+
+        `ranks_of_part` compute a part together, `ranks_of_experts` one of the experts'.
+        """
+        if self._parts is None:
+            return
+        if self._twins:
+            whole = self._ends.sum_(torch.stack(self._twins).sum(0))
+            self.sums[0] += _square(whole) / self._ends.size / self._weights[0]
+            self._twins.clear()
+        own, expert = self._parts.count(every_micro_batch=every_micro_batch)
+        self.sums[2] += own / ranks_of_part
+        self.sums[3] += expert / ranks_of_experts
+
+
+def _square(gradient: Tensor) -> Tensor:
+    return gradient.float().square().sum().double()
