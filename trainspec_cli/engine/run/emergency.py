@@ -71,9 +71,12 @@ class Emergency:
         """Save this rank's piece, tell the others, and wait until the checkpoint is whole; False where it is not."""
         progress = self._progress
         assert progress is not None, "a step has begun"
-        leave_note(self._run_dir, ShortageNote(dist.get_rank(), progress.step))
         started = time.monotonic()
-        self._save_own(progress)
+        try:
+            leave_note(self._run_dir, ShortageNote(dist.get_rank(), progress.step))
+            self._save_own(progress)
+        except OSError:  # of a full disk, say: the caller reports that nothing was saved
+            return False
         own_s = time.monotonic() - started
         deadline = time.monotonic() + OTHERS_S + OTHERS_TIMES * own_s
         while not (whole := self._run_dir.manifest(progress.step).is_file()) and time.monotonic() < deadline:
