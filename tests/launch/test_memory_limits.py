@@ -13,6 +13,7 @@ from trainspec_cli.launch.memory_limits import LimitsWatch, forget_limits, list_
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.kernels import KernelSpec
 from trainspec_cli.spec.results.memory import MemorySetting, Relief
 from trainspec_cli.spec.results.plan import Plan
 
@@ -61,8 +62,8 @@ def test_what_was_written_before_the_run_went_on_is_not_learned_again(
 
 def test_it_holds_for_the_same_plan_on_the_same_machine(tmp_path: Path, given: Plan, machine: Machine) -> None:
     learn(tmp_path / "run", given, machine, Relief(EIGHT, FOUR))
-    smaller = replace(given, micro_batch_size=1, recompute="full")
-    assert read_limits(smaller, machine).reliefs, "whatever its setting is"
+    smaller = replace(given, micro_batch_size=1, recompute="full", kernels=KernelSpec(rope="halves"))
+    assert read_limits(smaller, machine).reliefs, "whatever its setting is, and before its kernels are chosen"
     others = [
         (replace(given, layout=replace(given.layout, zero_stage=1, dp_shard=2, dp_replicate=1)), machine),
         (replace(given, spec=replace(given.spec, data=replace(given.spec.data, seq_len=4096))), machine),

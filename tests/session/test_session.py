@@ -14,6 +14,7 @@ from trainspec_cli.errors import MachineError, PlanError, Problem
 from trainspec_cli.launch.backend.local import LocalBackend
 from trainspec_cli.launch.backend.nodes.backend import NodesBackend, Reach
 from trainspec_cli.launch.job.claim import is_running
+from trainspec_cli.launch.memory_limits import LimitsWatch
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan
@@ -64,8 +65,9 @@ class Steps:
         self.taken.append("prepare_data")
         return self._data
 
-    def run(self, job: Any, plan: Plan, backend: Any, console: Any, **options: Any) -> int:
+    def run(self, job: Any, plan: Plan, backend: Any, console: Any, limits: LimitsWatch, **options: Any) -> int:
         self.taken.append("run")
+        limits.look()
         self.job, self.plan, self.backend = job, plan, backend
         self.options["run"] = options
         self.was_claimed = is_running(job.run)

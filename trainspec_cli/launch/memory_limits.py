@@ -122,9 +122,11 @@ def _layout(plan: Plan) -> str:
 
 def _path(plan: Plan, machine: Machine) -> Path:
     spec, whole = to_plain(plan.spec), to_plain(plan)
-    facts = {key: spec[key] for key in ("model", "lora", "compile", "precision")} | {"seq_len": plan.spec.data.seq_len}
-    facts |= {key: whole[key] for key in ("layout", "device", "replica_groups", "num_nodes", "kernels")}
-    return figures_path(KIND, plan, machine, {"plan": facts, "optimizer": plan.spec.optim.name})
+    facts = {key: spec[key] for key in ("model", "lora", "compile", "precision", "kernels")}
+    facts |= {key: whole[key] for key in ("layout", "device", "replica_groups", "num_nodes")}
+    return figures_path(
+        KIND, plan, machine, {"plan": facts, "seq_len": plan.spec.data.seq_len, "optimizer": plan.spec.optim.name}
+    )
 
 
 def _read(path: Path) -> MemoryLimits | None:

@@ -19,8 +19,9 @@ from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of
 from trainspec_cli.engine.data.staging import Staging
 from trainspec_cli.engine.optim.optimizer import clear_gradients
 from trainspec_cli.engine.parallel.balance import forget_visits
+from trainspec_cli.engine.run import emergency
 from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup, TrainProgress
-from trainspec_cli.engine.run.relief import recall_reliefs
+from trainspec_cli.engine.run.relief import NOT_SAVED, recall_reliefs
 from trainspec_cli.engine.run.shortage import OutOfMemory, is_out_of_memory
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.step import compute_gradients
@@ -193,6 +194,20 @@ def test_the_beginning_of_a_step_that_cannot_be_made_is_saved(start: Start) -> N
     assert restored is not None and restored.manifest.about.samples == 2 * BATCH
     for ours, theirs in zip(weights(again.state), weights(short.state), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_state_that_cannot_be_saved_is_reported_and_the_shortage_too(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(emergency, "leave_note", fail)
+    context = start("oom(step=2,above=0)", micro=1)
+    with pytest.raises(OutOfMemory):
+        train(context)
+    assert [event["message"] for event in events(context, "warning")] == [NOT_SAVED]
+    assert context.run_dir.checkpoint_steps() == []
 
 
 def test_without_a_ladder_a_shortage_ends_the_run_at_once(start: Start) -> None:

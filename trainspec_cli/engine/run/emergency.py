@@ -26,8 +26,11 @@ from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.shortages import ShortageNote, leave_note, read_note
 
 LOOK_INTERVAL_S = 0.25
-PATIENT_S = 1.0
-"""A step that lasts longer than this, and twice as long as the one before it, may wait for a rank that failed."""
+PATIENT_S, MOST_PATIENT_S = 1.0, 5.0
+"""A step that lasts longer than this, and twice as long as the one before it, may wait for a rank that failed; every
+step that lasts longer than the second may."""
+RANKS_A_LOOK = 512
+"""So many more ranks look for notes as much more seldom: they may share the server of a file system."""
 OTHERS_S, OTHERS_TIMES = 30.0, 10.0
 """The others' pieces are waited for so long, and so many times longer than the own one took."""
 
@@ -50,8 +53,7 @@ class Emergency:
 
     def begin_step(self, progress: TrainProgress) -> None:
         """The state is that of `progress` until this step's update."""
-        now = time.monotonic()
-        self._last_s, self._began_s = now - self._began_s, now
+        self._began_s = time.monotonic()
         self.kept = {f"model.{name}": buffer.clone() for name, buffer in self._buffers}
         self._mark = mark(on_gpu=self._state.clock.on_gpu)
         self._progress = progress
@@ -63,15 +65,18 @@ class Emergency:
 
     def end_step(self) -> None:
         """The update is made: there is nothing to save until the next step begins."""
-        self._progress = None
+        self._last_s, self._progress = time.monotonic() - self._began_s, None
 
     def save(self) -> bool:
         """Save this rank's piece, tell the others, and wait until the checkpoint is whole; False where it is not."""
         progress = self._progress
         assert progress is not None, "a step has begun"
-        leave_note(self._run_dir, ShortageNote(dist.get_rank(), progress.step))
         started = time.monotonic()
-        self._save_own(progress)
+        try:
+            leave_note(self._run_dir, ShortageNote(dist.get_rank(), progress.step))
+            self._save_own(progress)
+        except OSError:  # of a full disk, say: the caller reports that nothing was saved
+            return False
         own_s = time.monotonic() - started
         deadline = time.monotonic() + OTHERS_S + OTHERS_TIMES * own_s
         while not (whole := self._run_dir.manifest(progress.step).is_file()) and time.monotonic() < deadline:
@@ -82,10 +87,12 @@ class Emergency:
         self._closed.set()
 
     def _look_for_notes(self) -> None:
-        """A healthy step is not looked at: the folder may be on a file system that thousands of ranks share."""
-        while not self._closed.wait(LOOK_INTERVAL_S):
+        """A healthy step is not looked at, unless it is long."""
+        interval_s = LOOK_INTERVAL_S * (1 + dist.get_world_size() // RANKS_A_LOOK)
+        while not self._closed.wait(interval_s):
             progress = self._progress
-            if progress is None or time.monotonic() - self._began_s < max(PATIENT_S, 2 * self._last_s):
+            patience_s = min(MOST_PATIENT_S, max(PATIENT_S, 2 * self._last_s))
+            if progress is None or time.monotonic() - self._began_s < patience_s:
                 continue
             note = read_note(self._run_dir)
             if note is not None and note.step == progress.step:

@@ -36,7 +36,7 @@ from trainspec_cli.engine.run.shortage import (
     out_of_memory,
 )
 from trainspec_cli.policy.memory import next_setting, with_reliefs
-from trainspec_cli.rundir.event_types import MemoryEvent
+from trainspec_cli.rundir.event_types import MemoryEvent, WarningEvent
 from trainspec_cli.rundir.fields import read_record
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.shortages import read_reliefs
@@ -45,6 +45,7 @@ from trainspec_cli.spec.results.memory import MemorySetting, Relief, Shortage
 from trainspec_cli.spec.results.plan import Plan
 
 Made = TypeVar("Made")
+NOT_SAVED = "memory ran out, and the state could not be saved: the run goes on from an earlier checkpoint"
 
 
 def recall_reliefs(plan: Plan, run_dir: RunDir) -> list[Relief]:
@@ -74,7 +75,8 @@ class MemoryRelief:
     ):
         self._run_dir, self._checkpoints, self._watch = run.run_dir, checkpoints, watch
         self._group, self._scheduler = coordinator.group, scheduler
-        self._log = DirectiveLog(run.run_dir, coordinator.journal)
+        self._journal = coordinator.journal
+        self._log = DirectiveLog(run.run_dir, self._journal)
         self._emergency: Emergency | None = None
         self.adopt(run)
 
@@ -132,8 +134,8 @@ class MemoryRelief:
             self._begin_anew()
             self._take(progress, shortage, taken, str(cause))
             return
-        if self._emergency:
-            self._emergency.save()
+        if self._emergency and not self._emergency.save():
+            self._journal.write(WarningEvent(step=progress.step, message=NOT_SAVED))
         raise out_of_memory(self._plan, shortage, cause)
 
     def _in_place(self, failed: MemorySetting) -> MemorySetting | None:
