@@ -31,7 +31,15 @@ LAYOUTS = (
     "dp_shard: 2, zero_stage: 3",
 )
 RECIPE = (
-    *("recipe=quickstart", "layout=fsdp", "cluster.devices_per_node=2", "precision=fp32", "sample.max_new_tokens=0"),
+    *(
+        "recipe=quickstart",
+        "optim.schedule.kind=constant",
+        "optim.schedule.warmup_steps=2",
+        "layout=fsdp",
+        "cluster.devices_per_node=2",
+        "precision=fp32",
+        "sample.max_new_tokens=0",
+    ),
     *("train.eval_interval_steps=null", "checkpoint.interval_steps=null", "scheduler=off", "model.num_layers=8"),
     *("model.hidden_size=512", "model.num_heads=8", "model.num_kv_heads=8", "model.ffn_size=1408"),
 )

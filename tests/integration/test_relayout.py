@@ -76,3 +76,30 @@ def test_a_run_without_the_memory_for_a_change_keeps_its_layout(trainspec, tmp_p
     assert losses(kept) == losses(RunDir(tmp_path / "plain"))
     assert read_result("kept")["weights_sha256"] == read_result("plain")["weights_sha256"]
     assert json.loads(trainspec("report", "kept", "--json").stdout)["directives"][0]["applied"] is False
+
+
+SAMPLE_S = 0.1
+"""Of all layers together, on every rank; the slow one takes twice as long."""
+SLOWED, RECOVERED = 14, 44
+
+
+@pytest.mark.slow
+def test_layers_move_off_a_slow_pipeline_rank_and_back(trainspec, tmp_path: Path) -> None:
+    usual = [f"throttle(step=0,rank={rank},seconds={SAMPLE_S},steps=1000)" for rank in range(2)]
+    slow = f"throttle(step={SLOWED},rank=1,seconds={SAMPLE_S},steps={RECOVERED - SLOWED})"
+    recipe = (
+        *("recipe=tiny", "model.num_layers=6", "cluster.devices_per_node=2", "precision=fp32", "layout.pp=2"),
+        *("layout.dp_shard=1", "batching.global_batch_size=8", "train.max_steps=80", "scheduler.max_stage_layers=5"),
+    )
+    ended = trainspec("launch", *recipe, "scheduler=auto", f"fault={';'.join([*usual, slow])}", "run.dir=run")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    run = RunDir(tmp_path / "run")
+    away, back = directives(run)[:2]
+    assert (away["kind"], away["layout"]["stage_layers"], away["before"]["stage_layers"]) == ("layers", [4, 2], None)
+    assert SLOWED + 3 <= away["step"] < RECOVERED < back["step"]
+    assert back["layout"]["stage_layers"] is None
+    assert away["reason"].startswith("pipeline rank 1 takes ")
+    assert away["expected_s"] == pytest.approx(away["before_s"] * 2 / 3, rel=0.15)
+    achieved = [line for line in read_events(run.directives) if line["type"] == "achieved"]
+    assert achieved[0]["number"] == away["number"]
+    assert achieved[0]["achieved_s"] < away["before_s"]

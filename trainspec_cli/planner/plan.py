@@ -62,7 +62,11 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
         peak_source=peak_source,
     )
     drafted = replace(drafted, layout=_cut_layers(drafted, machine))
-    return replace(drafted, changes=tuple(_plan_changes(drafted, machine)))
+    drafted = replace(drafted, changes=tuple(_plan_changes(drafted, machine)))
+    if all(layout.pp == 1 for layout in (drafted.layout, *(change.layout for change in drafted.changes))):
+        return drafted
+    times = relative_times(spec.model, micro_batch_tokens(drafted), spec.data.seq_len, drafted.layout)
+    return replace(drafted, layer_flops=tuple(times.layers_s), head_flops=times.head_s)
 
 
 def _plan_changes(plan: Plan, machine: Machine) -> Iterator[PlannedLayout]:
@@ -84,8 +88,12 @@ def _cut_layers(plan: Plan, machine: Machine) -> Layout:
         return layout
     if is_known(plan, machine):
         return cut_on_chip(setup_of(plan, machine), plan.recompute, efficiency_of(spec.cluster))[0].layout
-    tokens = plan.micro_batch_size * spec.data.seq_len / layout.cp
-    return cut(relative_times(spec.model, tokens, spec.data.seq_len, layout), layout)
+    return cut(relative_times(spec.model, micro_batch_tokens(plan), spec.data.seq_len, layout), layout)
+
+
+def micro_batch_tokens(plan: Plan) -> float:
+    """Return the tokens of a rank's largest micro-batch."""
+    return plan.micro_batch_size * plan.spec.data.seq_len / plan.layout.cp
 
 
 def _choose(

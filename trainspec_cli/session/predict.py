@@ -20,6 +20,7 @@ from trainspec_cli.planner.this_machine import (
 )
 from trainspec_cli.policy.division import largest_that_fits
 from trainspec_cli.policy.memory import build_ladder, with_reliefs, with_setting
+from trainspec_cli.policy.partition import cut_evenly
 from trainspec_cli.report.text import describe_prediction
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.spec.field_types import AUTO
@@ -55,7 +56,7 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
     predictor = _predictor(plan, machine, console, may_probe=may_probe)
     plan = replace(plan, memory_ladder=_memory_ladder(plan, predictor))
     if predictor is None:
-        return replace(plan, prediction=None, largest_micro_batch_size=None)
+        return replace(plan, prediction=None, largest_micro_batch_size=None, largest_stage_layers=None)
     prediction = predictor.predict(plan.as_one_group)
     console.report(describe_prediction(prediction, plan.tokens_per_step))
     if prediction.needed_bytes > predictor.limit_bytes:
@@ -67,6 +68,7 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
         plan,
         prediction=prediction,
         largest_micro_batch_size=_largest_micro_batch(plan, predictor),
+        largest_stage_layers=_largest_stage(plan, predictor),
         changes=tuple(_check_changes(plan, predictor, prediction, console, force=force)),
     )
 
@@ -91,7 +93,11 @@ def _check_changes(
                 hint = "name another layout there, or leave the change out; --force launches all the same"
                 raise PlanError(Problem("does_not_fit", message, f"scheduler.changes.{place}", hint))
             console.report(f"{message}; forced")
-        yield replace(change, largest_micro_batch_size=_largest_micro_batch(other, predictor))
+        yield replace(
+            change,
+            largest_micro_batch_size=_largest_micro_batch(other, predictor),
+            largest_stage_layers=_largest_stage(other, predictor),
+        )
         before = after
 
 
@@ -149,6 +155,26 @@ def _largest_micro_batch(plan: Plan, predictor: Predictor) -> int | None:
         return prediction.needed_bytes <= predictor.limit_bytes
 
     return largest_that_fits(usual, 2 * usual if wanted == AUTO else int(wanted), fits)
+
+
+def _largest_stage(plan: Plan, predictor: Predictor) -> int | None:
+    """Return the layers of the fullest pipeline rank that fits, wherever in the pipeline it is; None where the
+    scheduler moves none, or a rank has several stages."""
+    scheduler, layout, layers = plan.spec.scheduler, plan.layout, plan.spec.model.num_layers
+    if scheduler.mode == "off" or layout.pp == 1 or layout.num_stages > layout.pp:
+        return None
+    most, wanted = layers - layout.pp + 1, scheduler.max_stage_layers
+
+    def fits(held: int) -> bool:
+        for rank in range(layout.pp):
+            others = cut_evenly(layers - held, layout.pp - 1)
+            cut = replace(layout, stage_layers=(*others[:rank], held, *others[rank:]))
+            if predictor.predict(replace(plan.as_one_group, layout=cut)).needed_bytes > predictor.limit_bytes:
+                return False
+        return True
+
+    usual = max(layout.stage_layers or cut_evenly(layers, layout.pp))
+    return largest_that_fits(usual, most if wanted == AUTO else min(most, int(wanted)), fits)
 
 
 def _predictor(plan: Plan, machine: Machine, console: PrintableConsole, *, may_probe: bool) -> Predictor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ from trainspec_cli.rundir.events import EventWriter, read_events
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import ABSENT, to_plain
 from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.scheduler import SchedulerSpec
+from trainspec_cli.spec.results.plan import PlannedLayout
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -90,8 +93,11 @@ def test_a_run_that_is_resumed_goes_through_the_same_layouts_and_shares(tmp_path
     assert run.has_layout_ahead
     first = run.due_layout(10)
     assert first is not None and first.number == 2
-    assert planned_by(first, 7).layout == PIPELINE
-    assert planned_by(first, 7).grad_accum_steps == 4
+    known = PlannedLayout(8, PIPELINE, 4, 4, 7, 3)
+    plan: Any = SimpleNamespace(layout=DATA, changes=(known,))
+    assert planned_by(first, plan) == replace(known, step=10)
+    unknown = SimpleNamespace(layout=DATA, changes=())
+    assert planned_by(first, unknown) == PlannedLayout(10, PIPELINE, 4, 4)  # type: ignore[arg-type]
     run.follow_layout(first)
     assert numbers(run.shares_of_layout(2, applied=True)) == [3]
     assert run.due_layout(29) is None  # the change that failed is passed over
@@ -152,6 +158,7 @@ def test_a_change_without_a_layout_is_refused(tmp_path: Path, plain: Any) -> Non
     [
         ("auto", DATA, (), None, True),
         ("auto", Layout(tp=4), (), None, False),
+        ("auto", Layout(pp=2), (), None, True),
         ("off", DATA, (), None, False),
         ("off", Layout(tp=4), ("a change",), None, True),
         ("auto", DATA, ("a change",), 1, False),
@@ -160,6 +167,7 @@ def test_a_change_without_a_layout_is_refused(tmp_path: Path, plain: Any) -> Non
 def test_which_runs_follow_directives(
     mode: str, layout: Layout, changes: Any, group: int | None, follows: bool
 ) -> None:
-    scheduler = SimpleNamespace(mode=mode)
-    plan: Any = SimpleNamespace(spec=SimpleNamespace(scheduler=scheduler), layout=layout, changes=changes)
+    scheduler = SchedulerSpec(mode=mode, max_stage_layers=3)  # type: ignore[arg-type]
+    spec, flops = SimpleNamespace(scheduler=scheduler), (1.0,) * 4
+    plan: Any = SimpleNamespace(spec=spec, layout=layout, changes=changes, layer_flops=flops, largest_stage_layers=None)
     assert follows_earlier(plan, group) == follows

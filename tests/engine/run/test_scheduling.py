@@ -19,6 +19,7 @@ from trainspec_cli.engine.run.scheduling import (
     division_of,
     largest_micro_batch,
     ranks_of_data,
+    ranks_of_pipelines,
     read_speed,
 )
 from trainspec_cli.errors import MachineError
@@ -57,13 +58,17 @@ class Run:
         self.plan: Any = SimpleNamespace(
             layout=layout,
             changes=(),
+            total_steps=1000,
+            layer_flops=changes.pop("layer_flops", ()),
+            head_flops=0.0,
+            largest_stage_layers=changes.pop("largest_stage_layers", None),
             micro_batch_size=changes.pop("micro_batch_size", 8),
             largest_micro_batch_size=changes.pop("largest", 16),
             group_size=changes.pop("group_size", RANKS),
             spec=SimpleNamespace(scheduler=scheduler, model=model),
         )
         assert not changes
-        axes = torch.arange(layout.data_parallel_size).view(1, 1, -1, 1, 1)
+        axes = torch.arange(layout.pp * layout.data_parallel_size).view(layout.pp, 1, -1, 1, 1)
         state: Any = SimpleNamespace(mesh=SimpleNamespace(axes=SimpleNamespace(mesh=axes)))
         self.folder, self.journal = RunDir(folder), Journal()
         self.directives = Directives(self.folder, self.journal, layout, recalls=follows_earlier(self.plan, group))  # type: ignore[arg-type]
@@ -86,7 +91,9 @@ class Run:
         known = sample_s if speeds is None else speeds
         figures = [
             [0.0, speed, 0.0, 0.0, count * own_s, own_waited_s]
-            for speed, count, own_s, own_waited_s in zip(known, counts, sample_s, waited_s, strict=False)
+            for speed, count, own_s, own_waited_s in zip(
+                known, counts * self.plan.layout.pp, sample_s, waited_s, strict=False
+            )
         ]
         figures[0][3] = change_s
         own = division.of_rank(0, 0, SAMPLES)
@@ -450,3 +457,42 @@ def test_the_processes_of_each_data_parallel_rank() -> None:
     assert ranks_of_data(state) == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
     replicated: Any = SimpleNamespace(mesh=SimpleNamespace(axes=SimpleNamespace(mesh=mesh.view(1, 3, 2, 1, 2))))
     assert ranks_of_data(replicated) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+
+
+def test_layers_move_where_a_stage_is_slow_in_every_pipeline(tmp_path: Path) -> None:
+    """Ranks 2 and 3 hold the second stage of two pipelines. Shares win nothing, so no directive of theirs is given."""
+    layout = Layout(pp=2, dp_shard=2, zero_stage=1)
+    run = Run(tmp_path, layout=layout, layer_flops=(1.0,) * 6, largest_stage_layers=5)
+    run.steps(0, 8)
+    assert run.scheduler.decided_layers is None
+    run.steps(8, 16, 1.0, 1.0, 2.0, 2.0)
+    change = run.scheduler.decided_layers
+    assert change is not None
+    assert change.stage_layers == (4, 2)
+    assert change.before_s == pytest.approx(16 * 2.0)
+    assert change.after_s == pytest.approx(16 * 4 / 3)
+    assert run.written == []
+
+
+@pytest.mark.parametrize("changes", [{"largest_stage_layers": None}, {"largest_stage_layers": 3}])
+def test_no_layers_move_where_memory_is_not_known_or_full(tmp_path: Path, changes: dict[str, Any]) -> None:
+    layout = Layout(pp=2, dp_shard=2, zero_stage=1)
+    run = Run(tmp_path, layout=layout, layer_flops=(1.0,) * 6, **changes)
+    run.steps(0, 16, 1.0, 1.0, 2.0, 2.0)
+    assert run.scheduler.decided_layers is None
+
+
+def test_one_pipeline_alone_reports_its_speeds_where_layers_may_move(tmp_path: Path) -> None:
+    run = Run(tmp_path, layout=Layout(pp=4), layer_flops=(1.0,) * 8, largest_stage_layers=4)
+    run.steps(0, 12, 1.0, 1.0, 2.0, 1.0)
+    assert run.reported[1] > 0
+    assert run.scheduler.decided_layers is not None
+    assert ranks_of_pipelines(SimpleNamespace(mesh=SimpleNamespace(axes=SimpleNamespace(mesh=MESH)))) == [  # type: ignore[arg-type]
+        [[0, 1], [8, 9]],
+        [[2, 3], [10, 11]],
+        [[4, 5], [12, 13]],
+        [[6, 7], [14, 15]],
+    ]
+
+
+MESH = torch.arange(16).view(2, 2, 2, 1, 2)

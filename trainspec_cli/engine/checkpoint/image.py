@@ -6,6 +6,7 @@ first, so every tensor is aligned. Files are read by safetensors itself, and wri
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -78,8 +79,13 @@ def pin(buffer: Tensor, device: torch.device) -> None:
 
 
 def view_bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a one-dimensional tensor of uint8 on the CPU."""
-    return tensor.numpy().data
+    """Return the memory of a one-dimensional tensor of uint8 on the CPU; it keeps the tensor alive.
+
+    Not by way of numpy: torch lets go of no storage any more that numpy has seen, and a change of layout has to.
+    """
+    array: Any = (ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr())
+    array.tensor = tensor
+    return memoryview(array).cast("B")
 
 
 def plan_image(parts: Sequence[TensorPart]) -> Image:

@@ -66,18 +66,24 @@ class Storages:
 
     def __init__(self, parts: Sequence[TensorPart]):
         self.parts = {part.name: part for part in parts}
-        self._sizes = {name: _storage_bytes(part.tensor) for name, part in self.parts.items()}
+        self._sizes = {
+            name: _storage_bytes(part.tensor)
+            for name, part in self.parts.items()
+            if part.tensor.untyped_storage().resizable()
+        }
+        self.fixed_bytes = sum(part.bytes for name, part in self.parts.items() if name not in self._sizes)
+        """Of parts whose memory numpy shares, which torch lets go of with the last reference alone."""
 
     def take(self, names: Sequence[str]) -> None:
         """Allocate the memory of parts anew. Raises MemoryError or RuntimeError where there is none."""
         for name in names:
-            if name in self.parts:
+            if name in self._sizes:
                 self.parts[name].tensor.untyped_storage().resize_(self._sizes[name])
 
     def give_back(self, names: Sequence[str]) -> None:
         """Let go of the memory of parts, and of their content."""
         for name in names:
-            if name in self.parts:
+            if name in self._sizes:
                 self.parts[name].tensor.untyped_storage().resize_(0)
 
 
@@ -108,7 +114,7 @@ def reshard(
     except ValueError as error:
         raise ReshardError(str(error)) from error  # every rank has computed the same
     own = dist.get_rank()
-    peak = peak_bytes(held[0][own], held[1][own], moves, buckets, own)
+    peak = peak_bytes(held[0][own], held[1][own], moves, buckets, own) + before.fixed_bytes
     if reason := agree_on_failure(_lacking(peak - sum(place.bytes for place in held[0][own]), room_bytes)):
         raise ReshardError(reason)
     by_name = _by_name(moves)

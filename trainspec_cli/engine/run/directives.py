@@ -22,6 +22,7 @@ from trainspec_cli.rundir.events import read_log
 from trainspec_cli.rundir.fields import read_record
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import from_plain, to_plain
+from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.plan import Plan, PlannedLayout
 
@@ -43,6 +44,8 @@ class Directives:
         self._number = len(self._earlier)
         self._layout_number = 0
         """Of the directive whose layout is in force; 0: the plan's."""
+        self.last_pause_s: float | None = None
+        """What the last change of layout took in this start."""
 
     def write(self, event: DirectiveEvent) -> DirectiveEvent:
         """Number a directive and write it down; return it as it stands there."""
@@ -50,6 +53,7 @@ class Directives:
         numbered = replace(event, number=self._number)
         if event.kind in OF_LAYOUT and event.applied:
             self._layout_number = self._number
+            self.last_pause_s = event.pause_s or None
         self._write(numbered)
         return numbered
 
@@ -111,19 +115,41 @@ def leading_on(earlier: Sequence[DirectiveEvent], layout: Layout) -> list[Direct
 def follows_earlier(plan: Plan, group: int | None) -> bool:
     """Return whether a start of `plan` follows the directives of those before it. Replica groups are not resumed to the
     bit."""
-    watches = plan.spec.scheduler.mode != "off" and plan.layout.data_parallel_size > 1
-    return group is None and (watches or bool(plan.changes))
+    return group is None and (watches_speeds(plan, group) or bool(plan.changes))
 
 
-def planned_by(directive: DirectiveEvent, largest_micro_batch_size: int | None) -> PlannedLayout:
-    """Return the layout that a directive changed to."""
+def watches_speeds(plan: Plan, group: int | None) -> bool:
+    """Return whether the scheduler could change anything: shares of several ranks or groups, layers of stages."""
+    divided = plan.layout.data_parallel_size > 1 or group is not None
+    return plan.spec.scheduler.mode != "off" and (divided or largest_stage_layers(plan) is not None)
+
+
+def largest_stage_layers(plan: Plan) -> int | None:
+    """Return the layers that a pipeline rank may hold: what memory allows; where nobody knows that, what the recipe
+    says; None where no layers move."""
+    wanted = plan.spec.scheduler.max_stage_layers
+    if plan.layout.pp == 1 or not plan.layer_flops:
+        return None
+    if plan.largest_stage_layers is not None:
+        return plan.largest_stage_layers
+    return None if wanted == AUTO else int(wanted)
+
+
+def planned_by(directive: DirectiveEvent, plan: Plan) -> PlannedLayout:
+    """Return the layout that a directive changed to, with what memory allows in the one of these axes that `plan`
+    knows."""
     assert isinstance(directive.micro_batch_size, int) and isinstance(directive.micro_batches, int)
+    layout = layout_of(directive.layout)
+    ways: list[Plan | PlannedLayout] = [plan, *plan.changes]
+    alike = (one for one in ways if replace(one.layout, stage_layers=layout.stage_layers) == layout)
+    known = next(alike, None)
     return PlannedLayout(
         directive.step,
-        layout_of(directive.layout),
+        layout,
         directive.micro_batch_size,
         directive.micro_batches,
-        largest_micro_batch_size,
+        None if known is None else known.largest_micro_batch_size,
+        None if known is None else known.largest_stage_layers,
     )
 
 

@@ -23,6 +23,7 @@ from trainspec_cli.engine.observe.device import free_bytes
 from trainspec_cli.engine.run.directives import Directives, planned_by
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.policy.division import even_division_of
+from trainspec_cli.policy.moved_layers import LayerChange, with_stages
 from trainspec_cli.rundir.event_types import DirectiveEvent
 from trainspec_cli.spec.canonical import ABSENT, to_plain
 from trainspec_cli.spec.recipe.layout import MESH_AXES, Layout
@@ -67,20 +68,36 @@ class LayoutChanges:
         self._planned, self._directives = list(plan.changes), directives
         self._meshes = Meshes(state.mesh)
 
-    def due(self, step: int, plan: Plan) -> DueLayout | None:
+    def due(self, step: int, plan: Plan, decided: LayerChange | None = None) -> DueLayout | None:
         """Return the layout that the run changes to after `step` updates, if any. Of several that are due, as after a
-        resume, it is the last."""
+        resume, it is the last; `decided` is what the scheduler asks for."""
         if followed := self._directives.due_layout(step):
-            return DueLayout(planned_by(followed, plan.largest_micro_batch_size), followed.reason, followed)
+            return DueLayout(planned_by(followed, plan), followed.reason, followed)
         due = [planned for planned in self._planned if planned.step <= step]
         self._planned = [planned for planned in self._planned if planned.step > step]
-        if not due or self._directives.has_changed_layout(due[-1].step) or due[-1].layout == plan.layout:
-            return None
-        return DueLayout(due[-1], "the recipe plans it")
+        if due and not self._directives.has_changed_layout(due[-1].step) and due[-1].layout != plan.layout:
+            return DueLayout(due[-1], "the recipe plans it")
+        return None if decided is None else self._moved(step, plan, decided)
+
+    def _moved(self, step: int, plan: Plan, decided: LayerChange) -> DueLayout | None:
+        """Return the plan's layout with another cut; None where that is advice alone, which is written down."""
+        planned = PlannedLayout(
+            step,
+            with_stages(plan.layout, decided.stage_layers),
+            plan.micro_batch_size,
+            plan.grad_accum_steps,
+            plan.largest_micro_batch_size,
+            plan.largest_stage_layers,
+        )
+        due = DueLayout(planned, decided.reason, None, decided.before_s, decided.after_s)
+        if plan.spec.scheduler.mode == "auto":
+            return due
+        self._directives.write(_directive(step, due, plan, f"advice: {decided.reason}"))
+        return None
 
     def change(
         self, step: int, due: DueLayout, before: Plan, after: Plan, state: TrainState, prepare: Prepare
-    ) -> Relayout | None:
+    ) -> tuple[Relayout, DirectiveEvent] | None:
         """Change to the layout of `after`, and write that down; None where a rank could not, and all is as it was."""
         try:
             done = change_layout(state, after, self._meshes, prepare)
@@ -91,9 +108,8 @@ class LayoutChanges:
             return None
         if due.followed is not None:
             self._directives.follow_layout(due.followed)
-        else:
-            self._directives.write(_directive(step, due, before, due.reason, done))
-        return done
+            return done, due.followed
+        return done, self._directives.write(_directive(step, due, before, due.reason, done))
 
 
 def _cannot_follow(followed: DirectiveEvent, error: RelayoutError) -> WorkerError:

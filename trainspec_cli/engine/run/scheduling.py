@@ -16,8 +16,10 @@ from statistics import median
 from torch import Tensor
 
 from trainspec_cli.engine.build.train_state import TrainState
-from trainspec_cli.engine.run.directives import Directives
+from trainspec_cli.engine.run.directives import Directives, largest_stage_layers, watches_speeds
 from trainspec_cli.policy.division import Division, OwnSamples, even_division_of
+from trainspec_cli.policy.moved_layers import LayerChange, LayerScheduler
+from trainspec_cli.policy.partition_problem import LayerTimes
 from trainspec_cli.policy.scheduling import (
     ChangeCost,
     ShareChange,
@@ -62,13 +64,17 @@ class StepScheduler:
     def adopt(self, plan: Plan, state: TrainState) -> None:
         """Begin with the layout of `plan`, which is in force: speeds are learnt anew."""
         spec = plan.spec.scheduler
-        self._mode = "off" if plan.layout.data_parallel_size == 1 and self._group is None else spec.mode
+        self._mode = spec.mode if watches_speeds(plan, self._group) else "off"
         self._layout = plan.layout
         keeps_micro_batches = plan.spec.model.unit == "samples"
         self._even = even_division_of(plan)
         self._largest = largest_micro_batch(plan)
         self._shares = ShareScheduler(self._even, self._largest, spec.change, keeps_micro_batches=keeps_micro_batches)
-        self._rows = ranks_of_data(state)
+        self._layers = layer_scheduler(plan, self._even, self._largest)
+        self._total_steps = plan.total_steps
+        self.decided_layers: LayerChange | None = None
+        """Layers that are to move before the next step."""
+        self._rows, self._pipelines = ranks_of_data(state), ranks_of_pipelines(state)
         self._ranks, self._interval_steps = plan.group_size, reporting_interval(plan.group_size)
         self._tracker = SpeedTracker(spec.change, SETTLING_S)
         self._change_cost = ChangeCost()
@@ -141,8 +147,18 @@ class StepScheduler:
             return
         steps, change_s = self._interval_steps, max(seconds for *_, seconds, _, _ in reported)
         self._interval_steps = reporting_interval(self._ranks, slowest_s)
+        division = self._shares.division
         if change := self._shares.note_step(samples, speeds, exchange_s, steps, change_s):
             self._decided = change, samples
+        if self._layers is not None and self._group is None:
+            stages = [
+                [slowest([known[rank] for rank in ranks], n) for ranks in row]
+                for row, n in zip(self._pipelines, counts, strict=True)
+            ]
+            left, pause_s = self._total_steps - step, self._directives.last_pause_s
+            self.decided_layers = self.decided_layers or self._layers.note_step(
+                samples, division, stages, left, pause_s, steps
+            )
 
     def _give(self, step: int, change: ShareChange, samples: int) -> None:
         division = change.division
@@ -161,6 +177,10 @@ class StepScheduler:
         directive = self._directives.write(directive)
         if directive.applied:
             self._watched = Watched(directive, median(self._slowest_s))
+
+    def watch(self, directive: DirectiveEvent) -> None:
+        """Measure what a directive of the layout has come to; it is in force."""
+        self._watched = Watched(directive, directive.before_s)
 
     def _measure(self, step: int, slowest_s: float) -> None:
         """Take in what the slowest rank took in the step before."""
@@ -208,6 +228,22 @@ def division_of(even: Division, directive: DirectiveEvent, largest_micro_batch: 
 def read_speed(fixed_s: float, per_sample_s: float, noise: float = 0.0) -> Speed | None:
     """Return a speed as it was reported; None for a rank that does not know its own yet."""
     return Speed(fixed_s, per_sample_s, noise) if 0 < per_sample_s < math.inf else None
+
+
+def layer_scheduler(plan: Plan, even: Division, largest_micro_batch: int) -> LayerScheduler | None:
+    """Return what decides on moved layers; None where none may move."""
+    most = largest_stage_layers(plan)
+    if most is None:
+        return None
+    times = LayerTimes(plan.layer_flops, 0.0, plan.head_flops)
+    return LayerScheduler(plan.layout, times, most, even, largest_micro_batch, plan.spec.scheduler.change)
+
+
+def ranks_of_pipelines(state: TrainState) -> list[list[list[int]]]:
+    """Return for each data-parallel rank and each of its pipeline ranks the ranks that share the work of its stages."""
+    mesh = state.mesh.axes.mesh  # (pp, dp_replicate, dp_shard, cp, tp)
+    rows = mesh.permute(1, 2, 0, 3, 4).flatten(3).flatten(0, 1)
+    return [[[int(rank) for rank in ranks] for ranks in row] for row in rows.tolist()]
 
 
 def ranks_of_data(state: TrainState) -> list[list[int]]:

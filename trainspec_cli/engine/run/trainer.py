@@ -178,7 +178,8 @@ class Trainer:
 
     def _follow_layout(self, step: int) -> None:
         """Change the layout where that is due; the time belongs to no step."""
-        due = self.layouts.due(step, self.plan)
+        decided, self.scheduler.decided_layers = self.scheduler.decided_layers, None
+        due = self.layouts.due(step, self.plan, decided)
         if due is None:
             return
         self._record_unread()
@@ -187,7 +188,10 @@ class Trainer:
             plan = self.relief.relieved(self.plan.with_layout(due.planned))
             done = self.layouts.change(step, due, self.plan, plan, self.state, self.faults.during_move(step))
             if done is not None:
-                self._adopt(plan, done.state)
+                changed, directive = done
+                self._adopt(plan, changed.state)
+                if due.followed is None and directive.before_s:
+                    self.scheduler.watch(directive)
         self.clock.restart()
 
     def _adopt(self, plan: Plan, state: TrainState) -> None:

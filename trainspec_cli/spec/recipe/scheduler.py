@@ -60,5 +60,8 @@ class SchedulerSpec:
     the rank's own noise."""
     max_micro_batch_size: AutoInt = AUTO
     """Samples of a rank's micro-batch, at most; auto is what memory allows, up to twice the plan's."""
+    max_stage_layers: AutoInt = AUTO
+    """Layers that a pipeline rank may hold when layers move off a slow one, at most; auto is what the prediction of
+    memory allows, and none move where there is no prediction."""
     changes: tuple[LayoutChangeSpec, ...] = ()
     """Layouts that the run changes to while it goes on, in any mode, such as `[{step: 500, pp: 2, dp_shard: 2}]`."""

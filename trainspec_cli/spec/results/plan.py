@@ -22,6 +22,7 @@ class PlannedLayout:
     micro_batch_size: int
     grad_accum_steps: int
     largest_micro_batch_size: int | None = None
+    largest_stage_layers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,13 @@ class Plan:
     memory_ladder: tuple[MemorySetting, ...] = ()
     """The settings that a run takes in turn where its memory runs out (`policy/memory.py`), each with less memory than
     the one before; empty where it ends."""
+
+    largest_stage_layers: int | None = None
+    """Layers that memory allows on a pipeline rank, as far as the scheduler asks; None where that is not known."""
+
+    layer_flops: tuple[float, ...] = ()
+    """Of a micro-batch's forward, by layer, by which the scheduler moves layers; empty without a pipeline."""
+    head_flops: float = 0.0
 
     kernels: KernelSpec = field(default_factory=KernelSpec)
     """The kernel of each operation; `auto` is resolved by measuring, just before the launch."""
@@ -104,6 +112,7 @@ class Plan:
             micro_batch_size=other.micro_batch_size,
             grad_accum_steps=other.grad_accum_steps,
             largest_micro_batch_size=other.largest_micro_batch_size,
+            largest_stage_layers=other.largest_stage_layers,
         )
 
     @property
