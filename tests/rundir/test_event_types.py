@@ -103,6 +103,9 @@ DIRECTIVE = DirectiveEvent(
     expected_s=1.5,
     group=1,
 )
+RELAYOUT = replace(
+    DIRECTIVE, kind="layout", before={"pp": 1}, layout={"pp": 2}, pause_s=0.3, moved_bytes=9, peak_bytes=12
+)
 ACHIEVED = AchievedEvent(step=9, number=1, before_s=2.0, expected_s=1.5, achieved_s=1.6, group=1)
 EVENTS: list[Event] = [
     START,
@@ -116,6 +119,7 @@ EVENTS: list[Event] = [
     HANG,
     RECOVERY,
     DIRECTIVE,
+    RELAYOUT,
     ACHIEVED,
     replace(MEMORY, was_killed=True, lost_steps=2, used_bytes=9, limit_bytes=8, group=1),
     SampleEvent(step=4, prompt="once", text=" upon"),
