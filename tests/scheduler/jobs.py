@@ -9,7 +9,7 @@ from trainspec_cli.scheduler.cluster import Cluster
 from trainspec_cli.scheduler.ideal import RankRows
 from trainspec_cli.scheduler.job import DisturbedJob
 from trainspec_cli.spec.recipe.batching import BatchingSpec
-from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.layout import Layout, ZeroStage
 
 NONE = Speed(0.0, 0.0)
 PER_NODE = 8
@@ -41,10 +41,11 @@ def job_of(
     on_loss: str = "keep",
     parts: StepParts | None = None,
     change_s: float = inf,
+    zero_stage: ZeroStage = 1,
 ) -> DisturbedJob:
     """`ranks` data-parallel ranks of `each` samples a step, one a micro-batch."""
-    whole = Layout(dp_replicate=replica_groups, dp_shard=ranks // replica_groups, pp=pp, tp=tp, zero_stage=1)
-    own = Layout(dp_replicate=1, dp_shard=ranks // replica_groups, pp=pp, tp=tp, zero_stage=1)
+    whole = Layout(dp_replicate=replica_groups, dp_shard=ranks // replica_groups, pp=pp, tp=tp, zero_stage=zero_stage)
+    own = Layout(dp_replicate=1, dp_shard=ranks // replica_groups, pp=pp, tp=tp, zero_stage=zero_stage)
     nodes, size = max(1, whole.world_size // PER_NODE), ranks // replica_groups
     return DisturbedJob(
         cluster=Cluster(parts or parts_of(pp), whole, nodes, whole.world_size // nodes, replica_groups),

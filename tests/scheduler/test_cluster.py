@@ -22,6 +22,20 @@ def test_all_wait_for_a_slow_device() -> None:
     assert step_s(cluster, SlowDevice(device=5, factor=2)) == pytest.approx(8 * 1.0 + 0.2 + 0.05)
 
 
+def test_ranks_in_step_wait_for_the_slowest_in_each_micro_batch() -> None:
+    """A micro-batch takes 0.1 s and 0.9 s a sample. The slow rank has one sample in the first two of four turns, and
+    none in the others; of the others half have two in the first turn and one in the rest."""
+    cluster = job_of().cluster
+    slow = cluster.condition([SlowDevice(device=5, factor=4)])
+    division = np.array([[5.0] * 4 + [4.0] * 4, [4.0] * 8])
+    division[0, 5] = 2.0
+    passes_s = [4.0, 4.0, 1.0, 1.0]
+    assert cluster.seconds(slow, *division, in_step=True).total_s == pytest.approx(sum(passes_s) + 0.25)
+    division[0, 5] = 0.0
+    passes_s = [1.9, 1.0, 1.0, 1.0]
+    assert cluster.seconds(slow, *division, in_step=True).total_s == pytest.approx(sum(passes_s) + 0.25)
+
+
 def test_what_is_slow_twice_is_slower_yet() -> None:
     events = SlowDevice(device=5, factor=2), SlowNode(node=0, factor=1.5)
     assert step_s(job_of().cluster, *events) == pytest.approx(4 * 3.0 + 0.25)

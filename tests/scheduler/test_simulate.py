@@ -16,7 +16,9 @@ def run(job: DisturbedJob, **what: object) -> Simulation:
     return simulate(job, Disturbance(**what), "test")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("job", [job_of(64), job_of(256, each=64), job_of(32, pp=2), job_of(32, each=64, tp=2)])
+@pytest.mark.parametrize(
+    "job", [job_of(64), job_of(256, each=64), job_of(32, pp=2), job_of(32, each=64, tp=2), job_of(64, zero_stage=3)]
+)
 @pytest.mark.parametrize("events", [{"slow_devices": (SLOW,)}, {"slow_nodes": (SLOW_NODE,)}])
 def test_most_of_what_whole_samples_allow_is_won_back(job: DisturbedJob, events: dict[str, object]) -> None:
     simulation = run(job, **events)
