@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.errors import MachineError
-from trainspec_cli.trust import check_folder, check_private, check_tree, is_plain_name, make_folder, private_files
+from trainspec_cli.trust import (
+    check_folder,
+    check_private,
+    check_tree,
+    is_plain_name,
+    make_folder,
+    private_files,
+    why_not_trusted,
+)
 
 HINT = "choose another"
 
@@ -123,6 +131,7 @@ def test_another_users_run_is_refused(shared: Path, stranger: Callable[..., None
         check_tree(shared / "theirs")
     assert "theirs belongs to another user, nobody" in str(caught.value)
     assert "cp -rP" in caught.value.problems[0].hint
+    assert caught.value.problems[0].environment, "the recipe is not at fault"
     subprocess.run(["cp", "-rP", shared / "theirs", shared / "mine"], check=True, umask=0o022)
     check_tree(shared / "mine")
 
@@ -163,3 +172,18 @@ def test_a_private_folder_is_real_and_ones_own_and_closed(
 def test_names_that_lead_elsewhere(name: object) -> None:
     assert not is_plain_name(name)
     assert is_plain_name("rank00000.safetensors")
+
+
+def test_a_folder_that_cannot_be_examined_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "broken").symlink_to("nothing")
+    with pytest.raises(MachineError, match="broken cannot be examined: No such file or directory"):
+        check_folder(tmp_path / "broken", HINT)
+
+
+def test_an_owner_without_a_name_is_told_by_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 4_000_000_000)
+    facts = os.stat_result((stat.S_IFDIR | 0o755, 0, 0, 0, 4_000_000_001, 0, 0, 0, 0, 0))
+    assert why_not_trusted(facts) == "belongs to another user, number 4000000001"
+    assert why_not_trusted(os.stat_result((stat.S_IFDIR | 0o755, 0, 0, 0, 0, 0, 0, 0, 0, 0))) == "", "root is trusted"
+    own = os.stat_result((stat.S_IFDIR | 0o757, 0, 0, 0, 4_000_000_000, 0, 0, 0, 0, 0))
+    assert why_not_trusted(own) == "may be written by every user of this machine"

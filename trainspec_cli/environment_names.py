@@ -1,4 +1,5 @@
-"""The environment variables that the processes of trainspec give to one another, and the one that a user sets."""
+"""How the processes of trainspec know one another: environment variables, and a worker's title. And the one variable
+that a user sets."""
 
 CACHE = "TRAINSPEC_CACHE"
 """A user's choice of the folder for prepared data and measured figures."""
@@ -18,3 +19,17 @@ RENDEZVOUS = "TRAINSPEC_RENDEZVOUS"
 """Where the job's rendezvous server listens, as HOST:PORT."""
 STORE_FILE = "TRAINSPEC_STORE_FILE"
 """The file in which the processes of one node meet."""
+
+RANK = "RANK"
+"""torchrun's, of a worker; a forked worker has it, but the system shows the environment of the process it came from."""
+_TITLE = "rank "
+
+
+def rank_title(rank: str) -> str:
+    """Return the name that a forked worker bears, as `ps` and `top` show it."""
+    return f"{_TITLE}{rank}"
+
+
+def titled_rank(name: str) -> str | None:
+    """Return the rank that a process of this name has; None where it is no forked worker."""
+    return name.removeprefix(_TITLE) if name.startswith(_TITLE) else None

@@ -24,6 +24,8 @@ from typing import Any
 
 import psutil
 
+from trainspec_cli.environment_names import GROUP
+from trainspec_cli.launch.backend.processes import rank_of
 from trainspec_cli.rundir.events import EventTail, read_events
 from trainspec_cli.rundir.paths import RunDir
 
@@ -66,11 +68,10 @@ class Launched:
         """Of the group's present start."""
         for process in psutil.Process(self.process.pid).children(recursive=True):
             try:
-                environment, command = process.environ(), process.cmdline()
+                environment = process.environ()
             except psutil.Error:
                 continue
-            wanted = {"TRAINSPEC_GROUP": str(group), "RANK": str(rank)}
-            if wanted.items() <= environment.items() and "trainspec_cli.engine" in command:
+            if environment.get(GROUP) == str(group) and rank_of(process) == rank:
                 return process
         return None
 

@@ -97,6 +97,24 @@ def test_a_formats_error_may_be_twice_its_own(ratio: float, passed: bool) -> Non
     assert figures == pytest.approx([ratio, 0.01 * ratio, 0.01])
 
 
+@pytest.mark.parametrize(("ratio", "passed"), [(1.9, True), (2.1, False)])
+def test_a_parameter_that_the_format_costs_more_than_the_median_one_may_err_twice_that(
+    ratio: float, passed: bool
+) -> None:
+    case = Case("dense", Layout(tp=2), compute="bf16")
+    check = ClauseCheck("NUM-3", Run(case))
+    ours, own, exact = check.runs
+    results: Any = {
+        exact: told(a=[1.0], b=[1.0], c=[1.0]),
+        own: told(a=[1.001], b=[1.01], c=[1.1]),
+        ours: told(a=[1.001], b=[1.01], c=[1.0 + 0.1 * ratio]),
+    }
+    finding = judge(check, results)
+    assert (finding.passed, finding.figures["parameter"]) == (passed, "c")
+    figures = [finding.figures[name] for name in ("worst_ratio", "error", "error_of_the_format")]
+    assert figures == pytest.approx([ratio, 0.1 * ratio, 0.1])
+
+
 UNEQUAL = Run(Case("dense", Layout(dp_shard=2), unequal_shares=True))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.__main__ import run
+from trainspec_cli.planner.hardware.rates import Efficiency
 
 TABLE = Path(__file__).parents[1] / "data" / "measured" / "throughput.csv"
 
@@ -69,3 +70,32 @@ def test_no_profile_ends_with_exit_2(table: Path, tmp_path: Path, capsys: pytest
     profile.write_text("efficiency:\n  warp: 9\n", encoding="utf-8")
     assert run(["backtest", str(table), "--profile", str(profile)]) == 2
     assert "warp" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "a,b\n1,2\n", "gpu,n_gpus\n", "gpu,model\nH100,x\n"])
+def test_what_is_no_table_of_runs_is_told(tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.csv").write_text(content)
+    assert run(["backtest", str(tmp_path / "t.csv"), "--json"]) == 2
+    (error,) = json.loads(capsys.readouterr().out)["errors"]
+    assert (error["code"], error["line"]) == ("wrong_table", 1)
+
+
+def test_short_and_long_lines_are_read_as_far_as_they_go(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head, first, *_ = table.read_text().splitlines()
+    assert run(["backtest", str(table), "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)["rows"][0]
+    table.write_text(f"{head}\n{first},more,and more\n{first.split(',')[0]}\n")
+    assert run(["backtest", str(table), "--json"]) == 0
+    long, short = json.loads(capsys.readouterr().out)["rows"]
+    assert long["predicted_step_time_s"] == whole["predicted_step_time_s"]
+    assert short["refused"]
+
+
+@pytest.mark.parametrize("value", ["0", "-1", ".inf", ".nan", "fast", "[1]"])
+def test_an_efficiency_is_a_number_above_0(
+    table: Path, tmp_path: Path, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = next(iter(Efficiency().as_dict()))
+    (tmp_path / "p.yaml").write_text(f"efficiency:\n  {name}: {value}\n")
+    assert run(["backtest", str(table), "--profile", str(tmp_path / "p.yaml"), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["errors"][0]["code"] == "wrong_profile"

@@ -72,3 +72,8 @@ def test_the_report_as_json(exported: list[Export], capsys: pytest.CaptureFixtur
         "files": 2,
         "bytes": sum(WEIGHTS.values()),
     }
+
+
+def test_how_the_folder_is_loaded_is_said(exported: list[Export], capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.run(["export", "one", "--output", "it's"]) == 0
+    assert 'from_pretrained("it\'s")' in capsys.readouterr().out.splitlines()[1]

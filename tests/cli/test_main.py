@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -13,7 +14,7 @@ import pytest
 from trainspec_cli import __main__, __version__
 from trainspec_cli.cli import main
 from trainspec_cli.cli.options import read_sweep
-from trainspec_cli.errors import EXIT_CODES, MachineError, RecipeError, Stopped
+from trainspec_cli.errors import EXIT_CODES, Interrupted, MachineError, RecipeError, Stopped
 from trainspec_cli.report.style import Style
 
 
@@ -163,3 +164,68 @@ def test_the_values_of_a_sweep(sweep, read) -> None:
 def test_a_sweep_without_key_or_values_is_refused(sweep) -> None:
     with pytest.raises(RecipeError, match="a key and its values are needed"):
         read_sweep(sweep)
+
+
+@pytest.mark.parametrize("name", ["/no/such/file", b"/no/such/file", 7, "/" + "x" * 300])
+def test_a_file_that_the_system_refuses_is_the_machines_fault(capsys, monkeypatch, name: str | bytes | int) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(13, "Permission denied", name)
+
+    monkeypatch.setattr(__main__, "dispatch", fail)
+    assert __main__.run(["launch"]) == 4
+    shown = "/" + "x" * 199 + "..." if len(str(name)) > 200 else "7" if name == 7 else "/no/such/file"
+    assert capsys.readouterr().err == f"error: {shown}: Permission denied\n"
+    assert __main__.run(["launch", "--json"]) == 4
+    (error,) = json.loads(capsys.readouterr().out)["errors"]
+    assert (error["code"], error["message"]) == ("refused_by_the_system", f"{shown}: Permission denied")
+
+
+def test_a_fault_of_the_system_without_a_file_is_a_bug(capsys, monkeypatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(__main__, "dispatch", fail)
+    assert __main__.run(["launch"]) == 1
+    first, place = capsys.readouterr().err.splitlines()
+    assert "because of a bug: OSError" in first
+    Path(place.removeprefix("the traceback is in ")).unlink()
+
+
+def test_a_reader_that_goes_while_a_command_prints_is_no_error(monkeypatch) -> None:
+    def fail(*_: object) -> int:
+        raise BrokenPipeError(32, "Broken pipe", "a name")
+
+    monkeypatch.setattr(__main__, "dispatch", fail)
+    assert __main__.run(["launch"]) == 141
+
+
+def test_what_was_printed_is_out_before_the_exit_code_is_known(monkeypatch) -> None:
+    """A full disk or a closed pipe is met at the flush."""
+
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(28, "No space left on device", "stdout")
+
+    monkeypatch.setattr(__main__, "dispatch", lambda *_: 0)
+    monkeypatch.setattr(__main__, "printing_safely", contextlib.nullcontext)
+    monkeypatch.setattr(__main__.sys, "stdout", Full())
+    assert __main__.run(["runs"]) == 4
+
+
+def test_main_ends_with_the_code_of_its_arguments(monkeypatch) -> None:
+    monkeypatch.setattr(__main__.sys, "argv", ["trainspec", "launch", "x"])
+    monkeypatch.setattr(__main__, "run", lambda arguments: 3 if arguments == ["launch", "x"] else 9)
+    with pytest.raises(SystemExit) as ended:
+        __main__.main()
+    assert ended.value.code == 3
+
+
+@pytest.mark.parametrize(("raised", "label"), [(Stopped("s"), "stopped: s\n"), (Interrupted("i"), "stopped: i\n"),
+                                               (RecipeError("r"), "error: r\n")])  # fmt: skip
+def test_a_stop_is_no_error(capsys, monkeypatch, raised: Exception, label: str) -> None:
+    def fail(*_: object) -> int:
+        raise raised
+
+    monkeypatch.setattr(__main__, "dispatch", fail)
+    assert __main__.run(["launch"]) == raised.exit_code  # type: ignore[attr-defined]
+    assert capsys.readouterr().err == label

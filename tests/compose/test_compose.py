@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.compose.compose import Composed, compose, compose_arguments
+from trainspec_cli.compose.compose import Completion, Composed, compose, compose_arguments
 
 HOUSE = Path(__file__).parents[2]
 RECIPES = ", ".join(sorted(path.stem for path in HOUSE.joinpath("recipes").glob("*.yaml")))
@@ -132,6 +132,9 @@ def test_unknown_recipe(tmp_path: Path, write) -> None:
     ]
     assert told(compose("old", [], tmp_path))[0][3] == "its file must end in .yaml, not .yml: rename it"
     assert f"no such file is in {tmp_path}" in told(compose("x/y.yaml", [], tmp_path))[0][3]
+    write("beside.yml", RECIPE)
+    for name in ("beside", "beside.yaml", "beside.yml"):
+        assert told(compose(name, [], tmp_path))[0][3] == "its file must end in .yaml, not .yml: rename it"
 
 
 def test_no_recipe(tmp_path: Path) -> None:
@@ -242,3 +245,41 @@ def test_problems_carry_the_text_they_stand_in(tmp_path: Path, write) -> None:
     write("recipes/mine.yaml", f"defaults:\n  - override /optim: adam\n{RECIPE}")
     excerpts = {problem.excerpt for problem in compose("mine", ["model=x"], tmp_path).problems}
     assert excerpts == {"  - override /optim: adam", "model=x"}
+
+
+def test_what_is_beside_a_recipes_name_does_no_harm(tmp_path: Path, write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder `tiny` of the user's own; and the folder is this one where none is named."""
+    write("tiny", "not a recipe")
+    write("recipes/mine.yaml", RECIPE)
+    assert compose("tiny", [], tmp_path).data["model"]["name"]
+    monkeypatch.chdir(tmp_path)
+    assert compose_arguments(["recipe=mine"]).data["train"]["max_steps"] == 5
+    assert compose_arguments(["recipe=mine"]).cwd == tmp_path.resolve()
+
+
+def test_a_disturbance_is_no_key_of_a_run(tmp_path: Path) -> None:
+    composed = compose_arguments(["recipe=tiny", "disturb=slow_node", "train.seed=3"], tmp_path)
+    assert [(problem.code, problem.path, problem.line) for problem in composed.problems] == [
+        ("unknown_key", "disturb", 2)
+    ]
+    assert composed.data["train"]["seed"] == 3 and "disturb" not in composed.data
+    aside = compose_arguments(["recipe=tiny", "disturb=slow_node"], tmp_path, aside=("disturb",))
+    assert aside.problems == () and "disturb" not in aside.data
+
+
+def test_values_of_another_programs_file_are_plain_text(tmp_path: Path) -> None:
+    given = {"model": {"name": "${x}", "tags": ["a${y}", "b\\${z}"], "num_layers": 3}}
+
+    def complete(data: dict, unchosen: frozenset) -> Completion:
+        return Completion(given, "/a/config.json")
+
+    composed = compose_arguments(["recipe=tiny"], tmp_path, complete)
+    assert composed.problems == ()
+    assert {key: composed.data["model"][key] for key in given["model"]} == given["model"]
+    assert str(composed.origins["model.num_layers"]) == "/a/config.json:1"
+
+
+def test_what_failed_is_known_by_its_group(tmp_path: Path) -> None:
+    assert compose("tiny", [], tmp_path).failed == frozenset()
+    assert "recipe" in compose_arguments(["recipe=nothing"], tmp_path).failed
+    assert compose("tiny", ["optim=nothing"], tmp_path).failed == {"optim"}

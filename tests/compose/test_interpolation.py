@@ -85,3 +85,10 @@ def test_each_value_is_resolved_once() -> None:
 
     resolver = Resolver({"a": "${count:x}", "b": "${a}${a}", "c": "${b}${a}"}, {"count": count})
     assert (resolver.value(("c",)), asked) == ("xxx", ["x"])
+
+
+def test_items_of_lists_are_named_by_their_number() -> None:
+    resolver = Resolver({"a": {"b": [{"c": 5}, 6]}, "one": "${a.b.0.c}", "two": "${a.b.1}", "no": "${a.b.c}"}, {})
+    assert (resolver.value(("one",)), resolver.value(("two",))) == (5, 6)
+    with pytest.raises(InterpolationError, match="not found"):
+        resolver.value(("no",))

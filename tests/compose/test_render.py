@@ -2,11 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import yaml
 
 from trainspec_cli.compose.compose import Composed, compose
 from trainspec_cli.compose.origins import Origin
-from trainspec_cli.compose.render import flatten, render_yaml
+from trainspec_cli.compose.render import WIDEST_ALIGNED, flatten, render_value, render_yaml
 
 
 def make(data: dict, origins: dict[str, Origin]) -> Composed:
@@ -37,3 +38,15 @@ def test_origins_may_be_painted() -> None:
 
 def test_flatten_keeps_empty_sections() -> None:
     assert flatten({"a": {"b": 1, "c": {}}, "d": None}) == {"a.b": 1, "a.c": {}, "d": None}
+
+
+@pytest.mark.parametrize(("length", "column"), [(WIDEST_ALIGNED, WIDEST_ALIGNED), (WIDEST_ALIGNED + 1, 4)])
+def test_lines_up_to_a_length_move_the_column(length: int, column: int) -> None:
+    long = "x" * (length - len("key: "))
+    text = render_yaml(make({"a": 1, "key": long}, {"a": Origin("f", 1), "key": Origin("f", 2)}))
+    assert text.splitlines()[0].index("#") == column + 2
+
+
+@pytest.mark.parametrize(("value", "shown"), [("é", "é"), ("a\u202eb", '"a\\u202Eb"'), ([1, None], "[1, null]")])
+def test_what_cannot_be_seen_is_spelt_out(value: object, shown: str) -> None:
+    assert render_value(value) == shown

@@ -133,3 +133,17 @@ def test_where_a_plain_file_is_no_yaml(tmp_path: Path) -> None:
         read_plain(file)
     (problem,) = error.value.problems
     assert (problem.line, problem.column, problem.file) == (3, 1, str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "message"),
+    [
+        ("a: 1\n? [x, y]\n: 2\n", "2:3", "a key must be a word"),
+        ("a: \x07\n", "1:1", "a.yaml cannot be read as text: unacceptable character #x0007"),
+        ("é: &\n", "1:5", "this is not YAML: expected alphabetic or numeric character"),
+        ("a:1", "1:1", "a file of `key: value` lines is needed"),
+    ],
+)
+def test_other_faults_have_their_places_too(write, text: str, where: str, message: str) -> None:
+    ((place, told, _),) = faults(write("a.yaml", text))
+    assert place == f"a.yaml:{where}" and told.startswith(message)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from trainspec_cli.corpus import bpe
 from trainspec_cli.errors import RecipeError
@@ -92,3 +93,31 @@ def test_the_end_of_document_is_spelt_out_and_broken_bytes_are_marked(stdlib_fol
     half_of_e_acute = bpe.encode(stdlib_folder.path, "é")[:1]
     ids = [stdlib_folder.manifest.end_of_document_id, *half_of_e_acute]
     assert bpe.decode(stdlib_folder.path, ids) == "<|endoftext|>\ufffd"
+
+
+def test_long_words_are_cut_and_nothing_is_lost():
+    text = "a" * 600 + " " + "b" * 255 + "  " + " " * 254 + "end"
+    parts = list(bpe.cut_long_words(text))
+    assert "".join(parts) == text
+    assert [len(part) for part in parts] == [256, 256, 88 + 1 + 255 + 256, 3]
+
+
+@pytest.mark.parametrize("ids", [[], [5], [5, 6, 0, 7, 0]])
+def test_a_reply_ends_before_the_first_special_token(stdlib_folder, ids):
+    assert stdlib_folder.manifest.end_of_document_id == 0
+    assert bpe.until_special(stdlib_folder.path, ids) == ids[:2]
+
+
+def test_a_template_may_spell_special_tokens_and_text_may_not(stdlib_folder):
+    text = "a<|endoftext|>b"
+    end = stdlib_folder.manifest.end_of_document_id
+    assert bpe.encode_template(stdlib_folder.path, text).count(end) == 1
+    assert end not in bpe.encode(stdlib_folder.path, text)
+    for encode in (bpe.encode, bpe.encode_template):
+        assert bpe.decode(stdlib_folder.path, encode(stdlib_folder.path, text)) == text
+
+
+def test_a_tokenizer_without_tokens_is_refused(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(Tokenizer(models.BPE()).to_str())
+    with pytest.raises(RecipeError, match="is a tokenizer without any token"):
+        bpe.load(tmp_path / "tokenizer.json")

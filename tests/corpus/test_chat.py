@@ -1,17 +1,19 @@
 """Conversations become rows: whole documents, and of them the replies alone to learn."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from trainspec_cli.corpus import bpe
-from trainspec_cli.corpus.chat import parse_record
+from trainspec_cli.corpus.chat import describe, parse_record, question
 from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.corpus.prepare import prepare
 from trainspec_cli.corpus.rows import IGNORED, PADDING_DOCUMENT, Packed
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.errors import RecipeError
+from trainspec_cli.huggingface.chat_template import ChatTemplate
 from trainspec_cli.spec.recipe.data import DataSpec, TokenizerSpec
 
 TALK = {"messages": [{"role": "user", "content": "what is it"}, {"role": "assistant", "content": "a fox"}]}
@@ -118,3 +120,46 @@ def test_the_prompt_of_a_completion_is_learnt_only_with_all(learn_all, start):
     record = {"prompt": "count: ", "completion": "one two"}
     found = parse_record(record, lambda: pytest.fail("a completion needs no template"), learn_all=learn_all)
     assert (found.text, list(found.spans), found.is_chat) == ("count: one two", [(start, 14)], False)
+
+
+def test_a_question_is_rendered_up_to_its_reply():
+    chat = DataSpec(64, "chat", "x", chat_template="chatml")
+    assert question(chat, "why?") == "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
+    assert question(replace(chat, source="jsonl"), "why?") is None
+    assert question(replace(chat, chat_template=None), "why?") is None, "completions have no template"
+
+
+@pytest.mark.parametrize("record", [{"messages": ["hello"]}, {"messages": "hello"}, {"prompt": "a"}, [], "text",
+                                    {"prompt": "a", "completion": 3}])  # fmt: skip
+def test_what_is_no_conversation_is_refused(record):
+    with pytest.raises(ValueError, match=r"each line must be \{"):
+        parse_record(record, lambda: pytest.fail("nothing is rendered"), learn_all=False)
+
+
+def test_tools_and_documents_reach_the_template():
+    template = ChatTemplate(
+        "{{ tools }}{{ documents }}{{ other }}{% for m in messages %}{{ m.content }}{% endfor %}", {}
+    )
+    record = {"messages": TALK["messages"], "tools": ["T"], "documents": ["D"], "other": "no"}
+    found = parse_record(record, lambda: template, learn_all=False)
+    assert found.text == "['T']['D']what is ita fox" and found.is_chat
+    assert [found.text[start:end] for start, end in found.spans] == ["a fox"]
+    whole = parse_record(record, lambda: template, learn_all=True)
+    assert list(whole.spans) == [(0, len(found.text))]
+
+
+def test_what_conversations_depend_on(tmp_path, tokenizer):
+    """A change of it prepares the data anew."""
+    file = tmp_path / "tokenizer.json"
+    chat = DataSpec(64, "chat", "x", chat_template="chatml", tokenizer=TokenizerSpec(path=str(file)))
+    plain = describe(chat)
+    assert plain == {"loss_on": chat.loss_on, "template": ["chatml"]}
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert describe(chat)["template"] == ["chatml", "{{ messages }}"]
+    assert describe(replace(chat, loss_on="all"))["loss_on"] == "all" != plain["loss_on"]
+    assert describe(replace(chat, source="jsonl")) == {}
+
+
+def test_one_reply_among_silent_conversations_is_enough(prepared):
+    silent = [{"messages": [{"role": "user", "content": f"hello {number}"}]} for number in range(5)]
+    assert prepared([*silent, *lines(8)], heldout_fraction=0.1).manifest.train.documents > 5

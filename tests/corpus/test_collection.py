@@ -11,7 +11,7 @@ from trainspec_cli.corpus.prepare import prepare
 from trainspec_cli.corpus.rows import IGNORED
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.corpus.split import content_hash
-from trainspec_cli.errors import RecipeError
+from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.spec.recipe.data import DataSpec, PartSpec, TokenizerSpec
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -118,3 +118,16 @@ def test_ids_that_the_model_has_no_row_for_are_refused_before_it_starts(files, t
     assert collection.check(data, ids) == []
     with pytest.raises(RecipeError, match=rf"the tokenizer has {ids} ids, and the model {ids - 1} rows"):
         collection.check(data, ids - 1)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"parts": {}, "validation": {}}, {"parts": []}, {"parts": {"a": {"folder": 3, "weight": 1.0}}, "validation": {}},
+     {"parts": {"a": {"folder": "x", "weight": "y"}}, "validation": {}},
+     {"parts": {"a": {"folder": "x", "weight": 1.0}}, "validation": {"b": 3}}],
+)  # fmt: skip
+def test_a_collection_that_is_damaged_is_named(tmp_path, fields):
+    (tmp_path / "collection.json").write_text(json.dumps(fields))
+    with pytest.raises(MachineError, match=r"collection.json is damaged") as raised:
+        Collection.open(tmp_path)
+    assert raised.value.problems[0].hint == f"remove it: rm -r {tmp_path}"

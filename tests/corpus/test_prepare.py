@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.corpus.bpe import decode
-from trainspec_cli.corpus.prepare import prepare
+from trainspec_cli.corpus.bpe import MIN_VOCAB_SIZE, decode
+from trainspec_cli.corpus.prepare import check_options, prepare
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.spec.recipe.data import DataSpec, TokenizerSpec
@@ -189,3 +189,22 @@ def test_a_write_that_fails_ends_with_exit_code_4_and_nothing_left(cache):
 def test_reading_and_writing_tokens_needs_no_torch(cache):
     program = PROGRAM + "\nassert 'torch' not in sys.modules, 'torch was imported'"
     subprocess.run([sys.executable, "-c", program, "live"], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(("size", "is_enough"), [(MIN_VOCAB_SIZE - 1, False), (MIN_VOCAB_SIZE, True)])
+def test_bytes_and_the_end_of_document_need_their_entries(text_data, size, is_enough):
+    data = text_data("text", tokenizer=TokenizerSpec(vocab_size=size))
+    if is_enough:
+        check_options(data)
+        return
+    with pytest.raises(RecipeError, match=r"vocab_size is 256; a byte-level BPE needs at least 257"):
+        check_options(data)
+
+
+def test_every_wrong_option_is_told_at_once(text_data, tmp_path):
+    wrong = text_data("text", heldout_fraction=1.0, max_bytes=0, tokenizer=TokenizerSpec(9, str(tmp_path / "no.json")))
+    with pytest.raises(RecipeError) as raised:
+        check_options(wrong)
+    paths = ["data.heldout_fraction", "data.max_bytes", "data.tokenizer.path"]
+    assert [problem.path for problem in raised.value.problems] == paths
+    check_options(replace(wrong, heldout_fraction=0.999, max_bytes=1, tokenizer=TokenizerSpec()))

@@ -85,3 +85,50 @@ def test_the_work_of_a_living_process_or_another_host_is_left_alone(tmp_path):
     with publishing(tmp_path / "folder"):
         pass
     assert alive.exists() and elsewhere.exists()
+
+
+def test_no_file_stays_open(tmp_path, monkeypatch):
+    opened, closed, really_close = [], [], os.close
+    with publishing(tmp_path / "folder") as temporary:
+        (temporary / "a").write_text("1")
+        really_open = os.open
+        monkeypatch.setattr(os, "open", lambda *given: opened.append(really_open(*given)) or opened[-1])
+        monkeypatch.setattr(os, "close", lambda number: closed.append(number) or really_close(number))
+    assert len(opened) >= 2 and sorted(closed) == sorted(opened)
+
+
+def test_a_folder_is_as_open_as_this_users_own_are(tmp_path):
+    before = os.umask(0o027)
+    try:
+        with publishing(tmp_path / "folder") as temporary:
+            assert temporary.stat().st_mode & 0o777 == 0o700, "unfinished, it is for its owner alone"
+        assert os.umask(0o027) == 0o027, "looking at it has not changed it"
+    finally:
+        os.umask(before)
+    assert (tmp_path / "folder").stat().st_mode & 0o777 == 0o750
+
+
+def test_another_users_living_process_is_alive(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refuse)
+    theirs = tmp_path / f".trainspec-1-abc@{socket.gethostname()}.tmp"
+    theirs.mkdir()
+    with publishing(tmp_path / "folder"):
+        pass
+    assert theirs.exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [
+        (errno.EDQUOT, "disk_full", "no space left to write"),
+        (errno.EROFS, "cannot_write", "cannot write .*: Read-only file system"),
+    ],
+)
+def test_why_a_folder_was_not_written(tmp_path, number, code, said):
+    with pytest.raises(MachineError, match=said) as raised, publishing(tmp_path / "folder"):
+        raise OSError(number, os.strerror(number))
+    (problem,) = raised.value.problems
+    assert problem.code == code and "TRAINSPEC_CACHE=FOLDER" in problem.hint

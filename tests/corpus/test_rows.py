@@ -231,3 +231,16 @@ def test_bytes_per_token_are_the_mean_of_both_splits(folder_of) -> None:
     train, heldout, none = SplitSummary(30, 60, 1, ()), SplitSummary(10, 100, 1, ()), SplitSummary(0, 0, 0, ())
     assert replace(manifest, train=train, heldout=heldout).bytes_per_token == 4.0
     assert replace(manifest, train=none, heldout=none).bytes_per_token == 0
+
+
+def test_a_document_may_be_empty_and_none_may_begin_before_the_one_before(tmp_path) -> None:
+    np.save(tmp_path / "train_learnt.npy", np.ones(4, dtype=np.uint8))
+    np.save(tmp_path / "train_documents.npy", np.array([0, 2, 2, 4]))
+    assert read_documents(tmp_path, "train", 4).starts.tolist() == [0, 2, 2, 4]
+    for starts in ([0, 3, 2, 4], [1, 2, 4], [0, 2, 3], []):
+        np.save(tmp_path / "train_documents.npy", np.array(starts, dtype=np.int64))
+        with pytest.raises(MachineError, match="the index of its documents cannot be read"):
+            read_documents(tmp_path, "train", 4)
+    np.save(tmp_path / "train_documents.npy", np.array([0, 4]))
+    with pytest.raises(MachineError, match="it covers 4 tokens, the shards hold 5"):
+        read_documents(tmp_path, "train", 5)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,35 @@ def test_max_bytes_cuts_at_a_whole_character(tmp_path, max_bytes):
     text = "".join(text for _, text in read(source="text", path=str(tmp_path), max_bytes=max_bytes))
     assert text == "abcdeéé".encode()[:max_bytes].decode(errors="ignore")
     assert len(text.encode()) <= max_bytes
+
+
+def test_a_folder_that_cannot_be_read_is_named_rather_than_left_out(tmp_path, monkeypatch):
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_text("text")
+    scan = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(MachineError, match=r"closed cannot be read: Permission denied") as raised:
+        find_files(DataSpec(seq_len=8, source="text", path=str(tmp_path)))
+    assert raised.value.problems[0].code == "unreadable_file"
+
+
+def test_a_file_that_goes_before_it_is_read_is_named(tmp_path):
+    for name, source in (("a.txt", "text"), ("a.jsonl", "jsonl")):
+        (tmp_path / name).write_text('{"text": "x"}')
+        data = DataSpec(seq_len=8, source=source, path=str(tmp_path / name))
+        files = find_files(data)
+        (tmp_path / name).unlink()
+        with pytest.raises(MachineError, match=rf"there is no file .*{name}"):
+            list(documents(data, files))
+
+
+def test_no_python_source_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with pytest.raises(MachineError, match="holds no Python source"):
+        find_files(DataSpec(seq_len=8, source="python_stdlib"))

@@ -5,10 +5,11 @@ import struct
 import numpy as np
 import pytest
 
+from trainspec_cli.corpus import bpe
 from trainspec_cli.corpus.prepare import prepare
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.errors import MachineError, RecipeError
-from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.data import DataSpec, TokenizerSpec
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -82,3 +83,71 @@ def test_files_that_are_not_whole_are_named(tmp_path):
     (tmp_path / "text.bin").write_bytes(b"123")
     with pytest.raises(MachineError, match="not a whole number of uint16 ids"):
         open_data("nanogpt", tmp_path)
+
+
+def test_the_tokenizer_that_is_named_goes_with_the_ids(tmp_path, tokenizer):
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_str())
+    np.arange(200, dtype="<u2").tofile(tmp_path / "train.bin")
+    spec = TokenizerSpec(path=str(tmp_path / "tokenizer.json"))
+    named = open_data("nanogpt", tmp_path / "train.bin", tokenizer=spec)
+    manifest = named.manifest
+    assert (manifest.vocab_size, manifest.vocab_size_asked, manifest.tokenizer_sha256) == (
+        bpe.count_vocab(tokenizer), bpe.count_vocab(tokenizer), bpe.digest(tokenizer),
+    )  # fmt: skip
+    assert manifest.end_of_document_id == tokenizer.token_to_id("<|endoftext|>")
+    assert bpe.decode(named.path, bpe.encode(named.path, "def f")) == "def f"
+    plain = open_data("nanogpt", tmp_path / "train.bin").manifest
+    assert (plain.vocab_size, plain.end_of_document_id, plain.tokenizer_sha256) == (0, -1, "")
+
+
+def test_all_files_but_the_held_out_one_are_trained_on(tmp_path):
+    for number in range(3):
+        np.arange(100 * number, 100 * number + 40, dtype="<u2").tofile(tmp_path / f"part{number}.bin")
+    folder = open_data("nanogpt", tmp_path, heldout_fraction=0.25)
+    assert everything(folder, "train") == [*range(40), *range(100, 140), *range(200, 230)]
+    assert everything(folder, "heldout") == list(range(230, 240))
+    for number in range(3):
+        (tmp_path / f"part{number}.bin").rename(tmp_path / f"val{number}.bin")
+    with pytest.raises(RecipeError, match="holds no file to train on"):
+        open_data("nanogpt", tmp_path)
+
+
+def test_the_end_of_megatrons_last_file_is_held_out(tmp_path):
+    for number in range(2):
+        documents = [np.arange(start, start + 10) for start in range(100 * number, 100 * number + 40, 10)]
+        write_megatron(tmp_path / f"text{number}", documents)
+    folder = open_data("megatron", tmp_path, heldout_fraction=0.5)
+    assert everything(folder, "train") == [*range(40), *range(100, 120)]
+    assert everything(folder, "heldout") == list(range(120, 140))
+    write_megatron(tmp_path / "text2", [np.arange(10), np.arange(10)], 8, "<u2")
+    with pytest.raises(RecipeError, match=r"holds ids of different sizes \(uint16, uint32\)"):
+        open_data("megatron", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "bounds", "why"),
+    [
+        ([10, -1], [0, 1, 2], "a length below 0"),
+        ([10, 10], [0, 2, 1], "do not follow one another"),
+        ([10, 10], [0, -2, 2], "do not follow one another"),
+        ([20], [0, 1], "do not follow one another"),
+        ([10, 10], [0, 1, 3], ""),
+    ],
+)
+def test_an_index_whose_documents_cannot_be_is_refused(tmp_path, lengths, bounds, why):
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, len(lengths), len(bounds))
+    pointers = np.zeros(len(lengths), dtype="<i8")
+    parts = (np.array(lengths, dtype="<i4"), pointers, np.array(bounds, dtype="<i8"))
+    (tmp_path / "text.idx").write_bytes(header + b"".join(part.tobytes() for part in parts))
+    np.arange(20, dtype="<i4").tofile(tmp_path / "text.bin")
+    with pytest.raises(MachineError, match=rf"text.idx is not a Megatron index: .*{why}"):
+        open_data("megatron", tmp_path)
+
+
+@pytest.mark.parametrize(("version", "code"), [(2, 4), (1, 9)])
+def test_an_index_of_another_version_or_type_is_refused(tmp_path, version, code):
+    write_megatron(tmp_path / "text", [np.arange(10), np.arange(10)])
+    content = (tmp_path / "text.idx").read_bytes()
+    (tmp_path / "text.idx").write_bytes(content[:9] + struct.pack("<QB", version, code) + content[18:])
+    with pytest.raises(MachineError, match=f"is not a Megatron index: version {version}, type {code}"):
+        open_data("megatron", tmp_path)

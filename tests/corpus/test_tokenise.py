@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import lzma
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from trainspec_cli.corpus import tokenise
@@ -56,3 +58,31 @@ def test_progress_is_told_every_hundredth_and_at_the_end(text_data):
     assert 84 <= len(told) <= 102
     assert (told[0][1], told[-1][1]) == (pytest.approx(0.501), 1.0)
     assert [done for _, done in told] == sorted(done for _, done in told)
+
+
+def test_a_tokenizer_learns_from_a_sample_of_much_text(text_data, monkeypatch):
+    taken = []
+    monkeypatch.setattr(tokenise.bpe, "train", lambda texts, *_: taken.append(sum(map(len, texts))))
+    data = text_data(*("x" * 100 for _ in range(200)), heldout_fraction=0.01)
+    files = find_files(data)
+    rule = HeldoutRule(0)
+    scan = tokenise._scan(data, files, lambda phase, done: None)
+    for most in (10**9, 5_000):
+        monkeypatch.setattr(tokenise, "TOKENIZER_SAMPLE_BYTES", most)
+        tokenise._build_tokenizer(data, files, scan, rule, lambda phase, done: None)
+    assert taken[0] == 20_000 and taken[1] == pytest.approx(5_000, abs=200)
+
+
+def test_a_token_is_learnt_where_it_overlaps_a_reply():
+    encoding = SimpleNamespace(offsets=[(0, 2), (2, 4), (4, 4), (4, 6), (6, 8)])
+    assert tokenise._learnt([(2, 4)], encoding).tolist() == [False, True, False, False, False]
+    assert tokenise._learnt([(3, 5)], encoding).tolist() == [False, True, False, True, False]
+    assert tokenise._learnt([(0, 1), (7, 8)], encoding).tolist() == [True, False, False, False, True]
+    assert tokenise._learnt([], encoding).tolist() == [False] * 5
+
+
+def test_the_special_token_right_after_a_reply_is_learnt_too():
+    learnt = np.array([False, True, False, False, True, False])
+    assert tokenise._with_ends(learnt, [9, 1, 9, 9, 1, 2], frozenset({9})).tolist() == [
+        False, True, True, False, True, False,
+    ]  # fmt: skip

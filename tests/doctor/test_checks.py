@@ -238,3 +238,39 @@ def test_all_checks_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     shown = ["versions", "chips", "memory", "rdma", "links", "clock", "shm", "limits", "disk"]
     assert [check.name for check in checks.check_node(tmp_path, "cpu")] == shown
     assert [check.name for check in checks.check_node(tmp_path, "cuda")] == ["versions", "chips", "gpus", *shown[2:]]
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\nGCC version", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release", "550.54.15"),
+        ("something else", "unknown"),
+        (None, "unknown"),
+    ],
+)
+def test_the_driver_is_told_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, content: str | None, found: str
+) -> None:
+    def read_text(path: Path) -> str:
+        assert str(path) == "/proc/driver/nvidia/version"
+        if content is None:
+            raise FileNotFoundError(path)
+        return content
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert checks.driver() == found
+
+
+def test_shared_memory_and_ports_that_are_not_there_are_passed_over(tmp_path: Path) -> None:
+    assert list(checks.check_shm(tmp_path / "nothing")) == []
+    assert list(checks.check_rdma(tmp_path / "nothing")) == []
+    (tmp_path / "mlx5_0" / "ports" / "1").mkdir(parents=True)
+    assert told(checks.check_rdma(tmp_path)) == [("rdma", "warn", "mlx5_0 port 1 is unknown")]
+
+
+def test_links_are_told_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = SimpleNamespace(isup=True, speed=1000, mtu=1500)
+    monkeypatch.setattr(checks.psutil, "net_if_stats", lambda: {"eth1": link, "lo": link, "eth0": link})
+    monkeypatch.setattr(checks.psutil, "net_io_counters", lambda pernic: {})
+    assert [found.partition(":")[0] for _, _, found in told(checks.check_links())] == ["eth0", "eth1"]

@@ -65,3 +65,14 @@ def test_shared_memory_matters_where_several_processes_share_it(tmp_path: Path, 
     give_room(monkeypatch, 2**26)
     assert preflight(tmp_path, NEEDS) == []
     assert "/dev/shm" in {check.name for check in preflight(tmp_path, replace(NEEDS, processes=2))}
+
+
+@pytest.mark.parametrize(("uses_gpus", "found"), [(True, ["chips"]), (False, [])])
+def test_gpus_are_looked_at_where_the_run_uses_them(tmp_path: Path, monkeypatch, uses_gpus: bool, found: list) -> None:
+    give_room(monkeypatch, 2**34)
+    monkeypatch.setattr(checks, "visible_gpus", lambda: (Gpu("H100", 80 * 2**30, (9, 0), 55 * 2**30),))
+    warned = preflight(tmp_path, replace(NEEDS, uses_gpus=uses_gpus, gpu_memory_bytes=2.0**30))
+    assert [check.name for check in warned] == found
+    if uses_gpus:
+        with pytest.raises(MachineError, match="and the run takes 60"):
+            preflight(tmp_path, replace(NEEDS, uses_gpus=True, gpu_memory_bytes=60 * 2.0**30))

@@ -5,13 +5,16 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from trainspec_cli.engine import __main__ as worker
+from trainspec_cli.engine.run import worker as training
 from trainspec_cli.environment_names import GENERATION, GROUP
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.rundir import generations
+from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import WorkerErrorRecord, read_error
 
@@ -29,7 +32,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def work(run_dir: RunDir, stop: object) -> None:
         raise error
 
-    monkeypatch.setattr(worker, "work", work)
+    monkeypatch.setattr("trainspec_cli.engine.run.worker.work", work)
     with pytest.raises(type(error)):
         worker.main()
 
@@ -63,3 +66,43 @@ def test_a_worker_that_is_fenced_off_writes_no_error(run_dir: RunDir, monkeypatc
     generations.begin(run_dir)
     fail(monkeypatch, KeyError("w"))
     assert not run_dir.error(0).exists()
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_worker_builds_fills_and_trains_in_order(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, resumes: bool
+) -> None:
+    """A run that has a checkpoint does not read again what it began with."""
+    order: list[Any] = []
+    write_json(run_dir.plan_json, {"the": "plan"})
+    write_json(run_dir.run_json, {"data_dir": "/data", "digest": "recipe's"})
+    if resumes:
+        run_dir.checkpoint(3).mkdir(parents=True)
+    plan = SimpleNamespace(device="cpu")
+    monkeypatch.setattr(training, "from_plain", lambda kind, content: plan if content == {"the": "plan"} else None)
+
+    def note(name: str, answer: Any = None) -> Any:
+        return lambda *given: order.append((name, *given)) or answer
+
+    def trainer(run: Any, coordinator: str) -> Any:
+        order.append((run.plan, run.run_dir, run.source, run.state, run.recipe_digest, run.stop, coordinator))
+        return SimpleNamespace(run=note("trains"))
+
+    monkeypatch.setattr(training, "recall_reliefs", note("recalls", "reliefs"))
+    monkeypatch.setattr(training, "with_reliefs", lambda given, reliefs: (given, reliefs))
+    monkeypatch.setattr(training, "join_processes", note("joins", "device"))
+    monkeypatch.setattr(training, "leave_processes", note("leaves"))
+    monkeypatch.setattr(training, "build_train_state", note("builds", "state"))
+    monkeypatch.setattr(training, "load_initial", note("loads"))
+    monkeypatch.setattr(training, "open_source", note("opens", "source"))
+    monkeypatch.setattr(training, "open_coordinator", lambda run: "coordinator")
+    monkeypatch.setattr(training, "Trainer", trainer)
+    training.work(run_dir, "stop")  # type: ignore[arg-type]
+    relieved = (plan, "reliefs")
+    assert order == [
+        *(("joins", "cpu"), ("recalls", plan, run_dir), ("builds", relieved, "device")),
+        *([] if resumes else [("loads", relieved, "state")]),
+        ("opens", relieved, "/data", "state"),
+        (relieved, run_dir, "source", "state", "recipe's", "stop", "coordinator"),
+        *(("trains",), ("leaves",)),
+    ]

@@ -80,3 +80,30 @@ def test_a_template_reaches_nothing_outside():
         ChatTemplate("{{ raise_exception('no system prompt, please') }}", {}).render(TALK)
     with pytest.raises(RecipeError, match="the chat template is not valid Jinja"):
         ChatTemplate("{% if %}", {}).render(TALK)
+
+
+def test_a_template_that_ends_its_process_does_not_end_the_next(monkeypatch):
+    monkeypatch.setattr("trainspec_cli.huggingface.chat_template.CPU_LIMIT_S", 0.3)
+    source = "{% if messages[0].content == 'loop' %}{% for _ in range(99999) %}{% for _ in range(99999) %}{% endfor %}"
+    template = ChatTemplate(source + "{% endfor %}{% endif %}{{ messages[0].content }}", {})
+    with pytest.raises(ValueError, match=r"it took more than 0.3 s for one conversation"):
+        template.render([{"role": "user", "content": "loop"}])
+    assert template.render([{"role": "user", "content": "short"}]) == "short"
+
+
+def test_only_the_default_of_several_templates_is_taken(tmp_path: Path):
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": [{"name": "rag", "template": "no"}]}))
+    with pytest.raises(RecipeError, match="there is no chat template beside"):
+        find_template(tmp_path / "tokenizer.json", None)
+    config.write_text("{")
+    with pytest.raises(RecipeError) as raised:
+        find_template(tmp_path / "tokenizer.json", None)
+    assert raised.value.problems[0].code == "bad_template"
+
+
+def test_the_reply_is_asked_for_only_where_it_is_wanted():
+    template = ChatTemplate("{{ add_generation_prompt }} {{ bos_token }} {{ tools }}", {"bos_token": "<s>"})
+    assert template.render([]) == "False <s> "
+    assert template.render([], asks=True, tools=[1]) == "True <s> [1]"
+    assert template.replies([], tools=[1]) == ("False <s> [1]", [])

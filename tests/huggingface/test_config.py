@@ -197,3 +197,19 @@ def test_each_key_without_a_place_is_named(model, path):
     with pytest.raises(RecipeError) as raised:
         model_type(model)
     assert [problem.path for problem in raised.value.problems] == [path]
+
+
+def test_the_width_of_dense_layers_counts_where_there_are_any():
+    experts = ExpertSpec(8, 2, 48)
+    sparse, mixed = (replace(LLAMA, experts=replace(experts, first_dense_layers=dense)) for dense in (0, 1))
+    assert differences(replace(sparse, ffn_size=99), sparse) == {}
+    assert differences(replace(mixed, ffn_size=99), mixed) == {"ffn_size": (99, LLAMA.ffn_size)}
+
+
+def test_keys_that_are_not_used_may_differ():
+    mine = replace(LLAMA, name="mine", global_attention_every=5, experts=ExpertSpec(8, 2, 48, capacity_factor=3.0))
+    theirs = replace(LLAMA, experts=ExpertSpec(8, 2, 48))
+    assert differences(mine, theirs) == {}
+    windowed = replace(mine, sliding_window=8)
+    assert differences(windowed, replace(windowed, global_attention_every=1)) == {"global_attention_every": (5, 1)}
+    assert differences(windowed, theirs)["sliding_window"] == (8, None)

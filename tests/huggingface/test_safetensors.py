@@ -136,3 +136,34 @@ def test_tensors_begin_at_a_multiple_of_8_bytes(name):
 def test_a_tensor_may_have_16_dims(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(make_header({"a": ("F32", (1,) * 16)}) + bytes(4))
     assert open_checkpoint(tmp_path)["a"].shape == (1,) * 16
+
+
+def test_a_header_may_have_its_largest_size_and_no_more(tmp_path, monkeypatch):
+    header = make_header({"a": ("F32", (1,))})
+    (tmp_path / "model.safetensors").write_bytes(header + bytes(4))
+    monkeypatch.setattr("trainspec_cli.huggingface.safetensors.MAX_HEADER_BYTES", len(header) - 8)
+    assert open_checkpoint(tmp_path)["a"].shape == (1,)
+    monkeypatch.setattr("trainspec_cli.huggingface.safetensors.MAX_HEADER_BYTES", len(header) - 9)
+    with pytest.raises(MachineError, match="is not a safetensors file"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_file_too_short_for_a_header_is_no_safetensors_file(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"1234567")
+    with pytest.raises(MachineError, match="is not a safetensors file"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_index_that_is_no_json_is_named(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": []}')
+    with pytest.raises(MachineError, match=r"index.json is not an index of safetensors files"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("header", [[], {"a": None}, {"a": {"dtype": "F32", "shape": None, "data_offsets": [0, 4]}},
+                                    {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 5]}}, 3])  # fmt: skip
+def test_a_header_of_another_shape_is_refused(tmp_path, header):
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
+    with pytest.raises(MachineError, match="has a header that cannot be read"):
+        open_checkpoint(tmp_path)

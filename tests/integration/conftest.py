@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from trainspec_cli.launch.backend.processes import rank_of, workers_among
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 
@@ -42,6 +43,18 @@ def trainspec(tmp_path: Path, environment: dict[str, str]) -> Trainspec:
     return partial(_run, tmp_path, environment)
 
 
+@pytest.fixture
+def trainspec_in(tmp_path: Path, environment: dict[str, str]) -> Trainspec:
+    """trainspec_in(procs, *ARGUMENTS): `trainspec` within a control group, whose file of processes is `procs`."""
+
+    def run(procs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        join = ["bash", "-c", 'echo $$ > "$0"; exec "$@"', str(procs)]
+        command = [*join, sys.executable, "-m", "trainspec_cli", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> RunDir:
     """A run of WHOLE that nobody touched: tests copy it, and hold runs against it that were disturbed."""
@@ -49,6 +62,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str])
     ended = _run(place, environment, "launch", *WHOLE, "checkpoint.interval_steps=10", "run.dir=run")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return RunDir(place / "run")
+
+
+@pytest.fixture(scope="session")
+def whole_of(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Callable[..., RunDir]:
+    """whole_of(*RECIPE): a run of it that nobody touches."""
+
+    def launch(*recipe: str) -> RunDir:
+        place = tmp_path_factory.mktemp("whole")
+        ended = _run(place, environment, "launch", *recipe, "run.dir=run")
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return RunDir(place / "run")
+
+    return launch
 
 
 @pytest.fixture(scope="session")
@@ -109,15 +135,7 @@ def _wait_for_step(run_dir: RunDir, step: int, process: subprocess.Popen[str], t
 
 def _workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     family = psutil.Process(process.pid).children(recursive=True)
-    return [process for process in family if _is_worker(process)]
-
-
-def _is_worker(process: psutil.Process) -> bool:
-    try:
-        command = process.cmdline()
-    except psutil.NoSuchProcess:
-        return False
-    return "trainspec_cli.engine" in command and "trainspec_cli.engine.comm.torchrun" not in command
+    return sorted(workers_among(family), key=lambda worker: rank_of(worker) or 0)
 
 
 def _kill_everything(process: subprocess.Popen[str]) -> None:

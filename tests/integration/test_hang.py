@@ -6,6 +6,7 @@ import signal
 import psutil
 import pytest
 
+from trainspec_cli.launch.backend.processes import rank_of
 from trainspec_cli.rundir.paths import RunDir
 
 
@@ -23,7 +24,7 @@ def test_a_stopped_rank_is_named_and_the_run_ends(
     process = start_trainspec("launch", *recipe, "run.dir=hung")
     run_dir = RunDir(tmp_path / "hung")
     wait_for_step(run_dir, 10, process)
-    stopped = next(worker for worker in workers_of(process) if worker.environ()["RANK"] == "1")
+    stopped = next(worker for worker in workers_of(process) if rank_of(worker) == 1)
     stopped.send_signal(signal.SIGSTOP)
     said = " ".join(process.communicate(timeout=120)[0].split())
     assert process.returncode == 5, said

@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from lab.hosts import SWITCH_ADDRESS, Hosts
+from trainspec_cli.launch.backend.processes import rank_of
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 START_TIMEOUT_S = 60.0
@@ -114,7 +115,7 @@ class Cluster:
 
     def worker_on(self, node: int) -> psutil.Process:
         """The one with a rank of its own, of a job of one process a node."""
-        return next(process for process in self.processes_of(node) if "RANK" in self.environment_of(process))
+        return next(process for process in self.processes_of(node) if rank_of(process) is not None)
 
     def daemon_of(self, node: int) -> psutil.Process:
         return self._daemons[f"node{node}"]

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent, Event, RetryEvent, StartEvent, StepEvent
+from trainspec_cli.rundir.event_types import (
+    AchievedEvent,
+    DirectiveEvent,
+    Event,
+    MemoryEvent,
+    RetryEvent,
+    StartEvent,
+    StepEvent,
+)
 from trainspec_cli.rundir.events import EventWriter
+from trainspec_cli.spec.results.memory import MemorySetting
 
 DIRECTIVE = DirectiveEvent(
     step=4,
@@ -19,6 +28,14 @@ DIRECTIVE = DirectiveEvent(
     expected_s=1.5,
 )
 ACHIEVED = AchievedEvent(step=9, number=1, before_s=2.0, expected_s=1.5, achieved_s=1.6)
+MEMORY = MemoryEvent(
+    step=3,
+    layout="dp_shard=2",
+    failed=MemorySetting(8, "none", "none"),
+    taken=MemorySetting(4, "none", "none"),
+    restarts=True,
+    reason="rank 1 (h): memory ran out",
+)
 
 
 def write_event(path: Path, event: Event, rank: int = 0) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,9 +16,10 @@ from trainspec_cli.launch.tools import Prepare
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.kernels import TORCH, KernelSpec, KernelTable, KernelTrial, KernelTrials
+from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.probe import BUSY, MachineProbe
-from trainspec_cli.spec.results.tools import KernelRequest, KernelResult
+from trainspec_cli.spec.results.tools import KernelRequest, KernelResult, TraceRequest
 
 MACHINE = Machine("host", cpu_cores=2, memory_bytes=2**34, bf16=True)
 TRIALS = KernelTrials(
@@ -146,3 +148,36 @@ def test_a_disturbed_probe_is_used_for_a_while(
         then = time.time() - age_s
         os.utime(measuring.probe_path(plan, MACHINE), (then, then))
     assert len(started) == probes
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "ranks"),
+    [
+        (Layout(dp_replicate=2), 2, [0]),
+        (Layout(pp=2, tp=2), 4, [0, 2]),
+        (Layout(pp=4, dp_shard=2), 8, [0, 6]),
+        (Layout(pp=2, cp=2, tp=2), 8, [2, 6]),
+        (Layout(cp=4, dp_shard=2), 8, [3]),
+    ],
+)
+def test_the_first_and_the_last_stage_are_traced(
+    make_plan: Callable[..., Plan], layout: Layout, world_size: int, ranks: list[int]
+) -> None:
+    plan = replace(make_plan(), layout=layout, devices_per_node=world_size)
+    assert plan.world_size == world_size
+    assert measuring.traced_ranks(plan) == ranks
+
+
+def test_the_fullest_of_the_traced_ranks_counts(
+    make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def answer(tool: object, request: TraceRequest, where: object) -> SimpleNamespace:
+        assert tool is measuring.TRACE
+        asked.append(request.rank)
+        return SimpleNamespace(rank=request.rank, peak_memory_bytes={0: 7, 6: 9}[request.rank])
+
+    monkeypatch.setattr(measuring, "run_tool", answer)
+    plan = replace(make_plan(), layout=Layout(pp=4, dp_shard=2), devices_per_node=8)
+    assert (measuring.trace_plan(plan).rank, asked) == (6, [0, 6])

@@ -45,10 +45,12 @@ from trainspec_cli.policy.run_state import (
     WorkerFailed,
 )
 from trainspec_cli.rundir import generations
-from trainspec_cli.rundir.events import read_events
+from trainspec_cli.rundir.event_types import MemoryEvent
+from trainspec_cli.rundir.events import read_events, read_log
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.generations import note_stop
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
+from trainspec_cli.spec.results.memory import MemorySetting, Shortage
 from trainspec_cli.spec.results.plan import Plan
 
 GRACE_S = 30.0
@@ -146,6 +148,25 @@ def test_a_failed_run_begins_a_new_generation_from_its_checkpoint(run: Run) -> N
     assert not job.run.error(1).exists()
     recoveries = [event for event in read_events(job.run.events(0)) if event["type"] == "recovery"]
     assert [(event["change"], event["step"], event["lost_steps"]) for event in recoveries] == [("restart", 7, 3)]
+
+
+def test_a_run_whose_memory_ran_out_leaves_its_next_start_what_to_take(tmp_path: Path, make_plan) -> None:
+    four, two = (MemorySetting(size, "none", "none") for size in (4, 2))
+    run = Run(tmp_path, replace(with_resilience(make_plan()), memory_ladder=(four, two)))
+    write_event(run.job.run.events(0), stepped(5))
+    run.job.run.checkpoint(5).mkdir(parents=True)
+    run.world.checkpoint = 5
+    run.script = [
+        lambda: run.world.end(0, foreseen=True, shortage=Shortage(four, used_bytes=9, limit_bytes=8)),
+        lambda: run.world.end(0, done=True),
+    ]
+    assert run().exit_code == 0
+    assert run.reports == ["it broke; the run goes on from step 5 with micro-batches of 2 samples"]
+    (written,) = read_log(run.job.run.directives)
+    assert isinstance(written, MemoryEvent)
+    assert (written.failed, written.taken, written.restarts, written.was_killed) == (four, two, True, False)
+    assert (written.step, written.lost_steps, written.used_bytes, written.limit_bytes) == (5, 0, 9, 8)
+    assert written.rank == -1, "the supervisor wrote it"
 
 
 def test_a_tool_is_never_started_again(tmp_path: Path) -> None:

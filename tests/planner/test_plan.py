@@ -21,6 +21,7 @@ from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 from trainspec_cli.spec.recipe.run import PrecisionSpec, RunSpec, TrainSection
+from trainspec_cli.spec.recipe.scheduler import LayoutChangeSpec, SchedulerSpec
 
 SPEC = RunSpec(
     model=DecoderModel(2, 64, 4, 2, 16, 160, 512),
@@ -279,3 +280,24 @@ def test_interleaving_takes_whole_turns(samples: int, micro: Any, sizes: tuple[i
     layout = LayoutSpec(dp_replicate=1, pp=2, pipeline_schedule="interleaved")
     got = plan(replace(SPEC, layout=layout, batching=BatchingSpec(samples, micro_batch_size=micro)), LAPTOP)
     assert (got.micro_batch_size, got.grad_accum_steps) == sizes
+
+
+def test_planned_changes_of_layout_are_resolved_as_the_layout_is() -> None:
+    changes = (LayoutChangeSpec(4, pp=2, dp_shard=2), LayoutChangeSpec(6, tp=2), LayoutChangeSpec(8, dp_replicate=4))
+    spec = replace(SPEC, cluster=ClusterSpec(devices_per_node=4), scheduler=SchedulerSpec(changes=changes))
+    got = plan(spec, LAPTOP)
+    assert [change.step for change in got.changes] == [4, 6, 8]
+    pipeline, tensor, replicas = got.changes
+    assert (pipeline.layout.pp, pipeline.layout.dp_shard, pipeline.layout.dp_replicate) == (2, 2, 1)
+    assert (tensor.layout.tp, tensor.layout.data_parallel_size) == (2, 2)
+    assert tensor.micro_batch_size * tensor.grad_accum_steps >= 24
+    other = got.with_layout(replicas)
+    assert (other.layout.dp_replicate, other.micro_batch_size) == (4, replicas.micro_batch_size)
+    assert other.spec == spec
+
+
+def test_a_planned_layout_of_other_sizes_than_the_cluster_is_refused() -> None:
+    changes = (LayoutChangeSpec(4, pp=2, dp_shard=2, dp_replicate=2),)
+    spec = replace(SPEC, cluster=ClusterSpec(devices_per_node=4), scheduler=SchedulerSpec(changes=changes))
+    with pytest.raises(RecipeError, match=r"the layout from step 4 on, .* takes 8 processes, the cluster has 4"):
+        plan(spec, LAPTOP)

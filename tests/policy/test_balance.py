@@ -30,7 +30,9 @@ def all_counts(samples: int, ranks: int, least: int, most: int) -> Iterator[tupl
 
 
 speeds_of_ranks = st.lists(
-    st.builds(Speed, st.sampled_from([0.0, 0.5, 3.0, 20.0]), st.floats(0.1, 4)), min_size=1, max_size=4
+    st.builds(Speed, st.sampled_from([0.0, 0.5, 3.0, 20.0]), st.sampled_from([0.5, 1.0]) | st.floats(0.1, 4)),
+    min_size=1,
+    max_size=4,
 )
 
 
@@ -47,6 +49,16 @@ def test_no_other_whole_numbers_are_faster(speeds: list[Speed], samples: int, mo
     assert all(least <= count <= most for count in counts)
     best_s = min(slowest_s(c, micro_batches, speeds) for c in all_counts(samples, len(speeds), least, most))
     assert slowest_s(counts, micro_batches, speeds) == pytest.approx(best_s)
+
+
+@settings(max_examples=100, deadline=None)
+@given(kinds=st.lists(st.integers(0, 2), min_size=8, max_size=8), samples=st.integers(8, 200), most=st.integers(6, 12))
+def test_the_time_of_a_division_is_that_of_its_shares(kinds: list[int], samples: int, most: int) -> None:
+    """Ranks of few kinds, also where they are many more than their samples tell apart."""
+    speeds = [(Speed(0.3, 1.0), Speed(0.1, 1.7), Speed(2.0, 0.4))[kind] for kind in kinds]
+    found = best_division(Division((1.0,) * 8, 6), samples, speeds, most, 0.5)
+    assert found.compute_s == pytest.approx(compute_s(found.division, samples, speeds, 0.5))
+    assert sum(found.division.counts(samples)) == samples
 
 
 def test_a_slow_rank_takes_less() -> None:

@@ -12,7 +12,9 @@ from trainspec_cli.policy.division import (
     Portion,
     divide,
     even_division,
+    largest_that_fits,
     lr_factor,
+    micro_batches_of,
     take_portion,
     turns_of,
     weighted_counts,
@@ -223,3 +225,39 @@ def test_a_shrunken_batch_keeps_a_sample_a_group_and_never_grows(samples: int, p
 def test_the_learning_rate_follows_a_smaller_batch(rule, factor: float) -> None:
     assert lr_factor(rule, 12, 48) == factor
     assert lr_factor(rule, 48, 48) == 1.0
+
+
+# Micro-batches of a layout
+
+
+@pytest.mark.parametrize(("most_that_fits", "found"), [(0, 4), (4, 4), (5, 5), (7, 7), (8, 8), (100, 8)])
+def test_the_largest_micro_batch_that_fits_is_between_the_usual_one_and_the_most(
+    most_that_fits: int, found: int
+) -> None:
+    tried: list[int] = []
+
+    def fits(size: int) -> bool:
+        tried.append(size)
+        return size <= most_that_fits
+
+    assert largest_that_fits(4, 8, fits) == found
+    assert min(tried) > 4 and max(tried) <= 8 and len(tried) <= 3
+    assert largest_that_fits(4, 4, lambda size: True) == 4
+
+
+@pytest.mark.parametrize(
+    ("layout", "micro_batch_size", "samples", "micro_batches"),
+    [
+        (Layout(dp_shard=4), 2, 32, 4),
+        (Layout(dp_shard=4), 2, 33, 5),  # 9 samples for the fullest rank
+        (Layout(dp_replicate=2, dp_shard=4), 2, 32, 2),
+        (Layout(dp_shard=4, tp=2), 2, 32, 4),
+        (Layout(dp_shard=4), 2, 3, 1),
+        (INTERLEAVED, 2, 20, 8),  # 5 micro-batches of two, in turns of 4
+    ],
+    ids=str,
+)
+def test_micro_batches_of_equally_fast_ranks(
+    layout: Layout, micro_batch_size: int, samples: int, micro_batches: int
+) -> None:
+    assert micro_batches_of(layout, micro_batch_size, samples) == micro_batches

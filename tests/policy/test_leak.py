@@ -36,3 +36,13 @@ def test_what_is_no_leak_is_none(level):
 
 def test_too_few_readings_say_nothing():
     assert steps_until_full(STEPS[:-1], [MB * i for i in range(WINDOW - 1)], MB) is None
+
+
+@pytest.mark.parametrize(("falls", "found"), [(1, True), (2, False)])
+def test_one_eighth_of_the_window_may_fall_while_the_others_grow(falls: int, found: bool) -> None:
+    """Six of the seven differences between neighbouring eighths are 86%, five are 71%; 80% must be rises."""
+    levels = [0.0]
+    for change in (1, 1, -1 if falls == 2 else 1, 1, -1, 1, 1):
+        levels.append(levels[-1] + 10 * MB * change)
+    readings = [levels[i // (WINDOW // 8)] for i in range(WINDOW)]
+    assert (steps_until_full(STEPS, readings, 90 * MB) is not None) == found

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainspec_cli.policy.partition import Counts, LayerTimes, Room, cut_by_times, cut_evenly, rank_times_s
+from trainspec_cli.policy.partition import Counts, cut_by_times, cut_evenly, rank_times_s
+from trainspec_cli.policy.partition_problem import LayerTimes, Room
 from trainspec_cli.spec.recipe.layout import Layout
 
 ONE_STAGE = [Layout(pp=2), Layout(pp=3), Layout(pp=4), Layout(pp=5, pipeline_schedule="zero_bubble")]

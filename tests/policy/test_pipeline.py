@@ -134,3 +134,44 @@ def test_a_rank_holds_the_layers_of_all_its_stages() -> None:
     assert layers_per_rank(10, interleaved) == (5, 5)
     assert layers_per_rank(10, replace(interleaved, stage_layers=(4, 3, 2, 1))) == (6, 4)
     assert layers_per_rank(10, Layout(pp=2, pipeline_schedule="zbv")) == (5, 5)
+
+
+@pytest.mark.parametrize(("pp", "chunks", "micro_batches"), [(4, 2, 8), (2, 3, 6), (4, 4, 16)])
+def test_the_interleaved_schedule_starts_as_many_forwards_as_the_paper_says(
+    pp: int, chunks: int, micro_batches: int
+) -> None:
+    """Megatron's warm-up is 2 (pp - rank - 1) + (chunks - 1) pp forwards (arXiv:2104.04473, figure 4); then each
+    forward is followed by a backward."""
+    layout = Layout(pp=pp, pipeline_schedule="interleaved", virtual_stages=chunks)
+    for rank, order in enumerate(actions(layout, micro_batches)):
+        warmup = 2 * (pp - rank - 1) + (chunks - 1) * pp
+        kinds = [action.kind for action in order]
+        steady = chunks * micro_batches - warmup
+        assert kinds == ["forward"] * warmup + ["forward", "backward"] * steady + ["backward"] * warmup
+
+
+def test_an_interleaved_rank_takes_its_chunks_in_turns_of_the_pipelines_length() -> None:
+    first, *_ = actions(Layout(pp=2, pipeline_schedule="interleaved", virtual_stages=2), 4)
+    forwards = [(action.stage, action.micro_batch) for action in first if action.kind == "forward"]
+    assert forwards == [(0, 0), (0, 1), (2, 0), (2, 1), (0, 2), (0, 3), (2, 2), (2, 3)]
+    backwards = [(action.stage, action.micro_batch) for action in first if action.kind == "backward"]
+    assert backwards == [(2, 0), (2, 1), (0, 0), (0, 1), (2, 2), (2, 3), (0, 2), (0, 3)]
+
+
+@pytest.mark.parametrize("micro_batches", [3, 8])
+def test_1f1b_starts_a_forward_for_each_stage_behind(micro_batches: int) -> None:
+    for rank, order in enumerate(actions(Layout(pp=4), micro_batches)):
+        warmup = min(3 - rank, micro_batches)
+        kinds = [action.kind for action in order]
+        steady = micro_batches - warmup
+        assert kinds == ["forward"] * warmup + ["forward", "backward"] * steady + ["backward"] * warmup
+
+
+@pytest.mark.parametrize(("pp", "micro_batches"), [(2, 8), (4, 16)])
+def test_zero_bubble_has_at_most_as_many_micro_batches_under_way_as_stages(pp: int, micro_batches: int) -> None:
+    """One is under way from its forward to its weight pass; the first rank has as many as 1F1B's (pp) under way."""
+    under_way, most = 0, 0
+    for action in actions(layout_of("zero_bubble", pp), micro_batches)[0]:
+        under_way += {"forward": 1, "backward_weight": -1}.get(action.kind, 0)
+        most = max(most, under_way)
+    assert most == pp

@@ -47,10 +47,12 @@ from trainspec_cli.policy.run_state import (
     Stepped,
     Stop,
     StopRequested,
+    TakeSetting,
     Tick,
     WorkerFailed,
 )
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
+from trainspec_cli.spec.results.memory import MemorySetting, Shortage
 
 GRACE_S = 30.0
 RESTART = ResilienceSpec(mode="restart", max_restarts_per_hour=2)
@@ -82,6 +84,13 @@ def ended(group: int = 0, **more: Any) -> GroupEnded:
 
 ALONE = a_run(RUNNING)
 PAIR = a_run(RUNNING, RUNNING)
+FOUR, TWO = MemorySetting(4, "none", "none"), MemorySetting(2, "none", "none")
+FULL = MemorySetting(1, "full", "none")
+SHORT = Shortage(FOUR)
+LADDER = a_run(RUNNING, memory_ladder=(FOUR, TWO))
+TWO_FROM_20, TWO_FROM_0 = (
+    Inform(f"it broke; the run goes on from step {step} with micro-batches of 2 samples") for step in (20, 0)
+)
 BACK_FROM_20 = Inform("it broke; the run starts again from step 20")
 AGAIN = "group 0: it broke; it starts again"
 TOO_OFTEN = "group 0: it broke; it stays away, it failed too often"
@@ -118,6 +127,23 @@ TABLE: list[tuple[str, RunState, Event, list[str], tuple[Action, ...]]] = [
      ended(from_outside=False, own_error=True, checkpoint_step=10), ["gone"], ()),
     ("nobody says why, without progress", ALONE, ended(from_outside=False, checkpoint_step=10), ["gone"], ()),
     ("an error that was foreseen", ALONE, ended(foreseen=True), ["gone"], ()),
+    ("its memory ran out", LADDER, ended(shortage=SHORT, foreseen=True, own_error=True), ["waiting"],
+     (TakeSetting(0, SHORT, TWO, "it broke"), TWO_FROM_20)),
+    ("its memory ran out before a checkpoint", LADDER, ended(shortage=SHORT, checkpoint_step=0), ["waiting"],
+     (TakeSetting(0, SHORT, TWO, "it broke"), TWO_FROM_0)),
+    ("its memory ran out, restarted too often",
+     a_run(RUNNING._replace(restarts_s=(NOW - 9, NOW - 5)), memory_ladder=(FOUR, TWO)),
+     ended(shortage=SHORT), ["waiting"], (TakeSetting(0, SHORT, TWO, "it broke"), TWO_FROM_20)),
+    ("memory runs out although less was taken", a_run(RUNNING._replace(taken=TWO), memory_ladder=(FOUR, TWO, FULL)),
+     ended(shortage=SHORT), ["waiting"],
+     (TakeSetting(0, SHORT, FULL, "it broke"),
+      Inform("it broke; the run goes on from step 20 with micro-batches of 1 sample, recompute=full"))),
+    ("nothing takes less memory", a_run(RUNNING, memory_ladder=(FOUR,)), ended(shortage=SHORT, foreseen=True), ["gone"],
+     ()),
+    ("without a ladder", ALONE, ended(shortage=SHORT, foreseen=True), ["gone"], ()),
+    ("memory ran out, mode none", LADDER._replace(resilience=replace(RESTART, mode="none")), ended(shortage=SHORT),
+     ["gone"], ()),
+    ("memory ran out while it stops", LADDER._replace(stop_requested=True), ended(shortage=SHORT), ["gone"], ()),
     ("processes are left behind", ALONE, ended(left_behind=(7,)), ["gone"], ()),
     ("a stop was requested", a_run(RUNNING, stop_requested=True), ended(), ["gone"], ()),
     ("mode none", ALONE._replace(resilience=replace(RESTART, mode="none")), ended(), ["gone"], ()),
@@ -136,6 +162,10 @@ TABLE: list[tuple[str, RunState, Event, list[str], tuple[Action, ...]]] = [
     ("a worker failed: its group is killed", PAIR, WorkerFailed(0), ["ending", "running"], (Kill(0),)),
     ("it is killed once", a_run(RUNNING._replace(phase="ending"), RUNNING), WorkerFailed(0), ["ending", "running"], ()),
     ("a group was killed", PAIR, ended(), ["waiting", "running"], (ArchiveErrors(0), Inform(AGAIN))),
+    ("a group's memory ran out", a_run(RUNNING, RUNNING, memory_ladder=(FOUR, TWO)),
+     ended(shortage=SHORT, foreseen=True, own_error=True), ["waiting", "running"],
+     (ArchiveErrors(0), TakeSetting(0, SHORT, TWO, "it broke"),
+      Inform("group 0: it broke; it starts again with micro-batches of 2 samples"))),
     ("a group has an error of its own", PAIR, ended(own_error=True), ["waiting", "running"],
      (ArchiveErrors(0), Inform(AGAIN))),
     ("it fails before the run has stepped", a_run(RUNNING, RUNNING, has_stepped=False), ended(own_error=True),
@@ -290,7 +320,7 @@ def test_an_end_says_nothing_that_was_not_seen() -> None:
     after, actions = next_action(PAIR, GroupEnded(0, done=False))
     assert after.groups[0].phase == "waiting"
     assert actions == (ArchiveErrors(0), Inform("group 0: ; it starts again"))
-    assert GroupEnded(0, done=False) == GroupEnded(0, False, "", None, False, False, False, 0, ())
+    assert GroupEnded(0, done=False) == GroupEnded(0, False, "", None, False, False, False, 0, (), None)
 
 
 def test_a_first_start_is_no_restart() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,12 +12,17 @@ import pytest
 from trainspec_cli.policy.division import Division
 from trainspec_cli.policy.scheduling import (
     COST_STEPS,
+    ChangeCost,
     ShareChange,
     ShareScheduler,
+    describe_rates,
     describe_speeds,
     equalise,
+    exchange_each_s,
+    group_weights,
 )
 from trainspec_cli.policy.speeds import CONFIRMING_STEPS, Speed, SpeedTracker
+from trainspec_cli.spec.recipe.layout import Layout
 
 RANKS = 4
 Slowdown = Callable[[int, int], float]
@@ -102,6 +108,33 @@ def test_a_thousand_healthy_steps_with_noise_give_no_directive() -> None:
         assert healthy.run(1000).counts == []
 
 
+def packed_s(draw: random.Random, spread: float) -> float:
+    """Time of a sample that is packed with documents, whose attention grows with the square of their lengths."""
+    left, attention = 1.0, 0.0
+    while left > 0:
+        length = min(left, draw.lognormvariate(-3, spread))
+        left, attention = left - length, attention + length**2
+    return 1 + attention
+
+
+@pytest.mark.parametrize(("samples", "spread"), [(1, 1.0), (1, 2.0), (8, 2.0)])
+def test_a_thousand_healthy_steps_of_very_different_lengths_give_no_directive(samples: int, spread: float) -> None:
+    """Long steps, and changes that cost nothing."""
+    draw, scheduler = random.Random(0), ShareScheduler(Division((1.0,) * 8, 8), 16, 0.1)
+    trackers, paces = [SpeedTracker(0.1, 1.0) for _ in range(8)], []
+    for _ in range(1000):
+        for tracker in trackers:
+            paces.append(sum(packed_s(draw, spread) for _ in range(samples)) / samples)
+            tracker.note(samples, 1, 60 * samples * paces[-1])
+        assert scheduler.note_step(8 * samples, [tracker.speed for tracker in trackers], 0.0, change_s=0.0) is None
+    assert max(paces) > 1.25 * min(paces)
+
+
+def test_what_a_ranks_noise_explains_is_no_other_speed() -> None:
+    usual, sure, unsure = Speed(0.0, 1.0), Speed(0.0, 2.0, noise=0.4), Speed(0.0, 2.0, noise=0.6)
+    assert equalise([usual, usual, sure, unsure], 1, 8, 0.1) == (usual, usual, sure, usual)
+
+
 def test_ranks_that_always_differ_a_little_are_left_alone() -> None:
     unequal = Simulated(lambda rank, step: 1.08 if rank == 1 else 1.0, 1024, largest=512, micro_batch_size=256)
     assert unequal.run(100).counts == []
@@ -141,6 +174,30 @@ def test_as_much_is_lost_before_a_change_as_it_costs(slow: float) -> None:
     assert change is not None
     cost_s, saving_s = COST_STEPS * change.after_s, change.before_s - change.after_s
     assert lost_s < cost_s <= lost_s + saving_s * 1.05
+
+
+@pytest.mark.parametrize(("change_s", "calls"), [(math.inf, 5), (150.0, 3), (90.0, 2), (0.0, 1)])
+def test_a_change_waits_for_what_it_was_seen_to_cost(change_s: float, calls: int) -> None:
+    """60 s are lost in each step; a step of 273 s is the most that a change costs, and a tenth of it the least."""
+    scheduler = ShareScheduler(EVEN, 512, 0.1)
+    slow = speeds(1, 1, 1.3, 1)
+    assert calls == next(n for n in range(1, 100) if scheduler.note_step(1024, slow, 0.0, change_s=change_s))
+
+
+def test_a_change_costs_what_its_first_step_takes_beyond_the_next() -> None:
+    cost = ChangeCost()
+    cost.note(8, 2, 9.0)
+    assert cost.seconds == math.inf
+    for seconds in (4.0, 3.0, 90.0):
+        cost.note(8, 2, seconds)
+        assert cost.seconds == 5.0
+    cost.note(6, 2, 3.5)
+    assert cost.seconds == 5.0
+    cost.note(6, 2, 3.0)
+    assert cost.seconds == 0.5
+    cost.note(9, 2, 3.0)
+    cost.note(9, 2, 4.0)
+    assert cost.seconds == 0.0
 
 
 def test_figures_that_come_every_few_steps_count_for_all_of_them() -> None:
@@ -210,3 +267,60 @@ def test_the_rank_that_differs_most_is_the_reason() -> None:
     fast = [Speed(0, 0.02), Speed(0, 0.02), Speed(0, 0.03), Speed(0, 0.005)]
     assert describe_speeds(fast) == "data-parallel rank 3 computes a sample in 5 ms, the median is 20 ms"
     assert describe_speeds([Speed(0, 0.02)] * 2) == "all ranks compute a sample in about 20 ms"
+
+
+def test_a_change_counts_the_exchanges_of_its_micro_batches() -> None:
+    """Slow by 2, 8 samples a micro-batch: two micro-batches each way, and their exchanges, are in both times."""
+    scheduler = ShareScheduler(Division((1.0,) * RANKS, micro_batch_size=8), 8, 0.1)
+    change = next(found for _ in range(100) if (found := scheduler.note_step(64, speeds(1, 1, 2, 1), 3.0)))
+    counts, micro_batches = change.division.counts(64), change.division.count_micro_batches(64)
+    assert change.before_s == 2 * 16 + 2 * 3.0
+    assert change.after_s == max(counts[2] * 2, counts[0]) + micro_batches * 3.0 < change.before_s
+
+
+@pytest.mark.parametrize(
+    ("layout", "each_s"),
+    [
+        (Layout(dp_shard=4, zero_stage=3), 2.5),
+        (Layout(dp_shard=4, zero_stage=2), 2.5),
+        (Layout(dp_replicate=2, dp_shard=4, zero_stage=3), 2.5),
+        (Layout(dp_replicate=2, dp_shard=4, zero_stage=2), 0.0),
+        (Layout(dp_shard=4, zero_stage=1), 0.0),
+        (Layout(dp_replicate=4), 0.0),
+    ],
+    ids=str,
+)
+def test_what_is_exchanged_once_a_step_costs_a_micro_batch_nothing(layout: Layout, each_s: float) -> None:
+    assert exchange_each_s(layout, 2.5) == each_s
+
+
+# Shares of replica groups
+
+
+@pytest.mark.parametrize(
+    ("rates", "weights"),
+    [
+        ((10.0, 10.9, 10.5), (10.5, 10.5, 10.5)),
+        ((10.0, 12.0, 10.5), (10.0, 12.0, 10.5)),
+        ((10.0, 11.0, 11.0), (11.0, 11.0, 11.0)),
+        ((0.0, 20.0, 10.0, 12.0), (12.0, 20.0, 10.0, 12.0)),
+        ((0.0, 10.0, 0.0), (10.0, 10.0, 10.0)),
+        ((0.0, 0.0), (1.0, 1.0)),
+    ],
+    ids=str,
+)
+def test_groups_take_part_by_their_rates_unless_they_are_about_equal(
+    rates: tuple[float, ...], weights: tuple[float, ...]
+) -> None:
+    """A tenth more is about equal; a rate that is not known yet is taken for the median of the known ones."""
+    assert group_weights(rates, 0.1) == weights
+
+
+def test_the_group_that_differs_most_is_the_reason() -> None:
+    assert describe_rates((0, 2, 3), (25.0, 12.5, 30.0)) == (
+        "replica group 2 computes 12.5 samples a second, the median is 25"
+    )
+    assert describe_rates((0, 2, 3), (25.0, 24.0, 100.0)) == (
+        "replica group 3 computes 100 samples a second, the median is 25"
+    )
+    assert describe_rates((0, 1), (20.0, 20.0)) == "all replica groups compute about 20 samples a second"

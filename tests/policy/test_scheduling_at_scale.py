@@ -55,6 +55,12 @@ def test_speeds_of_many_ranks_are_exchanged_less_often(ranks: int, interval: int
     assert reporting_interval(ranks) == interval
 
 
+@pytest.mark.parametrize(("step_s", "interval"), [(0.01, 9), (10.0, 5), (30.0, 2), (100.0, 1)])
+def test_long_steps_have_the_time_for_each_exchange(step_s: float, interval: int) -> None:
+    assert reporting_interval(4096, step_s) == interval
+    assert reporting_interval(8, step_s) == 1
+
+
 def test_even_shares_come_back_though_they_win_little() -> None:
     """64 micro-batches beside 65 are 1.5%: too little to leave even shares for, and for ever."""
     speeds = [Speed(0.0, 1.0)] * 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from trainspec_cli.policy.speeds import (
     CONFIRMING_STEPS,
     FIRST_STEPS,
+    REFINING_STEPS,
     REMEMBERED_STEPS,
     SKIPPED_STEPS,
     Speed,
@@ -109,6 +111,41 @@ def test_a_change_of_a_tenth_is_confirmed(pace: float, confirmed: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("usual_s", "paces", "confirmed"),
+    [
+        (16.0, (2.0, 2.0), True),  # 64 s, twice as slow
+        (16.0, (0.4, 0.4), False),  # 12.8 s
+        (40.0, (0.4, 0.4), True),
+        (7.0, (2.0, 2.0), False),  # 28 s are too few
+        (60.0, (1.21, 1.21), True),  # twice what could be noise
+        (60.0, (1.19, 1.3), False),
+        (60.0, (1 / 1.21, 1 / 1.21), True),
+        (60.0, (0.88, 0.6), False),
+        (900.0, (2.0,), False),  # a single step says nothing, however long
+        (60.0, (2.0, 0.4), False),
+        (60.0, (2.0, 1.0, 2.0), False),
+    ],
+)
+def test_two_long_steps_confirm_a_plain_change(usual_s: float, paces: tuple[float, ...], confirmed: bool) -> None:
+    found = tracker(usual_s / 8)
+    for pace in paces:
+        found.note(8, 1, usual_s * pace)
+    assert (found.speed != Speed(0.0, usual_s / 8)) == confirmed
+
+
+def test_noise_makes_a_change_less_plain() -> None:
+    draw = random.Random(3)
+    for noise, confirmed in ((0.01, True), (0.1, False)):
+        found = SpeedTracker(0.1)
+        for _ in range(REMEMBERED_STEPS):
+            found.note(8, 1, 80 * draw.gauss(1, noise))
+        known = found.speed
+        for _ in range(2):
+            found.note(8, 1, 80 * 1.5)
+        assert (found.speed != known) == confirmed
+
+
+@pytest.mark.parametrize(
     "paces",
     [
         (2.0, 1.0, 2.0, 2.0, 1.0, 2.0, 1.0),  # never three in a row
@@ -135,6 +172,56 @@ def test_what_changes_together_with_the_shares_is_not_a_change_of_speed() -> Non
     assert found.speed == Speed(0.0, 0.5)
     found.note(9, 1, 9.0)
     assert found.speed == Speed(0.0, 1.0)
+
+
+def test_micro_batches_as_large_as_before_need_no_warming_up() -> None:
+    """33 of one sample instead of 32: what departed before the change counts, and the first step after it."""
+    found = SpeedTracker(0.1)
+    for _ in range(LEARNING):
+        found.note(32, 32, 32.0)
+    found.note(32, 32, 64.0)
+    found.note(33, 33, 66.0)
+    assert found.speed == Speed(0.0, 2.0)
+
+
+def test_a_shape_that_tells_something_new_is_learnt_in_a_few_steps_where_the_noise_is_known() -> None:
+    """True: 2 s a micro-batch and 0.5 s a sample."""
+    found = SpeedTracker(0.1)
+    for _ in range(LEARNING):
+        found.note(8, 2, 8.0)
+    for _ in range(SKIPPED_STEPS + CONFIRMING_STEPS - 1):
+        found.note(4, 2, 6.0)
+        assert found.speed == Speed(0.0, 1.0)
+    found.note(4, 2, 6.0)
+    assert found.speed == Speed(2.0, 0.5)
+
+
+def test_a_noisy_rank_learns_another_shape_in_more_steps() -> None:
+    draw, needed = random.Random(0), []
+    for noise in (0.01, 0.1):
+        found = SpeedTracker(0.1)
+        for _ in range(REMEMBERED_STEPS):
+            found.note(8, 1, 8 * draw.gauss(1, noise))
+        known, steps = found.speed, 0
+        while found.speed == known:
+            found.note(4, 1, 6 * draw.gauss(1, noise))
+            steps += 1
+        needed.append(steps - SKIPPED_STEPS)
+    assert needed[0] == CONFIRMING_STEPS and 9 <= needed[1] <= 25
+
+
+def test_a_speed_is_known_the_better_the_more_steps_it_was_learnt_from() -> None:
+    """Paces of 0.98 and 1.02 have a median absolute deviation of 0.02."""
+    found, noise = SpeedTracker(0.1), 1.25 * 4 * 1.4826 * 0.02
+    for step in range(LEARNING):
+        found.note(8, 1, 80 * (0.98, 1.02)[step % 2])
+    assert found.speed is not None and found.speed.noise == pytest.approx(noise / math.sqrt(FIRST_STEPS))
+    for _ in range(2):
+        found.note(8, 1, 160.0)
+    assert found.speed.per_sample_s == 20.0 and found.speed.noise == pytest.approx(noise / math.sqrt(2))
+    for step in range(REFINING_STEPS):
+        found.note(8, 1, 160 * (0.98, 1.02)[step % 2])
+    assert found.speed.noise == pytest.approx(noise / math.sqrt(REFINING_STEPS), rel=0.1)
 
 
 def test_a_change_within_a_ranks_own_noise_is_seen_in_many_steps_together() -> None:

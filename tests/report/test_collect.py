@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from lab.events import ACHIEVED, DIRECTIVE, write_event
+from lab.events import ACHIEVED, DIRECTIVE, MEMORY, write_event
 
-from trainspec_cli.report.collect import collect
+from trainspec_cli.report.collect import _ranks, collect
 from trainspec_cli.rundir.event_types import PARTS
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.spec.canonical import ABSENT, to_plain
+from trainspec_cli.spec.recipe.kernels import KernelFigure, KernelTable
 
 
 def trained(run: Any, ranks: int = 2, steps: int = 10) -> None:
@@ -128,13 +129,16 @@ def test_directives_are_those_of_the_runs_own_file(fake_run: Any) -> None:
     write_event(fake_run.dir.directives, DIRECTIVE)
     write_event(fake_run.dir.directives, replace(DIRECTIVE, group=1))
     write_event(fake_run.dir.directives, ACHIEVED)
+    write_event(fake_run.dir.directives, MEMORY)
     write_event(fake_run.dir.events(0), DIRECTIVE)
+    write_event(fake_run.dir.events(0), MEMORY)
     report = collect(fake_run.dir.root)
     assert [event.group for event in report.directives] == [ABSENT, 1]
     assert [event.achieved_s for event in report.achieved] == [1.6]
     plain = to_plain(report)
     assert plain["directives"][0]["counts"] == [9, 5]
     assert plain["achieved"][0]["number"] == 1
+    assert [one["taken"]["micro_batch_size"] for one in plain["memory"]] == [4]
     json.dumps(plain, allow_nan=False)
 
 
@@ -203,3 +207,19 @@ def test_what_the_run_has_left_beside_its_events(fake_run: Any) -> None:
         9.0,
     )
     assert (report.kernels.rope, report.kernel_table, report.elapsed_s >= 0) == ("halves", None, True)
+
+
+def test_ranks_are_in_order_and_other_files_are_none(fake_run: Any) -> None:
+    for rank in (10, 2, 1):
+        fake_run.start(rank=rank)
+    (fake_run.dir.events_folder / "rank00003.jsonl.old").touch()
+    (fake_run.dir.events_folder / "rank.jsonl").touch()
+    assert _ranks(fake_run.dir) == [1, 2, 10]
+
+
+def test_kernels_that_were_measured_are_told(fake_run: Any) -> None:
+    trained(fake_run, ranks=1)
+    assert collect(fake_run.dir.root).kernel_table is None
+    table = KernelTable("a chip", "bf16", "2.13", figures={"rope": {"halves": KernelFigure("chosen", ratio=0.5)}})
+    write_json(fake_run.dir.kernels_json, to_plain(table))
+    assert collect(fake_run.dir.root).kernel_table == table

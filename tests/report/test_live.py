@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from trainspec_cli.report.live import LiveView, showing_progress
+from trainspec_cli.report.live import LiveView, PlainScreen, showing_progress
 
 MakeView = Callable[..., tuple[LiveView, io.StringIO]]
 
@@ -102,3 +102,23 @@ def test_a_stop_before_there_is_anything_to_save_says_so(fake_run: Any, make_vie
     view, output = make_view()
     view.watch(True)
     assert output.getvalue() == "stopping\n"
+
+
+def test_the_last_step_is_shown_whatever_the_interval(fake_run: Any, make_view: MakeView) -> None:
+    view, output = make_view()
+    view._screen = PlainScreen(Console(file=output, width=110), interval_steps=7)
+    fake_run.start()
+    for step in (*range(1, 9), 20):
+        fake_run.step(step)
+        view.watch(False)
+        view.watch(False)
+    shown = [line.partition(":")[0] for line in output.getvalue().splitlines() if line.startswith("step")]
+    assert shown == ["step 7/20", "step 20/20"]
+
+
+def test_the_preparation_has_a_bar_on_a_terminal_which_goes_away() -> None:
+    output = io.StringIO()
+    with showing_progress(Console(file=output, force_terminal=True, width=60)) as on_progress:
+        on_progress("encoding", 0.5)
+    shown = output.getvalue()
+    assert "encoding" in shown and "\x1b[2K" in shown, "a line is cleared at the end"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from lab.events import MEMORY
 from rich.console import Console, RenderableType
 
 from trainspec_cli.report.backtest import render_backtest
@@ -18,6 +19,7 @@ from trainspec_cli.report.text import (
     describe_event,
     describe_plan,
     describe_progress,
+    describe_saving,
     summarise_counts,
 )
 from trainspec_cli.rundir.event_types import (
@@ -32,11 +34,14 @@ from trainspec_cli.rundir.event_types import (
     StartEvent,
     StepEvent,
 )
+from trainspec_cli.spec.canonical import ABSENT, to_plain
 from trainspec_cli.spec.recipe.batching import BatchScheduleSpec
+from trainspec_cli.spec.recipe.kernels import KernelSpec
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.doctor import Check, Diagnosis, NodeReport
 from trainspec_cli.spec.results.forecast import RunForecast
+from trainspec_cli.spec.results.memory import MemorySetting
 from trainspec_cli.spec.results.plan import Plan
 
 
@@ -291,6 +296,14 @@ def test_a_directive() -> None:
     )
 
 
+def test_a_shortage_of_memory() -> None:
+    shown = "micro-batches of 4 samples from here on"
+    assert describe_event(MEMORY) == f"step 3: {shown} (after a new start, no step lost): {MEMORY.reason}"
+    killed = replace(MEMORY, lost_steps=2, was_killed=True, group=1, taken=MemorySetting(8, "full", "none"))
+    assert describe_event(killed).startswith("step 3: group 1: recompute=full from here on (after a new start, 2 steps")
+    assert "(in place, no step lost)" in describe_event(replace(MEMORY, restarts=False))
+
+
 def test_a_directive_whose_times_are_damaged() -> None:
     assert describe_event(replace(DIRECTIVE, before_s=0.0)).endswith("; ? less computing is expected")
 
@@ -306,3 +319,60 @@ def test_a_directive_whose_times_are_damaged() -> None:
 )
 def test_shares(counts: tuple[int, ...], shown: str) -> None:
     assert summarise_counts(counts) == shown
+
+
+RELAYOUT = replace(
+    DIRECTIVE,
+    kind="layout",
+    reason="the recipe plans it",
+    before_s=0.0,
+    expected_s=0.0,
+    before=to_plain(Layout(dp_shard=4)),
+    layout=to_plain(Layout(pp=2, dp_shard=2, zero_stage=1)),
+    pause_s=0.31,
+    moved_bytes=2**20,
+    peak_bytes=3 * 2**20,
+)
+
+
+def test_a_change_of_layout_says_what_it_was_and_took() -> None:
+    took = "1.00 MiB moved in 310 ms, at most 3.00 MiB of the state in a process meanwhile"
+    layouts = "pp=2 dp_shard=2 zero_stage=1, and was dp_shard=4 zero_stage=3"
+    assert describe_event(RELAYOUT) == f"step 30: the layout is now {layouts}: the recipe plans it; {took}"
+    gained = replace(RELAYOUT, before_s=1.0, expected_s=0.8)
+    assert describe_event(gained).endswith(f"{took}; 20% less computing is expected")
+    failed = replace(RELAYOUT, applied=False, pause_s=ABSENT, reason="the layout stays as it was: no memory")
+    shown = "the layout is dp_shard=4 zero_stage=3 and could not become pp=2 dp_shard=2 zero_stage=1"
+    assert describe_event(failed) == f"step 30: {shown}: the layout stays as it was: no memory"
+
+
+def test_moved_layers_say_how_they_were_cut() -> None:
+    before, after = (to_plain(Layout(pp=2, stage_layers=layers)) for layers in (None, (3, 1)))
+    moved = replace(RELAYOUT, kind="layers", before=before, layout=after)
+    assert describe_event(moved).startswith("step 30: the stages' layers are now 3, 1, and were even: ")
+
+
+def test_a_plan_tells_its_model_devices_and_layout(forecast: tuple[RunSpec, RunForecast]) -> None:
+    spec, _ = forecast
+    plan = Plan(spec, Layout(dp_shard=2), "cuda", 2, 8, "bf16", 2, 4, "none", "none", 8_030_261_248, 5.1e10)
+    lines = dict(line.split(None, 1) for line in describe_plan(plan).splitlines())
+    assert list(lines) == ["model", "devices", "layout", "batch", "steps", "compute"]
+    assert lines["model"] == "llama3_8b, 8.03B parameters"
+    assert lines["devices"] == f"{plan.world_size} x cuda, bf16"
+    assert lines["layout"] == plan.layout.describe()
+    assert lines["compute"] == "51 GFLOP a token"
+    nameless = replace(spec, model=replace(spec.model, name=""))
+    groups = replace(plan, spec=nameless, replica_groups=2, kernels=KernelSpec(rope="compiled"))
+    lines = dict(line.split(None, 1) for line in describe_plan(groups).splitlines())
+    assert lines["model"].startswith("decoder, ")
+    assert lines["groups"] == f"2 of {groups.group_size} each"
+    assert lines["kernels"] == "rope compiled"
+
+
+@pytest.mark.parametrize(
+    ("written_s", "shown"),
+    [(None, "in 320 ms"), (ABSENT, "in 320 ms"), (0.32, "in 320 ms"),
+     (2.0, "in 2.0 s, training held up for 320 ms")],
+)  # fmt: skip
+def test_a_checkpoint_that_is_written_beside_training(written_s: Any, shown: str) -> None:
+    assert describe_saving(CheckpointEvent(step=1, path="p", bytes=1, seconds=0.32, written_s=written_s)) == shown

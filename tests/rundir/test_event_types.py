@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any, get_args, get_type_hints
 
 import pytest
+from lab.events import MEMORY
 
 from trainspec_cli.rundir.event_types import (
     EVENT_TYPES,
@@ -116,6 +117,7 @@ EVENTS: list[Event] = [
     RECOVERY,
     DIRECTIVE,
     ACHIEVED,
+    replace(MEMORY, was_killed=True, lost_steps=2, used_bytes=9, limit_bytes=8, group=1),
     SampleEvent(step=4, prompt="once", text=" upon"),
     WarningEvent(step=4, message="hot"),
     RetryEvent(step=4),
@@ -132,6 +134,9 @@ OPTIONAL = {
     "eval.seconds": 0.0,
     "end.weights_sha256": None,
     "directive.kind": "shares",
+    "memory.kind": "memory",
+    "memory.was_killed": False,
+    "memory.lost_steps": 0,
     "ended.exit_code": None,
 } | {f"{name}.rank": -1 for name in EVENT_TYPES}
 """Keys that an event need not have, and what their absence means; others are needed, or are `Absent`."""
@@ -185,7 +190,7 @@ def test_a_value_of_another_kind_is_refused_by_name(event: Event) -> None:
     plain = to_plain(event)
     for key in plain:
         for wrong in ({"a": "b"}, [["c"]]):
-            with pytest.raises(FieldError, match=f"^`{key}` is an? (object|list); .* is needed$"):
+            with pytest.raises(FieldError, match=f"^`{key}` (is an? (object|list); .* is needed|does not fit: .*)$"):
                 parse_event({**plain, key: wrong})
 
 

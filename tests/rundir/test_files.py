@@ -53,3 +53,12 @@ def test_the_content_is_on_disk_before_the_name_is(tmp_path, disk_calls):
     (kind, partial), renamed = disk_calls
     assert kind == "fsync" and partial.startswith(".x.") and partial.endswith(".partial")
     assert renamed == ("rename", "x")
+
+
+def test_all_of_the_content_is_there_when_it_is_flushed(tmp_path, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
+    write_text(tmp_path / "x", "é" * 100)
+    write_json(tmp_path / "y", {})
+    assert sizes == [200, 3]
+    assert (tmp_path / "y").read_text() == "{}\n"

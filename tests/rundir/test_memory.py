@@ -98,7 +98,7 @@ def test_a_user_sees_whose_the_folders_are_and_no_others(shm, make_run, stranger
     folders = [make_memory_folder(make_run("a", name)) for name in ("one", "two")]
     stranger("mkdir $1/trainspec-theirs && ln -s $2 $1/trainspec-link", shm, folders[0])
     (shm / "trainspec-own-link").symlink_to(folders[0])
-    assert sorted(own_folders()) == sorted(folders)
+    assert list(own_folders()) == sorted(folders)
     assert {read_json(folder / memory.OWNER)["run"].rpartition("/")[2] for folder in own_folders()} == {"one", "two"}
 
 

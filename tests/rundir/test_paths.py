@@ -42,6 +42,7 @@ RUN = RunDir("run")
         (RUN.stop(3), "stops/00000003.json"),
         (RUN.checkpoints, "checkpoints"),
         (RUN.checkpoint(20), "checkpoints/step_00000020"),
+        (RUN.manifest(20), "checkpoints/step_00000020/manifest.json"),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else "",
 )

@@ -44,3 +44,18 @@ def test_one_that_is_a_link_or_not_there_or_too_short_is_refused(tmp_path: Path)
     for name, what in (("link", "cannot be read"), ("absent", "cannot be read"), ("short", "holds 0 bytes")):
         with pytest.raises(MachineError, match=what):
             read_secret(tmp_path / name)
+
+
+@pytest.mark.parametrize(("extra", "what"), [(-1, f"holds {SECRET_BYTES - 1} bytes"), (1, f"holds {SECRET_BYTES + 1}")])
+def test_a_secret_has_its_length_and_the_recipe_is_not_at_fault(tmp_path: Path, extra: int, what: str) -> None:
+    path = tmp_path / "secret"
+    path.touch(0o600)
+    path.write_bytes(bytes(SECRET_BYTES + extra))
+    with pytest.raises(MachineError, match=what) as raised:
+        read_secret(path)
+    assert raised.value.problems[0].environment
+
+
+def test_two_secrets_differ_and_are_on_disk_before_they_are_used(tmp_path: Path, disk_calls: list) -> None:
+    assert create_secret(tmp_path / "a" / "one") != create_secret(tmp_path / "a" / "two")
+    assert disk_calls == [("fsync", "one"), ("fsync", "two")]

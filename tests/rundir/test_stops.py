@@ -36,3 +36,10 @@ def test_a_worker_may_stop_where_its_own_start_was_asked_to(
     else:
         monkeypatch.setenv(GENERATION, generation)
     assert may_stop(RunDir(tmp_path)) is may
+
+
+def test_a_request_says_who_asked_and_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 12.5)
+    monkeypatch.setattr("socket.gethostname", lambda: "node3")
+    note_stop(RunDir(tmp_path), 4)
+    assert read_json(RunDir(tmp_path).stop(4)) == {"generation": 4, "host": "node3", "at": 12.5}

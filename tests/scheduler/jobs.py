@@ -1,11 +1,13 @@
 """Jobs to simulate, put together from a step's parts rather than planned."""
 
+from math import inf
+
 from trainspec_cli.planner.time.samples import StageTime, StepParts
 from trainspec_cli.policy.division import even_division
 from trainspec_cli.policy.speeds import Speed
 from trainspec_cli.scheduler.cluster import Cluster
 from trainspec_cli.scheduler.ideal import RankRows
-from trainspec_cli.scheduler.simulate import DisturbedJob
+from trainspec_cli.scheduler.job import DisturbedJob
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.layout import Layout
 
@@ -38,6 +40,7 @@ def job_of(
     largest: int = 1,
     on_loss: str = "keep",
     parts: StepParts | None = None,
+    change_s: float = inf,
 ) -> DisturbedJob:
     """`ranks` data-parallel ranks of `each` samples a step, one a micro-batch."""
     whole = Layout(dp_replicate=replica_groups, dp_shard=ranks // replica_groups, pp=pp, tp=tp, zero_stage=1)
@@ -51,6 +54,7 @@ def job_of(
         groups=tuple(RankRows(slice(n * size, (n + 1) * size), size) for n in range(replica_groups)),
         largest_micro_batch=largest,
         change=0.1,
+        change_s=change_s,
         keeps_micro_batches=False,
         num_nodes=nodes,
         devices_per_node=whole.world_size // nodes,

@@ -4,7 +4,8 @@ import pytest
 from scheduler.jobs import job_of
 
 from trainspec_cli.scheduler.disturbance import Disturbance, Leave, NarrowLink, SlowDevice, SlowNode
-from trainspec_cli.scheduler.simulate import DisturbedJob, simulate
+from trainspec_cli.scheduler.job import DisturbedJob
+from trainspec_cli.scheduler.simulate import simulate
 from trainspec_cli.spec.results.simulation import Simulation
 
 SLOW = SlowDevice(device=3, factor=2, from_step=50, steps=150)
@@ -29,6 +30,19 @@ def test_it_acts_within_three_steps_of_the_confirmed_change_and_goes_back() -> N
     assert 50 + 3 < first.step <= 50 + 6 and "rank 3" in first.reason
     assert last.step > 200 and last.reason.startswith("all ranks")
     assert last.achieved_s == pytest.approx(32 * 1.0, rel=0.01)
+
+
+def test_fail_slows_of_some_minutes_are_won_back_where_a_change_costs_little() -> None:
+    """Steps of half a minute: what is plain is believed after two of them, and acted on in the next but one."""
+    events = tuple(
+        SlowDevice(device=device, factor=factor, from_step=first, steps=40)
+        for device, factor, first in ((3, 1.34, 30), (11, 1.5, 90), (3, 1.3, 150), (40, 1.4, 220))
+    )
+    dear, cheap = (run(job_of(64, change_s=change_s), slow_devices=events) for change_s in (1e3, 1.0))
+    assert cheap.won_back is not None and dear.won_back is not None
+    assert cheap.won_back >= 0.85 > dear.won_back
+    begun = [next(one.step for one in cheap.decisions if one.step >= event.from_step) for event in events]
+    assert all(event.from_step + 2 < step <= event.from_step + 5 for event, step in zip(events, begun, strict=True))
 
 
 def test_what_a_decision_achieves_is_near_what_was_expected() -> None:

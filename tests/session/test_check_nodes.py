@@ -13,7 +13,7 @@ import pytest
 from trainspec_cli.__main__ import run
 from trainspec_cli.errors import MachineError
 from trainspec_cli.planner.run.forecast import checkpoint_bytes
-from trainspec_cli.session.check_nodes import check_nodes
+from trainspec_cli.session.check_nodes import _needs, check_nodes
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.spec.results.doctor import Check, NodeReport
 from trainspec_cli.spec.results.plan import Plan
@@ -77,3 +77,24 @@ def test_nodes_that_are_let_in_with_a_warning_are_named(plan: Plan, tmp_path: Pa
     assert shown.getvalue() == "b: /dev/shm: 64 MiB free; give the container more\n"
     with pytest.raises(MachineError, match="a is not fit: /dev/shm"):
         examination.judge([NodeReport("a", 0.0, (replace(small, status="fail"),)), reports[1]])
+
+
+@pytest.mark.parametrize(("kept", "written", "wanted"), [(3, 0, 4), (3, 2, 2), (3, 3, 1), (3, 9, 1), (1, 0, 2)])
+def test_room_is_wanted_for_what_is_kept_and_the_next(plan: Plan, kept: int, written: int, wanted: int) -> None:
+    """The oldest is removed once the next one is whole."""
+    keeping = replace(plan, spec=replace(plan.spec, checkpoint=replace(plan.spec.checkpoint, keep_last=kept)))
+    needs = _needs(keeping, written, force=False)
+    assert (needs.checkpoints, needs.checkpoint_bytes) == (wanted, checkpoint_bytes(plan.spec, plan.params))
+
+
+@pytest.mark.parametrize(("device", "memory", "gpu_memory"), [("cpu", 2, 0), ("cuda", 0, 1)])
+def test_memory_is_a_nodes_or_each_gpus(plan: Plan, device: str, memory: int, gpu_memory: int) -> None:
+    predicted = LocalPrediction(time_s={"forward": 1.0}, memory={"parameters": 1e9})
+    two = replace(plan, device=device, devices_per_node=2, prediction=predicted)
+    needs = _needs(two, 0, force=False)
+    one = predicted.needed_bytes
+    assert one >= 1e9
+    assert (needs.memory_bytes, needs.gpu_memory_bytes) == (memory * one, gpu_memory * one)
+    assert (needs.uses_gpus, needs.processes) == (device == "cuda", plan.world_size)
+    forced = _needs(two, 0, force=True)
+    assert (forced.memory_bytes, forced.gpu_memory_bytes) == (0, 0)

@@ -54,6 +54,8 @@ def test_a_misspelt_name_lists_what_there_is(tmp_path: Path) -> None:
         ("steps: 0\n", "d.yaml:1:1", "`steps` is 0", "write steps: 1"),
         ("steps: 1: 2\n", "d.yaml:1:9", "not YAML", "quote text"),
         ("- 1\n", "d.yaml:1:1", "`key: value`", ""),
+        ("steps: 9\nseed: !new 1\n", "d.yaml:2:7", "not YAML", ""),
+        ("steps: 9\nseed: !!int one\n", "d.yaml:1:1", "cannot be read", ""),
     ],
 )
 def test_a_mistake_is_shown_in_its_line(tmp_path: Path, text: str, where: str, message: str, hint: str) -> None:
@@ -62,3 +64,9 @@ def test_a_mistake_is_shown_in_its_line(tmp_path: Path, text: str, where: str, m
     assert problem.where() == where
     assert message in problem.message and hint in problem.hint
     assert "disturb." not in problem.message + problem.hint
+
+
+def test_no_name_at_all_is_told_as_that(tmp_path: Path) -> None:
+    problem = problem_of(["recipe=tiny", "disturb="], tmp_path)
+    assert problem.message == "no disturbance is named" and problem.hint.startswith("there are: ")
+    assert "did you mean" not in problem_of(["disturb=zzzzzzzz"], tmp_path).hint

@@ -90,3 +90,20 @@ def line(path: str, damage: str = "") -> RunLine:
 
 def test_the_first_sound_line_is_the_newest() -> None:
     assert find._newest([line("a", "cut"), line("b"), line("c")]) == "b"
+
+
+def test_a_runs_state_hangs_on_whether_it_lives_or_waits(
+    make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, lives, waits = make("a"), [False], [False]
+    monkeypatch.setattr(find, "is_running", lambda _: lives[0])
+    monkeypatch.setattr(find.Queue, "holds", lambda *_: waits[0])
+    found = {}
+    for state in ((False, False), (False, True), (True, False)):
+        lives[0], waits[0] = state
+        found[state] = find.status_of_run(run)
+        write_json(run.plan_json, {"spec": {"train": {"max_steps": 20}}})
+        assert find.collect_run(str(run.root)).status == found[state]
+        run.plan_json.unlink()
+    assert found[True, False] == "running" and found[False, True] == "queued"
+    assert found[False, False] not in ("running", "queued")

@@ -102,3 +102,36 @@ def test_faults_of_the_tensors_are_found_before_anything_runs(folder: Path) -> N
         ("init.from", f"{folder} lacks model.norm.weight"),
         ("init.from", f"{folder} holds tensors that the model lacks: model.norm.height"),
     ]
+
+
+def test_a_model_that_is_written_out_key_by_key_needs_no_group() -> None:
+    keys = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn_size": 160}
+    asked = [f"model.{key}={value}" for key, value in (keys | {"vocab_size": 512}).items()]
+    examined = examine(["recipe=tiny", "model=auto", *asked])
+    assert (examined.problems, examined.draft.model.num_layers) == ([], 2)
+
+
+def test_a_run_without_a_checkpoint_is_no_beginning(make_run: Callable[..., RunDir]) -> None:
+    run = make_run(step=0)
+    write_json(run.run_json, read_json(run.run_json) | {"data_dir": None})
+    assert told("recipe=tiny", f"init.from={run.root}") == [("init.from", f"{run.root} holds no whole checkpoint")]
+
+
+def test_weights_are_looked_at_where_the_run_starts_here_alone(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    asked = ["recipe=tiny", "model=auto", f"init.from=hf:{folder}"]
+    assert [problem.path for problem in examine(asked).problems] == ["init.from"]
+    assert examine(asked, to_run=False).problems == []
+
+
+def test_a_model_of_another_family_contradicts_the_checkpoint(folder: Path) -> None:
+    found = told("recipe=tiny_unet3d", f"init.from=hf:{folder}")
+    assert ("model.family", f"`model.family` is conv, and {folder}/config.json says decoder") in found
+
+
+def test_the_recipes_own_tokenizer_stays(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text("{}")
+    asked = ["recipe=tiny", "model=auto", f"init.from=hf:{folder}"]
+    assert examine(asked).draft.data.tokenizer.path == str(folder / "tokenizer.json")
+    named = examine([*asked, f"data.tokenizer.path={tmp_path}/mine.json"])
+    assert named.draft.data.tokenizer.path == f"{tmp_path}/mine.json"

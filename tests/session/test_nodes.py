@@ -75,3 +75,25 @@ def test_a_first_node_that_leaves_no_result_has_failed(
     monkeypatch.setattr(nodes, "run_agent", lambda *_: None)
     generations.begin(run)
     assert nodes.join(str(run.root), 1, console) == WorkerError.exit_code
+
+
+def test_no_run_in_which_others_can_write_is_taken_part_in(
+    run: RunDir, console: RunConsole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "run_agent", lambda *_: pytest.fail("nothing of it is run"))
+    generations.begin(run)
+    run.root.chmod(0o777)
+    with pytest.raises(MachineError, match="may be written by every user"):
+        nodes.join(str(run.root), 1, console)
+
+
+def test_a_refusal_of_this_node_is_what_is_told(
+    run: RunDir, console: RunConsole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serve(*_: object) -> None:
+        raise MachineError("nobody listens")
+
+    monkeypatch.setattr(nodes, "run_agent", serve)
+    generations.begin(run)
+    with pytest.raises(MachineError, match="nobody listens"):
+        nodes.join(str(run.root), 1, console)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.errors import EXIT_DONE, Interrupted, PlanError, Problem, Stopped, WorkerError
+from trainspec_cli.errors import EXIT_DONE, Interrupted, MachineError, PlanError, Problem, Stopped, WorkerError
 from trainspec_cli.launch.signals import PatientRequests
-from trainspec_cli.rundir.files import read_json
+from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.generations import FENCED
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session import slurm_job
@@ -148,4 +148,57 @@ def test_an_older_start_has_no_say(job: Callable[..., Any], slurm: Slurm) -> Non
 
     slurm.job = {"Restarts": "0", "PreemptTime": "now"}
     assert job(start)[0] == WorkerError.exit_code
+    assert slurm.requeued == []
+
+
+def test_a_job_keeps_off_lost_nodes_and_what_the_user_excludes(
+    job: Callable[..., Any], slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    excluded: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(slurm, "exclude", lambda *asked: excluded.append((slurm.requeued[:], *asked)), raising=False)
+
+    def lose_node(session: Session, requests: Any) -> int:
+        assert session.folder is not None
+        write_json(RunDir(session.folder).node_error(1), {"node": 1, "host": "n7", "lost": True})
+        return WorkerError.exit_code
+
+    job(lose_node)
+    assert excluded == [(["41"], "41", ["n7"], None)], "only a pending job takes that"
+
+
+@pytest.mark.parametrize(("refusals", "is_told"), [(2, False), (1000, True)])
+def test_slurm_is_asked_again_until_the_job_is_pending(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: Any, refusals: int, is_told: bool
+) -> None:
+    asked, now = [], [0.0]
+
+    def exclude(*given: object) -> None:
+        asked.append(given)
+        if len(asked) <= refusals:
+            raise MachineError("the job is running")
+
+    monkeypatch.setattr(slurm, "exclude", exclude, raising=False)
+    monkeypatch.setattr(slurm_job.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(slurm_job.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+    slurm_job._avoid("41", ["n7", "n8"], "n1")
+    assert all(given == ("41", ["n7", "n8"], "n1") for given in asked)
+    assert ("may be started on n7, n8 again" in capsys.readouterr().err) == is_told
+    assert len(asked) == 3 if not is_told else 20 <= len(asked) <= 30
+
+
+def test_a_job_that_slurm_does_not_take_back_keeps_its_exit_code(
+    job: Callable[..., Any], slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def refuse(job_id: str) -> None:
+        raise MachineError("scontrol refused")
+
+    monkeypatch.setattr(slurm, "requeue", refuse)
+    slurm.job = {"Restarts": "0", "PreemptTime": "now"}
+    assert job(lambda session, requests: WorkerError.exit_code)[0] == WorkerError.exit_code
+    assert "not requeued: scontrol refused" in capsys.readouterr().err
+
+
+def test_a_start_that_slurm_has_overtaken_asks_for_nothing(job: Callable[..., Any], slurm: Slurm) -> None:
+    slurm.job = {"Restarts": "1", "PreemptTime": "now"}
+    assert job(lambda session, requests: WorkerError.exit_code)[0] == WorkerError.exit_code
     assert slurm.requeued == []

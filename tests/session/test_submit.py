@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.__main__ import run
-from trainspec_cli.session.submit import plan_runs
+from trainspec_cli.errors import RecipeError
+from trainspec_cli.rundir.files import read_json
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.session.submit import _machine_of_job, plan_runs, write_submission
+from trainspec_cli.session.submit import submit as submit_runs
 
 RECIPE = """\
 defaults: [tiny, _self_]
@@ -136,3 +140,56 @@ def test_text_that_would_be_a_line_of_its_own_is_told_with_its_place(
         ("bad_text", "cluster.slurm.setup", "recipes/mine.yaml:6"),
     ]
     assert errors[1]["message"].startswith("`cluster.slurm.partition` is `gpu\\n#SBATCH --comment=x`; it cannot hold")
+
+
+def test_the_nodes_of_a_job_are_those_of_its_recipe() -> None:
+    (planned,) = plan_runs(["recipe=tiny", "cluster=h100", "cluster.num_nodes=2"], [])
+    machine = _machine_of_job(planned.loaded)
+    cluster = planned.loaded.spec.cluster
+    assert cluster.accelerator is not None
+    assert machine.gpu_names == (cluster.accelerator.name,) * 8
+    assert machine.memory_bytes == cluster.host_memory_gb * 1e9
+    assert machine.gpu_memory_bytes == cluster.accelerator.memory_gb * 1e9
+    assert machine.bf16 and machine.fp8
+
+
+@pytest.mark.parametrize("key", ["device", "devices_per_node"])
+def test_what_only_the_jobs_nodes_could_show_has_to_be_typed(key: str) -> None:
+    fixed = {"device": "cuda", "devices_per_node": "8"} | {key: "auto"}
+    with pytest.raises(RecipeError) as raised:
+        plan_runs(["recipe=tiny", *(f"cluster.{name}={value}" for name, value in fixed.items())], [])
+    assert [(problem.code, problem.path) for problem in raised.value.problems] == [("left_open", f"cluster.{key}")]
+
+
+def test_a_sweep_plans_every_combination_and_each_value_once() -> None:
+    arguments = ["recipe=tiny", "cluster.device=cpu", "optim.lr=9", "cluster.devices_per_node=1"]
+    runs = plan_runs(arguments, [("optim.lr", ["0.1", "0.2"]), ("train.seed", ["1", "2"])])
+    specs = [planned.loaded.spec for planned in runs]
+    assert [(spec.optim.lr, spec.train.seed) for spec in specs] == [(0.1, 1), (0.1, 2), (0.2, 1), (0.2, 2)]
+    with pytest.raises(RecipeError, match="ask for different nodes or options of Slurm"):
+        plan_runs(arguments, [("cluster.devices_per_node", ["1", "2"])])
+
+
+def test_an_array_has_a_script_for_each_run_and_one_for_all(
+    tmp_path: Path, write: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("trainspec_cli.session.submit.prepare_data", lambda *_: tmp_path)
+    monkeypatch.chdir(tmp_path)
+    given = ["recipe=tiny", "cluster.device=cpu", "cluster.devices_per_node=1"]
+    runs = plan_runs(given, [("train.seed", ["1", "2"])])
+    made = write_submission(runs)
+    assert [read_json(RunDir(root).plan_json)["spec"]["train"]["seed"] for root in made.roots] == [1, 2]
+    assert made.script.read_text() == made.text and "--array=0-1" in made.text
+    for root in made.roots:
+        own = RunDir(root).job_sbatch.read_text()
+        assert "--array" not in own and str(root) in own
+    monkeypatch.setattr("trainspec_cli.session.submit.submit_to_slurm", lambda script: "77")
+    assert submit_runs(made) == "77"
+    assert [read_json(RunDir(root).slurm_json)["job_id"] for root in made.roots] == ["77_0", "77_1"]
+    (alone,) = runs[:1]
+    one = write_submission([alone], force=True)
+    assert one.script == RunDir(one.roots[0]).job_sbatch and "--force" in one.text and "--force" not in made.text
+    submit_runs(one)
+    assert read_json(RunDir(one.roots[0]).slurm_json)["job_id"] == "77"
+    assert one.script.stat().st_mode & 0o777 == 0o600

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from lab.cluster import Cluster
 
+from trainspec_cli.launch.backend.processes import rank_of
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 
@@ -20,11 +21,11 @@ USER = 65534
 """nobody"""
 
 
-def workers(slurm: Cluster, job: str) -> list[dict[str, str]]:
-    """The environments of a job's workers."""
+def workers(slurm: Cluster, job: str) -> list[tuple[int, dict[str, str]]]:
+    """The ranks and environments of a job's workers."""
     everywhere = [process for node in (1, 2) for process in slurm.processes_of(node)]
-    environments = [environment for process in everywhere if (environment := slurm.environment_of(process))]
-    return [e for e in environments if "RANK" in e and job in (e["SLURM_JOB_ID"], e.get("SLURM_ARRAY_JOB_ID"))]
+    found = [(rank, slurm.environment_of(process)) for process in everywhere if (rank := rank_of(process)) is not None]
+    return [(rank, e) for rank, e in found if job in (e.get("SLURM_JOB_ID"), e.get("SLURM_ARRAY_JOB_ID"))]
 
 
 @pytest.mark.slow
@@ -32,17 +33,17 @@ def test_a_sweep_trains_every_point_on_gpus_of_its_own(slurm: Cluster, sbatch, w
     """The lab's GPUs are /dev/null: the runs are on the CPU, and the numbers are what Slurm gave them."""
     gpus = ("cluster.num_nodes=1", "cluster.slurm.gpus_per_node='1'", "train.max_steps=300")
     job = sbatch(*gpus, "--sweep", "optim.lr=0.001,0.002,0.004")
-    seen: dict[str, tuple[str, str, str]] = {}
+    seen: dict[str, tuple[str, str, int]] = {}
 
     def all_seen() -> bool:
-        for e in workers(slurm, job):
-            seen[e["SLURM_ARRAY_TASK_ID"]] = (e["SLURMD_NODENAME"], e["CUDA_VISIBLE_DEVICES"], e["LOCAL_RANK"])
+        for rank, e in workers(slurm, job):
+            seen[e["SLURM_ARRAY_TASK_ID"]] = (e["SLURMD_NODENAME"], e["CUDA_VISIBLE_DEVICES"], rank)
         return len(seen) == 3
 
     slurm.wait_until(all_seen, "workers of three runs", timeout_s=120)
     assert len({(node, gpu) for node, gpu, _ in seen.values()}) == 3, "none shares a GPU with another"
     assert {gpu for _, gpu, _ in seen.values()} <= {"0", "1"}
-    assert {local_rank for *_, local_rank in seen.values()} == {"0"}, "devices are counted among those given"
+    assert {rank for *_, rank in seen.values()} == {0}, "devices are counted among those given"
     slurm.wait_until(lambda: not slurm.run("squeue", "--noheader"), "the array to end", timeout_s=240)
     runs = sorted((tmp_path / "runs/tiny").glob("2*"))
     assert [json.loads((run / "result.json").read_text())["exit_code"] for run in runs] == [0, 0, 0]

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 import pytest
 
 from trainspec_cli.errors import RecipeError
-from trainspec_cli.spec.canonical import canonical_json, digest, from_plain, to_plain
+from trainspec_cli.spec.canonical import ABSENT, Absent, canonical_json, digest, from_plain, to_plain
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -54,3 +55,21 @@ def test_canonical_json_is_one_text_for_one_content() -> None:
     assert canonical_json({"b": 1, "a": [1.0, None]}) == '{"a":[1.0,null],"b":1}'
     with pytest.raises(ValueError, match="JSON"):
         canonical_json({"a": float("nan")})
+
+
+@pytest.mark.parametrize(("data", "name"), [([1, 2], "list"), ("text", "str"), (None, "NoneType")])
+def test_what_has_no_fields_is_refused(data, name: str) -> None:
+    with pytest.raises(RecipeError, match=f"{name} in the place of the fields of Machine") as raised:
+        from_plain(Machine, data)
+    assert [problem.code for problem in raised.value.problems] == ["wrong_type"]
+
+
+def test_what_is_absent_has_no_key_and_what_is_none_has_null() -> None:
+    @dataclass(frozen=True)
+    class Heard:
+        at_s: float | None
+        words: str | Absent = ABSENT
+
+    assert to_plain(Heard(None)) == {"at_s": None}
+    assert to_plain(Heard(1.0, "x")) == {"at_s": 1.0, "words": "x"}
+    assert not ABSENT

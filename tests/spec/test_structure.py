@@ -194,3 +194,52 @@ def test_every_kind_of_text_may_be_a_part(make_spec, source: str) -> None:
 
 def test_a_run_may_wait_for_ever(make_spec) -> None:
     assert make_spec({"resilience.hang_floor_s": None}).resilience.hang_floor_s is None
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [("x" * 100_000, False), ("x" * 100_001, True), ("a\0b", True), ("\ud800", True), ("ünïcode \n \U0001f600", False)],
+    ids=["as long as can be", "too long", "NUL", "half a surrogate pair", "any other characters"],
+)
+def test_text_that_no_file_could_hold_is_refused(data, text: str, refused: bool) -> None:
+    """NUL would cut a path, and half a surrogate pair has no UTF-8."""
+    found = told(with_value(data, "sample.prompt", text))
+    assert [(code, path) for code, path, *_ in found] == [("wrong_type", "sample.prompt")] * refused
+    assert all(len(message) < 200 and message.isascii() for _, _, message, _ in found)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "value", "converted"),
+    [
+        (int, 1e3, 1000),
+        (float, 2, 2.0),
+        (int | None, None, None),
+        (int | Literal["auto"], "auto", "auto"),
+        (tuple[float, ...], [1, 2.5], (1.0, 2.5)),
+        (str | None, "x", "x"),
+        (bool, False, False),
+    ],
+)
+def test_values_become_what_is_wanted(wanted: Any, value: Any, converted: Any) -> None:
+    found = convert(wanted, value)
+    assert found == converted and type(found) is type(converted)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "value"),
+    [(int, "1"), (int, 1.5), (float, True), (str, 1), (bool, 0), (int | None, "x"), (tuple[int, ...], 1),
+     (tuple[int, ...], [1, "x"]), (dict[str, int], 3), (int, float("inf"))],
+)  # fmt: skip
+def test_values_that_are_not_what_is_wanted(wanted: Any, value: Any) -> None:
+    with pytest.raises(WrongValueError):
+        convert(wanted, value)
+
+
+def test_a_section_of_values_by_name_in_words() -> None:
+    assert describe(dict[str, int] | None) == "a section of values by name or null"
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), -1e300], ids=["400 digits", "below 0", "a float"])
+def test_a_number_that_no_format_holds_is_too_large_and_breaks_nothing(data, value: float) -> None:
+    (problem,) = told(with_value(data, "optim.lr", value))
+    assert (problem[0], problem[3]) == ("out_of_range", "type optim.lr=1e+30 or less")

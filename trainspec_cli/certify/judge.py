@@ -216,9 +216,9 @@ _JUDGES = {
 }
 
 
-def _finding(check: ClauseCheck, error: float, bound: float, figures: dict[str, float | str]) -> Finding:
+def _finding(check: ClauseCheck, error: float, bound: float, figures: Mapping[str, float | str]) -> Finding:
     passed = math.isfinite(error) and error <= bound
-    return Finding(check.clause, check.run.name, passed, figures, bound)
+    return Finding(check.clause, check.run.name, passed, dict(figures), bound)
 
 
 def judge_refusals(max_processes: int) -> list[Finding]:

@@ -1,4 +1,5 @@
-"""`trainspec runs`: the runs below ./runs, newest first; or what runs have left in this node's memory."""
+"""`trainspec runs`: the runs below ./runs, newest first; or what runs have left in this node's memory, and learned of
+it."""
 
 from __future__ import annotations
 
@@ -10,15 +11,18 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson
+from trainspec_cli.launch.memory_limits import Learned, MemoryLimits, forget_limits, list_limits
 from trainspec_cli.report.runs import RunLine
 from trainspec_cli.rundir.memory import Copies, list_copies, remove_folder
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.find import runs_here, status_of_run
+from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.units import format_bytes, format_duration
 
 HEADINGS = ("recipe", "status", "step", "loss", "age", "path")
 COPIES_HEADINGS = ("size", "step", "on disk", "status", "run")
+LIMITS_HEADINGS = ("model", "layout", "device", "memory ran out with", "taken instead", "age", "run")
 
 UNKNOWN, GONE = "unknown", "gone"
 """Nothing says whose copies these are; the run's folder is no more."""
@@ -31,10 +35,23 @@ Memory = Annotated[
 ClearMemory = Annotated[
     bool, typer.Option("--clear-memory", help="Remove those copies, but for runs that are running or queued.")
 ]
+Limits = Annotated[
+    bool, typer.Option("--limits", help="List instead the settings with which memory has run out on this machine.")
+]
+ClearLimits = Annotated[bool, typer.Option("--clear-limits", help="Forget these settings: launches try them again.")]
 
 
-def runs(memory: Memory = False, clear_memory: ClearMemory = False, as_json: AsJson = False) -> None:
+def runs(
+    memory: Memory = False,
+    clear_memory: ClearMemory = False,
+    limits: Limits = False,
+    clear_limits: ClearLimits = False,
+    as_json: AsJson = False,
+) -> None:
     """List the runs below ./runs, newest first."""
+    if limits or clear_limits:
+        _show_limits(clear=clear_limits, as_json=as_json)
+        return
     if memory or clear_memory:
         _show_copies(clear=clear_memory, as_json=as_json)
         return
@@ -47,6 +64,27 @@ def runs(memory: Memory = False, clear_memory: ClearMemory = False, as_json: AsJ
             print(f"damaged: {line.damage}", file=sys.stderr)
     else:
         print("there are no runs below ./runs; `trainspec launch recipe=quickstart` makes one")
+
+
+def _show_limits(*, clear: bool, as_json: bool) -> None:
+    """List what runs on this machine had to take for want of memory; `clear` forgets it."""
+    found = [limits for _, limits in list_limits()]
+    if clear:
+        forget_limits()
+    if as_json:
+        print(json_text([{**to_plain(limits), "cleared": clear} for limits in found]))
+    elif not found:
+        print("no run has run out of memory on this machine")
+    else:
+        rows = [_limit_cells(limits, learned) for limits in found for learned in limits.learned]
+        print(_table([LIMITS_HEADINGS, *rows]))
+        print("\nforgotten" if clear else "\ntrainspec runs --clear-limits forgets them")
+
+
+def _limit_cells(limits: MemoryLimits, learned: Learned) -> tuple[str, ...]:
+    relief = learned.relief
+    instead, age = relief.taken.describe(relief.failed), format_duration(max(0.0, time.time() - learned.at))
+    return limits.model, limits.layout, limits.device, relief.failed.describe(), instead, age, learned.run
 
 
 def _show_copies(*, clear: bool, as_json: bool) -> None:

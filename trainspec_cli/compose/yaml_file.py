@@ -1,11 +1,13 @@
-"""Read one YAML file for its positions: the line of each key, the defaults list, and syntax errors."""
+"""Read one YAML file with its positions: the line of each key, the defaults list, and syntax errors."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -49,6 +51,16 @@ class YamlFile:
     """Dotted path, as written in this file -> position of its key."""
     defaults: tuple[YamlEntry, ...]
     description: str
+    root: yaml.MappingNode | None
+    """None in an empty file."""
+
+    def values(self) -> dict[str, Any]:
+        """Return what the file holds as plain values. Raises RecipeError where a value is of no type that YAML has."""
+        if self.root is None:
+            return {}
+        with _syntax_checked(self.start.file):
+            content: dict[str, Any] = yaml.SafeLoader("").construct_document(self.root)
+            return content
 
 
 def read_yaml(path: Path, cwd: Path) -> YamlFile:
@@ -56,7 +68,7 @@ def read_yaml(path: Path, cwd: Path) -> YamlFile:
     shown = show_path(path, cwd)
     root = _parse(path, shown)
     if root is None:
-        return YamlFile(Origin(shown, 1, 1), {}, (), "")
+        return YamlFile(Origin(shown, 1, 1), {}, (), "", None)
     if not isinstance(root, yaml.MappingNode):
         raise RecipeError(_problem(root, shown, "a file of `key: value` lines is needed"))
     problems = list(_check_keys(root, shown))
@@ -68,21 +80,29 @@ def read_yaml(path: Path, cwd: Path) -> YamlFile:
         origins={path: origin for path, origin in _walk(root, "", shown) if path.split(".")[0] != "defaults"},
         defaults=tuple(_entries(top.get("defaults"), shown)),
         description=_scalar(top.get("description")),
+        root=root,
     )
 
 
 def _parse(path: Path, shown: str) -> yaml.Node | None:
-    text = ""
     try:
         text = read_text(path, MAX_BYTES)
-        return compose_yaml(text)
-    except yaml.MarkedYAMLError as error:
-        raise RecipeError(_syntax_problem(error, shown, text.splitlines())) from error
     except UnreadableFileError as error:
         found = error.problems[0]
         message = f"{shown} cannot be read as text: it {found.message.removeprefix(f'{path} ')}"
         problem = Problem("bad_yaml", message, hint=found.hint, file=shown, line=found.line or 1, column=1)
         raise RecipeError(problem) from error
+    with _syntax_checked(shown, text):
+        return compose_yaml(text)
+
+
+@contextmanager
+def _syntax_checked(shown: str, text: str = "") -> Iterator[None]:
+    """Turn what PyYAML raises into a RecipeError with its line."""
+    try:
+        yield
+    except yaml.MarkedYAMLError as error:
+        raise RecipeError(_syntax_problem(error, shown, text.splitlines())) from error
     except (yaml.YAMLError, ValueError) as error:
         message = f"{shown} cannot be read as text: {str(error).partition(chr(10))[0]}"
         raise RecipeError(Problem(code="bad_yaml", message=message, file=shown, line=1, column=1)) from error

@@ -11,43 +11,21 @@ import traceback
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.environment_names import GROUP
 from trainspec_cli.errors import TrainspecError
-from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import WorkerErrorRecord, write_error
-from trainspec_cli.spec.canonical import from_plain
-from trainspec_cli.spec.results.plan import Plan
 
 
 def main() -> None:
     stop = StopRequest().listen()
     run_dir = RunDir(sys.argv[1])
     try:
+        from trainspec_cli.engine.run.worker import work  # a request to stop is heard before torch is imported
+
         work(run_dir, stop)
     except Exception as error:
         leave_error(run_dir, error)
         raise
-
-
-def work(run_dir: RunDir, stop: StopRequest) -> None:
-    """Train. Torch is imported here, when a request to stop is already heard."""
-    from trainspec_cli.engine.build.initial import load_initial
-    from trainspec_cli.engine.build.train_state import build_train_state
-    from trainspec_cli.engine.comm.joining import join_processes, leave_processes
-    from trainspec_cli.engine.run.coordinator import RunContext, open_coordinator
-    from trainspec_cli.engine.run.sources import open_source
-    from trainspec_cli.engine.run.trainer import Trainer
-
-    plan = from_plain(Plan, read_json(run_dir.plan_json))
-    about = read_json(run_dir.run_json)
-    device = join_processes(plan.device)
-    state = build_train_state(plan, device)
-    if not run_dir.checkpoint_steps():
-        load_initial(plan, state)
-    source = open_source(plan, about["data_dir"], state)
-    run = RunContext(plan, run_dir, source, state, about["digest"], stop)
-    Trainer(run, open_coordinator(run)).run()
-    leave_processes()
 
 
 def leave_error(run_dir: RunDir, error: Exception) -> None:
@@ -56,6 +34,7 @@ def leave_error(run_dir: RunDir, error: Exception) -> None:
         return
     group, size = (int(os.environ.get(name, "0")) for name in (GROUP, "WORLD_SIZE"))
     rank = group * size + int(os.environ.get("RANK", "0"))
+    shortage = getattr(error, "shortage", None)
     problem = error.problems[0] if isinstance(error, TrainspecError) else None
     record = WorkerErrorRecord(
         rank=rank,
@@ -67,6 +46,7 @@ def leave_error(run_dir: RunDir, error: Exception) -> None:
         exit_code=error.exit_code if isinstance(error, TrainspecError) else None,
         hint=problem.hint if problem else None,
         traceback=traceback.format_exc(),
+        shortage=shortage,
     )
     write_error(run_dir.error(rank), record)
 

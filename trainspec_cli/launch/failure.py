@@ -18,6 +18,7 @@ from trainspec_cli.reading.files import open_regular
 from trainspec_cli.rundir.event_types import EndEvent
 from trainspec_cli.rundir.events import tail_events
 from trainspec_cli.rundir.record import NodeErrorRecord, WorkerErrorRecord, read_error
+from trainspec_cli.spec.results.memory import Shortage
 
 LOG_TAIL_LINES = 30
 MAX_LOG_BYTES = 2**20
@@ -56,6 +57,8 @@ class WorkerFailure:
     """It would come again if the run was started again as it is: an error for people, a node that is gone."""
     exit_code: int = WorkerError.exit_code
     """What the run ends with because of it."""
+    shortage: Shortage | None = None
+    """Its memory ran out."""
     whole_node: bool = False
     """Not one worker, but one node of several: it was lost, or lacks something."""
 
@@ -102,6 +105,7 @@ def _reported(job: Job) -> Iterator[WorkerFailure]:
             foreseen=foreseen and not hung,
             consequence=not foreseen and bool(_PEER_LOST.search(summary)),
             exit_code=error.exit_code or WorkerError.exit_code,
+            shortage=error.shortage,
         )
 
 

@@ -92,7 +92,7 @@ def traced_ranks(plan: Plan) -> list[int]:
 
 
 def probe_path(plan: Plan, machine: Machine) -> Path:
-    return _path("probe", plan, machine, {})
+    return figures_path("probe", plan, machine, {})
 
 
 def read_probe(path: Path) -> MachineProbe | None:
@@ -106,7 +106,7 @@ def table_path(plan: Plan, machine: Machine) -> Path:
     plain = to_plain(plan)
     shapes |= {key: plain[key] for key in ("layout", "micro_batch_size", "device", "offload", "recompute")}
     shapes |= {"seq_len": plan.spec.data.seq_len, "documents": plan.spec.data.masks_documents}
-    return _path("kernels", plan, machine, {"shapes": shapes, "libraries": library_versions()})
+    return figures_path("kernels", plan, machine, {"shapes": shapes, "libraries": library_versions()})
 
 
 def read_table(path: Path) -> KernelTable | None:
@@ -124,7 +124,7 @@ def library_versions() -> dict[str, str]:
     return found
 
 
-def _path(kind: str, plan: Plan, machine: Machine, others: dict[str, Any]) -> Path:
+def figures_path(kind: str, plan: Plan, machine: Machine, others: dict[str, Any]) -> Path:
     """Return a file whose name changes with all that the figures depend on: the machine, versions, and `others`."""
     facts = {
         "machine": asdict(machine),

@@ -15,11 +15,12 @@ from trainspec_cli.launch.backend.processes import POLL_S
 from trainspec_cli.launch.job.job import Job, torchrun_command
 from trainspec_cli.launch.signals import StopRequests, on_stop_signal
 from trainspec_cli.policy import recovery, run_state
-from trainspec_cli.rundir.event_types import EndedMark, FailureMark, LaunchMark, RecoveryEvent
+from trainspec_cli.rundir.event_types import EndedMark, FailureMark, LaunchMark, MemoryEvent, RecoveryEvent
 from trainspec_cli.rundir.events import EventWriter, read_sound
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.generations import Fence, was_stop_noted
 from trainspec_cli.rundir.record import NodeErrorRecord, write_error
+from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 from trainspec_cli.spec.results.plan import Plan
 
@@ -89,6 +90,7 @@ class Supervisor:
             plan.replica_groups if plan else 1,
             job.stop_grace_s,
             newest_checkpoint(job.run),
+            memory_ladder=plan.memory_ladder if plan else (),
         )
         self._backend: RunBackend | None = None
         self._marks: EventWriter | None = None
@@ -161,6 +163,8 @@ class Supervisor:
                 backend.kill(group)
             case run_state.BeginGeneration():
                 self._begin_generation()
+            case run_state.TakeSetting():
+                self._take_setting(action)
             case run_state.Inform(text):
                 self._report(text)
             case run_state.MarkFailure():
@@ -198,6 +202,29 @@ class Supervisor:
         events = EventWriter(run.events(0), rank=0)
         events.write(RecoveryEvent(step=step, change="restart", group=None, stall_s=None, lost_steps=lost_steps))
         events.close()
+
+    def _take_setting(self, action: run_state.TakeSetting) -> None:
+        """Write down with what the next start takes less memory: its workers follow that."""
+        assert self._plan is not None, "a job without a plan is not started again"
+        shortage, alone = action.shortage, self.state.is_alone
+        step = newest_step(read_sound(self._job.run.events(0)))
+        directives = EventWriter(self._job.run.directives, SUPERVISOR)
+        directives.write(
+            MemoryEvent(
+                step=step,
+                layout=self._plan.layout.describe(),
+                failed=shortage.failed,
+                taken=action.taken,
+                restarts=True,
+                was_killed=shortage.was_killed,
+                reason=action.reason,
+                lost_steps=max(0, step - newest_checkpoint(self._job.run)) if alone else 0,
+                used_bytes=shortage.used_bytes,
+                limit_bytes=shortage.limit_bytes,
+                group=ABSENT if alone else action.group,
+            )
+        )
+        directives.close()
 
     def _archive_errors(self, group: int) -> None:
         assert self._plan is not None, "replica groups have a plan"

@@ -19,7 +19,7 @@ from trainspec_cli.planner.setup import RECOMPUTE, Setup, Software
 from trainspec_cli.planner.time.step import estimate_step
 from trainspec_cli.planner.validation.prose import usual_gbit
 from trainspec_cli.policy.division import largest_that_fits
-from trainspec_cli.spec.field_types import AUTO
+from trainspec_cli.spec.field_types import AUTO, AutoInt
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, Machine
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -254,15 +254,16 @@ def setup_of(candidate: Candidate, spec: RunSpec, machine: Machine | None) -> Se
     return offloaded if is_offloaded else setup
 
 
-def largest_micro_batch(candidate: Candidate, setup: Setup) -> int:
-    """Return the samples of the largest micro-batch that fits, up to twice the candidate's: what the scheduler may give
-    a fast rank."""
+def largest_micro_batch(candidate: Candidate, setup: Setup, wanted: AutoInt) -> int:
+    """Return the samples of the largest micro-batch that fits, which the scheduler may give a fast rank: up to `wanted`
+    (`scheduler.max_micro_batch_size`), for auto up to twice the candidate's."""
+    usual = candidate.micro_batch_size
 
     def fits(size: int) -> bool:
         stages = predict_memory(replace(setup, micro_batch_size=float(size)), candidate.recompute)
         return max(stage.total_bytes for stage in stages) <= candidate.memory_limit_bytes
 
-    return largest_that_fits(candidate.micro_batch_size, 2 * candidate.micro_batch_size, fits)
+    return largest_that_fits(usual, 2 * usual if wanted == AUTO else int(wanted), fits)
 
 
 def advise(spec: RunSpec, fabric: Fabric, eff: Efficiency) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -19,10 +20,11 @@ from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec, PipelineSchedule
 from trainspec_cli.spec.recipe.run import Recompute, RunSpec
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.plan import Plan, PlannedLayout
 from trainspec_cli.spec.rules.batching import measurable_noise
 from trainspec_cli.spec.rules.elastic import wanted_groups, whole_hosts
 from trainspec_cli.spec.rules.layout import size_of
+from trainspec_cli.spec.rules.relayout import changed_specs
 
 MAX_MICRO_BATCH_TOKENS = 8192
 """`micro_batch_size: auto` takes as many samples as have no more tokens than this."""
@@ -59,7 +61,20 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
         peak_flops=peak_flops,
         peak_source=peak_source,
     )
-    return replace(drafted, layout=_cut_layers(drafted, machine))
+    drafted = replace(drafted, layout=_cut_layers(drafted, machine))
+    return replace(drafted, changes=tuple(_plan_changes(drafted, machine)))
+
+
+def _plan_changes(plan: Plan, machine: Machine) -> Iterator[PlannedLayout]:
+    """Resolve the layouts that the recipe changes to. Raises RecipeError as `plan` does."""
+    for change, changed in zip(plan.spec.scheduler.changes, changed_specs(plan.spec), strict=True):
+        layout = resolve_layout(changed.layout, plan.group_size, f"the layout from step {change.step} on")
+        micro_batch_size, grad_accum_steps = resolve_batch(plan.spec, layout)
+        if problems := list(measurable_noise(plan.spec, layout, plan.replica_groups, grad_accum_steps)):
+            raise RecipeError(problems)
+        planned = PlannedLayout(change.step, layout, micro_batch_size, grad_accum_steps)
+        cut_layout = _cut_layers(replace(plan.with_layout(planned), spec=changed), machine)
+        yield replace(planned, layout=cut_layout)
 
 
 def _cut_layers(plan: Plan, machine: Machine) -> Layout:
@@ -140,9 +155,9 @@ def resolve_compute(spec: RunSpec, machine: Machine) -> Literal["bf16", "fp32"]:
     return "bf16" if wanted == "bf16" else "fp32"
 
 
-def resolve_layout(wanted: LayoutSpec, world_size: int) -> Layout:
+def resolve_layout(wanted: LayoutSpec, world_size: int, name: str = "the layout") -> Layout:
     """Axes left open beside data parallelism are 1; what they leave goes to dp_shard, or without sharding asked for to
-    dp_replicate (DDP)."""
+    dp_replicate (DDP). `name` is what errors call the layout."""
     cp, tp, pp, ep, etp = (size_of(wanted, axis) for axis in ("cp", "tp", "pp", "ep", "etp"))
     data_parallel = _divide(world_size, cp * tp * pp, "layout", "cp x tp x pp")
     replicate, shard = wanted.dp_replicate, wanted.dp_shard
@@ -170,7 +185,7 @@ def resolve_layout(wanted: LayoutSpec, world_size: int) -> Layout:
         context_method=wanted.context_method,
     )
     if layout.world_size != world_size:
-        message = f"the layout {layout.describe()} takes {layout.world_size} processes, the cluster has {world_size}"
+        message = f"{name}, {layout.describe()}, takes {layout.world_size} processes, the cluster has {world_size}"
         hint = f"make the axes' product {world_size}, or leave one of them auto"
         raise RecipeError(Problem("not_divisible", message, "layout", hint))
     return layout

@@ -57,6 +57,22 @@ def predict_local(plan: Plan, probe: MachineProbe) -> LocalPrediction:
     return LocalPrediction(time_s=step_parts_s(plan, model, probe), memory=peak_memory(plan, model, probe))
 
 
+PASSING = ("gradients", "activations", "loss", "logits", "collectives", "fragmentation")
+"""Causes of memory that a process has none of between two steps."""
+STATE = ("parameters", "optimizer")
+MOVING_BYTES = 2.0 * 2**26
+"""A bucket of the state that is being moved (`engine/checkpoint/moves.py`), and its messages."""
+
+
+def moving_bytes(before: LocalPrediction, after: LocalPrediction) -> float:
+    """Return what a process needs at most while its state goes from one layout to another.
+
+    At most both lie there whole: a rank may get all that is new to it before it gives anything away.
+    """
+    kept = sum(size for cause, size in before.memory.items() if cause not in PASSING)
+    return kept + sum(after.memory[cause] for cause in STATE) + MOVING_BYTES + sum(before.beside.values())
+
+
 # GPUs
 
 

@@ -8,43 +8,17 @@ may differ in speed. Times are of one micro-batch, forward and backward, in seco
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import inf
 
+from trainspec_cli.policy.partition_chain import Chain
+from trainspec_cli.policy.partition_problem import EQUAL, Borders, LayerTimes, Problem, Rank, Room
+from trainspec_cli.policy.partition_rounds import cut_rounds
 from trainspec_cli.spec.recipe.layout import Layout
-
-EQUAL = 1e-9
-"""Relative: heaviest ranks that differ by less are the same, for times are sums of rounded numbers."""
-GAIN = 0.01
-"""With several stages a rank, cuts that are not lighter by this part are not searched for."""
-MAX_NODES = 4000
-"""Borders that the search tries: all that small models have, and some 10 ms."""
 
 Counts = tuple[int, ...]
 """Layers of each stage, in the order of the model."""
-
-
-@dataclass(frozen=True)
-class LayerTimes:
-    """The time of each layer, and of what the first and the last stage hold besides."""
-
-    layers_s: Sequence[float]
-    embedding_s: float = 0.0
-    head_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Room:
-    """Memory that bounds a cut. A rank of an earlier stage keeps a layer's activations for more micro-batches, so
-    that one layer takes other bytes on other ranks."""
-
-    layer_bytes: Sequence[Sequence[float]]
-    """For each pipeline rank, the bytes of every layer of the model, were it there."""
-    capacity_bytes: Sequence[float]
-    """For each pipeline rank, what all of its layers may take together."""
 
 
 def cut_evenly(num_layers: int, stages: int) -> Counts:
@@ -66,123 +40,31 @@ def cut_by_times(
     Exact (to `equal`) with one stage a rank; with several (interleaved, zbv) within 5% of the best, mostly exact.
     Raises ValueError where there are fewer layers than stages, or not one speed above 0 for each rank.
     """
-    return _Problem.of(times, layout, speeds, room, equal).solve()
+    return _cut(Problem.of(times, layout, speeds, room, equal))
 
 
 def rank_times_s(times: LayerTimes, counts: Sequence[int], layout: Layout, speeds: Sequence[float] = ()) -> list[float]:
     """Return the time of each pipeline rank under a cut, at its speed."""
-    problem = _Problem.of(times, layout, speeds, None, EQUAL)
+    problem = Problem.of(times, layout, speeds, None, EQUAL)
     return problem.loads(tuple(accumulate(counts, initial=0)))
 
 
-Borders = tuple[int, ...]
-"""The first layer of each stage, and behind them the number of layers."""
-
-
-@dataclass(frozen=True)
-class _Rank:
-    speed: float
-    beside_s: float
-    """Time of what is not cut here: the embedding, the head, stages that stand already."""
-    bytes_before: Sequence[float]
-    """Bytes of the layers before each, on this rank; empty without a bound."""
-    room_bytes: float
-
-    def reach(self, time_before: Sequence[float], heaviest_s: float, start: int) -> int:
-        """The last border that a stage from `start` can have with no more than `heaviest_s`."""
-        budget_s = heaviest_s * self.speed - self.beside_s
-        end = bisect_right(time_before, time_before[start] + budget_s) - 1
-        if not self.bytes_before:
-            return end
-        return min(end, bisect_right(self.bytes_before, self.bytes_before[start] + self.room_bytes) - 1)
-
-    def holding(self, time_before: Sequence[float], start: int, end: int) -> _Rank:
-        """Return the rank with a stage that stands."""
-        taken = self.bytes_before[end] - self.bytes_before[start] if self.bytes_before else 0.0
-        beside_s = self.beside_s + time_before[end] - time_before[start]
-        return _Rank(self.speed, beside_s, self.bytes_before, self.room_bytes - taken)
-
-
-@dataclass(frozen=True)
-class _Problem:
-    time_before: Sequence[float]
-    """Time of the layers before each."""
-    ranks: tuple[_Rank, ...]
-    """The pipeline's ranks, with the embedding and the head beside."""
-    rank_of_stage: tuple[int, ...]
-    alike: bool
-    """All layers take the same time, and on one rank the same memory."""
-    equal: float
-
-    @classmethod
-    def of(
-        cls, times: LayerTimes, layout: Layout, speeds: Sequence[float], room: Room | None, equal: float
-    ) -> _Problem:
-        if len(times.layers_s) < layout.num_stages:
-            raise ValueError(f"{len(times.layers_s)} layers do not fill {layout.num_stages} pipeline stages")
-        if speeds and (len(speeds) != layout.pp or min(speeds) <= 0):
-            raise ValueError(f"{layout.pp} pipeline ranks need as many speeds above 0, not {list(speeds)}")
-        rank_of_stage = tuple(layout.rank_of_stage(stage) for stage in range(layout.num_stages))
-        beside = [0.0] * layout.pp
-        beside[rank_of_stage[0]] += times.embedding_s
-        beside[rank_of_stage[-1]] += times.head_s
-        ranks = []
-        for rank in range(layout.pp):
-            bytes_before = tuple(accumulate(room.layer_bytes[rank], initial=0.0)) if room else ()
-            capacity = room.capacity_bytes[rank] if room else inf
-            ranks.append(_Rank(speeds[rank] if speeds else 1.0, beside[rank], bytes_before, capacity))
-        rows = [times.layers_s, *(room.layer_bytes if room else ())]
-        alike = all(len(set(row)) == 1 for row in rows)
-        return cls(tuple(accumulate(times.layers_s, initial=0.0)), tuple(ranks), rank_of_stage, alike, equal)
-
-    def solve(self) -> Counts | None:
-        even = tuple(accumulate(cut_evenly(len(self.time_before) - 1, len(self.rank_of_stage)), initial=0))
-        if self.alike:
-            return _cut_alike(self, even)
-        if len(self.rank_of_stage) == len(self.ranks):
-            borders = _Chain(self.time_before, self.ranks, even, self.equal).cut()
-        else:
-            borders = _cut_rounds(self, even)
-        return tuple(end - start for start, end in pairwise(borders)) if borders else None
-
-    def loads(self, borders: Sequence[int]) -> list[float]:
-        """Time of each rank."""
-        loads = [rank.beside_s for rank in self.ranks]
-        for stage, rank in enumerate(self.rank_of_stage):
-            loads[rank] += self.time_before[borders[stage + 1]] - self.time_before[borders[stage]]
-        return [load / rank.speed for load, rank in zip(loads, self.ranks, strict=True)]
-
-    def heaviest_s(self, borders: Sequence[int]) -> float:
-        """The heaviest rank's time; infinite where a rank has no room for its layers."""
-        return inf if self.missing_bytes(borders) else max(self.loads(borders))
-
-    def missing_bytes(self, borders: Sequence[int]) -> float:
-        """Bytes over the ranks' room, all together."""
-        if not self.ranks[0].bytes_before:
-            return 0.0
-        left = [rank.room_bytes for rank in self.ranks]
-        for stage, rank in enumerate(self.rank_of_stage):
-            before = self.ranks[rank].bytes_before
-            left[rank] -= before[borders[stage + 1]] - before[borders[stage]]
-        return sum(-size for size in left if size < 0)
-
-    def least_s(self) -> float:
-        """No cut's heaviest rank is lighter: as if layers could be cut, each rank with what stands beside it."""
-        ranks = sorted(self.ranks, key=lambda rank: rank.beside_s / rank.speed)
-        work_s, speed, least = self.time_before[-1], 0.0, 0.0
-        for rank in ranks:  # those whose own part is lighter share the layers
-            if speed and rank.beside_s / rank.speed >= work_s / speed:
-                break
-            work_s, speed = work_s + rank.beside_s, speed + rank.speed
-            least = work_s / speed
-        return max(least, ranks[-1].beside_s / ranks[-1].speed)
+def _cut(problem: Problem) -> Counts | None:
+    even = tuple(accumulate(cut_evenly(len(problem.time_before) - 1, len(problem.rank_of_stage)), initial=0))
+    if problem.alike:
+        return _cut_alike(problem, even)
+    if len(problem.rank_of_stage) == len(problem.ranks):
+        borders = Chain(problem.time_before, problem.ranks, even, problem.equal).cut()
+    else:
+        borders = cut_rounds(problem, even)
+    return tuple(end - start for start, end in pairwise(borders)) if borders else None
 
 
 # Layers that are alike
 
 
-def _cut_alike(problem: _Problem, even: Borders) -> Counts | None:
-    """Exact with any number of stages a rank: only the numbers of layers count.
+def _cut_alike(problem: Problem, even: Borders) -> Counts | None:
+    """Return the exact cut, with any number of stages a rank: only the numbers of layers count.
 
     From the heaviest rank a layer goes to the one that is lightest with it, as long as that is lighter than the first:
     while a lighter cut exists, one of its ranks has more layers than now and can take one.
@@ -200,14 +82,14 @@ def _cut_alike(problem: _Problem, even: Borders) -> Counts | None:
     return tuple(stages)
 
 
-def _load_s(rank: _Rank, number: int, layer_s: float) -> float:
-    """Time of a rank with so many layers; infinite where it has no room for them."""
+def _load_s(rank: Rank, number: int, layer_s: float) -> float:
+    """Return the time of a rank with so many layers; infinite where it has no room for them."""
     if rank.bytes_before and rank.bytes_before[number] > rank.room_bytes:
         return inf
     return (rank.beside_s + number * layer_s) / rank.speed
 
 
-def _exchange(ranks: Sequence[_Rank], numbers: Sequence[int], layer_s: float, fewest: int) -> list[int]:
+def _exchange(ranks: Sequence[Rank], numbers: Sequence[int], layer_s: float, fewest: int) -> list[int]:
     """Return the best number of layers for each rank."""
     numbers = list(numbers)
     loads = [_load_s(rank, number, layer_s) for rank, number in zip(ranks, numbers, strict=True)]
@@ -223,7 +105,7 @@ def _exchange(ranks: Sequence[_Rank], numbers: Sequence[int], layer_s: float, fe
             fuller[rank] = _load_s(ranks[rank], numbers[rank] + 1, layer_s)
 
 
-def _hand_on(problem: _Problem, stages: list[int], numbers: list[int], layer_s: float, most_s: float) -> None:
+def _hand_on(problem: Problem, stages: list[int], numbers: list[int], layer_s: float, most_s: float) -> None:
     """Move layers from the stages of ranks over `most_s` to the nearest stages of ranks that can take one.
 
     `numbers`: of each rank's layers, as `stages` has them.
@@ -240,194 +122,3 @@ def _hand_on(problem: _Problem, stages: list[int], numbers: list[int], layer_s: 
                 numbers[rank_of[stage]] += step
             number = numbers[rank_of[taker]]
             takes[rank_of[taker]] = _load_s(ranks[rank_of[taker]], number + 1, layer_s) <= most_s
-
-
-# One stage a rank
-
-
-@dataclass(frozen=True)
-class _Chain:
-    """Some consecutive layers to cut into one stage for each of some ranks."""
-
-    time_before: Sequence[float]
-    ranks: Sequence[_Rank]
-    """In the order of their stages."""
-    near: Borders
-    """The cut that is kept where it is as good; its ends stand."""
-    equal: float
-
-    def cut(self) -> Borders | None:
-        """Bisect the heaviest rank's time: a cut that is found lowers it at once to its own heaviest rank."""
-        low, high = self.least_s() * (1 - self.equal), self.heaviest_s(self.near)
-        if high == inf:
-            found = self.walk(inf)
-            if found is None:
-                return None
-            high = self.heaviest_s(found)
-        while high - low > self.equal * high:
-            middle = (low + high) / 2
-            found = self.walk(middle)
-            if found is None:
-                low = middle
-            else:
-                high = min(middle, self.heaviest_s(found))
-        return self.walk(high * (1 + self.equal))
-
-    def least_s(self) -> float:
-        """No cut's heaviest rank is lighter: as if layers could be cut, and a rank for what stands beside."""
-        layers_s = self.time_before[self.near[-1]] - self.time_before[self.near[0]]
-        alike = (layers_s + sum(rank.beside_s for rank in self.ranks)) / sum(rank.speed for rank in self.ranks)
-        return max(alike, *(rank.beside_s / rank.speed for rank in self.ranks))
-
-    def heaviest_s(self, borders: Borders) -> float:
-        """Infinite where a rank has no room for its layers."""
-        heaviest = 0.0
-        for rank, (start, end) in zip(self.ranks, pairwise(borders), strict=True):
-            if rank.bytes_before and rank.bytes_before[end] - rank.bytes_before[start] > rank.room_bytes:
-                return inf
-            heaviest = max(heaviest, (rank.beside_s + self.time_before[end] - self.time_before[start]) / rank.speed)
-        return heaviest
-
-    def walk(self, heaviest_s: float) -> Borders | None:
-        """Return the cut nearest to `near` whose ranks take at most `heaviest_s`; None where there is none.
-
-        Stage by stage: the borders that it can end at, each with the nearest cut up to there.
-        """
-        before, end = self.time_before, self.near[-1]
-        reached: dict[int, tuple[int, Borders]] = {self.near[0]: (0, (self.near[0],))}
-        for stage, (rank, least) in enumerate(zip(self.ranks, self._least_borders(heaviest_s), strict=True), 1):
-            last = end - len(self.ranks) + stage
-            following: dict[int, tuple[int, Borders]] = {}
-            for border, (moved, borders) in reached.items():
-                for place in range(max(border + 1, least), min(rank.reach(before, heaviest_s, border), last) + 1):
-                    cost = moved + abs(place - self.near[stage])
-                    if place not in following or cost < following[place][0]:
-                        following[place] = cost, (*borders, place)
-            reached = following
-        return reached[end][1] if reached else None
-
-    def _least_borders(self, heaviest_s: float) -> Sequence[int]:
-        """Return for each stage the first border behind which no more layers stand than the stages there can take."""
-        before, end = self.time_before, self.near[-1]
-        behind, found = 0.0, [end]
-        for rank in reversed(self.ranks[1:]):
-            behind += heaviest_s * rank.speed - rank.beside_s
-            found.append(bisect_left(before, (before[end] - behind) * (1 - 1e-12)))
-        return found[::-1]
-
-
-# Several stages a rank
-
-
-def _cut_rounds(problem: _Problem, even: Borders) -> Borders | None:
-    """Improve the even cut, and one in proportion to speeds, by moving layers; then search for a better one."""
-    found = [_move_layers(problem, borders) for borders in (even, _proportional(problem))]
-    found.append(_Search(problem, min(found, key=problem.heaviest_s)).run())
-    least = min(map(problem.heaviest_s, found))
-    if least == inf:
-        return None
-    equals = [borders for borders in (even, *found) if problem.heaviest_s(borders) <= least * (1 + problem.equal)]
-    return min(equals, key=lambda borders: sum(abs(a - b) for a, b in zip(borders, even, strict=True)))
-
-
-def _proportional(problem: _Problem) -> Borders:
-    """Each stage an equal part of what its rank could do in the least time, its border at the nearest layer's."""
-    before, rounds = problem.time_before, len(problem.rank_of_stage) // len(problem.ranks)
-    layers, stages, least_s = len(before) - 1, len(problem.rank_of_stage), problem.least_s()
-    borders, ended_s = [0], 0.0
-    for stage, number in enumerate(problem.rank_of_stage[:-1], 1):
-        rank = problem.ranks[number]
-        ended_s += max(0.0, least_s * rank.speed - rank.beside_s) / rounds
-        places = range(borders[-1] + 1, layers - stages + stage + 1)
-        borders.append(min(places, key=lambda place: abs(before[place] - ended_s)))
-    return (*borders, layers)
-
-
-def _move_layers(problem: _Problem, borders: Borders) -> Borders:
-    """Move a layer from one stage to another, those between passing one on, as long as that helps: the best such move.
-
-    A move helps where less is missing in memory, or the heaviest ranks, in order, become lighter.
-    """
-    unit_s = problem.least_s() * problem.equal or 1.0
-    missing = problem.missing_bytes(borders)
-    best = [round(load / unit_s) for load in sorted(problem.loads(borders), reverse=True)]
-    while True:
-        most_s = inf if missing else (best[0] + 1) * unit_s
-        moves = (
-            (problem.missing_bytes(moved), [round(load / unit_s) for load in sorted(loads, reverse=True)], moved)
-            for loads, moved in _moves(problem, borders, most_s)
-        )
-        least, lighter, moved = min(moves, default=(missing, best, borders))
-        if (least, lighter) >= (missing, best):
-            return borders
-        missing, best, borders = least, lighter, moved
-
-
-def _moves(problem: _Problem, borders: Borders, most_s: float) -> Iterator[tuple[list[float], Borders]]:
-    """Cuts, with their loads, of which consecutive borders lie one layer on or back, and no rank takes over `most_s`.
-
-    Without a shortage of memory (`most_s` is finite), those that make the heaviest rank lighter."""
-    before, rank_of, ranks = problem.time_before, problem.rank_of_stage, problem.ranks
-    held, stages = problem.loads(borders), len(problem.rank_of_stage)
-    heaviest = max(range(len(held)), key=held.__getitem__)
-    most_of_heaviest_s = inf if most_s == inf else held[heaviest]
-    for step in (1, -1):
-        for first in range(1, stages):
-            if step == -1 and borders[first] - borders[first - 1] == 1:
-                continue
-            loads = held.copy()
-            for last in range(first, stages):
-                layer = borders[last] - (step == -1)
-                moved_s = step * (before[layer + 1] - before[layer])
-                gives, takes = rank_of[last], rank_of[last - 1]
-                loads[gives] -= moved_s / ranks[gives].speed
-                loads[takes] += moved_s / ranks[takes].speed
-                keeps_one = step == -1 or borders[last + 1] - borders[last] > 1
-                if keeps_one and loads[heaviest] < most_of_heaviest_s and max(loads) <= most_s:
-                    shifted = (border + step for border in borders[first : last + 1])
-                    yield loads.copy(), (*borders[:first], *shifted, *borders[last + 1 :])
-
-
-class _Search:
-    """Branch and bound, stage by stage. Within `GAIN` of the best where it ends before `MAX_NODES`, as it does for
-    small models."""
-
-    def __init__(self, problem: _Problem, known: Borders):
-        self.problem, self.best, self.nodes = problem, known, 0
-        self.bound_s = problem.heaviest_s(known) / (1 + GAIN)
-        self.towards = _proportional(problem)
-        ranks = problem.rank_of_stage
-        self.later = [tuple(set(ranks[stage:])) for stage in range(1, len(ranks) + 1)]
-        """Of each stage, the ranks of those behind it."""
-
-    def run(self) -> Borders:
-        if self.problem.least_s() <= self.bound_s:
-            self._branch((0,), list(self.problem.ranks))
-        return self.best
-
-    def _branch(self, borders: Borders, ranks: list[_Rank]) -> None:
-        """Try the borders of the next stage, the nearest to those in proportion first. `ranks` hold those before."""
-        before, stage, start = self.problem.time_before, len(borders) - 1, borders[-1]
-        number = self.problem.rank_of_stage[stage]
-        rank, left, layers = ranks[number], len(self.later) - stage - 1, len(before) - 1
-        last = min(rank.reach(before, self.bound_s, start), layers - left)
-        places = range(start + 1 if left else layers, last + 1)
-        for place in sorted(places, key=lambda place: abs(place - self.towards[stage + 1])):
-            self.nodes += 1
-            if self.nodes > MAX_NODES:
-                return
-            ranks[number] = rank.holding(before, start, place)
-            if not left:
-                self._keep((*borders, place))
-            elif before[-1] - before[place] <= self._left_s(stage, ranks):
-                self._branch((*borders, place), ranks)
-        ranks[number] = rank
-
-    def _keep(self, found: Borders) -> None:
-        heaviest_s = self.problem.heaviest_s(found)
-        if heaviest_s <= self.bound_s:  # which others may have lowered since this one's first borders
-            self.best, self.bound_s = found, heaviest_s / (1 + GAIN)
-
-    def _left_s(self, stage: int, ranks: Sequence[_Rank]) -> float:
-        """Work that the ranks of the stages behind can still take."""
-        return sum(self.bound_s * ranks[rank].speed - ranks[rank].beside_s for rank in self.later[stage])

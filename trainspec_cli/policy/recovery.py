@@ -11,7 +11,8 @@ with what chance brings. A replica group passes through these phases:
 
 A run of one group keeps its state in checkpoints alone. After a failure its workers have a grace time to report, and
 it starts again as a new generation, from its newest checkpoint, where that promises progress. Of several groups a
-failed one is killed at once: the others hold the state, step on, and heal it when it is back.
+failed one is killed at once: the others hold the state, step on, and heal it when it is back. Where memory ran out, the
+next start has a setting that takes less (`memory.py`), and the run ends where there is none.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from trainspec_cli.policy.memory import next_setting
 from trainspec_cli.policy.run_state import (
     Action,
     AgentsFailed,
@@ -50,10 +52,12 @@ from trainspec_cli.policy.run_state import (
     Stepped,
     Stop,
     StopRequested,
+    TakeSetting,
     Tick,
     WorkerFailed,
 )
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
+from trainspec_cli.spec.results.memory import MemorySetting
 
 FAILURE_GRACE_S = 10
 """Workers may take this long to end once one of them has failed, or their torchrun has."""
@@ -73,10 +77,11 @@ def begin(
     stop_grace_s: float = 0.0,
     checkpoint_step: int = 0,
     presence: Presence = "awaited",
+    memory_ladder: tuple[MemorySetting, ...] = (),
 ) -> RunState:
     """Return the state of a run of which nothing has been started yet."""
     every = (GroupState(presence=presence),) * groups
-    return RunState(resilience, every, stop_grace_s, checkpoint_step)
+    return RunState(resilience, every, stop_grace_s, checkpoint_step, memory_ladder=memory_ladder)
 
 
 def next_action(state: RunState, event: Event) -> Decision:
@@ -223,7 +228,12 @@ def _group_ended(state: RunState, event: GroupEnded) -> Decision:
 def _after_failure_of_run(state: RunState, event: GroupEnded) -> Decision:
     """Start again from the newest checkpoint, or leave it at that: how the run ended is reported by others."""
     group = state.groups[0]
-    over = state.stop_requested or state.stopping or event.left_behind or _comes_again(group, event)
+    over = state.stop_requested or state.stopping or bool(event.left_behind)
+    if not over and (taken := _less_memory(state, event)):
+        state, actions, words = _take(state, event, taken)
+        state = _change(state, 0, needs_generation=True)
+        return state, (*actions, Inform(f"{event.headline}; the run goes on from step {event.checkpoint_step} {words}"))
+    over = over or _comes_again(group, event)
     if over or not may_restart(state.resilience, group.restarts_s, state.now_s):
         return state, ()
     state, _ = _wait(state, 0)
@@ -241,6 +251,9 @@ def _comes_again(group: GroupState, event: GroupEnded) -> bool:
 def _after_failure_of_group(state: RunState, event: GroupEnded) -> Decision:
     """Start it again, go on without it, or end the run."""
     failure = f"group {event.group}: {event.headline}"
+    if not state.is_ending and (taken := _less_memory(state, event)):
+        state, actions, words = _take(state, event, taken)
+        return state, (ArchiveErrors(event.group), *actions, Inform(f"{failure}; it starts again {words}"))
     if event.foreseen or (event.own_error and not state.has_stepped):
         state, actions = _stop(state)
         return state, (Inform(failure), *actions)
@@ -251,6 +264,25 @@ def _after_failure_of_group(state: RunState, event: GroupEnded) -> Decision:
         return state, (archive, Inform(f"{failure}; it stays away, it failed too often"))
     state, follows = _wait(state, event.group)
     return state, (archive, Inform(f"{failure}; {follows}"))
+
+
+def _less_memory(state: RunState, event: GroupEnded) -> MemorySetting | None:
+    """Return what to take after a shortage of memory; None where there was none, or nothing is left to take.
+
+    Such starts are no restarts that `max_restarts_per_hour` ends: each setting is taken once.
+    """
+    if event.shortage is None or state.resilience.mode == "none":
+        return None
+    return next_setting(state.memory_ladder, event.shortage.failed, state.groups[event.group].taken)
+
+
+def _take(state: RunState, event: GroupEnded, taken: MemorySetting) -> tuple[RunState, tuple[Action, ...], str]:
+    """Let a group wait for its next start, with less memory; -> how it then differs, for people."""
+    assert event.shortage is not None, "its memory ran out"
+    state = _change(state, event.group, taken=taken, failures_in_a_row=0)
+    state, _ = _wait(state, event.group)
+    words = f"with {taken.describe(event.shortage.failed)}"
+    return state, (TakeSetting(event.group, event.shortage, taken, event.headline),), words
 
 
 def _wait(state: RunState, number: int) -> tuple[RunState, str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
+from trainspec_cli.spec.results.memory import MemorySetting, Shortage
 
 Phase = Literal["waiting", "running", "ending", "done", "gone"]
 Presence = Literal["there", "awaited", "away"]
@@ -35,6 +36,8 @@ class GroupState(NamedTuple):
     """When it was last seen to have made a step; 0 before the first of this start."""
     retried_s: float = 0.0
     """When it was last seen to begin a step again, because an exchange had failed."""
+    taken: MemorySetting | None = None
+    """What it was last started with because its memory had run out."""
 
 
 class RunState(NamedTuple):
@@ -63,6 +66,8 @@ class RunState(NamedTuple):
     last_failure: str = "their nodes did not come"
     exit_code: int | None = None
     """What the last group that ended has ended with."""
+    memory_ladder: tuple[MemorySetting, ...] = ()
+    """What may be taken in turn where memory runs out."""
 
     @property
     def is_alone(self) -> bool:
@@ -150,6 +155,8 @@ class GroupEnded:
     """The newest checkpoint by now."""
     left_behind: tuple[int, ...] = ()
     """Ids of processes that could not be ended."""
+    shortage: Shortage | None = None
+    """Its memory ran out, and that is why it failed."""
 
 
 @dataclass(frozen=True)
@@ -235,6 +242,16 @@ class BeginGeneration:
 
 
 @dataclass(frozen=True)
+class TakeSetting:
+    """Write the directive by which the next start takes less memory."""
+
+    group: int
+    shortage: Shortage
+    taken: MemorySetting
+    reason: str
+
+
+@dataclass(frozen=True)
 class Inform:
     """People should know."""
 
@@ -274,6 +291,7 @@ class Refuse:
 
 
 Action = (
-    Launch | Stop | Kill | BeginGeneration | Inform | MarkFailure | ArchiveErrors | RecordLosses | Expect | Refuse
+    Launch | Stop | Kill | BeginGeneration | TakeSetting | Inform
+    | MarkFailure | ArchiveErrors | RecordLosses | Expect | Refuse
 )  # fmt: skip
 Decision = tuple[RunState, tuple[Action, ...]]

@@ -5,22 +5,26 @@ The decision is a pure function of what all ranks know, so each of them makes th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from statistics import median, median_low
 
 from trainspec_cli.policy.balance import best_division, compute_s
 from trainspec_cli.policy.division import Division
-from trainspec_cli.policy.speeds import Speed
+from trainspec_cli.policy.speeds import Speed, StepShape
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.units import format_duration
 
 WORTHWHILE = 0.03
 """Samples are divided unevenly where that saves at least this fraction of the computing."""
-COST_STEPS = 1.0
-"""What a change of shares costs, in steps' computing: batches that were read ahead are read anew."""
-RANKS_A_STEP = 512
-"""Speeds of more ranks are exchanged less often than every step."""
+COST_STEPS, LEAST_COST_STEPS = 1.0, 0.1
+"""A change of shares costs so many steps' computing at most: batches that were read ahead are read anew, and reading
+keeps up with the steps. It is taken to cost the least of it, so that speeds that are hardly known change nothing."""
+RANKS_A_STEP, SHARE, RANK_S = 512, 1e-3, 1e-5
+"""Speeds of more ranks are exchanged less often than every step, unless that takes no more than this share of it; those
+of one rank take so long."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,30 @@ class ShareChange:
     after_s: float
     """As it is expected to be."""
     reason: str
+
+
+class ChangeCost:
+    """What a change of shares costs a rank, as its own steps show: the first one of a start reads its batch, compiles
+    and warms up as the first one with other shares does."""
+
+    def __init__(self) -> None:
+        self.seconds = inf
+        """The last such step took so much longer than the one after it; unknown before that."""
+        self._shape, self._first_s = StepShape(0, 0), inf
+
+    def note(self, samples: int, micro_batches: int, seconds: float) -> None:
+        """Take in a step, for whose batch and computing this rank took `seconds`."""
+        shape = StepShape(samples, micro_batches)
+        if shape != self._shape:
+            self._shape, self._first_s = shape, seconds
+        elif self._first_s < inf:
+            self.seconds, self._first_s = max(0.0, self._first_s - seconds), inf
+
+
+def cost_s(step_s: float, change_s: float) -> float:
+    """Return what a change is taken to cost, where a step computes for `step_s` and a change was seen to take
+    `change_s` (infinite: unknown)."""
+    return min(COST_STEPS * step_s, max(LEAST_COST_STEPS * step_s, change_s))
 
 
 class ShareScheduler:
@@ -55,11 +83,18 @@ class ShareScheduler:
         """Put a division in force that was decided before."""
         self.division, self._known, self._wanted, self._lost_s = division, None, None, 0.0
 
+    def limit(self, micro_batch_size: int) -> None:
+        """From now on no rank holds more samples at a time; the shares stay as they are, in more micro-batches."""
+        self._even = _limited(self._even, micro_batch_size)
+        self._largest = min(self._largest, micro_batch_size)
+        self.follow(_limited(self.division, micro_batch_size))
+
     def note_step(
-        self, samples: int, speeds: Sequence[Speed | None], exchange_s: float, steps: int = 1
+        self, samples: int, speeds: Sequence[Speed | None], exchange_s: float, steps: int = 1, change_s: float = inf
     ) -> ShareChange | None:
         """Take in that a step of so many samples was made at these speeds of the ranks (None: not known yet), and that
-        each micro-batch cost `exchange_s` beside them; `steps` is how many steps ago this was called before.
+        each micro-batch cost `exchange_s` beside them; `steps` is how many steps ago this was called before, and
+        `change_s` what a change was seen to take.
 
         Return the change that is to be made, which is then in force. As in the ski-rental problem, one is made once
         what was lost without it has come to what it costs: that is never more than twice the least possible.
@@ -73,7 +108,7 @@ class ShareScheduler:
             self._lost_s = 0.0
             return None
         self._lost_s += steps * (self._wanted.before_s - self._wanted.after_s)
-        if self._lost_s < COST_STEPS * self._wanted.after_s:
+        if self._lost_s < cost_s(self._wanted.after_s, change_s):
             return None
         decided = self._wanted
         self.follow(decided.division)
@@ -90,20 +125,27 @@ class ShareScheduler:
         return ShareChange(best.division, before_s, best.compute_s, describe_speeds(speeds))
 
 
+def _limited(division: Division, micro_batch_size: int) -> Division:
+    return replace(division, micro_batch_size=min(division.micro_batch_size, micro_batch_size))
+
+
 def equalise(speeds: Sequence[Speed], micro_batches: int, samples: float, change: float) -> tuple[Speed, ...]:
     """Return `speeds` with the median one for all ranks that take no more than the fraction `change` longer or shorter
-    than it for so many samples: differences that small may be noise."""
+    than it for so many samples, or than their own noise explains."""
     times_s = [speed.time_s(samples, micro_batches) for speed in speeds]
     usual_s = median_low(times_s)
     usual = speeds[times_s.index(usual_s)]
     return tuple(
-        usual if abs(time_s / usual_s - 1) <= change else speed for speed, time_s in zip(speeds, times_s, strict=True)
+        usual if abs(time_s - usual_s) <= max(change * usual_s, speed.noise * time_s) else speed
+        for speed, time_s in zip(speeds, times_s, strict=True)
     )
 
 
-def reporting_interval(ranks: int) -> int:
-    """Return after how many steps each the speeds of so many ranks are exchanged."""
-    return 1 + ranks // RANKS_A_STEP
+def reporting_interval(ranks: int, step_s: float = 0.0) -> int:
+    """Return after how many steps each the speeds of so many ranks are exchanged, where steps take `step_s` (0:
+    unknown)."""
+    usual = 1 + ranks // RANKS_A_STEP
+    return min(usual, math.ceil(ranks * RANK_S / (SHARE * step_s))) if step_s > 0 else usual
 
 
 def exchange_each_s(layout: Layout, least_waited_s: float) -> float:

@@ -1,8 +1,8 @@
 """How fast a rank computes: its time for a micro-batch by the samples in it, and when that has changed.
 
 A rank's own compute time shows its speed; a whole step's does not, since all ranks wait for the slowest. A change is
-confirmed when several steps in a row lie beyond what the rank's own noise explains; Greyhound (arXiv:2410.12588)
-confirms changes of 10% and more, too.
+confirmed when several steps in a row lie beyond what the rank's own noise explains, fewer where they lie far beyond it;
+Greyhound (arXiv:2410.12588) confirms changes of 10% and more, too.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
 FIRST_STEPS = 8
-"""A speed is learnt from so many steps, and from more where they differ."""
+"""A rank's first speed is learnt from so many steps, and from more where they differ."""
 SKIPPED_STEPS = 2
 """The first steps after a start, or with other shares, compile and warm up: they say nothing."""
 CONFIRMING_STEPS = 3
 """So many steps in a row confirm a change."""
+PLAIN, PLAIN_STEPS, PLAIN_S = 2.0, 2, 30.0
+"""A change is plain that is so many times what could be noise: so many steps in a row confirm it, once they have taken
+so many seconds. What runs beside the training (a checkpoint that is written, say) is over in less."""
 SETTLING_S = 1.0
 """What a machine does for less time than this beside the run, in short steps, is no change of a rank's speed."""
 REFINING_STEPS = 10
@@ -41,13 +44,15 @@ class Speed:
 
     fixed_s: float
     per_sample_s: float
+    noise: float = field(default=0.0, compare=False)
+    """By this fraction the speed may be off: the steps that it was learnt from differ."""
 
     def time_s(self, samples: float, micro_batches: int) -> float:
         """Return the seconds that `samples` in so many micro-batches take."""
         return micro_batches * self.fixed_s + samples * self.per_sample_s
 
     def scaled(self, factor: float) -> Speed:
-        return Speed(self.fixed_s * factor, self.per_sample_s * factor)
+        return Speed(self.fixed_s * factor, self.per_sample_s * factor, self.noise)
 
 
 class SpeedTracker:
@@ -80,11 +85,7 @@ class SpeedTracker:
         """Take in a step of so many samples, of which this rank's own computing took `compute_s`."""
         shape = StepShape(samples, micro_batches)
         if shape != self._shape:
-            self._shape, self._steps = shape, 0
-            if samples and shape.apart(self._refined_at) >= OFF_THE_LINE:
-                self._unrefined = []
-            self._departed.clear()
-            self._learning_s.clear()
+            self._begin(shape)
         self._steps += 1
         if self._steps <= SKIPPED_STEPS or not samples or compute_s <= 0:
             return
@@ -93,27 +94,46 @@ class SpeedTracker:
         else:
             self._compare(compute_s, self._speed)
 
+    def _begin(self, shape: StepShape) -> None:
+        """Begin steps of another shape. Micro-batches that are as large as before need no warming up."""
+        if shape.samples and shape.apart(self._refined_at) >= OFF_THE_LINE:
+            self._unrefined = []
+        if not shape.sizes <= self._shape.sizes:
+            self._steps = 0
+            self._departed.clear()
+        self._learning_s.clear()
+        self._shape = shape
+
     def _learn(self, compute_s: float) -> None:
         """Learn until the median is known well enough not to be taken for a change."""
         self._learning_s.append(compute_s)
-        steps, measured_s = len(self._learning_s), median(self._learning_s)
+        measured_s = median(self._learning_s)
         paces = [step_s / measured_s for step_s in self._learning_s]
-        if sum(self._learning_s) < self._settling_s:
+        if sum(self._learning_s) < self._settling_s or not self._tell(paces):
             return
-        if steps < FIRST_STEPS or (steps < REMEMBERED_STEPS and self._limit(paces) / math.sqrt(steps) > self._change):
-            return
-        if self._speed is None:
-            self._speed = Speed(0.0, measured_s / self._shape.samples)
-        else:
-            self._speed = through(self._learnt, self._speed, self._shape, measured_s)
+        found = Speed(0.0, measured_s / self._shape.samples)
+        if self._speed is not None:
+            found = through(self._learnt, self._speed, self._shape, measured_s)
         self._learnt = self._refined_at = self._shape
-        self._unrefined = None
+        self._unrefined = None if len(paces) >= FIRST_STEPS else []
         self._learning_s.clear()
         self._paces.extend(paces)
+        self._believe(found, len(paces))
+
+    def _believe(self, speed: Speed, steps: int) -> None:
+        """Take over a speed that is the median of so many steps; a median is off by 1.25 deviations over their root."""
+        self._speed = replace(speed, noise=1.25 * self._limit(self._paces) / math.sqrt(steps))
+
+    def _tell(self, paces: Sequence[float]) -> bool:
+        """Return whether steps of these paces are enough to learn a speed from; where the rank's noise is known, few
+        are."""
+        steps, least = len(paces), CONFIRMING_STEPS if len(self._paces) >= FIRST_STEPS else FIRST_STEPS
+        noise = max(self._limit(self._paces), self._limit(paces)) / math.sqrt(steps)
+        return steps >= least and (noise <= self._change or steps >= REMEMBERED_STEPS)
 
     def _compare(self, compute_s: float, speed: Speed) -> None:
-        pace = compute_s / speed.time_s(*self._shape)
-        if abs(pace - 1) <= max(self._change, self._limit(self._paces)):
+        pace, noise = compute_s / speed.time_s(*self._shape), max(self._change, self._limit(self._paces))
+        if abs(pace - 1) <= noise:
             self._departed.clear()
             self._paces.append(pace)
             self._refine(pace, speed)
@@ -121,10 +141,17 @@ class SpeedTracker:
         same_side = [earlier for earlier in self._departed if (earlier > 1) == (pace > 1)]
         self._departed = [*same_side, pace]
         seconds = sum(self._departed) * speed.time_s(*self._shape)
-        if len(self._departed) >= CONFIRMING_STEPS and seconds >= self._settling_s:
-            self._speed = speed.scaled(median(self._departed))
+        if self._is_confirmed(noise, seconds):
+            self._believe(speed.scaled(median(self._departed)), len(self._departed))
             self._departed.clear()
             self._unrefined = []
+
+    def _is_confirmed(self, noise: float, seconds: float) -> bool:
+        """Return whether the departed steps, which took so many seconds, are a change of the rank's speed."""
+        least = min(max(pace, 1 / pace) for pace in self._departed)
+        if least > 1 + PLAIN * noise and seconds >= max(PLAIN_S, self._settling_s):
+            return len(self._departed) >= PLAIN_STEPS
+        return len(self._departed) >= CONFIRMING_STEPS and seconds >= self._settling_s
 
     def _refine(self, pace: float, speed: Speed) -> None:
         """Set the speed anew where that is due after a change, or where the remembered steps together show a change
@@ -132,14 +159,15 @@ class SpeedTracker:
         if self._unrefined is not None:
             self._unrefined.append(pace)
             if len(self._unrefined) == REFINING_STEPS:
-                self._scale(speed, median(self._unrefined))
+                self._scale(speed, self._unrefined)
                 self._unrefined, self._refined_at = None, self._shape
         elif len(self._paces) == REMEMBERED_STEPS and abs(median(self._paces) - 1) > self._change:
-            self._scale(speed, median(list(self._paces)[REMEMBERED_STEPS // 2 :]))  # more than half have changed
+            self._scale(speed, list(self._paces)[REMEMBERED_STEPS // 2 :])  # more than half have changed
 
-    def _scale(self, speed: Speed, factor: float) -> None:
-        self._speed = speed.scaled(factor)
+    def _scale(self, speed: Speed, paces: Sequence[float]) -> None:
+        factor = median(paces)
         self._paces = deque((pace / factor for pace in self._paces), REMEMBERED_STEPS)
+        self._believe(speed.scaled(factor), len(paces))
 
     @staticmethod
     def _limit(paces: Collection[float]) -> float:
@@ -161,6 +189,11 @@ class StepShape(NamedTuple):
 
     samples: int
     micro_batches: int
+
+    @property
+    def sizes(self) -> set[int]:
+        """Return how many samples a micro-batch has."""
+        return {self.samples // self.micro_batches, -(-self.samples // self.micro_batches)}
 
     def differs(self, other: StepShape) -> bool:
         """Return whether the two shapes' times tell what is fixed from what grows with the samples."""

@@ -19,6 +19,7 @@ from trainspec_cli.rundir.event_types import (
     DirectiveEvent,
     EvalEvent,
     Event,
+    MemoryEvent,
     SampleEvent,
     StartEvent,
     StepEvent,
@@ -113,6 +114,8 @@ class Report:
     """What the scheduler has changed or advised."""
     achieved: tuple[AchievedEvent, ...] = ()
     """What came of them: each names the number, and the replica group, of its directive."""
+    memory: tuple[MemoryEvent, ...] = ()
+    """What was changed because memory ran out."""
     time_s: WallTime = field(default_factory=WallTime)
     """Where the wall time of all attempts went."""
     goodput: float | None = None
@@ -162,6 +165,7 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
         missing_ranks=tuple(rank for rank in range(world_size or 0) if rank not in histories),
         directives=tuple(event for event in scheduled if isinstance(event, DirectiveEvent)),
         achieved=tuple(event for event in scheduled if isinstance(event, AchievedEvent)),
+        memory=tuple(event for event in scheduled if isinstance(event, MemoryEvent)),
         time_s=time_s,
         goodput=time_s.goodput,
         kernels=from_plain(KernelSpec, plan.get("kernels", {})),

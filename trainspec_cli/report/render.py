@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
+from operator import itemgetter
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -13,7 +14,13 @@ from trainspec_cli.report.chart import render_chart
 from trainspec_cli.report.collect import Curve, Report, RunSpeed
 from trainspec_cli.report.kernels_text import describe_choice
 from trainspec_cli.report.rich_text import Text
-from trainspec_cli.report.text import describe_directive, describe_evaluation, describe_event, describe_speed
+from trainspec_cli.report.text import (
+    describe_directive,
+    describe_evaluation,
+    describe_event,
+    describe_memory,
+    describe_speed,
+)
 from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.spec.results.prediction import LocalPrediction
 from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
@@ -123,7 +130,12 @@ def _sample(report: Report) -> Section:
 
 def _directives(report: Report) -> list[str]:
     achieved = {(event.group, event.number): event for event in report.achieved}
-    return [describe_directive(event, achieved.get((event.group, event.number))) for event in report.directives]
+    given = [
+        (event.step, describe_directive(event, achieved.get((event.group, event.number))))
+        for event in report.directives
+    ]
+    given += [(event.step, describe_memory(event)) for event in report.memory]
+    return [line for _, line in sorted(given, key=itemgetter(0))]
 
 
 def _warnings(report: Report) -> list[str]:

@@ -16,11 +16,13 @@ from trainspec_cli.rundir.event_types import (
     DirectiveEvent,
     EvalEvent,
     Event,
+    MemoryEvent,
     RecoveryEvent,
     StartEvent,
     WarningEvent,
 )
-from trainspec_cli.spec.canonical import Absent
+from trainspec_cli.spec.canonical import Absent, from_plain
+from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.prediction import LocalPrediction
 from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
@@ -60,6 +62,8 @@ def describe_event(event: Event) -> str:
             return describe_recovery(recovery_of(event))
         case DirectiveEvent():
             return describe_directive(event)
+        case MemoryEvent():
+            return describe_memory(event)
         case WarningEvent():
             return f"step {event.step}: warning: {event.message}"
     return ""
@@ -83,12 +87,51 @@ def describe_recovery(recovery: Recovery) -> str:
 def describe_directive(event: DirectiveEvent, achieved: AchievedEvent | None = None) -> str:
     """`step 30: shares are now 9, 9, 5, 9 of 32: data-parallel rank 2 computes a sample in 44 ms, the median is 24 ms;
     38% less computing is expected`."""
+    if event.kind in ("layers", "layout"):
+        return f"step {event.step}: {_describe_relayout(event)}"
     saved = f"{_saving(event.before_s, event.expected_s)} less computing is expected"
     if achieved is not None:
         saved += f", {_saving(achieved.before_s, achieved.achieved_s)} achieved"
     group = f"group {event.group}: " if isinstance(event.group, int) else ""
     verb = "shares are now" if event.applied else "advice: scheduler=auto would make shares"
     return f"step {event.step}: {group}{verb} {summarise_counts(event.counts)}: {event.reason}; {saved}"
+
+
+def _describe_relayout(event: DirectiveEvent) -> str:
+    """`the layout is now pp=2 dp_shard=2, and was dp_shard=4: the recipe plans it; 120 MiB moved in 310 ms, at most
+    90 MiB of the state in a process meanwhile`."""
+    assert isinstance(event.before, dict) and isinstance(event.layout, dict), "both layouts stand in it"
+    before, after = from_plain(Layout, event.before), from_plain(Layout, event.layout)
+    what = "the stages' layers are" if event.kind == "layers" else "the layout is"
+    now, was = (_cut(one) if event.kind == "layers" else _axes(one) for one in (after, before))
+    if not event.applied:
+        return f"{what} {was} and could not become {now}: {event.reason}"
+    parts = [event.reason]
+    if not isinstance(event.pause_s, Absent):
+        moved, peak = (format_bytes(size or 0) for size in (event.moved_bytes, event.peak_bytes))
+        took = f"{moved} moved in {format_duration(event.pause_s)}"
+        parts.append(f"{took}, at most {peak} of the state in a process meanwhile")
+    if event.before_s:
+        parts.append(f"{_saving(event.before_s, event.expected_s)} less computing is expected")
+    return f"{what} now {now}, and {'were' if event.kind == 'layers' else 'was'} {was}: {'; '.join(parts)}"
+
+
+def _cut(layout: Layout) -> str:
+    return stages_label(layout.stage_layers) or "even"
+
+
+def _axes(layout: Layout) -> str:
+    """`pp=2 dp_shard=2 zero_stage=1`."""
+    return f"{layout.describe()}{f' zero_stage={layout.zero_stage}' if layout.dp_shard > 1 else ''}"
+
+
+def describe_memory(event: MemoryEvent) -> str:
+    """`step 30: micro-batches of 4 samples from here on: memory ran out: ...; no step lost`."""
+    group = f"group {event.group}: " if isinstance(event.group, int) else ""
+    lost = f"{event.lost_steps} step{'s' if event.lost_steps > 1 else ''} lost" if event.lost_steps else "no step lost"
+    how = "after a new start" if event.restarts else "in place"
+    taken = event.taken.describe(event.failed)
+    return f"step {event.step}: {group}{taken} from here on ({how}, {lost}): {event.reason}"
 
 
 def _saving(before_s: float, after_s: float) -> str:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from trainspec_cli.rundir.fields import Count, FieldError, Rank, Rate, Seconds, WorldSize, read_record
 from trainspec_cli.spec.canonical import ABSENT, Absent
+from trainspec_cli.spec.results.memory import MemorySetting
 
 PARTS = ("data_wait", "forward", "backward", "exposed_comm", "optimizer", "checkpoint", "other")
 """What a step's time is divided into; the parts sum to `step_time_s`."""
@@ -196,45 +197,83 @@ class RecoveryEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DirectiveEvent(Event):
-    """The scheduler divides the samples otherwise, or advises it. Also a line of `directives.jsonl`."""
+class SchedulerEvent(Event):
+    """A line of `directives.jsonl`: a directive, or its effect."""
 
-    type: Literal["directive"] = "directive"
     step: Count
-    """Updates made before it; it holds from the next one on."""
+    """So many updates were made before it; a directive holds from the next one on."""
     number: Count
-    """1, 2, ... over the starts of a run; each replica group numbers its own, and group_shares have their step's."""
-    kind: Literal["shares", "group_shares"] = "shares"
-    """shares: of the data-parallel ranks. group_shares: of the replica groups that take part."""
-    applied: bool
-    """False: `scheduler.mode` is advise."""
-    counts: tuple[Count, ...]
-    """Samples of each in a step."""
-    micro_batch_size: Count | Absent = ABSENT
-    """shares: at most so many samples of a rank at a time."""
-    micro_batches: Count | Absent = ABSENT
-    reason: str
+    """Directives are numbered 1, 2, ... over the starts of a run; each replica group numbers its own, and group_shares
+    have their step's."""
     before_s: Seconds
-    """The slowest rank's own computing in a step, with the exchanges of its micro-batches."""
+    """The slowest rank's own computing in a step took so long, with the exchanges of its micro-batches."""
     expected_s: Seconds
-    """The same after the change."""
+    """The same is expected to take so long after the change; both are 0 where the recipe asked for it."""
     group: Count | Absent | None = ABSENT
     """The replica group whose ranks it is about, where there are several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AchievedEvent(Event):
-    """The effect of a directive was measured. Also a line of `directives.jsonl`."""
+class DirectiveEvent(SchedulerEvent):
+    """The scheduler changes the run between two steps, or advises it."""
+
+    type: Literal["directive"] = "directive"
+    kind: Literal["shares", "group_shares", "layers", "layout"] = "shares"
+    """shares: of the data-parallel ranks. group_shares: of the replica groups that take part. layers: of the pipeline's
+    stages. layout: any other change of the layout."""
+    applied: bool
+    """False: `scheduler.mode` is advise, or the layout could not be changed."""
+    counts: tuple[Count, ...]
+    """Each takes so many samples of a step."""
+    micro_batch_size: Count | Absent = ABSENT
+    """A rank processes at most so many samples at a time; absent of group_shares."""
+    micro_batches: Count | Absent = ABSENT
+    reason: str
+    before: dict[str, Any] | Absent = ABSENT
+    """layers, layout: the layout up to now (`Layout`)."""
+    layout: dict[str, Any] | Absent = ABSENT
+    """The layout from here on."""
+    pause_s: Seconds | Absent = ABSENT
+    """layers, layout: what the change took."""
+    moved_bytes: Count | Absent = ABSENT
+    """So much of the state was sent from rank to rank."""
+    peak_bytes: Count | Absent = ABSENT
+    """One rank held so much of the state meanwhile, at most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AchievedEvent(SchedulerEvent):
+    """The effect of a directive was measured."""
 
     type: Literal["achieved"] = "achieved"
-    step: Count
-    number: Count
-    before_s: Seconds
-    expected_s: Seconds
     achieved_s: Seconds
-    """The slowest rank's own computing in a step since then, with the exchanges of its micro-batches."""
+    """The slowest rank's own computing in a step takes so long since then, with the exchanges of its micro-batches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryEvent(Event):
+    """Memory ran out, and the run goes on with another setting. A directive: also a line of `directives.jsonl`."""
+
+    type: Literal["memory"] = "memory"
+    kind: Literal["memory"] = "memory"
+    step: Count
+    """Updates made before it."""
+    layout: str
+    """The axes that the setting was of: a run in another layout does not follow it."""
+    failed: MemorySetting
+    taken: MemorySetting
+    restarts: bool
+    """False: the same processes made the step again."""
+    was_killed: bool = False
+    """The kernel killed a process; else an allocation failed."""
+    reason: str
+    lost_steps: Count = 0
+    used_bytes: Count | Absent | None = ABSENT
+    """What the process held."""
+    limit_bytes: Count | Absent | None = ABSENT
+    """What it may hold."""
     group: Count | Absent | None = ABSENT
-    """The replica group whose directive it was; each numbers its own."""
+    """The replica group whose memory it was, where there are several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -280,6 +319,7 @@ EVENT_TYPES: dict[str, type[Event]] = {
     "recovery": RecoveryEvent,
     "directive": DirectiveEvent,
     "achieved": AchievedEvent,
+    "memory": MemoryEvent,
     "end": EndEvent,
     "launch": LaunchMark,
     "failure": FailureMark,

@@ -13,6 +13,7 @@ RUN/
   job.sbatch      the script of the Slurm job    errors/node00001.json  how a node was lost
   slurm.json      the job it was last given to
   directives.jsonl  what the scheduler has changed, and what came of it
+  shortages/      one file a start in which the memory of a rank ran out
   kernels.json    the kernels that were measured for `kernels=auto`, and which were chosen
 """
 
@@ -68,6 +69,9 @@ class RunDir:
     def secret(self, generation: int) -> Path:
         """Return the secret by which the processes of one start authenticate to one another."""
         return self.root / "secrets" / f"{generation:08d}"
+
+    def shortage(self, generation: int) -> Path:
+        return self.root / "shortages" / f"{generation:08d}.json"
 
     def stop(self, generation: int) -> Path:
         return self.root / "stops" / f"{generation:08d}.json"

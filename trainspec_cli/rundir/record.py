@@ -14,6 +14,7 @@ from trainspec_cli.rundir.fields import Count, FieldError, number, read_record
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import ABSENT, Absent, from_plain, to_plain
+from trainspec_cli.spec.results.memory import Shortage
 from trainspec_cli.spec.results.plan import Plan
 
 Record = TypeVar("Record")
@@ -175,6 +176,8 @@ class WorkerErrorRecord:
     hint: str | None = None
     step: Count | None = None
     exit_code: int | None = None
+    shortage: Shortage | None = None
+    """Where its memory ran out."""
 
 
 @dataclass(frozen=True, kw_only=True)

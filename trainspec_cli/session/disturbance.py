@@ -14,7 +14,6 @@ from trainspec_cli.errors import Problem, RecipeError, closest
 from trainspec_cli.planner.capacity import describe_fabric
 from trainspec_cli.planner.search.auto import replica_groups_of
 from trainspec_cli.reading.files import exists, expand
-from trainspec_cli.reading.yaml_file import read_yaml as read_content
 from trainspec_cli.scheduler.disturbance import Disturbance, build_disturbance, check_cluster
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -52,7 +51,7 @@ def load_disturbance(arguments: Sequence[str], cwd: Path | None = None) -> Named
         raise RecipeError(locate([problem], {}, arguments, cwd))
     read = read_yaml(file, cwd)
     origins = {f"{DISTURB}.{path}": origin for path, origin in read.origins.items()}
-    draft, problems = build_disturbance(read_content(file) or {}, DISTURB)
+    draft, problems = build_disturbance(read.values(), DISTURB)
     found = NamedDisturbance(file.stem, draft, {DISTURB: read.start} | origins, cwd)
     found.require(problems)
     return found
@@ -62,7 +61,8 @@ def simulate_disturbed(
     named: NamedDisturbance, spec: RunSpec, candidate: Candidate, machine: Machine | None
 ) -> Simulation:
     """Simulate a planned candidate under the disturbance. Raises RecipeError, located, where they do not fit."""
-    from trainspec_cli.scheduler.simulate import describe_job, simulate  # loads numpy, as above
+    from trainspec_cli.scheduler.job import describe_job  # loads numpy, as above
+    from trainspec_cli.scheduler.simulate import simulate
 
     per_node = describe_fabric(spec.cluster, machine).devices_per_node
     groups = replica_groups_of(spec, candidate)

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from trainspec_cli.errors import MachineError, PlanError, Problem
 from trainspec_cli.launch.measuring import DISTURBED_HOLDS_S, probe_machine, probe_path, read_probe
+from trainspec_cli.launch.memory_limits import read_limits
 from trainspec_cli.planner.this_machine import (
     Predict,
     device_limit_bytes,
     is_known,
     is_predictable,
+    moving_bytes,
     predict_device,
     predict_local,
     suggest,
 )
 from trainspec_cli.policy.division import largest_that_fits
+from trainspec_cli.policy.memory import build_ladder, with_reliefs, with_setting
 from trainspec_cli.report.text import describe_prediction
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.memory import MemorySetting
+from trainspec_cli.spec.results.plan import Plan, PlannedLayout
 from trainspec_cli.spec.results.prediction import LocalPrediction
 from trainspec_cli.spec.results.probe import MachineProbe
+from trainspec_cli.spec.rules.check import check
+from trainspec_cli.spec.rules.engine import check_engine
 from trainspec_cli.units import format_bytes
 
 
@@ -34,6 +41,8 @@ class Predictor:
     limit_bytes: float
     """What one process may take."""
     limit_text: str
+    knows: Callable[[Plan], bool] = lambda _: True
+    """Whether it can predict a plan that differs in its setting of memory."""
 
 
 def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: bool, may_probe: bool = True) -> Plan:
@@ -42,7 +51,9 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
 
     Without `may_probe` nothing is started: a machine that was never probed gives no prediction, and this says so.
     """
+    plan = _with_known_limits(plan, machine, console)
     predictor = _predictor(plan, machine, console, may_probe=may_probe)
+    plan = replace(plan, memory_ladder=_memory_ladder(plan, predictor))
     if predictor is None:
         return replace(plan, prediction=None, largest_micro_batch_size=None)
     prediction = predictor.predict(plan.as_one_group)
@@ -52,7 +63,77 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
         if not force:
             raise PlanError(problem)
         console.report(f"{problem.message}; forced")
-    return replace(plan, prediction=prediction, largest_micro_batch_size=_largest_micro_batch(plan, predictor))
+    return replace(
+        plan,
+        prediction=prediction,
+        largest_micro_batch_size=_largest_micro_batch(plan, predictor),
+        changes=tuple(_check_changes(plan, predictor, prediction, console, force=force)),
+    )
+
+
+def _check_changes(
+    plan: Plan, predictor: Predictor, before: LocalPrediction, console: PrintableConsole, *, force: bool
+) -> Iterator[PlannedLayout]:
+    """Return the planned changes with what memory allows in each. Raises PlanError where a layout does not fit, or the
+    way to it, unless forced."""
+    for place, change in enumerate(plan.changes):
+        other = plan.with_layout(change)
+        if plan.device == "cpu" and not is_predictable(other):
+            console.report(f"no prediction of the layout from step {change.step} on, {change.layout.describe()}")
+            yield change
+            continue
+        after = predictor.predict(other)
+        needed_bytes, what = max((after.needed_bytes, "the layout"), (moving_bytes(before, after), "the change to it"))
+        if needed_bytes > predictor.limit_bytes:
+            layout = f"from step {change.step} on, {change.layout.describe()}"
+            message = f"{what} {layout}, takes {format_bytes(needed_bytes)} a process; {predictor.limit_text}"
+            if not force:
+                hint = "name another layout there, or leave the change out; --force launches all the same"
+                raise PlanError(Problem("does_not_fit", message, f"scheduler.changes.{place}", hint))
+            console.report(f"{message}; forced")
+        yield replace(change, largest_micro_batch_size=_largest_micro_batch(other, predictor))
+        before = after
+
+
+def _with_known_limits(plan: Plan, machine: Machine, console: PrintableConsole) -> Plan:
+    """Return the plan with what earlier runs of it had to take for want of memory, and say so; as it is under
+    `scheduler=off`."""
+    if plan.spec.scheduler.mode == "off":
+        return plan
+    changed = with_reliefs(plan, read_limits(plan, machine).reliefs)
+    if changed.memory_setting != plan.memory_setting:
+        before, now = plan.memory_setting.describe(), changed.memory_setting.describe(plan.memory_setting)
+        forget = "trainspec runs --clear-limits forgets that"
+        console.report(f"memory ran out here before with {before}: this run begins with {now} ({forget})")
+    return changed
+
+
+def _memory_ladder(plan: Plan, predictor: Predictor | None) -> tuple[MemorySetting, ...]:
+    """Return what the run takes in turn where its memory runs out; nothing under `scheduler=off`."""
+    if plan.spec.scheduler.mode == "off":
+        return ()
+
+    def needed_bytes(setting: MemorySetting) -> float | None:
+        changed = with_setting(plan, setting).as_one_group
+        if predictor is None or not predictor.knows(changed):
+            return None
+        return predictor.predict(changed).needed_bytes
+
+    ladder = build_ladder(
+        plan.memory_setting,
+        keeps_micro_batches=plan.spec.model.unit == "samples",
+        may_offload=plan.device == "cuda",
+        needed_bytes=needed_bytes,
+    )
+    return tuple(setting for setting in ladder if not _refused(plan, setting))
+
+
+def _refused(plan: Plan, setting: MemorySetting) -> list[Problem]:
+    """Return what the rules have against a setting that is not the plan's own."""
+    if setting == plan.memory_setting:
+        return []
+    changed = replace(plan.spec, recompute=setting.recompute, offload=setting.offload)
+    return [*check(changed), *check_engine(changed)]
 
 
 def _largest_micro_batch(plan: Plan, predictor: Predictor) -> int | None:
@@ -85,7 +166,10 @@ def _predictor(plan: Plan, machine: Machine, console: PrintableConsole, *, may_p
         return None
     limit_text = f"this machine has {format_bytes(machine.memory_bytes)}"
     return Predictor(
-        lambda other: predict_local(other, probe), machine.memory_bytes / plan.devices_per_node, limit_text
+        lambda other: predict_local(other, probe),
+        machine.memory_bytes / plan.devices_per_node,
+        limit_text,
+        is_predictable,
     )
 
 

@@ -10,6 +10,7 @@ from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, Stopped, Work
 from trainspec_cli.launch.backend import OpenBackend
 from trainspec_cli.launch.failure import Explanation
 from trainspec_cli.launch.job.job import Job
+from trainspec_cli.launch.memory_limits import LimitsWatch
 from trainspec_cli.launch.outcome import RunOutcome, conclude
 from trainspec_cli.launch.signals import StopRequests, on_stop_signal
 from trainspec_cli.launch.supervise import Ending, supervise
@@ -30,16 +31,18 @@ def run(
     plan: Plan,
     backend: OpenBackend,
     console: RunConsole,
+    limits: LimitsWatch | None = None,
     *,
     as_json: bool = False,
     requests: StopRequests | None = None,
 ) -> int:
-    """Supervise the job until its run has ended, and report how it ended; return the exit code.
+    """Supervise the job until its run has ended, and report how it ended; return the exit code. `limits` remembers
+    what it learns of the machine's memory.
 
     Raises WorkerError where it failed, or was begun anew by another start while it ran; BrokenPipeError where it ended
     well and nobody reads that.
     """
-    ending = _supervise(job, plan, backend, console, requests or StopRequests())
+    ending = _supervise(job, plan, backend, console, limits, requests or StopRequests())
     job = ending.job
     if ending.left_behind:
         console.print(f"processes {', '.join(map(str, ending.left_behind))} hang in the kernel and could not be ended")
@@ -57,11 +60,24 @@ def run(
     return outcome.exit_code
 
 
-def _supervise(job: Job, plan: Plan, backend: OpenBackend, console: RunConsole, requests: StopRequests) -> Ending:
+def _supervise(
+    job: Job,
+    plan: Plan,
+    backend: OpenBackend,
+    console: RunConsole,
+    limits: LimitsWatch | None,
+    requests: StopRequests,
+) -> Ending:
     """Show what the job does until it ends; return how its last start ended."""
+
+    def watch(stop_requested: bool) -> None:
+        view.watch(stop_requested)
+        if limits:
+            limits.look()
+
     stopping = console.stopping_run_without_reader(requests.add)
     with stopping, on_stop_signal(requests.add), LiveView(job.run, plan, console) as view:
-        return supervise(job, plan, backend, view.watch, view.say, requests)
+        return supervise(job, plan, backend, watch, view.say, requests)
 
 
 def _failure(job: Job, explanation: Explanation | None, console: RunConsole, *, as_json: bool) -> Problem:

@@ -18,6 +18,7 @@ from trainspec_cli.launch.backend.nodes.backend import NodesBackend, Reach, buil
 from trainspec_cli.launch.job.claim import claim
 from trainspec_cli.launch.job.folder import RUNS, make_folder, storage, write_launch, write_resume
 from trainspec_cli.launch.job.job import Job, build_job
+from trainspec_cli.launch.memory_limits import LimitsWatch
 from trainspec_cli.launch.signals import StopRequests
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.memory import newest_copy
@@ -77,7 +78,8 @@ def start(session: Session, requests: StopRequests | None = None) -> int:
             backend: OpenBackend = LocalBackend
             if session.reach:
                 backend = partial(NodesBackend, reach=session.reach, examination=examination)
-            return run(job, plan, backend, console, as_json=session.as_json, requests=requests)
+            limits = LimitsWatch(job.run, plan, machine)
+            return run(job, plan, backend, console, limits, as_json=session.as_json, requests=requests)
 
 
 def rehearse(session: Session) -> tuple[Job, Plan]:

@@ -177,7 +177,7 @@ def _convert_number(wanted: type, value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise WrongValueError
     if wanted is float and abs(value) > LARGEST:
-        value = math.copysign(2 * LARGEST, value)  # reported as too large, whatever its digits
+        value = 2 * LARGEST if value > 0 else -2 * LARGEST  # reported as too large, whatever its digits
     if wanted is int and value != int(value):
         raise WrongValueError
     return wanted(value)

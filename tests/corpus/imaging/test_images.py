@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -210,3 +211,20 @@ def test_colours_are_channels_whatever_the_picture_is_stored_as(tmp_path: Path) 
             image.fromarray(colours).save(tmp_path / name / f"{number}.png")
     read, _ = ImageFolder(tmp_path, spec(tmp_path), MODEL).heldout(0)
     assert np.allclose(read[0], read[2]) and np.allclose(read[0], -read[1], atol=1e-3)
+
+
+def test_a_sub_folder_without_pictures_is_no_class(folder: Path) -> None:
+    (folder / "notes").mkdir()
+    (folder / "notes" / "a.txt").touch()
+    (folder / "labels.npy").touch()
+    assert opened(folder).classes == ["ant", "bee", "cat"]
+
+
+def test_pillow_is_needed_for_pictures_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert opened(folder).count("train")
+    (folder / "ant" / "0.png").touch()
+    with pytest.raises(MachineError, match="Pillow, which is not installed") as raised:
+        opened(folder)
+    (problem,) = raised.value.problems
+    assert (problem.code, problem.environment) == ("missing_package", True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -201,3 +203,27 @@ def test_what_holds_no_numbers_is_no_volume(folder: Path) -> None:
     np.save(folder / "images" / "case0.npy", np.array(["a"]))
     with pytest.raises(MachineError, match=r"case0.npy cannot be read as a volume: it holds <U1"):
         VolumeFolder(folder, spec(folder), MODEL)
+
+
+def test_a_pipe_in_the_place_of_a_volume_holds_nobody_up(folder):
+    (folder / "images" / "case0.npy").unlink()
+    os.mkfifo(folder / "images" / "case0.npy")
+    with pytest.raises(MachineError, match=r"case0\.npy"):
+        VolumeFolder(folder, spec(folder), MODEL)
+
+
+def test_nifti_needs_nibabel(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nibabel", None)
+    assert VolumeFolder(folder, spec(folder), MODEL).count("train")
+    (folder / "images" / "case0.npy").rename(folder / "images" / "case0.nii.gz")
+    with pytest.raises(MachineError, match="nibabel, which is not installed") as raised:
+        VolumeFolder(folder, spec(folder), MODEL)
+    assert raised.value.problems[0].environment
+
+
+def test_a_volume_whose_end_is_missing_is_named(folder):
+    volumes = VolumeFolder(folder, spec(folder), MODEL)
+    for path in (folder / "images").iterdir():
+        path.write_bytes(path.read_bytes()[:-300])
+    with pytest.raises(MachineError, match=r"images/case\d\.npy"):
+        volumes.train(0, np.random.default_rng(0))

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from trainspec_cli.certify.cases import Case, build_plan
+from trainspec_cli.engine.build.kernel_loading import load_kernel
 from trainspec_cli.engine.build.train_state import TrainState, build_train_state
 from trainspec_cli.engine.parallel.context import RingCore
 from trainspec_cli.engine.tools.trace import fake_world
+from trainspec_cli.spec.recipe.kernels import KernelSpec
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.results.plan import Plan
@@ -178,3 +180,49 @@ def test_the_weights_are_the_same_whatever_the_rank() -> None:
     with built(plan_of("dense", Layout(pp=2, tp=2)), 3) as state:
         assert all(torch.equal(share.local, share.part_of(whole[share.name])) for share in state.shares)
         assert {share.name.split(".")[1] for share in state.shares if share.name.startswith("blocks")} == {"2", "3"}
+
+
+def test_blocks_and_the_loss_are_compiled_where_the_recipe_says_so() -> None:
+    plain = plan_of("dense", Layout())
+    for compiles in (True, False):
+        with built(replace(plain, spec=replace(plain.spec, compile=compiles)), 0) as state:
+            (part,) = state.parts
+            compiled = [module for module in part.modules() if module._compiled_call_impl is not None]
+            assert compiled == (list(part.compile_modules()) if compiles else [])
+
+
+def test_products_in_fp8_are_those_of_the_blocks_and_not_of_the_head() -> None:
+    plan = plan_of("dense", Layout())
+    precision = replace(plan.spec.precision, matmul="fp8")
+    with built(replace(plan, spec=replace(plan.spec, precision=precision)), 0) as state:
+        (part,) = state.parts
+        kinds = {name: type(module).__name__ for name, module in part.named_modules() if hasattr(module, "in_features")}
+        assert kinds.pop("head") == "Linear"
+        assert len(kinds) == 4 * 7 and set(kinds.values()) == {"Float8Linear"}
+        assert all(module.config.emulate for name, module in part.named_modules() if kinds.get(name)), "on a CPU"
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_blocks_are_computed_again_where_the_plan_says_so(recompute: str) -> None:
+    with built(plan_of("dense", Layout(), recompute=recompute), 0) as state:
+        again = [block.forward.__qualname__.startswith("_recomputed") for block in state.parts[0].block_modules()]
+        assert again == [recompute == "full"] * 4
+
+
+def test_the_plans_kernels_are_in_place_in_the_model_and_in_the_optimizer() -> None:
+    plan = build_plan(Case("dense", Layout(), optimizer="adamw"), "cpu")
+    with built(replace(plan, kernels=KernelSpec(rope="halves", adamw="for_loop")), 0) as state:
+        assert {module.rope for module in state.parts[0].attention_modules()} == {load_kernel("rope", "halves")}
+        assert type(state.optimizer).__name__ == "GuardedAdamW"
+    with built(plan, 0) as state:
+        assert {module.rope for module in state.parts[0].attention_modules()} == {load_kernel("rope", "torch")}
+        assert type(state.optimizer) is torch.optim.AdamW
+
+
+def test_a_throttled_stage_waits_for_its_part_of_the_layers() -> None:
+    with built(plan_of("tied", Layout(pp=4, dp_replicate=2)), 1) as state:
+        assert state.stages.throttle.parts == {0: 1 / 4}
+        assert state.stages.throttle.sample_s == 0.0
+    with built(plan_of("dense", Layout()), 0) as state:
+        assert state.stages.throttle.parts == {0: 1.0}
+        assert state.stages.noise.take() == 0.0

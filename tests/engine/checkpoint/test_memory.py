@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from trainspec_cli.engine.checkpoint import memory
 from trainspec_cli.engine.checkpoint.files import file_name
+from trainspec_cli.engine.checkpoint.image import plan_image
 from trainspec_cli.engine.checkpoint.manifest import About, Chunk, FileDigest, TensorEntry, WrittenPart, digest_file
 from trainspec_cli.engine.checkpoint.memory import CopyLocation, KeptPart, clear, find_newest
 from trainspec_cli.engine.checkpoint.parts import Held, TensorPart
@@ -263,3 +265,104 @@ def test_a_segment_of_another_size_is_made_to_fit(tmp_path: Path) -> None:
     memory._segment(tmp_path / "x", 500, CPU).fill_(7)
     assert memory._segment(tmp_path / "x", 100, CPU).tolist() == [7] * 100
     assert (tmp_path / "x").stat().st_size == 100
+
+
+# What two nodes send one another
+
+
+class TwoNodes:
+    """Stands in for torch.distributed: this is one of two ranks, each on a node of its own."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank, self.sent = rank, []  # type: ignore[var-annotated]
+        self.barriers = 0
+
+    def send(self, tensor: torch.Tensor, receiver: int) -> None:
+        self.sent.append((bytes(tensor.tolist()), receiver))
+
+    def recv(self, tensor: torch.Tensor, sender: int) -> None:
+        tensor.copy_(torch.full_like(tensor, 70 + sender))
+
+    def barrier(self) -> None:
+        self.barriers += 1
+
+    def new_group(self, backend: str) -> str:
+        return backend
+
+
+def found_on(nodes: list[CopyLocation], monkeypatch: pytest.MonkeyPatch) -> Any:
+    for rank in range(2):
+        keep_part(nodes[0], 0, rank, step=4)
+        keep_part(nodes[1], 0, rank, step=4)
+    return find_over(monkeypatch, nodes[1], nodes[0])
+
+
+def fetched(
+    monkeypatch: pytest.MonkeyPatch, location: CopyLocation, found: Any, wants: list[tuple[int, list[str]]]
+) -> TwoNodes:
+    """What the rank at `location` sends when the nodes lack what `wants` says."""
+    ranks = TwoNodes(location.rank)
+    monkeypatch.setattr(memory, "dist", ranks)
+
+    def gather(own: Any, read: Any) -> Any:
+        assert own == list(wants[location.node])
+        return [read(one) for one in wants]
+
+    monkeypatch.setattr(memory, "gather_json", gather)
+    memory.fetch(location, found, {file_name(0), file_name(1)})
+    assert ranks.barriers == 1
+    return ranks
+
+
+def test_a_node_sends_what_another_lacks_from_the_rank_that_has_it(
+    monkeypatch: pytest.MonkeyPatch, nodes: list[CopyLocation]
+) -> None:
+    for rank in range(2):
+        keep_part(nodes[0], 0, rank, step=4)
+    found = find_over(monkeypatch, *nodes)
+    assert found.holders == {file_name(0): 0, file_name(1): 0}
+    assert fetched(monkeypatch, nodes[0], found, [(0, []), (1, [file_name(1)])]).sent == [(b"1 4", 1)]
+
+
+def test_a_file_without_a_mark_is_sent_again(monkeypatch: pytest.MonkeyPatch, nodes: list[CopyLocation]) -> None:
+    """The copy was being received when its node died."""
+    found = found_on(nodes, monkeypatch)
+    (nodes[1].slot(0) / file_name(1)).with_suffix(".json").unlink()
+    fetched(monkeypatch, nodes[1], found, [(0, []), (1, [file_name(1)])])
+    assert (nodes[1].slot(0) / file_name(1)).read_bytes() == bytes([70] * 3)
+    assert (nodes[1].slot(0) / file_name(0)).read_bytes() == b"0 4"
+
+
+def test_an_altered_copy_is_replaced_by_the_neighbours_whole_one(
+    monkeypatch: pytest.MonkeyPatch, nodes: list[CopyLocation]
+) -> None:
+    """Its mark still says that it is whole."""
+    found_on(nodes, monkeypatch)
+    (nodes[1].slot(0) / file_name(1)).write_bytes(b"1 5")
+    found = find_over(monkeypatch, nodes[1], nodes[0])
+    assert found.holders == {file_name(0): 0, file_name(1): 1}
+    fetched(
+        monkeypatch,
+        nodes[1],
+        memory.FoundCopy(found.folder, 0, found.manifest, {file_name(1): 0}),
+        [(0, []), (1, [file_name(1)])],
+    )
+    assert (nodes[1].slot(0) / file_name(1)).read_bytes() == bytes([70] * 3)
+
+
+def test_a_slot_that_is_filled_anew_takes_back_its_guests_mark_too(
+    monkeypatch: pytest.MonkeyPatch, nodes: list[CopyLocation], held: OneTensor
+) -> None:
+    """While the two copies are being written, neither is whole; each has the size of its own rank's image."""
+    monkeypatch.setattr(memory, "dist", TwoNodes())
+    image = plan_image(held.parts())
+    theirs = memory.KeptImage(image.bytes + 8, image.entries(file_name(1)))
+    monkeypatch.setattr(memory, "gather_json", lambda own, read: [read(json.loads(json.dumps(own))), theirs])
+    for rank in range(2):
+        keep_part(nodes[0], 1, rank, step=4)
+    copies = memory.MemoryCopies(nodes[0], image, CPU)
+    buffer = copies.open(1)
+    assert sorted(path.name for path in nodes[0].slot(1).iterdir()) == [file_name(0), file_name(1)]
+    assert [(nodes[0].slot(1) / file_name(rank)).stat().st_size for rank in range(2)] == [image.bytes, image.bytes + 8]
+    assert bytes(buffer[: len(image.header)].tolist()) == image.header
+    assert copies.open(1) is buffer

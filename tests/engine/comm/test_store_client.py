@@ -195,7 +195,7 @@ def test_workers_of_one_node_meet_in_a_private_file(nodes: str, alone: bool, mon
 
     monkeypatch.setattr(run, "main", main)
     monkeypatch.setattr(torchrun.rendezvous_handler_registry, "register", lambda *given: seen.append(given))
-    monkeypatch.setattr(sys, "argv", ["torchrun", "--nnodes", nodes, "--nproc-per-node", "1"])
+    monkeypatch.setattr(sys, "argv", ["torchrun", "--nnodes", nodes, "--nproc-per-node", "1", "worker.py"])
     monkeypatch.setenv(STORE_FILE, "/another/run's")
     torchrun.main()
     registered, (file, private) = seen
@@ -224,3 +224,9 @@ def test_a_nodes_number_is_given_and_nobody_joins_later(nodes: int, kind: type, 
         assert server.asked[-1][1] == {"op": "set", "key": "run-5/k", "value": "v"}
     first = torchrun.PrivateRendezvous(RendezvousParameters("trainspec", "nowhere", "run-5", nodes, nodes, None))
     assert first.next_rendezvous().rank == 0
+
+
+def test_the_quorum_is_asked_for_with_the_jobs_secret(server: Server) -> None:
+    client: Any = rendezvous.connect()
+    assert server.opened == [("there:29500", b"/the/secret", 60.0)]
+    assert client.number == 1 and server.asked == []

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotInTime
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from trainspec_cli.engine.batch import MicroBatch
+from trainspec_cli.engine.data import staging as module
 from trainspec_cli.engine.data.loader import BatchReader
 from trainspec_cli.engine.data.staging import PREFETCHED_STEPS, SLOTS, Staging, Traffic
 from trainspec_cli.policy.division import OwnSamples
@@ -85,3 +89,77 @@ def test_reading_stops_where_every_slot_is_in_use():
         staging.take(slots[0])
         staging.take(slots[1])
         assert late.result() is slots[0]
+
+
+# On a GPU, whose streams and events are stand-ins
+
+
+class Gpu:
+    """Stands in for torch: memory lies on the host, and what streams and events are asked is noted in order."""
+
+    def __init__(self) -> None:
+        self.noted: list[tuple[Any, ...]] = []
+        self.made = 0
+        self.cuda = SimpleNamespace(
+            Event=self.event,
+            Stream=lambda device: f"copies on {device}",
+            stream=self.stream,
+            set_device=lambda device: self.noted.append(("set device", str(device))),
+            current_stream=lambda device: f"computing on {device}",
+        )
+
+    def event(self) -> Any:
+        self.made += 1
+        name = "copied" if self.made % 2 else "used"
+
+        def noting(what: str) -> Any:
+            return lambda *stream: self.noted.append((name, what, *stream))
+
+        return SimpleNamespace(**{what: noting(what) for what in ("record", "wait", "synchronize")})
+
+    def empty(self, shape: Any, dtype: torch.dtype, pin_memory: bool = False, device: Any = None) -> torch.Tensor:
+        self.noted.append(("pinned" if pin_memory else f"on {device}", tuple(shape)))
+        return torch.empty(shape, dtype=dtype)
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        self.noted.append(("enter", stream))
+        yield
+        self.noted.append(("leave", stream))
+
+    def cut(self) -> list[tuple[Any, ...]]:
+        noted, self.noted = self.noted, []
+        return noted
+
+
+def test_a_gpus_batch_is_copied_on_its_own_stream_and_neither_waits_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A slot is written over when its last copy has ended and, on the device, the last step that used it."""
+    gpu = Gpu()
+    monkeypatch.setattr(module, "torch", gpu)
+    staging = Staging(torch.device("cuda", 1))
+    parts = [(torch.arange(6).view(2, 3), torch.ones(2, 3))]
+    slot = staging.stage(parts)
+    copies, computing = "copies on cuda:1", "computing on cuda:1"
+    assert gpu.cut() == [
+        *(("set device", "cuda:1"), ("enter", copies), ("copied", "synchronize"), ("used", "wait")),
+        *[("pinned", (2, 3)), ("on cuda:1", (2, 3))] * 2,
+        *(("copied", "record"), ("leave", copies)),
+    ]
+    ((tokens, targets),) = staging.take(slot)
+    assert gpu.cut() == [("copied", "wait", computing)], "the computation waits, and not the host"
+    assert torch.equal(tokens, parts[0][0]) and torch.equal(targets, parts[0][1])
+    assert staging.cut() == Traffic(h2d_copies=2, h2d_bytes=6 * 8 + 6 * 4, allocations=4)
+    assert staging.cut() == Traffic()
+    other = staging.stage(parts)
+    gpu.cut()
+    staging.take(other)
+    assert gpu.cut() == [("used", "record", computing), ("copied", "wait", computing)]
+    staging.stage(parts)
+    gpu.cut()
+    assert staging.stage(parts) is slot
+    assert gpu.cut() == [
+        *(("set device", "cuda:1"), ("enter", copies), ("copied", "synchronize"), ("used", "wait")),
+        *(("copied", "record"), ("leave", copies)),
+    ], "in the memory that it has"

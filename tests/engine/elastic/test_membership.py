@@ -194,6 +194,52 @@ def test_changes_name_the_groups_and_a_new_start_is_another(own: Membership) -> 
     assert before.changes_since(before) == []
 
 
+@pytest.mark.parametrize("error", [OSError("no route"), RuntimeError("refused"), dist.DistNetworkError("gone")])
+def test_a_group_that_cannot_connect_votes_against_the_step_and_connects_again(
+    own: Membership, peers: Peers, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise error
+
+    peers.quorums = [("1", ["00000:a", "own"], [0, 0]), ("2", ["00000:a", "own"], [0, 0])]
+    with monkeypatch.context() as patch:
+        patch.setattr(membership, "CrossGroupComm", refuse)
+        assert own.agree(0).groups == (0, 1)
+    assert own.failed and own.gather(torch.ones(1)) == []
+    assert not own.vote()
+    own.agree(0)
+    assert not own.failed
+    assert len(own.gather(torch.ones(1))) == 2 and own.vote()
+
+
+def test_who_leaves_closes_all_connections(own: Membership, peers: Peers) -> None:
+    own.leave()
+    peers.quorums = [("1", ["00000:a", "own"], [0, 0])]
+    own.agree(0)
+    client: Any = own._client
+    own.leave()
+    gc.collect()
+    assert client.closed and peers.comm() is None
+
+
+def test_a_group_alone_sums_nothing(own: Membership, peers: Peers) -> None:
+    peers.quorums, peers.fails = [("1", ["own"], [4])], True
+    part = own.agree(4)
+    tensor = torch.ones(1)
+    own.sum_(tensor)
+    assert (part.groups, part.rank, part.healed, tensor.item(), own.failed) == ((1,), 0, False, 1.0, False)
+
+
+def test_the_other_ranks_of_a_group_are_told_the_quorum(own: Membership, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They ask no server."""
+    own.own = GroupRank(1, 1, 2)
+    told = {"number": "7", "names": ["00000:a", own._name], "steps": [3, 3]}
+    heard: list[Any] = []
+    monkeypatch.setattr(membership, "broadcast_json", lambda value, read: heard.append(value) or read(told))
+    assert own._join(3) == Quorum("7", ("00000:a", own._name), (3, 3))
+    assert heard == [None] and own._client is None
+
+
 # A group of two ranks, the other of which holds what is given
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 from engine.kernels.shapes import CALLS, DEVICE, PARAMETERS
+from torch.nn.attention import SDPBackend
 
 from trainspec_cli.engine.build.kernel_loading import load_kernel
+from trainspec_cli.engine.kernels import adamw, attention
 from trainspec_cli.engine.kernels.inputs import OPERATIONS as TRIED
 from trainspec_cli.engine.kernels.inputs import make_inputs
 from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
@@ -101,3 +106,38 @@ def test_inputs_are_the_same_each_time_and_finite(op: str) -> None:
             if isinstance(one, torch.Tensor):
                 assert torch.equal(one, other)
         assert TRIED[op].reference(*first.to(torch.float64).arguments).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ("flash", SDPBackend.FLASH_ATTENTION),
+        ("math", SDPBackend.MATH),
+        ("efficient", SDPBackend.EFFICIENT_ATTENTION),
+        ("cudnn", SDPBackend.CUDNN_ATTENTION),
+    ],
+)
+def test_an_attention_backend_is_the_kernel_of_its_name(
+    name: str, kernel: SDPBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[SDPBackend] = []
+    monkeypatch.setattr(attention, "sdpa_kernel", lambda wanted: asked.append(wanted) or nullcontext())
+    q = torch.randn(1, 4, 3, 8)
+    k, v = (torch.randn(1, 2, 3, 8) for _ in range(2))
+    found = getattr(attention, name)(q, k, v, None, 0.3)
+    assert asked == [kernel]
+    torch.testing.assert_close(found, TRIED["attention"].reference(q, k, v, None, 0.3))
+
+
+@pytest.mark.parametrize("loop", [adamw.foreach, adamw.for_loop])
+def test_a_guard_holds_for_one_update_alone(loop: Any) -> None:
+    """What one step was told of scale and infinity is not the next one's."""
+    parameter = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+    optimizer = loop([{"params": [parameter], "weight_decay": 0.0}], 0.1, (0.0, 0.0), 1e-8)
+    for found_inf, scale, moved in ((1.0, 4.0, 0.0), (0.0, 4.0, -0.1), (None, None, -0.2)):
+        parameter.grad = torch.full((2,), 8.0)
+        if found_inf is not None:
+            optimizer.found_inf, optimizer.grad_scale = torch.tensor(found_inf), torch.tensor(scale)
+        optimizer.step()
+        assert parameter.tolist() == pytest.approx([moved] * 2)
+    assert parameter.grad.tolist() == [8.0, 8.0], "undivided"

@@ -81,3 +81,35 @@ def test_the_loss_is_summed_over_samples_and_each_is_judged_by_its_hard_dice():
             for k in (1, 2)
         ]
         assert judged["dice"][sample].item() == pytest.approx(float(sum(shares)) / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("model", [FLAT, SOLID])
+def test_every_level_meets_what_came_down_at_its_own_height(model):
+    """Against the same layers, called one by one."""
+    net, dims = build_model(model, 1).double(), len(model.input_size)
+    for number, parameter in enumerate(net.parameters()):
+        torch.nn.init.normal_(parameter, 0.3, 0.3, generator=torch.Generator().manual_seed(number))
+    weights = dict(net.named_parameters())
+    convolve = {2: F.conv2d, 3: F.conv3d}[dims]
+    widen = {2: F.conv_transpose2d, 3: F.conv_transpose3d}[dims]
+
+    def layer(x, name, stride=1):
+        x = F.instance_norm(convolve(x, weights[f"{name}.conv.weight"], stride=stride, padding=1))
+        shape = (1, -1, *[1] * dims)
+        return (x * weights[f"{name}.norm.weight"].view(shape) + weights[f"{name}.norm.bias"].view(shape)).clamp_min(0)
+
+    def pair(x, name, stride):
+        return layer(layer(x, f"{name}.first", stride), f"{name}.second")
+
+    images = torch.randn(2, model.in_channels, *model.input_size, dtype=torch.float64)
+    levels, x = [], images
+    for level in range(len(model.widths)):
+        x = pair(x, f"down.{level}", 2 if level else 1)
+        levels.append(x)
+    x = pair(x, "bottom", 2)
+    for level in range(len(model.widths)):
+        up = widen(x, weights[f"up.{level}.widen.weight"], weights[f"up.{level}.widen.bias"], stride=2)
+        x = pair(torch.cat((up, levels.pop()), 1), f"up.{level}.join", 1)
+    logits = convolve(x, weights["head.weight"], weights["head.bias"])
+    torch.testing.assert_close(net(images), logits)
+    assert net.block_modules() == [*net.down, net.bottom, *net.up], "in the order in which they are computed"

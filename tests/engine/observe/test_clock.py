@@ -73,3 +73,17 @@ def test_a_restart_forgets_what_came_before(time):
     assert {name: seconds for name, seconds in parts.items() if seconds} == pytest.approx(
         {"other": 1.0, "backward": 2.0}
     )
+
+
+def test_on_a_gpu_exchanges_stay_inside_the_part_that_they_overlap_with(time):
+    """The host cannot see how long they take on their own streams."""
+    clock = StepClock(torch.device("cpu"))
+    clock.restart()
+    with clock.part("backward"):
+        clock.on_gpu = True
+        with clock.collective():
+            time.sleep(2.0)
+        clock.on_gpu = False
+    parts = clock.cut().parts_s()
+    assert (parts["backward"], parts["exposed_comm"]) == pytest.approx((2.0, 0.0))
+    assert not StepClock(torch.device("cpu")).on_gpu

@@ -70,3 +70,28 @@ def test_the_peak_of_memory_is_in_bytes() -> None:
     kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert kib * 1024 <= device.peak_memory_bytes(CPU) <= kib * 1024 * 2
     assert device.device_allocations(CPU) == 0
+
+
+CUDA = torch.device("cuda", 2)
+
+
+def test_a_gpus_calls_are_awaited_before_a_round_and_after_each_of_them(
+    clock: type[Clock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    clock()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda where: order.append(f"wait for {where}"))
+    device.quickest_s(lambda: order.append("call"), CUDA, rounds=1)
+    assert order == ["call", "wait for cuda:2", "call", "wait for cuda:2"]
+    order.clear()
+    device.quickest_s(lambda: order.append("call"), CPU, rounds=1)
+    assert order == ["call", "call"]
+
+
+def test_a_gpu_is_asked_for_its_own_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda where: {"num_device_alloc": 3 + where.index})
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda where: 100 + where.index)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: f"chip {where.index}")
+    assert (device.device_allocations(CUDA), device.peak_memory_bytes(CUDA)) == (5, 102)
+    assert device.device_name(CUDA) == "chip 2"
+    assert device.device_name(CPU) == device.cpu_name()

@@ -5,13 +5,21 @@ from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from trainspec_cli.engine.observe.journal import TRACKERS, GroupJournal, Journal, TensorBoardLog, scalars_of
+from trainspec_cli.engine.observe.journal import (
+    TRACKERS,
+    DirectiveLog,
+    GroupJournal,
+    Journal,
+    TensorBoardLog,
+    scalars_of,
+)
 from trainspec_cli.environment_names import GENERATION
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.rundir import generations
-from trainspec_cli.rundir.event_types import EvalEvent, SampleEvent, SetFigures, StartEvent, StepEvent
+from trainspec_cli.rundir.event_types import DirectiveEvent, EvalEvent, SampleEvent, SetFigures, StartEvent, StepEvent
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.load import load
@@ -187,3 +195,116 @@ def test_pictures_are_counted_in_samples_a_second():
     assert found["step/samples_per_s"] == 16.0
     assert "step/loss" not in found and "step/tokens_per_s" not in found
     assert scalars_of(START) == {}
+
+
+class Calls:
+    """Notes every call of a library's object, and answers with what `answers` has for it."""
+
+    def __init__(self, **answers):
+        self.noted, self._answers = [], answers
+
+    def __getattr__(self, name):
+        def call(*given, **named):
+            self.noted.append((name, given, named))
+            return self._answers.get(name)
+
+        return call
+
+
+SAMPLE = SampleEvent(step=3, prompt="a", text="b")
+
+
+@pytest.mark.parametrize(("asked", "mode"), [(None, "offline"), ("online", "online")])
+def test_wandb_goes_on_with_the_run_of_its_folder(tmp_path, monkeypatch, asked, mode):
+    run = Calls()
+    library = Calls(init=run)
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    if asked:
+        monkeypatch.setenv("WANDB_MODE", asked)
+    log = TRACKERS["wandb"](RunDir(tmp_path / "runs" / "mine"), spec_with(project="p"))
+    ((_, _, given),) = library.noted
+    assert {name: given[name] for name in ("project", "dir", "id", "resume", "mode")} == {
+        "project": "p",
+        "dir": str(tmp_path / "runs" / "mine"),
+        "id": "mine",
+        "resume": "allow",
+        "mode": mode,
+    }
+    assert given["config"]["tracking"]["project"] == "p"
+    for event in (START, replace(STEP, step=2), EVAL, SAMPLE):
+        log.record(event)
+    log.close()
+    assert run.noted == [
+        ("log", (scalars_of(STEP),), {"step": 2}),
+        ("log", (scalars_of(EVAL),), {"step": 1}),
+        ("log", ({"sample": "ab"},), {"step": 3}),
+        ("finish", (), {}),
+    ]
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("server", [None, "http://there"])
+def test_mlflow_has_one_experiment_a_project_and_a_run_each(tmp_path, monkeypatch, known, server):
+    created = SimpleNamespace(info=SimpleNamespace(run_id="run 5"))
+    experiment = SimpleNamespace(experiment_id="7") if known else None
+    client = Calls(get_experiment_by_name=experiment, create_experiment="8", create_run=created)
+    places = []
+    monkeypatch.setitem(
+        sys.modules, "mlflow", SimpleNamespace(MlflowClient=lambda place: places.append(place) or client)
+    )
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    if server:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
+    log = TRACKERS["mlflow"](RunDir(tmp_path / "mine"), spec_with(project="p"))
+    assert places == [server or f"sqlite:///{tmp_path}/mine/mlflow.db"]
+    calls = {name: given for name, given, _ in client.noted}
+    assert calls["get_experiment_by_name"] == ("p",)
+    assert calls.get("create_experiment") == (
+        None if known else ("p", None if server else (tmp_path / "mine/mlflow").as_uri())
+    )
+    assert ("create_run", ("7" if known else "8",), {"run_name": "mine"}) in client.noted
+    assert calls["set_tag"][:2] == ("run 5", "recipe_digest") and len(calls["set_tag"][2]) == 64
+    client.noted.clear()
+    for event in (START, replace(STEP, step=2), SAMPLE):
+        log.record(event)
+    log.close()
+    metrics = [("log_metric", ("run 5", name, value), {"step": 2}) for name, value in scalars_of(STEP).items()]
+    assert client.noted == [*metrics, ("set_terminated", ("run 5",), {})]
+
+
+def test_tensorboard_lies_in_the_runs_folder_and_gets_each_steps_numbers(tmp_path, monkeypatch):
+    writer = Calls()
+    folders = []
+    board = SimpleNamespace(SummaryWriter=lambda folder: folders.append(folder) or writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    log = TRACKERS["tensorboard"](RunDir(tmp_path), spec_with())
+    log.record(replace(STEP, step=4))
+    assert folders == [str(tmp_path / "tensorboard")]
+    assert [given for _, given, _ in writer.noted] == [(name, value, 4) for name, value in scalars_of(STEP).items()]
+
+
+def test_a_closed_journal_keeps_no_file_open_and_no_log_of_its_group(tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    group = GroupJournal(run_dir, 0, 0, spec_with())
+    group.lead(True, 0)
+    group.write(STEP)
+    group.close()
+    assert not [file.path for file in psutil.Process().open_files() if file.path.startswith(str(tmp_path))]
+
+
+def test_a_decision_stands_in_its_own_file_before_the_run_tells_of_it(tmp_path):
+    run_dir, seen = RunDir(tmp_path), []
+
+    class Telling:
+        def write(self, event):
+            seen.append((event, [line["number"] for line in read_events(run_dir.directives)]))
+
+    log = DirectiveLog(run_dir, Telling())
+    log.close()
+    assert not run_dir.directives.exists(), "a run without decisions has no file of them"
+    figures = {"applied": True, "counts": (1,), "reason": "", "before_s": 2.0, "expected_s": 1.0}
+    for number in (1, 2):
+        log.write(DirectiveEvent(step=number, number=number, **figures))
+    log.close()
+    assert [numbers for _, numbers in seen] == [[1], [1, 2]]

@@ -96,3 +96,15 @@ def test_steady_memory_is_no_leak(last_step, monkeypatch):
     for step in range(1, last_step + 1):
         x = (x @ x) / 100
         assert watch.check(step) is None
+
+
+def test_a_process_uses_its_resident_memory_and_is_left_what_the_host_has(monkeypatch):
+    watch = MemoryWatch(CPU, 0, 100)
+    watch._process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=70))
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=30, total=1000))
+    assert watch._usage() == {"host": (70.0, 30.0)}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40, 900))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 500)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 560)
+    watch._device = torch.device("cuda", 0)
+    assert watch._usage() == {"host": (70.0, 30.0), "device": (500.0, 100.0)}, "the allocator's cache is free too"

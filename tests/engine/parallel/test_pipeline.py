@@ -104,7 +104,7 @@ def test_messages_come_from_their_senders_and_go_by_the_line_of_their_direction(
 ) -> None:
     """The middle one of three ranks."""
     asked: list[tuple[Any, ...]] = []
-    done = SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
+    done = SimpleNamespace(wait=lambda: asked.append(("wait",)), is_completed=lambda: False)
     calls = SimpleNamespace(
         irecv=lambda tensor, group, group_src: asked.append(("receive", group, group_src)) or done,
         isend=lambda tensor, group, group_dst: asked.append(("send", group, group_dst)) or done,
@@ -118,7 +118,13 @@ def test_messages_come_from_their_senders_and_go_by_the_line_of_their_direction(
     mail.receive(Message(1, 0, is_gradient=True))
     mail.send(Message(0, 0, is_gradient=True), torch.ones(2))
     mail.end()
-    assert asked == [("receive", up, 0), ("send", up, 2), ("receive", "down", 2), ("send", "down", 0)]
+    assert asked == [
+        *(("receive", up, 0), ("wait",), ("send", up, 2)),
+        *(("receive", "down", 2), ("wait",), ("send", "down", 0)),
+        *(("wait",), ("wait",)),
+    ], "what is received is awaited at once, and what was sent at the end"
+    mail.end()
+    assert len(asked) == 8
 
 
 def test_a_message_has_its_micro_batchs_shape_though_it_is_asked_for_before_its_turn(

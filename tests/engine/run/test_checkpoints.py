@@ -19,6 +19,7 @@ from trainspec_cli.rundir import memory
 from trainspec_cli.rundir.event_types import CadenceEvent, CheckpointEvent, WarningEvent
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.canonical import ABSENT, to_plain
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, ReliabilitySpec
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
@@ -46,14 +47,14 @@ class Kept:
         return [event for event in self.events if isinstance(event, kind)]
 
 
-def plan_of(checkpoint, mtbf_device_hours=1000.0):
+def plan_of(checkpoint, mtbf_device_hours=1000.0, world_size=1, replica_groups=1, resilience=ResilienceSpec()):  # noqa: B008
     spec = SimpleNamespace(
         checkpoint=checkpoint,
         train=SimpleNamespace(seed=1),
         cluster=ClusterSpec(reliability=ReliabilitySpec(mtbf_device_hours=mtbf_device_hours)),
-        resilience=ResilienceSpec(),
+        resilience=resilience,
     )
-    return SimpleNamespace(spec=spec, layout=Layout(), world_size=1)
+    return SimpleNamespace(spec=spec, layout=Layout(), world_size=world_size, replica_groups=replica_groups)
 
 
 def make(tmp_path, spec, journal=None):
@@ -197,6 +198,45 @@ def test_a_rank_finds_its_node_by_the_ranks_that_a_node_has(tmp_path, monkeypatc
     assert module.find_place(run_dir) == CopyLocation(memory.memory_folder(run_dir), 5, 6, ranks_per_node)
 
 
+def test_what_a_checkpoint_took_is_recorded_in_its_own_fields(tmp_path, monkeypatch):
+    """How long training waited, and how long until all was on disk."""
+    journal = Kept()
+    checkpoints = make(tmp_path, CheckpointSpec(interval_steps=1, mode="sync"), journal)
+    monkeypatch.setattr(checkpoints._saver, "save", lambda about: Saved(about, 1234, blocked_s=0.5, written_s=3.0))
+    checkpoints.after_step(7, 56)
+    (event,) = journal.of(CheckpointEvent)
+    assert (event.step, event.path) == (7, str(RunDir(tmp_path).checkpoint(7)))
+    assert (event.bytes, event.seconds, event.written_s, event.waited_s) == (1234, 0.5, 3.0, ABSENT)
+    checkpoints.save_last(8, 64)
+    assert journal.of(CheckpointEvent)[-1].waited_s == 3.0, "the last one holds up the run's end, and no step"
+
+
+def test_putting_off_is_told_of_once_however_often_it_comes(tmp_path):
+    journal = Kept()
+    checkpoints = make(tmp_path, CheckpointSpec(interval_steps=2, keep_last=9), journal)
+    take_steps(checkpoints, range(1, 13), writing=lambda step: step in (3, 4, 7, 8))
+    assert len(journal.of(WarningEvent)) == 1
+    assert [event.step for event in journal.of(CheckpointEvent)] == [2, 6, 10]
+
+
+def test_auto_counts_from_the_checkpoint_that_the_run_resumed_from(tmp_path):
+    make(tmp_path, CheckpointSpec()).save_last(25, 200)
+    resumed = make(tmp_path, CheckpointSpec(interval_steps="auto", mode="sync", keep_last=9))
+    resumed.resume()
+    take_steps(resumed, range(26, 25 + MEASURING_STEPS + 1))
+    assert RunDir(tmp_path).checkpoint_steps() == [25, 25 + MEASURING_STEPS]
+
+
+def test_what_a_run_resumed_from_in_memory_is_written_to_disk_at_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "MEMORY", tmp_path)
+    spec = CheckpointSpec(interval_steps=100, memory_interval_steps=2)
+    take_steps(make(tmp_path / "run", spec), range(1, 7))
+    resumed = make(tmp_path / "run", spec)
+    assert resumed.resume().manifest.step == 6
+    resumed.save_last(6, 48)
+    assert RunDir(tmp_path / "run").checkpoint_steps() == [6]
+
+
 # interval_steps: auto
 
 
@@ -221,6 +261,32 @@ def test_where_no_failure_throws_the_run_back_only_the_first_is_written():
     chosen = cadence.learn(saved(1.0, 2.0))
     assert (chosen.mtbf_s, chosen.step_time_s, chosen.drag_s) == (None, 0.5, 0.0)
     assert not any(cadence.is_due(step) for step in range(1, 10_000))
+
+
+@pytest.mark.parametrize(
+    ("mode", "groups", "mtbf_s"), [("restart", 4, 900.0), ("elastic", 1, 900.0), ("elastic", 4, 900.0 / 0.05)]
+)
+def test_failures_that_throw_a_run_back_are_those_of_all_devices_or_of_all_groups(mode, groups, mtbf_s):
+    """Of 4 devices that fail once an hour each; a twentieth of the failures is of the whole job."""
+    resilience = ResilienceSpec(mode=mode)
+    plan = plan_of(CheckpointSpec(interval_steps="auto"), 1.0, 4, groups, resilience)
+    plan.spec.cluster = ClusterSpec(reliability=ReliabilitySpec(mtbf_device_hours=1.0, job_wide_fraction=0.05))
+    cadence = Cadence(plan)
+    cadence.note_step(0.5, writing=False)
+    assert cadence.learn(saved(1.0, 2.0)).mtbf_s == pytest.approx(mtbf_s)
+
+
+def test_only_rank_0s_figures_count(monkeypatch):
+    """What it tells replaces the interval of the others, which have measured something else."""
+    told = []
+    cadence = Cadence(plan_of(CheckpointSpec(interval_steps="auto"), mtbf_device_hours=1.0))
+    cadence.note_step(0.5, writing=False)
+    of_rank_0 = to_plain(replace(cadence._best(saved(9.0, 9.0)), interval_steps=33))
+    monkeypatch.setattr(module, "dist", SimpleNamespace(get_rank=lambda: 1))
+    monkeypatch.setattr(module, "broadcast_json", lambda own, read: told.append(own) or read(of_rank_0))
+    assert cadence.learn(saved(1.0, 2.0)).interval_steps == 33
+    assert told == [None]
+    assert [step for step in range(1, 70) if cadence.is_due(step)] == [33, 66]
 
 
 def test_a_fixed_interval_is_not_learned():

@@ -149,3 +149,16 @@ def test_a_full_disk_lasts_for_its_steps(make: Any, monkeypatch: pytest.MonkeyPa
         (resource.RLIMIT_FSIZE, (4096, 10**9)),
         (resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, 10**9)),
     ]
+
+
+def test_a_fault_is_marked_before_it_occurs_in_a_folder_that_may_have_to_be_made(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed process leaves no mark any more, and would be killed again after every restart."""
+    (tmp_path / "faults").rmdir()
+    marks: list[list[str]] = []
+    monkeypatch.setattr(
+        faults.os, "kill", lambda pid, number: marks.append([path.name for path in (tmp_path / "faults").iterdir()])
+    )
+    make("kill(step=1)").inject(1, bare())
+    assert marks == [["0_kill"]]

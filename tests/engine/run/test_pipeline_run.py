@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainspec_cli.engine.build.train_state import Throttle
+from trainspec_cli.engine.build.train_state import Allowance, Throttle
 from trainspec_cli.engine.run import pipeline_run
 from trainspec_cli.engine.run.pipeline_run import PipelineRun
 from trainspec_cli.policy.pipeline import Action
@@ -31,7 +31,7 @@ def test_the_time_of_a_split_backward_is_the_backwards(monkeypatch: pytest.Monke
     run = SimpleNamespace(
         _own=[Action(kind, 0, 0) for kind in kinds],
         _mail=SimpleNamespace(end=lambda: seen.append(("mail", "ended"))),
-        stages=SimpleNamespace(clock=SimpleNamespace(part=part), throttle=Throttle({0: 1.0})),
+        stages=SimpleNamespace(clock=SimpleNamespace(part=part), throttle=Throttle({0: 1.0}), allowance=Allowance()),
         micro_batches=[(torch.zeros(1, 2),)],
         loss=torch.tensor(3.0),
     )

@@ -400,6 +400,22 @@ def test_a_flipped_bit_ends_every_group_and_names_the_wrong_one(
         assert f"the parameters of {named} from the others' after step 4" in str(group.error)
 
 
+@pytest.mark.parametrize(("interval", "found_after"), [(5, 5), (None, None)])
+def test_weights_are_compared_every_so_many_steps_or_never(
+    lab: Callable[..., Lab], interval: int | None, found_after: int | None
+) -> None:
+    trial = lab(3, with_resilience(sdc_check=interval))
+    trial.acts[1, "take", 2] = lambda group: group.weights.view(torch.int32)[150].bitwise_xor_(1)
+    trial.start_all()
+    trial.wait()
+    told = {str(group.error) for group in trial.started}
+    if found_after is None:
+        assert told == {"None"}
+        assert {group.progress.step for group in trial.started} == {STEPS}
+    else:
+        assert all(f"from the others' after step {found_after}" in words for words in told)
+
+
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 3 / BATCH), ("sqrt", (3 / BATCH) ** 0.5), ("none", 1.0)])
 def test_a_shrunken_batch_changes_samples_and_learning_rate(lab: Callable[..., Lab], rule: Any, factor: float) -> None:
     trial = lab(2, replace(SPEC, batching=replace(SPEC.batching, on_loss="shrink", shrink_lr=rule)))

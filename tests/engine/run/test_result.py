@@ -9,12 +9,16 @@ import torch.distributed as dist
 
 from trainspec_cli.engine.checkpoint.parts import TensorPart
 from trainspec_cli.engine.observe.device import Peak
+from trainspec_cli.engine.run import result as module
 from trainspec_cli.engine.run.result import Divergence, RunTally, write_result
+from trainspec_cli.environment_names import GENERATION
 from trainspec_cli.errors import WorkerError
+from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.event_types import StepEvent
 from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_result
+from trainspec_cli.spec.canonical import ABSENT
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -125,25 +129,83 @@ def test_steps_of_earlier_starts_count_where_this_one_updated_nothing(tmp_path, 
         assert "of 4 steps" in refusal(lambda: check_end(tmp_path, own, step=4)).message
 
 
-def test_mfu_is_of_the_peak_of_all_devices_whatever_they_share(tmp_path):
-    """Two data-parallel ranks of two tensor-parallel ones: four devices."""
+def finished(tmp_path, *, unit="tokens", status="done", heldout=None, events=None):
+    """The result of 40 steps of half a second, by four devices of a made-up peak."""
     run = run_with(tmp_path)
     figures = {"grad_norm": 1.0, "samples": 8, "step_time_s": 0.5, "time_s": {"forward": 0.5}}
+    figures |= {"tokens": 1000} if unit == "tokens" else {}
     tally = RunTally(Peak(1e12, "made up"))
-    tally.steps = [
-        StepEvent(step=n, skipped=False, loss=2.0, **figures, tokens=1000, time=n * 0.5) for n in range(1, 41)
-    ]
+    tally.steps = (
+        [StepEvent(step=n, skipped=False, loss=2.0 + n, **figures, time=n * 0.5) for n in range(1, 41)]
+        if events is None
+        else events
+    )
     plan = SimpleNamespace(
         flops_per_token=1e9,
         world_size=4,
         layout=SimpleNamespace(data_parallel_size=2),
-        spec=SimpleNamespace(data=SimpleNamespace(unit="tokens")),
+        spec=SimpleNamespace(data=SimpleNamespace(unit=unit)),
     )
     state = SimpleNamespace(
         shares=[], mesh=SimpleNamespace(group=lambda axis: dist.group.WORLD), device=torch.device("cpu")
     )
-    write_result(run, state, plan, tally, status="done", step=40, heldout={"heldout_loss": 1.5})
+    sha256 = write_result(run, state, plan, tally, status=status, step=40, heldout=heldout or {})
+    return run, sha256
+
+
+def test_mfu_is_of_the_peak_of_all_devices_whatever_they_share(tmp_path):
+    """Two data-parallel ranks of two tensor-parallel ones: four devices."""
+    run, sha256 = finished(tmp_path, heldout={"heldout_loss": 1.5})
     result = read_result(run)
     assert (result.status, result.exit_code, result.steps, result.heldout_loss) == ("done", 0, 40, 1.5)
     assert result.tokens_per_s == pytest.approx(2000.0)
+    assert result.samples_per_s is ABSENT
     assert result.mfu == pytest.approx(2000.0 * 1e9 / (4 * 1e12))
+    assert (result.final_loss, result.weights_sha256) == (42.0, sha256)
+    assert result.peak_memory_bytes > 50 * 2**20
+    assert result.goodput == result.time_s.goodput
+
+
+def test_pictures_are_counted_by_the_sample(tmp_path):
+    result = read_result(finished(tmp_path, unit="samples")[0])
+    assert result.samples_per_s == pytest.approx(16.0)
+    assert result.tokens_per_s is ABSENT
+
+
+def test_a_run_that_makes_no_step_has_no_last_loss(tmp_path):
+    assert read_result(finished(tmp_path, events=[])[0]).final_loss is None
+
+
+@pytest.mark.parametrize(
+    ("generation", "noted", "written"), [(None, False, True), ("1", True, True), ("1", False, False)]
+)
+def test_a_stopped_run_leaves_a_result_where_somebody_asked_it_to_stop(
+    tmp_path, monkeypatch, generation, noted, written
+):
+    """Else its supervisor starts it again."""
+    monkeypatch.delenv(GENERATION, raising=False)
+    if generation:
+        assert generations.begin(RunDir(tmp_path)) == 1
+        monkeypatch.setenv(GENERATION, generation)
+    monkeypatch.setattr(generations, "was_stop_noted", lambda run, number: noted and number == 1)
+    run, _ = finished(tmp_path, status="stopped")
+    assert run.result_json.exists() == written
+    if written:
+        assert (read_result(run).status, read_result(run).exit_code) == ("stopped", 6)
+
+
+def test_a_worker_of_an_older_start_leaves_no_result(tmp_path, monkeypatch):
+    monkeypatch.setenv(GENERATION, str(generations.begin(RunDir(tmp_path))))
+    generations.begin(RunDir(tmp_path))
+    with pytest.raises(WorkerError, match="start 2 owns the run now"):
+        finished(tmp_path)
+    assert not RunDir(tmp_path).result_json.exists()
+
+
+def test_other_ranks_write_no_result_and_agree_on_the_largest_peak(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(module.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(module.dist, "all_reduce", lambda memory, how: asked.append((int(memory) > 0, how)))
+    run, _ = finished(tmp_path)
+    assert not run.result_json.exists()
+    assert asked == [(True, dist.ReduceOp.MAX)]

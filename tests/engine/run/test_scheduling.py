@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from trainspec_cli.engine.run import scheduling
+from trainspec_cli.engine.run import directives as written
+from trainspec_cli.engine.run.directives import Directives, follows_earlier, read_directives
 from trainspec_cli.engine.run.scheduling import (
     StepScheduler,
     division_of,
     largest_micro_batch,
     ranks_of_data,
-    read_directives,
     read_speed,
 )
 from trainspec_cli.errors import MachineError
@@ -55,6 +56,7 @@ class Run:
         model = SimpleNamespace(unit=changes.pop("unit", "tokens"))
         self.plan: Any = SimpleNamespace(
             layout=layout,
+            changes=(),
             micro_batch_size=changes.pop("micro_batch_size", 8),
             largest_micro_batch_size=changes.pop("largest", 16),
             group_size=changes.pop("group_size", RANKS),
@@ -64,7 +66,8 @@ class Run:
         axes = torch.arange(layout.data_parallel_size).view(1, 1, -1, 1, 1)
         state: Any = SimpleNamespace(mesh=SimpleNamespace(axes=SimpleNamespace(mesh=axes)))
         self.folder, self.journal = RunDir(folder), Journal()
-        self.scheduler = StepScheduler(self.plan, self.folder, state, self.journal, group)  # type: ignore[arg-type]
+        self.directives = Directives(self.folder, self.journal, layout, recalls=follows_earlier(self.plan, group))  # type: ignore[arg-type]
+        self.scheduler = StepScheduler(self.plan, state, self.directives, group)
         self.reported: list[float] = []
 
     def step(
@@ -73,20 +76,23 @@ class Run:
         sample_s: Sequence[float] = USUAL,
         waited_s: Sequence[float] = (0.5,) * RANKS,
         speeds: Sequence[float] | None = None,
+        change_s: float = math.inf,
     ) -> tuple[int, ...]:
         """Make the step after update `step`, in which a sample took each rank `sample_s`, and the exchanges of a
-        micro-batch `waited_s`; return the shares."""
+        micro-batch `waited_s`; the first rank has seen a change to cost `change_s`. Return the shares."""
         division = self.scheduler.divide(step)
         counts = division.counts(SAMPLES)
         self.reported = self.scheduler.figures(step)
         known = sample_s if speeds is None else speeds
         figures = [
-            [0.0, speed, count * own_s, own_waited_s]
+            [0.0, speed, 0.0, 0.0, count * own_s, own_waited_s]
             for speed, count, own_s, own_waited_s in zip(known, counts, sample_s, waited_s, strict=False)
         ]
+        figures[0][3] = change_s
         own = division.of_rank(0, 0, SAMPLES)
         compute_s = counts[0] * sample_s[0]
         parts_s = {
+            "data_wait": 6.0 if step == 0 else 0.5,
             "forward": compute_s / 4,
             "backward": 3 * compute_s / 4,
             "exposed_comm": waited_s[0] * len(own.sizes),
@@ -206,18 +212,18 @@ def test_nothing_is_measured_where_nothing_would_be_done(tmp_path: Path, changes
 def test_a_rank_reports_its_speed_and_its_last_step(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.step(0)
-    assert run.reported == [0.0, 0.0, 0.0, 0.0]
+    assert run.reported == [0.0, 0.0, 0.0, math.inf, 0.0, 0.0]
     run.steps(1, 12)
-    assert run.reported == [0.0, 1.0, 8.0, 0.5]
+    assert run.reported == [0.0, 1.0, 0.0, 5.5, 8.0, 0.5]  # its first batch took 6 s to read, the others half a second
 
 
 def test_what_a_rank_waited_is_reported_for_each_micro_batch(tmp_path: Path) -> None:
     run = Run(tmp_path, layout=Layout(dp_shard=RANKS, zero_stage=3), largest=8)
     run.step(0)
     division = Division((1.0,) * RANKS, 4)
-    parts_s = {"forward": 1.0, "backward": 2.0, "exposed_comm": 3.0}
+    parts_s = {"data_wait": 0.0, "forward": 1.0, "backward": 2.0, "exposed_comm": 3.0}
     run.scheduler.note_step(2, division.of_rank(0, 0, SAMPLES), parts_s, SAMPLES, torch.zeros(RANKS, 0))
-    assert run.scheduler.figures(2)[2:] == [3.0, 1.5]
+    assert run.scheduler.figures(2)[4:] == [3.0, 1.5]
 
 
 @pytest.mark.parametrize(
@@ -241,15 +247,28 @@ def test_exchanges_of_each_micro_batch_count_where_parameters_are_sharded(
     assert all(line["micro_batches"] == 2 for line in run.written if line["type"] == "directive")
 
 
-def test_figures_of_very_many_ranks_are_exchanged_every_few_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sample_s", "every"), [(1e-4, 3), (2.0, 1)])
+def test_figures_of_very_many_ranks_are_exchanged_every_few_short_steps(
+    tmp_path: Path, sample_s: float, every: int
+) -> None:
     run = Run(tmp_path, group_size=1024)
-    reporting = []
+    reporting, slow = [], [sample_s * factor for factor in ONE_SLOW]
     for step in range(12):
-        run.step(step, ONE_SLOW)
+        run.step(step, slow)
         if run.reported:
             reporting.append(step)
-    assert reporting == [0, 3, 6, 9]
+    assert reporting == list(range(0, 12, every))
     assert [line["step"] for line in run.written if line["type"] == "directive"] == [1]
+
+
+def test_a_change_that_was_seen_to_cost_little_is_made_sooner(tmp_path: Path) -> None:
+    """12% are lost in each step: two of them are a tenth of one and more, nine are all of it."""
+    first = []
+    for number, change_s in enumerate((math.inf, 1.5, 0.0)):
+        run = Run(tmp_path / str(number), largest=64, micro_batch_size=8)
+        shares = [run.step(step, (1.0, 1.0, 1.3, 1.0), change_s=change_s) for step in range(20)]
+        first.append(next(step for step, counts in enumerate(shares) if counts != EVEN))
+    assert first[0] > first[1] > first[2] >= 1
 
 
 @pytest.mark.parametrize("unknown", [0.0, float("nan"), float("inf")])
@@ -267,10 +286,10 @@ def test_images_keep_the_number_of_their_micro_batches(tmp_path: Path) -> None:
 
 def test_only_the_first_rank_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path)
-    monkeypatch.setattr(scheduling, "dist", SimpleNamespace(get_rank=lambda: 1))
+    monkeypatch.setattr(written, "dist", SimpleNamespace(get_rank=lambda: 1))
     assert run.steps(0, 10, *ONE_SLOW)[-1] == UNEVEN
     assert (run.written, run.journal.events) == ([], [])
-    run.scheduler.close()
+    run.directives.close()
 
 
 # A run that is resumed
@@ -419,6 +438,8 @@ def test_a_data_parallel_rank_is_as_slow_as_its_slowest_process() -> None:
     assert slowest(speeds, 10) == Speed(0.0, 2.0)
     assert slowest(speeds, 6) == Speed(8.0, 1.0)
     assert slowest([*speeds, read_speed(0.0, 0.0)], 6) is None
+    noisy = read_speed(1.0, 2.0, 0.5)
+    assert noisy is not None and (noisy, noisy.noise) == (Speed(1.0, 2.0), 0.5)
     assert read_speed(0.0, float("inf")) is read_speed(0.0, float("nan")) is None
 
 

@@ -135,6 +135,7 @@ def test_pictures_are_evaluated_on_those_that_were_held_out(one_process: None) -
     seen: list[float] = []
 
     def judge(images: torch.Tensor, _labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        assert not model.training, "by the running statistics"
         seen.extend(images[:, 0, 0, 0].tolist())
         return {"loss": images[:, 0, 0, 0].abs()}
 
@@ -156,6 +157,42 @@ def test_pictures_are_evaluated_on_those_that_were_held_out(one_process: None) -
     assert set(seen) == {-1.0, -2.0, -3.0, -4.0, -5.0}
     assert figures == {"heldout_loss": pytest.approx(3.0)}
     assert model.training
+
+
+def test_pictures_are_read_by_this_ranks_part_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 12 cores and 4 ranks a node; without torchrun all of them."""
+    asked: list[Any] = []
+    loader = SimpleNamespace(read=lambda own: [own], num_heldout=0)
+    monkeypatch.setattr(sources, "SampleLoader", lambda *given: asked.append(given) or loader)
+    monkeypatch.setattr(sources.os, "cpu_count", lambda: 12)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    made: Any = SimpleNamespace(spec=SimpleNamespace(train=SimpleNamespace(seed=7)), micro_batch_size=2)
+    state: Any = SimpleNamespace(device=CPU)
+    pictures = SampleSource(made, Pictures(), state)  # type: ignore[arg-type]
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    SampleSource(made, Pictures(), state)  # type: ignore[arg-type]
+    assert [(seed, readers) for _, seed, readers in asked] == [(7, 3), (7, 12)]
+    own = OwnSamples((0,), (2,))
+    assert pictures.read(own) == [own]
+    assert pictures.counted(np.arange(5)) == 5, "each has one label, or all its voxels count as one"
+    assert pictures.summarise(None) == {} and pictures.summarise({"heldout_loss": 1.0}) == {"heldout_loss": 1.0}
+    assert pictures.evaluate() is None and pictures.write_sample() is None
+
+
+def test_the_kind_of_the_model_says_how_the_data_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Any] = []
+    monkeypatch.setattr(sources, "open_samples", lambda data, model, folder: opened.append((data, model, folder)))
+    monkeypatch.setattr(sources, "SampleSource", lambda plan, samples, state: ("pictures", state))
+    monkeypatch.setattr(sources, "TokenSource", lambda plan, collection, state: ("text", collection))
+    monkeypatch.setattr(sources.Collection, "open", lambda folder: f"texts in {folder}")
+    plans: Any = {
+        unit: SimpleNamespace(spec=SimpleNamespace(model=SimpleNamespace(unit=unit), data="data"))
+        for unit in ("samples", "tokens")
+    }
+    assert open_source(plans["samples"], None, "state") == ("pictures", "state")  # type: ignore[arg-type,comparison-overlap]
+    assert open_source(plans["samples"], "there", "state") == ("pictures", "state")  # type: ignore[arg-type,comparison-overlap]
+    assert [(data, folder) for data, _, folder in opened] == [("data", None), ("data", Path("there"))]
+    assert open_source(plans["tokens"], "there", "state") == ("text", "texts in there")  # type: ignore[arg-type,comparison-overlap]
 
 
 def test_where_nothing_is_held_out_there_is_nothing_to_evaluate(source: TokenSource) -> None:

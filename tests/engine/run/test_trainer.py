@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -19,8 +21,9 @@ from trainspec_cli.engine import marks
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.train_state import TrainState, build_train_state
 from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of
-from trainspec_cli.engine.data.staging import Staging
+from trainspec_cli.engine.data.staging import Staging, Traffic
 from trainspec_cli.engine.digest import weights_sha256
+from trainspec_cli.engine.observe.device import Peak
 from trainspec_cli.engine.observe.journal import Journal
 from trainspec_cli.engine.observe.watch import StepWatch
 from trainspec_cli.engine.parallel.noise import StepParts
@@ -36,8 +39,9 @@ from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.sources import WrittenSample
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.run.trainer import Trainer
+from trainspec_cli.errors import WorkerError
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.policy.division import OwnSamples
+from trainspec_cli.policy.division import Division, OwnSamples
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
@@ -394,3 +398,184 @@ def test_what_shows_no_noise_reports_none(context: RunContext, monkeypatch: pyte
     monkeypatch.setattr("trainspec_cli.engine.run.pace.noise_hindrance", lambda *_: "")
     Trainer(context, SingleGroup(context)).run()
     assert not any("noise_scale" in event for event in events(context, "step"))
+
+
+# What a step's event says, and what follows from it
+
+
+def test_an_event_has_the_tokens_of_its_step_and_a_start_what_it_counts_with(context: RunContext) -> None:
+    Trainer(context, SingleGroup(context)).run()
+    steps = events(context, "step")
+    assert {(event["tokens"], event["samples"], event["skipped"]) for event in steps} == {
+        (BATCH * TOKENS, BATCH, False)
+    }
+    (start,) = events(context, "start")
+    plan = context.plan
+    assert (start["step"], start["world_size"], start["unit"]) == (0, 1, "tokens")
+    assert (start["params"], start["flops_per_token"]) == (plan.params, plan.flops_per_token)
+    assert (start["peak_flops"], start["pid"], start["host"]) == (1e9, os.getpid(), socket.gethostname())
+    assert all(sum(event["time_s"].values()) == pytest.approx(event["step_time_s"]) for event in steps)
+
+
+def test_a_runs_watch_ends_with_it(context: RunContext) -> None:
+    trainer = Trainer(context, SingleGroup(context))
+    trainer.run()
+    assert trainer.watch._closed.is_set()
+
+
+def test_samples_are_written_between_steps_and_at_the_end(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = replace(context.plan.spec, train=TrainSection(max_steps=STEPS, sample_interval_steps=4))
+    sampled = replace(context, plan=replace(context.plan, spec=spec))
+    monkeypatch.setattr(context.source, "write_sample", lambda: WrittenSample("p", "t"))
+    Trainer(sampled, SingleGroup(sampled)).run()
+    assert [event["step"] for event in events(context, "sample")] == [4, STEPS]
+    assert [event["step"] for event in events(context, "eval")] == [STEPS], "without an interval at the end alone"
+
+
+def test_a_run_that_is_done_already_is_evaluated_again_for_its_result(context: RunContext) -> None:
+    Trainer(context, SingleGroup(context)).run()
+    first = read_json(context.run_dir.result_json)
+    context.run_dir.result_json.unlink()
+    context.source.evaluations = 0  # type: ignore[attr-defined]
+    Trainer(context, SingleGroup(context)).run()
+    again = read_json(context.run_dir.result_json)
+    assert (again["status"], again["heldout_loss"], again["weights_sha256"]) == ("done", 1.0, first["weights_sha256"])
+    assert context.source.evaluations == 1  # type: ignore[attr-defined]
+    assert len(events(context, "step")) == STEPS
+
+
+@pytest.fixture
+def not_finite(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """not_finite(3, 4): the updates of these steps are skipped."""
+
+    def skip(*steps: int) -> None:
+        made = iter(range(1, STEPS + 1))
+
+        def skipping(*arguments: Any, **others: Any) -> Any:
+            outcome = train_step(*arguments, **others)
+            assert outcome is not None
+            return replace(outcome, skipped=torch.tensor(1.0)) if next(made) in steps else outcome
+
+        monkeypatch.setattr("trainspec_cli.engine.run.trainer.train_step", skipping)
+
+    return skip
+
+
+def test_a_skipped_update_is_told_of_and_harms_nothing(context: RunContext, not_finite: Callable[..., None]) -> None:
+    not_finite(3)
+    Trainer(context, SingleGroup(context)).run()
+    (warning,) = events(context, "warning")
+    assert (warning["step"], warning["message"]) == (3, "loss or gradient not finite: update skipped")
+    assert [event["step"] for event in events(context, "step") if event["skipped"]] == [3]
+    assert read_json(context.run_dir.result_json)["status"] == "done"
+
+
+def test_a_run_that_skips_as_many_updates_as_are_allowed_ends(
+    context: RunContext, not_finite: Callable[..., None]
+) -> None:
+    not_finite(3, 4)
+    spec = replace(context.plan.spec, train=TrainSection(max_steps=STEPS, max_skipped_steps=2))
+    bounded = replace(context, plan=replace(context.plan, spec=spec))
+    trainer = Trainer(bounded, SingleGroup(bounded))
+    with pytest.raises(WorkerError, match="for 2 steps in a row, up to step 4"):
+        trainer.run()
+    trainer.watch.close()
+    assert not context.run_dir.result_json.exists()
+
+
+def test_a_model_that_came_to_nothing_leaves_no_checkpoint_of_it(
+    context: RunContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier ones stay, to go on from."""
+    monkeypatch.setattr(
+        context.source, "evaluate", lambda: {"heldout_loss": float("nan"), "heldout_bits_per_byte": None}
+    )
+    spec = replace(context.plan.spec, checkpoint=CheckpointSpec(interval_steps=4, mode="sync"))
+    failing = replace(context, plan=replace(context.plan, spec=spec))
+    trainer = Trainer(failing, SingleGroup(failing))
+    with pytest.raises(WorkerError, match="the held-out loss after the last step is not finite"):
+        trainer.run()
+    trainer.watch.close()
+    assert context.run_dir.checkpoint_steps() == [4]
+
+
+def test_a_leak_is_a_warning_of_its_step(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[int, int]] = []
+
+    class Watch:
+        def __init__(self, device: torch.device, first_step: int, last_step: int):
+            given.append((first_step, last_step))
+
+        def check(self, step: int) -> str | None:
+            return "host memory grows" if step == 4 else None
+
+    monkeypatch.setattr("trainspec_cli.engine.run.trainer.MemoryWatch", Watch)
+    Trainer(context, SingleGroup(context)).run()
+    assert [(event["step"], event["message"]) for event in events(context, "warning")] == [(4, "host memory grows")]
+    assert given == [(0, STEPS)]
+
+
+def test_allocations_are_those_of_the_step_alone(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the device had given before a step is not counted again."""
+    counts = iter([100, 100, 103, 103, 110, 110, 110])
+    monkeypatch.setattr("trainspec_cli.engine.run.trainer.device_allocations", lambda device: next(counts))
+    monkeypatch.setattr(context.source.staging, "cut", Traffic)
+    Trainer(context, SingleGroup(context)).run()
+    assert [event["allocations"] for event in events(context, "step")] == [0, 3, 0, 7, 0, 0]
+
+
+def test_the_scheduler_divides_each_step_and_its_rate_is_the_groups(context: RunContext) -> None:
+    group = SingleGroup(context)
+    trainer = Trainer(context, group)
+    asked: list[int] = []
+    noted: list[tuple[int, int, int]] = []
+
+    def divide(step: int) -> Division:
+        asked.append(step)
+        return Division((1.0,), micro_batch_size=2 if step > 2 else 1)
+
+    def note_step(step: int, own: OwnSamples, parts_s: Any, samples: int, figures: Tensor) -> None:
+        noted.append((step, len(own.sizes), samples))
+        trainer.scheduler.rate = 10.0 * step
+
+    trainer.scheduler.divide = divide  # type: ignore[method-assign]
+    trainer.scheduler.note_step = note_step  # type: ignore[method-assign]
+    trainer.run()
+    assert asked == list(range(STEPS))
+    assert noted == [(step, 2 if step <= 3 else 1, BATCH) for step in range(1, STEPS + 1)]
+    assert group.batches.rate == 10.0 * STEPS
+
+
+def test_on_a_gpu_a_step_is_recorded_when_the_next_has_begun(
+    context: RunContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing waits for its figures; before an evaluation and at the end none is left."""
+    order: list[str] = []
+    monkeypatch.setattr(marks, "mark", lambda on_gpu: 0.0)
+    trainer = Trainer(context, SingleGroup(context))
+    monkeypatch.setattr("trainspec_cli.engine.observe.clock.mark", lambda on_gpu: 0.0)
+    beat, record, evaluate = trainer.watch.beat, trainer._record, context.source.evaluate
+    monkeypatch.setattr(trainer.watch, "beat", lambda step: order.append(f"made {step}") or beat(step))
+    monkeypatch.setattr(trainer, "_record", lambda done: order.append(f"recorded {done.step}") or record(done))
+    monkeypatch.setattr(context.source, "evaluate", lambda: order.append("evaluated") or evaluate())
+    trainer.clock.on_gpu = True
+    trainer.run()
+    first = ["made 1", "made 2", "recorded 1", "recorded 2", "evaluated"]
+    assert order[:5] == first
+    assert order == [
+        word.replace("1", str(n + 1)).replace("2", str(n + 2)) if n else word for n in (0, 2, 4) for word in first
+    ]
+    assert [event["step"] for event in events(context, "step")] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize(("known", "flops", "source"), [(5e12, 5e12, "the data sheet"), (None, 7.0, "measured")])
+def test_the_peak_is_the_plans_or_measured(
+    context: RunContext, monkeypatch: pytest.MonkeyPatch, known: float | None, flops: float, source: str
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        "trainspec_cli.engine.run.trainer.measure_peak", lambda *given: asked.append(given) or Peak(7.0, "measured")
+    )
+    made = replace(context, plan=replace(context.plan, peak_flops=known, peak_source="the data sheet", compute="bf16"))
+    assert Trainer(made, SingleGroup(made)).tally.peak == Peak(flops, source)
+    assert asked == ([] if known else [(torch.device("cpu"), torch.bfloat16)])

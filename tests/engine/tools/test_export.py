@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.engine.tools import export
-from trainspec_cli.huggingface.tensors import parameters
+from trainspec_cli.huggingface.tensors import Piece, parameters
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.results.plan import Plan
@@ -123,3 +123,12 @@ def test_adapters_alone_are_one_file_under_pefts_names(
     tmp = tmp_path / "whole"
     tmp.mkdir()
     assert export.run(request(tmp, max_file_bytes=400)).files > 1
+
+
+def test_a_tensor_is_cut_out_of_the_experts_that_it_is_put_together_with() -> None:
+    """The second expert's third and fourth columns, which the file has as rows."""
+    full = torch.arange(3 * 2 * 6).view(3, 2, 6)
+    piece = Piece("w", (1, 0, 2), (1, 2, 2), transposed=True)
+    assert torch.equal(export._cut(full, piece), full[1, :, 2:4].T)
+    plain = Piece("w", (1, 0, 2), (1, 2, 2), transposed=False)
+    assert torch.equal(export._cut(full, plain), full[1:2, :, 2:4])

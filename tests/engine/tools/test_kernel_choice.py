@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.engine.tools import kernel_trial, kernels
 from trainspec_cli.engine.tools.kernel_trial import SUM_ERROR, Workload, relative_error, time_in_turns, try_kernels
 from trainspec_cli.engine.tools.kernels import Calls
-from trainspec_cli.spec.recipe.kernels import TORCH, KernelTrial
+from trainspec_cli.spec.recipe.kernels import TORCH, KernelTrial, KernelTrials
 from trainspec_cli.spec.recipe.optim import OptimSpec
 
 CPU = torch.device("cpu")
@@ -196,3 +197,41 @@ def test_arguments_are_noted_by_shape_or_number() -> None:
     assert noted(torch.ones(2, 3), 0.5, None, "text", 7) == 5
     noted(torch.ones(2, 3), 0.5, None, "other", 7)
     assert dict(seen) == {((2, 3), 0.5, None, None, 7): 2}
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_kernels_are_tried_as_the_run_compiles_them(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those within blocks; others are never part of a compiled block. The loss's chunk is compiled by itself."""
+    compiled: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda kernel, dynamic: compiled.append((kernel, dynamic)) or "compiled")
+    monkeypatch.setattr(kernels.ChunkCrossEntropy, "compile", lambda chunk: compiled.append("chunk"))
+    monkeypatch.setattr(kernels, "load_kernel", lambda op, name: f"{op} {name}")
+    plan = plan_with()
+    plan = replace(plan, spec=replace(plan.spec, compile=compiles))
+    inside, outside = next(iter(kernels.IN_BLOCKS)), "linear_cross_entropy"
+    assert outside not in kernels.IN_BLOCKS
+    assert kernels._kernel(plan, inside, TORCH) == ("compiled" if compiles else f"{inside} {TORCH}")
+    assert kernels._kernel(plan, outside, TORCH) == f"{outside} {TORCH}"
+    workload = kernels._workload(plan, "swiglu", {SWIGLU: 1}, CPU)
+    assert compiled == ([(f"{inside} {TORCH}", False), "chunk"] if compiles else [])
+    assert workload.device == CPU
+
+
+@pytest.mark.parametrize(("device", "own"), [("cpu", "cpu"), ("cuda", "cuda:1")])
+def test_each_process_tries_on_its_own_device_at_the_shapes_of_its_rank(
+    device: str, own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of three processes of a node stands in for rank 3 of 0 to 7."""
+    order: list[Any] = []
+    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    plan = SimpleNamespace(device=device, world_size=8)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda chosen: order.append(f"set {chosen}"))
+    monkeypatch.setattr(kernels, "calls_of", lambda given, rank: order.append(f"calls of {rank}") or "calls")
+    trials = KernelTrials({"rope": ()}, {"rope": {TORCH: KernelTrial(error=math.inf)}})
+    monkeypatch.setattr(kernels, "try_all", lambda given, calls, where: order.append((calls, str(where))) or trials)
+    monkeypatch.setattr(kernels, "join_processes", lambda kind: order.append(f"joins {kind}"))
+    monkeypatch.setattr(kernels, "gather_json", lambda value, read: [read(value), read(value)])
+    found = kernels.run(SimpleNamespace(plan=plan))  # type: ignore[arg-type]
+    assert order == [*([f"set {own}"] if device == "cuda" else []), "calls of 3", ("calls", own), f"joins {device}"]
+    assert len(found.ranks) == 2 and list(found.ranks[0].trials) == ["rope"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainspec_cli.engine.tools import links
-from trainspec_cli.spec.results.tools import AllReduceRate, PairRate, PingRate
+from trainspec_cli.spec.results.tools import AllReduceRate, LinksRequest, LinksResult, PairRate, PingRate
 
 CPU = torch.device("cpu")
 
@@ -95,3 +95,13 @@ def test_of_many_nodes_each_is_measured_with_the_next(
     assert len(found) == measured
     chain = [(f"node{index}", f"node{index + 1}") for index in range(nodes - 1)]
     assert set(chain) <= {one.hosts for one in found}
+
+
+def test_all_processes_and_then_each_pair_are_measured_on_the_asked_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(links, "join_processes", lambda kind: asked.append(kind) or CPU)
+    monkeypatch.setattr(links, "all_reduces", lambda device: [AllReduceRate(1, 2.0, 0.5)] if device == CPU else [])
+    monkeypatch.setattr(links, "pairs", lambda device: [PairRate(("a", "b"), 3.0, ())] if device == CPU else [])
+    found = links.run(LinksRequest("cuda"))
+    assert found == LinksResult((AllReduceRate(1, 2.0, 0.5),), (PairRate(("a", "b"), 3.0, ()),))
+    assert asked == ["cuda"]

@@ -161,3 +161,46 @@ def test_a_ranks_state_gradients_and_exchanges_are_counted_by_cause_and_axis() -
     scores = 4 * 4 * 2 * (2 * 64 * 64 * 16)
     assert found.flops == products + 3.5 * scores, "two products over the causal half, five in the backward"
     assert replace(found, rank=0) == trace.trace_rank(replace(plan, spec=replace(plan.spec, compile=True)), 0)
+
+
+def test_a_trace_says_how_long_it_took_and_of_which_rank_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 12.5])
+    monkeypatch.setattr(trace, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    monkeypatch.setattr(trace, "trace_rank", lambda plan, rank: replace(LONG, rank=rank))
+    assert trace.run(SimpleNamespace(plan=PLAN, rank=3)) == replace(LONG, rank=3, seconds=2.5)  # type: ignore[arg-type]
+
+
+def test_exchanges_of_spread_experts_and_of_a_pipelines_two_directions_have_their_axes() -> None:
+    def group(name: str, size: int = 2) -> Any:
+        return SimpleNamespace(group_name=name, size=lambda: size, get_group=lambda: group(name, size))
+
+    mesh = SimpleNamespace(
+        group=lambda axis: group(f"g {axis}", 1 if axis == "cp" else 2),
+        expert_group=lambda axis: group(f"e {axis}"),
+        experts="there are some",
+        shard=group("shards"),
+        layout=Layout(pp=2),
+    )
+    lines = SimpleNamespace(up=group("up"), down=group("down"))
+    found = trace.axes_of_groups(SimpleNamespace(mesh=mesh, stages=SimpleNamespace(lines=lines)))  # type: ignore[arg-type]
+    assert found == {
+        "up": "pp",
+        "down": "pp",
+        "g dp_replicate": "dp_replicate",
+        "shards": "dp_shard",
+        "g tp": "tp",
+        "e ep": "ep",
+        "e expert_shard": "expert_shard",
+    }
+
+
+def test_every_ranks_tokens_are_evened_out_under_fake_tensors() -> None:
+    from trainspec_cli.engine.models.experts import Experts
+    from trainspec_cli.engine.parallel.expert import SpreadDispatch, even_splits
+
+    model = build_plan(Case("moe"), "cpu").spec.model
+    part = torch.nn.Module()
+    part.experts, part.dispatch = Experts(model), SpreadDispatch(8, None, None)  # type: ignore[arg-type]
+    trace.even_out(part)
+    assert part.dispatch.read_splits is even_splits
+    assert part.experts.grouped_matmul(torch.ones(6, 2), torch.ones(3, 2, 5), torch.tensor([6, 0, 0])).shape == (6, 5)

@@ -108,7 +108,7 @@ def test_a_killed_worker_is_said_to_be_killed(make_job: MakeJob) -> None:
     job = make_job("endless")
 
     def kill_rank_1() -> None:
-        (victim,) = (p for p in processes.workers(job.launch_id) if p.environ()["RANK"] == "1")
+        (victim,) = (p for p in processes.workers(job.launch_id) if processes.rank_of(p) == 1)
         victim.kill()
 
     outcome = run(job, Once(lambda: both_training(job), kill_rank_1))

@@ -20,7 +20,9 @@ from trainspec_cli.policy.run_state import (
     Stepped,
     WorkerFailed,
 )
+from trainspec_cli.rundir.event_types import MemoryEvent
 from trainspec_cli.rundir.files import write_json
+from trainspec_cli.spec.results.memory import MemorySetting, Shortage
 from trainspec_cli.spec.results.plan import Plan
 
 OWN_ERROR = {"type": "ValueError", "message": "boo", "traceback": "..."}
@@ -121,6 +123,54 @@ def test_where_a_failure_came_from(job: Job, errors: dict, code: int | None, fou
     ended = exited(GroupStart(job, None, 0, 1), code)
     assert (ended.own_error, ended.foreseen, ended.from_outside) == found
     assert (ended.exit_code, ended.left_behind, ended.done) == (code, (40,), False)
+
+
+FOUR, TWO = MemorySetting(4, "none", "none"), MemorySetting(2, "none", "none")
+SHORT: dict[str, object] = {
+    "type": "OutOfMemory",
+    "message": "memory ran out",
+    "traceback": "...",
+    "code": "out_of_memory",
+    "shortage": {"failed": {"micro_batch_size": 3, "recompute": "none", "offload": "none"}, "used_bytes": 7},
+}
+
+
+def alone(two_groups: Plan) -> Plan:
+    return replace(two_groups, num_nodes=1, replica_groups=1, micro_batch_size=4, recompute="none", offload="none")
+
+
+def end_with_kills(job: Job, plan: Plan, code: int, kills: int) -> GroupEnded:
+    job.torchrun_log.parent.mkdir(parents=True, exist_ok=True)
+    job.torchrun_log.touch()
+    start = GroupStart(job, plan, 0, 1)
+    start.hear(0, "here", GroupExited(0, 1, code, oom_kills=kills, memory_bytes=99))
+    return end_of(start)
+
+
+def test_a_rank_that_ran_out_of_memory_says_with_what(job: Job, two_groups: Plan) -> None:
+    write_error(job, 1, SHORT)
+    write_error(job, 0, LOST_PEER)
+    ended = end_with_kills(job, alone(two_groups), 1, 0)
+    assert ended.shortage == Shortage(MemorySetting(3, "none", "none"), used_bytes=7)
+
+
+def test_a_worker_that_the_kernel_killed_is_known_by_its_count(job: Job, two_groups: Plan) -> None:
+    ended = end_with_kills(job, alone(two_groups), -9, 1)
+    assert ended.shortage == Shortage(FOUR, limit_bytes=99, was_killed=True)
+    assert "was killed by the kernel, because the host's memory had run out" in ended.headline
+    taken = MemoryEvent(step=1, layout="one process", failed=FOUR, taken=TWO, restarts=True, reason="x")
+    plan = alone(two_groups)
+    write_event(job.run.directives, replace(taken, layout=plan.layout.describe()))
+    shortage = end_with_kills(job, plan, -9, 1).shortage
+    assert shortage is not None and shortage.failed == TWO, "what was taken before is in force"
+
+
+@pytest.mark.parametrize(("errors", "code", "kills"), [({}, -9, 0), ({0: OWN_ERROR}, -9, 1), ({}, 1, 1)])
+def test_other_ends_are_no_shortage(job: Job, two_groups: Plan, errors: dict, code: int, kills: int) -> None:
+    """A kill that nobody counted; an error of its own; a count that may be another program's."""
+    for rank, error in errors.items():
+        write_error(job, rank, error)
+    assert end_with_kills(job, alone(two_groups), code, kills).shortage is None
 
 
 @pytest.mark.parametrize(("status", "done"), [("done", True), ("stopped", False)])

@@ -6,10 +6,12 @@ import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from trainspec_cli import __version__
 from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.launch.backend.spawn import start
 from trainspec_cli.launch.job.folder import LaunchOrigin, check_free, make_folder, storage, write_launch, write_resume
@@ -18,6 +20,7 @@ from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import digest, from_plain
 from trainspec_cli.spec.field_types import AUTO
+from trainspec_cli.spec.recipe.run import InitSpec
 from trainspec_cli.spec.results.plan import Plan
 
 MakePlan = Callable[..., Plan]
@@ -165,3 +168,31 @@ def test_a_run_has_a_secret_and_keeps_it(make_job: MakeJob, make_plan: MakePlan,
     write_json(job.run.run_json, about)  # as an earlier version has left it
     write_resume(job, make_plan(), ["resume", "last"], from_step=10)
     assert len(read_json(job.run.run_json)["memory_secret"]) == 32
+
+
+def test_what_an_export_needs_of_the_beginning_is_kept_through_other_runs(
+    make_job: MakeJob, make_plan: MakePlan, tmp_path: Path
+) -> None:
+    source = tmp_path / "checkpoint"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    (source / "tokenizer.json").write_text("[]")
+    (source / "model.safetensors").write_text("large")
+    first, second = make_job("train"), make_job("train")
+    plan = make_plan()
+    begins = replace(plan, spec=replace(plan.spec, init=InitSpec(f"hf:{source}")))
+    write_launch(first, begins, ORIGIN, tmp_path / "tokens")
+    kept = first.run.huggingface
+    assert {path.name: path.read_text() for path in kept.iterdir()} == {"config.json": "{}", "tokenizer.json": "[]"}
+    second = replace(second, root=tmp_path / "second")
+    goes_on = replace(plan, spec=replace(plan.spec, init=InitSpec(str(first.root))))
+    write_launch(second, goes_on, ORIGIN, None)
+    assert sorted(path.name for path in second.run.huggingface.iterdir()) == ["config.json", "tokenizer.json"]
+    about = read_json(second.run.run_json)
+    assert (about["trainspec"], about["data_dir"]) == (__version__, None)
+
+
+def test_a_run_that_begins_with_nothing_keeps_nothing(make_job: MakeJob, make_plan: MakePlan, tmp_path: Path) -> None:
+    job = make_job("train")
+    write_launch(job, make_plan(), ORIGIN, tmp_path)
+    assert not job.run.huggingface.exists()

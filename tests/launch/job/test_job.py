@@ -10,7 +10,7 @@ import pytest
 from trainspec_cli.environment_names import LAUNCH_ID
 from trainspec_cli.errors import MachineError
 from trainspec_cli.launch.backend.nodes.backend import Reach, build_nodes_job
-from trainspec_cli.launch.job.job import job_environment, render_command, torchrun_command
+from trainspec_cli.launch.job.job import build_job, job_environment, render_command, torchrun_command
 from trainspec_cli.spec.recipe.cluster import Machine
 
 
@@ -83,3 +83,11 @@ def test_a_python_path_of_the_users_is_kept(
     path = job_environment(make_plan(), machine, "id")["PYTHONPATH"].split(os.pathsep)
     assert path[1:] == ([inherited] if inherited else [])
     assert (Path(path[0]) / "trainspec_cli").is_dir()
+
+
+def test_the_workers_command_is_kept_for_the_starts_to_come(make_plan, machine, tmp_path: Path) -> None:
+    job = build_job(make_plan(), tmp_path / "run", machine, ("-m", "some.worker"))
+    assert job.worker == ("-m", "some.worker", str(tmp_path / "run"))
+    assert tuple(job.command[-3:]) == job.worker
+    assert (job.world_size, job.stop_grace_s) == (2, 30.0)
+    assert build_job(make_plan(), tmp_path / "run", machine).launch_id != job.launch_id

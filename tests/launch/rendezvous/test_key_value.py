@@ -25,3 +25,44 @@ def test_a_key_that_is_deleted_or_set_anew_gives_its_room_back(monkeypatch: pyte
             ask(store, op="append", key="key", value="6")
         assert ask(store, op="delete", key="key")
     assert not ask(store, op="delete", key="key")
+
+
+def test_an_absent_key_counts_from_nothing_and_is_set_where_nothing_is_expected() -> None:
+    store = KeyValueStore()
+    assert [ask(store, op="add", key="n", amount=amount) for amount in (3, -1)] == [3, 2]
+    assert ask(store, op="compare_set", key="x", expected="other", value="1") == "other"
+    assert ask(store, op="compare_set", key="x", expected="", value="1") == "1"
+    assert ask(store, op="compare_set", key="x", expected="", value="2") == "1"
+    assert ask(store, op="compare_set", key="x", expected="1", value="2") == "2"
+    ask(store, op="append", key="x", value="3")
+    ask(store, op="append", key="y", value="4")
+    assert asyncio.run(store.answer({"op": "get", "keys": ["x", "y"], "timeout_s": 1}))["values"] == ["23", "4"]
+    assert ask(store, op="count") == 3
+    assert [ask(store, op="check", keys=keys) for keys in (["x", "y"], ["x", "z"])] == [True, False]
+
+
+def test_it_is_waited_for_all_keys_and_the_first_that_does_not_come_is_named() -> None:
+    async def meet() -> list[Any]:
+        store = KeyValueStore()
+        waiting = [
+            asyncio.create_task(store.answer({"op": operation, "keys": ["a", "b"], "timeout_s": 60}))
+            for operation in ("get", "wait", "get")
+        ]
+        late = asyncio.create_task(store.answer({"op": "wait", "keys": ["a", "c", "d"], "timeout_s": 0.01}))
+        await asyncio.sleep(0)
+        for key in ("b", "a"):
+            await store.answer({"op": "set", "key": key, "value": key.upper()})
+        return [*await asyncio.gather(*waiting), await late]
+
+    both = {"values": ["A", "B"]}
+    assert asyncio.run(asyncio.wait_for(meet(), 20)) == [both, {"values": []}, both, {"missing": "c"}]
+
+
+def test_what_does_not_fit_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_value, "STORE_BYTES", 8)
+    store = KeyValueStore()
+    ask(store, op="set", key="ab", value="cd")
+    ask(store, op="set", key="x", value="yzz")
+    with pytest.raises(ValueError, match="more than 8 bytes"):
+        ask(store, op="set", key="q", value="")
+    assert ask(store, op="count") == 2

@@ -75,3 +75,18 @@ def test_a_hang_is_tried_again_and_an_error_of_the_run_is_not(run: RunDir) -> No
     again = decide(run, 5, warned=False, preempted=False)
     assert again is not None
     assert again.reason == "a step hung"
+
+
+def test_lost_hosts_are_named_in_order_and_those_without_a_name_are_not_avoided(run: RunDir) -> None:
+    for node, host in ((10, ""), (2, "node2"), (1, "node1")):
+        write_json(run.node_error(node), {"node": node, "host": host, "lost": True, "message": "gone"})
+    write_json(run.plan_json, {"num_nodes": 4})
+    again = decide(run, 5, warned=False, preempted=False)
+    assert again is not None
+    assert again.reason == "node 1 (node1), node 2 (node2), node 10 (never joined) was lost"
+    assert list(again.avoid) == ["node1", "node2"]
+
+
+def test_a_job_of_which_slurm_tells_nothing_was_neither_restarted_nor_preempted() -> None:
+    assert not is_over({}, restarts=3)
+    assert not is_preempted({}) and not is_preempted({"PreemptTime": "Unknown"})

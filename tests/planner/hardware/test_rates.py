@@ -30,14 +30,14 @@ CHIP = AcceleratorSpec(
     link_kind="nvswitch",
 )
 EFF = Efficiency(
-    matmul=0.5,
-    matmul_fp8=0.25,
-    matmul_fp4=0.125,
-    memory=0.5,
+    matmul=0.375,
+    matmul_fp8=0.3125,
+    matmul_fp4=0.1875,
+    memory=0.625,
     link_nvswitch=0.5,
     link_mesh=0.25,
     link_pcie=0.125,
-    nic=0.5,
+    nic=0.5625,
 )
 NO_FORMATS = {"fp16_tflops": 0.0, "tf32_tflops": 0.0, "fp8_tflops": 0.0, "fp4_tflops": 0.0}
 
@@ -45,19 +45,19 @@ NO_FORMATS = {"fp16_tflops": 0.0, "tf32_tflops": 0.0, "fp8_tflops": 0.0, "fp4_tf
 @pytest.mark.parametrize(
     ("fmt", "changes", "tera"),
     [
-        ("bf16", {}, 0.5 * 0.6 * 100),
-        ("fp16", {}, 0.5 * 0.6 * 80),
-        ("tf32", {}, 0.5 * 0.6 * 50),
-        ("fp32", {}, 0.5 * 0.6 * 20),
-        ("fp8", {}, 0.25 * 0.6 * 200 * 0.95),
-        ("mxfp8", {"matmul_fp8_tflops": 150.0}, 0.25 * 150),
-        ("nvfp4", {}, 0.125 * 0.6 * 400),
-        ("nvfp4", {"fp4_tflops": 0.0}, 0.125 * 0.6 * 200),
-        *((fmt, NO_FORMATS, 0.5 * 0.6 * 100) for fmt in ("fp16", "fp8", "mxfp8", "nvfp4")),
-        ("tf32", NO_FORMATS, 0.5 * 0.6 * 20),
-        ("fp32", {"fp32_tflops": 0.0}, 0.5 * 0.6 * 50),
-        ("fp16", {"bf16_tflops": 0.0, "matmul_bf16_tflops": 0.0}, 0.5 * 0.75 * 80),
-        ("bf16", {"bf16_tflops": 0.0, "matmul_bf16_tflops": 0.0}, 0.5 * 0.75 * 80),
+        ("bf16", {}, 0.375 * 0.6 * 100),
+        ("fp16", {}, 0.375 * 0.6 * 80),
+        ("tf32", {}, 0.375 * 0.6 * 50),
+        ("fp32", {}, 0.375 * 0.6 * 20),
+        ("fp8", {}, 0.3125 * 0.6 * 200 * 0.95),
+        ("mxfp8", {"matmul_fp8_tflops": 150.0}, 0.3125 * 150),
+        ("nvfp4", {}, 0.1875 * 0.6 * 400),
+        ("nvfp4", {"fp4_tflops": 0.0}, 0.1875 * 0.6 * 200),
+        *((fmt, NO_FORMATS, 0.375 * 0.6 * 100) for fmt in ("fp16", "fp8", "mxfp8", "nvfp4")),
+        ("tf32", NO_FORMATS, 0.375 * 0.6 * 20),
+        ("fp32", {"fp32_tflops": 0.0}, 0.375 * 0.6 * 50),
+        ("fp16", {"bf16_tflops": 0.0, "matmul_bf16_tflops": 0.0}, 0.375 * 0.75 * 80),
+        ("bf16", {"bf16_tflops": 0.0, "matmul_bf16_tflops": 0.0}, 0.375 * 0.75 * 80),
     ],
 )
 def test_a_large_product_in_each_format_or_the_next_wider(fmt: str, changes: dict[str, float], tera: float) -> None:
@@ -76,7 +76,7 @@ def test_rates_beside_the_products() -> None:
     assert exponentials_per_s(CHIP) == pytest.approx(0.4e12)
     assert exponentials_per_s(replace(CHIP, bf16_tflops=0.0)) == pytest.approx(0.32e12)
     assert exponentials_per_s(replace(CHIP, tera_exponentials_per_s=7.0)) == 7e12
-    assert memory_bytes_per_s(CHIP, EFF) == 1.5e12
+    assert memory_bytes_per_s(CHIP, EFF) == 0.625 * 3e12
     assert load_store_bytes_per_s(CHIP) == pytest.approx(4.7 * 3e12)
     assert load_store_bytes_per_s(replace(CHIP, load_store_tb_per_s=9.0)) == 9e12
 
@@ -109,7 +109,7 @@ FABRIC = Fabric(CHIP, 96, 8, 8, 100.0, 400.0)
 )
 def test_networks_by_their_kind(kind: str, ratio: float) -> None:
     found = group_of(replace(FABRIC, nic_kind=kind), 16, 1, EFF)
-    assert (found.nic_bytes_per_s, found.link_bytes_per_s) == pytest.approx((25e9 * ratio, 50e9))
+    assert (found.nic_bytes_per_s, found.link_bytes_per_s) == pytest.approx((0.5625 * 50e9 * ratio, 50e9))
     assert group_of(replace(FABRIC, nic_gbit_per_s=0.0), 16, 1, EFF).nic_bytes_per_s == 1, "and not 0, to divide by"
 
 
@@ -136,3 +136,14 @@ def test_each_axis_has_its_ranks_in_a_domain_by_the_rank_order() -> None:
 def test_domains_of_a_group_that_does_not_fill_them() -> None:
     assert [Group(size, 8, 1.0, 1.0).domains for size in (1, 8, 9, 16, 17)] == [1, 1, 2, 2, 3]
     assert [Group(size, 8, 1.0, 1.0).crosses for size in (8, 9)] == [False, True]
+
+
+def test_stages_are_as_far_apart_as_their_ranks_are_many() -> None:
+    """Eight devices share the fast links: stages of two, four and eight ranks."""
+    for layout, per_domain in (
+        (Layout(pp=4, tp=2), 4),
+        (Layout(pp=4, dp_replicate=2, tp=2), 2),
+        (Layout(pp=4, dp_shard=2, tp=2), 2),
+        (Layout(pp=4, dp_replicate=2, dp_shard=2, cp=2), 1),
+    ):
+        assert axis_groups(layout, FABRIC, EFF)["pp"].per_domain == per_domain

@@ -104,3 +104,24 @@ def test_stages_that_are_not_cut_evenly() -> None:
     assert labels.stages_label(None) == ""
     assert labels.stages_label((3, 4, 4, 4, 2)) == "3, 4 x 3, 2"
     assert labels.stages_label([1, 1]) == "1 x 2"
+
+
+def test_how_small_a_part_may_be_hangs_on_the_whole() -> None:
+    for scale in (1.0, 1e12):
+        parts = {"matmul_s": scale, "host_s": 6e-4 * scale, "data_s": 4e-4 * scale}
+        assert [key for key, _, _ in labels.present(parts, labels.TIME_PARTS)] == ["matmul_s", "host_s"]
+    assert labels.present({"matmul_s": 0.0}, labels.TIME_PARTS) == []
+
+
+@pytest.mark.parametrize(("usd", "said"), [(999.99, "$999.99"), (1000.0, "$1k")])
+def test_money_is_rounded_from_a_thousand_on(usd: float, said: str) -> None:
+    assert labels.format_money(usd) == said
+
+
+@pytest.mark.parametrize(("kilograms", "said"), [(1.0, "1 kg"), (999.0, "999 kg"), (1000.0, "1 t")])
+def test_masses_at_their_bounds(kilograms: float, said: str) -> None:
+    assert labels.format_mass(kilograms) == said
+
+
+def test_the_unit_of_a_model_of_images_is_a_sample() -> None:
+    assert [labels.unit_of({"family": family}) for family in ("conv", "decoder")] == ["samples", "tokens"]

@@ -121,6 +121,24 @@ def test_a_sweep_has_its_chart_and_the_last_plan_that_fits(sweep: dict[str, Any]
     assert "nothing fits: recompute=full" in page
 
 
+def test_a_sweep_of_which_nothing_fits_shows_the_last_point(sweep: dict[str, Any]) -> None:
+    for value, point in zip(("1", "2", "8"), sweep["points"], strict=True):
+        point["value"], point["plan"] = value, sweep["points"][0]["plan"]
+    assert "In detail: <code>cluster.num_nodes=8</code>" in render_sweep_page(sweep)
+
+
+def test_a_sweep_shows_the_last_point_that_fits(sweep: dict[str, Any]) -> None:
+    sweep["points"].reverse()
+    for value, point in zip(("4", "2", "1"), sweep["points"], strict=True):
+        point["value"] = value
+    assert "In detail: <code>cluster.num_nodes=2</code>" in render_sweep_page(sweep)
+
+
+def test_a_model_without_a_name_is_called_by_its_family(plan: dict[str, Any]) -> None:
+    plan["model"]["name"] = ""
+    assert "<title>decoder on " in render_plan_page(plan)
+
+
 def test_every_part_has_a_colour() -> None:
     style = STYLE.read_text()
     missing = [key for key in (*MEMORY_PARTS, *TIME_PARTS, *LOST_PARTS) if f".c-{key}" not in style]

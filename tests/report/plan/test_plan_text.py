@@ -1,6 +1,7 @@
 """The plan in the terminal."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +212,21 @@ def test_a_trace_beside_the_estimate(found: tuple[Candidate, CapacityPlan]) -> N
         "optimizer": 0,
         "activations": 30 * GIB,
     }
+
+
+def test_a_trace_tells_what_was_traced(found: tuple[Candidate, CapacityPlan]) -> None:
+    candidate, capacity = found
+    first, last = candidate.memory
+    last = replace(last, activations_bytes=32 * GIB)
+    traced = TraceResult(rank=3, state_bytes=1.0, peak_memory_bytes=0, peak_by_cause={}, flops=0, comm_bytes={})
+    unused = replace(candidate, memory=(first, last), mfu=0.0)
+    trace = trace_as_json(unused, capacity, traced, None)
+    assert (trace["micro_batch_size"], trace["recompute"], trace["layout"]) == (
+        candidate.micro_batch_size, candidate.recompute, candidate.layout.describe(),
+    )  # fmt: skip
+    assert (trace["rank"], trace["state_bytes"]) == (3, 1.0)
+    assert trace["estimated"]["peak_by_cause"]["activations"] == 34 * GIB, "of the fullest stage, logits included"
+    assert trace["estimated"]["flops"] == 5.1e10 * 128 * 8192 / 16, "without recomputation where it is not known"
+    rows = [row.split() for row in text_of(render_trace(trace)).splitlines()]
+    assert ["a", "step", "of", "one", "device", "traced", "planned"] in rows
+    assert ["peak", "of", "tensors", "0", "B", "44.00", "GiB"] in rows, "no ratio to nothing"

@@ -218,7 +218,7 @@ DEFAULTS: dict[str, Any] = {
         "exchange_timeout_s": 60.0,
         "sdc_check": None,
     },
-    "scheduler": {"mode": "advise", "change": 0.1, "max_micro_batch_size": "auto"},
+    "scheduler": {"mode": "advise", "change": 0.1, "max_micro_batch_size": "auto", "changes": []},
     "fault": "",
     "sample": {"prompt": "", "max_new_tokens": 0, "temperature": 0.8},
     "tracking": {"tensorboard": False, "wandb": False, "mlflow": False, "project": "trainspec"},

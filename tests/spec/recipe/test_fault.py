@@ -32,3 +32,9 @@ def test_what_is_wrong_is_said(text: str, says: str) -> None:
     with pytest.raises(FaultSyntaxError) as error:
         parse_faults(text)
     assert says in str(error.value)
+
+
+def test_a_fault_of_several_steps_lasts_from_its_first() -> None:
+    fault = Fault("slow", step=60, steps=3)
+    assert [step for step in range(55, 70) if fault.lasts_at(step)] == [60, 61, 62]
+    assert [step for step in range(10) if Fault("throttle", step=4).lasts_at(step)] == [4]

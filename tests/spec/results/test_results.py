@@ -65,6 +65,11 @@ def test_sizes_of_a_plan() -> None:
     assert PLAN.as_one_group == PLAN
 
 
+def test_a_run_makes_the_steps_of_its_recipe_unless_its_batch_changes() -> None:
+    assert PLAN.total_steps == 10
+    assert replace(PLAN, steps=7).total_steps == 7
+
+
 @pytest.mark.parametrize(
     ("groups", "nodes"),
     [

@@ -31,3 +31,14 @@ def test_groups_divide_the_processes_beside_the_axes(make_spec) -> None:
     assert check(make_spec(ELASTIC | layout)) == []
     (problem,) = check(make_spec(ELASTIC | layout | {"layout.dp_shard": 4}))
     assert "for each of 2 replica groups" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("nodes", "devices", "groups", "refused"),
+    [(2, 3, 2, False), (2, 3, 6, False), (2, 3, 4, True), (3, 2, 4, True), (1, "auto", 5, False)],
+)
+def test_groups_divide_the_processes_of_all_nodes(make_spec, nodes, devices, groups, refused) -> None:
+    sizes = {"cluster.num_nodes": nodes, "cluster.devices_per_node": devices, "resilience.replica_groups": groups}
+    found = check(make_spec(ELASTIC | sizes))
+    assert [problem.code for problem in found] == ["not_divisible"] * refused
+    assert all(f"{nodes * devices} processes do not divide over {groups}" in problem.message for problem in found)

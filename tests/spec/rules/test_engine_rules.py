@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainspec_cli.spec.rules.engine import check_engine
+from trainspec_cli.spec.rules.engine import check_built, check_engine
 from trainspec_cli.spec.structure import structure
 
 
@@ -57,3 +57,28 @@ def test_a_host_with_parts_of_two_groups_is_refused(make_spec):
     (problem,) = check_engine(make_spec({"resilience.mode": "elastic"} | sizes))
     assert "3 nodes do not divide over 2 replica groups" in problem.message
     assert problem.hint == "type resilience.replica_groups=3 or 6"
+
+
+def test_what_the_model_and_layout_alone_cannot_be_is_told_apart_from_where_it_runs(make_spec):
+    """`fp16` is the planner's alone, and three nodes do not divide over two groups: neither is of the model."""
+    elsewhere = {"precision.compute": "fp16", "cluster.num_nodes": 3, "resilience.mode": "elastic"}
+    spec = make_spec(elsewhere)
+    assert check_built(spec) == []
+    assert {problem.path for problem in check_engine(spec)} == {"precision.compute", "resilience.replica_groups"}
+    assert [problem.path for problem in check_built(make_spec({"layout.etp": 2}))] == ["layout.etp"]
+
+
+CONV = {
+    "family": "conv", "architecture": "resnet", "input_size": [32, 32], "widths": [8], "blocks": [1], "num_classes": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"), [({"compile": True}, "compile"), ({"resilience": {"mode": "elastic"}}, "resilience.mode")]
+)
+def test_a_convolutional_network_is_not_compiled_nor_made_elastic(data, changes, path):
+    plain = data | {"model": CONV, "data": {"source": "phantom", "seq_len": 1}}
+    spec, _ = structure(plain | changes)
+    assert [problem.path for problem in check_engine(spec)] == [path]
+    spec, _ = structure(plain)
+    assert check_engine(spec) == []

@@ -131,3 +131,20 @@ def test_experts_are_spread_over_sharded_context_and_tensor_ranks_alike(make_spe
 )
 def test_what_is_left_to_the_planner_is_refused_by_no_rule(make_spec, changes):
     assert check_engine(make_spec(changes | {"model.num_layers": 4})) == []
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp", "pp", "ep", "etp"])
+def test_an_axis_that_is_left_to_the_planner_restricts_nothing(make_spec, axis):
+    """Three heads, one layer and a sequence of 63 tokens divide by no 2."""
+    odd = {"model.num_heads": 3, "model.num_kv_heads": 3, "model.num_layers": 1, "data.seq_len": 63}
+    assert check_engine(make_spec(odd | {f"layout.{axis}": "auto"})) == []
+
+
+def test_one_expert_rank_needs_no_experts_and_a_capacity_no_cut(make_spec):
+    experts = {"num_experts": 8, "top_k": 2, "expert_ffn_size": 16, "capacity_factor": 1.25}
+    assert check_engine(make_spec({"layout.ep": 1})) == []
+    assert check_engine(make_spec({"model.experts": experts, "layout.dp_shard": 2, "layout.ep": 2})) == []
+    for axis in ("cp", "tp"):
+        found = check_engine(make_spec({"layout.tp": 1, "layout.cp": 1, "layout.ep": 1, f"layout.{axis}": 2}))
+        assert [problem.path for problem in found] == [f"layout.{axis}"], axis
+        assert "cuts the sequence" in found[0].message

@@ -48,3 +48,28 @@ def test_sizes_that_fit_are_not(make_spec, model) -> None:
 def test_an_empty_pattern_spreads_each_kind() -> None:
     model = replace(HYBRID, mamba_layers=4, attention_layers=1, mlp_layers=4)
     assert model.layers == "M-M-*M-M-"
+
+
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [
+        ({"num_groups": 4, "top_groups": 4}, None),
+        ({"num_groups": 8, "top_groups": 2}, None),
+        ({"num_groups": 4, "top_groups": 5}, "type model.experts.top_groups=4 or less"),
+        ({"num_groups": 8, "top_groups": 1}, "type model.experts.top_groups=2 or more"),
+        ({"num_groups": 2, "top_groups": 1, "top_k": 4}, None),
+        ({"num_groups": 2, "top_groups": 1, "top_k": 5}, "type model.experts.top_groups=2 or more"),
+        ({"top_k": 8}, None),
+        ({"expert_ffn_size": 17}, "type model.experts.expert_ffn_size=24"),
+    ],
+    ids=str,
+)
+def test_groups_of_experts_hold_what_a_token_visits(make_spec, changes, hint) -> None:
+    problems = check(replace(make_spec({}), model=with_experts(**changes)))
+    assert [problem.hint for problem in problems] == ([hint] if hint else [])
+
+
+def test_a_table_of_positions_holds_the_sequence(make_spec) -> None:
+    assert check(replace(make_spec({}), model=replace(DECODER, learned_positions=64))) == []
+    (problem,) = check(replace(make_spec({}), model=replace(DECODER, learned_positions=63)))
+    assert problem.hint == "type data.seq_len=63"

@@ -19,7 +19,7 @@ from trainspec_cli.engine.mesh import Mesh, build_mesh
 from trainspec_cli.engine.models.experts import sort_by_expert
 from trainspec_cli.engine.models.lora import apply_lora
 from trainspec_cli.engine.observe.clock import StepClock
-from trainspec_cli.engine.optim.optimizer import build_optimizer
+from trainspec_cli.engine.optim.optimizer import build_optimizer, without_memory
 from trainspec_cli.engine.parallel.balance import routers_of, sum_over_sequence
 from trainspec_cli.engine.parallel.context import apply_context_parallel, held_positions
 from trainspec_cli.engine.parallel.data_parallel import DataParallel, apply_data_parallel
@@ -54,18 +54,31 @@ class Throttle:
             time.sleep(self.sample_s * self.parts[stage] * samples * (2 if kind == "backward" else 1) / 3)
 
 
+@dataclass
+class Allowance:
+    """Memory for so many samples at a time: an injected fault, of which there usually is none."""
+
+    samples: int | None = None
+
+    def check(self, kind: Kind, samples: int) -> None:
+        """Raise what an allocation would in the backward of a micro-batch that is too large."""
+        if self.samples is not None and samples > self.samples and kind.startswith("backward"):
+            raise torch.OutOfMemoryError(f"a fault that the recipe asked for: {samples} samples do not fit")
+
+
 @dataclass(frozen=True)
 class Stages:
     """The stages that this rank holds, and its lines to the others."""
 
     layout: Layout
-    parts: Mapping[int, Any]
+    parts: dict[int, Any]
     """Stage -> its part of the model."""
     lines: Lines
     queue: WeightQueue
     hidden: Hidden
     clock: StepClock
     throttle: Throttle
+    allowance: Allowance
     noise: NoiseProbe
 
 
@@ -104,9 +117,15 @@ class TrainState:
         return Held(self.shares, self.parts, self.optimizer)
 
 
-def build_train_state(plan: Plan, device: torch.device, mesh: Mesh | None = None) -> TrainState:
-    """Each stage on meta: kernels -> fp8 -> cut -> recompute -> compile -> shard -> materialise; then the optimizer."""
-    mesh, clock = mesh or build_mesh(plan.layout, device.type), StepClock(device)
+def build_train_state(
+    plan: Plan, device: torch.device, mesh: Mesh | None = None, clock: StepClock | None = None, *, fill: bool = True
+) -> TrainState:
+    """Each stage on meta: kernels -> fp8 -> cut -> recompute -> compile -> shard -> materialise; then the optimizer.
+
+    `clock` is that of the state which this one takes the place of. Not `fill`: parameters have no values yet, and
+    moments no memory either, since `reshard` brings both.
+    """
+    mesh, clock = mesh or build_mesh(plan.layout, device.type), clock or StepClock(device)
     positions_S = _positions(plan, mesh)
     parts, shares, partials = {}, [], []
     cp, tp, ends = (Peers(group, clock.collective) for group in (mesh.group("cp"), mesh.group("tp"), mesh.ends))
@@ -118,7 +137,10 @@ def build_train_state(plan: Plan, device: torch.device, mesh: Mesh | None = None
         parts[stage] = part
         held = [_share(plan, name, parameter, cuts) for name, parameter in part.named_parameters()]
         allocate(part, device, offload=plan.offload != "none")
-        materialise(part, held, device, plan.spec.train.seed, positions_S)
+        if fill:
+            materialise(part, held, device, plan.spec.train.seed, positions_S)
+        else:
+            start_buffers(part, device, positions_S)
         shares += held
         partials += [share for share in held if share.name in partial and share.is_trained]
     return TrainState(
@@ -133,6 +155,7 @@ def build_train_state(plan: Plan, device: torch.device, mesh: Mesh | None = None
             _hidden(plan),
             clock,
             Throttle({stage: _part_of_layers(plan, stage) for stage in parts}),
+            Allowance(),
             noise,
         ),
         shares=shares,
@@ -140,6 +163,7 @@ def build_train_state(plan: Plan, device: torch.device, mesh: Mesh | None = None
             [share for share in shares if share.is_trained],
             plan.spec.optim,
             load_kernel("adamw", plan.kernels.adamw),
+            torch.zeros_like if fill else without_memory,
         ),
         late_sums=_late_sums(plan, mesh, clock, shares, partials),
         positions_S=positions_S,
@@ -298,6 +322,11 @@ def materialise(
         full = torch.empty(share.full_shape, dtype=share.parameter.dtype, device=device)
         model.init_parameter(share.name, full, parameter_generator(seed, share.name, device))
         share.local.copy_(share.part_of(full))
+    start_buffers(model, device, positions_S)
+
+
+@torch.no_grad()
+def start_buffers(model: Any, device: torch.device, positions_S: Tensor | None) -> None:
     model.init_buffers()
     if positions_S is not None:
         model.positions_S = positions_S.to(device)

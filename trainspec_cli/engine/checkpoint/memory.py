@@ -178,13 +178,18 @@ def _read_kept(contents: Sequence[Mapping[str, Any]]) -> list[KeptPart]:
 
 
 def _whole_parts(location: CopyLocation) -> Iterable[KeptPart]:
-    """Yield the whole parts of this node; its ranks share the verification."""
+    """Yield the whole parts of this node; its ranks share the verification.
+
+    The mark of a copy that is not whole is removed, so that `fetch` replaces the copy.
+    """
     marks = sorted(location.folder.glob("slot*/rank*.json"))
     for path in marks[location.rank % location.ranks_per_node :: location.ranks_per_node]:
         kept = KeptPart.read(read_json(path))
         segment = path.with_name(kept.part.file.name)
         if segment.is_file() and digest_file(segment) == kept.part.file:
             yield kept
+        else:
+            path.unlink()
 
 
 def fetch(location: CopyLocation, found: FoundCopy, needed: set[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,33 @@ from trainspec_cli.spec.structure import convert
 
 PartKey = tuple[str, tuple[int, ...]]
 """(name of the tensor, start of the part in it)"""
+Span = tuple[int, int]
+
+
+class Box(Protocol):
+    """A part of a full tensor, by its place alone."""
+
+    @property
+    def offsets(self) -> tuple[int, ...]: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def overlap(ours: Box, theirs: Box) -> list[Span] | None:
+    """Return the overlap of two parts in the full tensor, by dim; None if empty, [] for a scalar."""
+    spans = [
+        (max(our_start, their_start), min(our_start + our_size, their_start + their_size))
+        for our_start, our_size, their_start, their_size in zip(
+            ours.offsets, ours.shape, theirs.offsets, theirs.shape, strict=True
+        )
+    ]
+    return spans if all(begin < end for begin, end in spans) else None
+
+
+def slices(spans: Sequence[Span], offsets: Sequence[int]) -> tuple[slice, ...]:
+    """Return where `spans` of the full tensor lie in a part that starts at `offsets`."""
+    return tuple(slice(begin - start, end - start) for (begin, end), start in zip(spans, offsets, strict=True))
 
 
 @dataclass(frozen=True)

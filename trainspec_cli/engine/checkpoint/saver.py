@@ -13,9 +13,9 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -96,6 +96,20 @@ class Saver:
         taken_s = time.perf_counter() - started
         return Saved(about, size, taken_s, taken_s, error)
 
+    def agree(self) -> None:
+        """Agree on which rank writes what, as `save_alone` needs; else the first checkpoint does it."""
+        _ = self._image
+
+    def save_alone(self, about: About, kept: Mapping[str, Tensor]) -> Saved:
+        """Write this rank's part of a checkpoint, while the others each do the same: nothing is exchanged.
+
+        `kept`: values by name that are written in place of the live ones.
+        """
+        assert "_image" in self.__dict__, "the ranks have agreed"
+        self.wait()
+        parts = [replace(part, tensor=kept.get(part.name, part.tensor)) for part in self._own_parts()]
+        return self._write(about, time.perf_counter(), 0.0, self._image.stream(parts))
+
     def prepare(self) -> None:
         """Agree on which rank writes what, and allocate the copy; otherwise the first `begin` would be slow."""
         _ = self._memory or self._buffer
@@ -103,6 +117,11 @@ class Saver:
     def keep_slot(self, slot: int) -> None:
         """Use the other slot for the next copy in memory: this one holds the state that the run resumed from."""
         self._slot = 1 - slot
+
+    @property
+    def newest_slot(self) -> int:
+        """The slot of the last copy in memory."""
+        return 1 - self._slot
 
     def begin(self, about: About, *, to_disk: bool = True) -> None:
         """Start a checkpoint in the background; the last one must have been taken by `take_finished`.
@@ -185,7 +204,7 @@ class Saver:
 
     @cached_property
     def _image(self) -> Image:
-        """This rank's file, agreed once by all ranks together with the token; layouts do not change in a run."""
+        """This rank's file, agreed once by all ranks together with the token; another layout has a saver of its own."""
         parts = self._all_parts()
         self._token = broadcast_json(secrets.token_hex(TOKEN_BYTES), _read_token)
         own = [[part.name, part.offsets, part.bytes] for part in parts]

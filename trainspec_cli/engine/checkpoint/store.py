@@ -23,7 +23,7 @@ from trainspec_cli.engine.checkpoint.manifest import (
     verify_files,
 )
 from trainspec_cli.engine.checkpoint.memory import CopyLocation, fetch, find_newest
-from trainspec_cli.engine.checkpoint.parts import Held, TensorPart, copy_twins, rng_parts, set_rng
+from trainspec_cli.engine.checkpoint.parts import Held, TensorPart, copy_twins, overlap, rng_parts, set_rng, slices
 from trainspec_cli.engine.comm.json_collectives import errors_together
 from trainspec_cli.engine.finite import NOT_FINITE, count_not_finite, is_finite
 from trainspec_cli.rundir.paths import RunDir
@@ -31,7 +31,6 @@ from trainspec_cli.rundir.paths import RunDir
 PREFIX = "model."
 ADAPTERS = ("lora_a", "lora_b")
 """Parameters that a run may add to a checkpoint without adapters."""
-Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -110,11 +109,7 @@ def files_needed(manifest: CheckpointManifest, parts: Iterable[TensorPart]) -> s
     """Return the names of the files that overlap `parts`."""
     entries = ((part, manifest.tensors.get(part.name)) for part in parts)
     return {
-        chunk.file
-        for part, entry in entries
-        if entry
-        for chunk in entry.chunks
-        if overlap(part.offsets, part.shape, chunk) is not None
+        chunk.file for part, entry in entries if entry for chunk in entry.chunks if overlap(part, chunk) is not None
     }
 
 
@@ -149,32 +144,19 @@ def _describe(dtype: str, shape: tuple[int, ...]) -> str:
 
 def _copy_chunk(folder: Path, opened: dict[str, Any], stack: ExitStack, part: TensorPart, chunk: Chunk) -> int:
     """Copy the overlap of a chunk and a part, and return the number of elements."""
-    spans = overlap(part.offsets, part.shape, chunk)
+    spans = overlap(part, chunk)
     if spans is None:
         return 0
     try:
         if chunk.file not in opened:
             opened[chunk.file] = stack.enter_context(safe_open(folder / chunk.file, framework="pt"))
         source = opened[chunk.file].get_slice(part.name)
-        found = source[_slices(spans, chunk.offsets)] if spans else opened[chunk.file].get_tensor(part.name)
+        found = source[slices(spans, chunk.offsets)] if spans else opened[chunk.file].get_tensor(part.name)
     except (SafetensorError, OSError) as error:
         raise refused(folder, f"{folder / chunk.file} cannot be read: {error}") from error
     if not is_finite(found):
         count = count_not_finite(opened[chunk.file].get_tensor(part.name))
         raise refused(folder, f"{folder / chunk.file} holds {count:,} {NOT_FINITE} in {part.name}")
-    target = part.tensor[_slices(spans, part.offsets)] if spans else part.tensor
+    target = part.tensor[slices(spans, part.offsets)] if spans else part.tensor
     target.copy_(found)
     return found.numel()
-
-
-def overlap(offsets: Sequence[int], shape: Sequence[int], chunk: Chunk) -> list[Span] | None:
-    """Return the overlap of a part and a chunk in the full tensor, by dim; None if empty, [] for a scalar."""
-    spans = [
-        (max(ours, theirs), min(ours + our_size, theirs + their_size))
-        for ours, our_size, theirs, their_size in zip(offsets, shape, chunk.offsets, chunk.shape, strict=True)
-    ]
-    return spans if all(begin < end for begin, end in spans) else None
-
-
-def _slices(spans: Sequence[Span], offsets: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(begin - start, end - start) for (begin, end), start in zip(spans, offsets, strict=True))

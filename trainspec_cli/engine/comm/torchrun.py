@@ -8,6 +8,7 @@ use the job's rendezvous server, which requires the job's secret.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
+from trainspec_cli.engine.comm.forking import fork_workers
 from trainspec_cli.engine.comm.joining import COLLECTIVE_TIMEOUT
 from trainspec_cli.engine.comm.rendezvous import RendezvousStore
 from trainspec_cli.environment_names import STORE_FILE
@@ -68,15 +70,17 @@ def main() -> None:
     from torch.distributed import run
 
     rendezvous_handler_registry.register(BACKEND, PrivateRendezvous)
-    with tempfile.TemporaryDirectory(prefix="trainspec-") as folder:
+    asked = run.parse_args(sys.argv[1:])
+    if asked.module:
+        fork_workers(asked.training_script, asked.training_script_args)
+    folder = tempfile.mkdtemp(prefix="trainspec-")
+    try:
         os.environ.pop(STORE_FILE, None)
-        if _is_alone(sys.argv):
+        if asked.nnodes == "1":
             os.environ[STORE_FILE] = str(Path(folder, "store"))
         run.main()
-
-
-def _is_alone(arguments: list[str]) -> bool:
-    return arguments[arguments.index("--nnodes") + 1] == "1"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class BatchReader:
         `following` are the samples of the next steps, as far as they are foreseen: `PREFETCHED_STEPS` at most.
         """
         if not self._ahead or self._ahead[0][0] != wanted:
-            self._forget()
+            self.forget()
             self._start(wanted)
         batch = self._staging.take(self._ahead.popleft()[1].result())
         for own in list(following)[len(self._ahead) :]:
@@ -68,7 +68,7 @@ class BatchReader:
     def _start(self, own: OwnSamples) -> None:
         self._ahead.append((own, self._pool.submit(lambda: self._staging.stage(self._read(own)))))
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Drop what was read ahead: it is not wanted any more."""
         while self._ahead:
             _, slot = self._ahead.pop()
@@ -76,5 +76,5 @@ class BatchReader:
                 self._staging.give_back(slot.result())
 
     def close(self) -> None:
-        self._forget()
+        self.forget()
         self._pool.shutdown()

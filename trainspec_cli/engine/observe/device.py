@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 
 from trainspec_cli.node import cpu_name
@@ -66,6 +68,14 @@ def synchronise(device: torch.device) -> None:
     """Wait until the device has done what it was asked for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def free_bytes(device: torch.device) -> float:
+    """Return the memory that this process may still take: of a GPU all that is free, of a host its part of it."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + unused)
+    return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def device_allocations(device: torch.device) -> int:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Protocol
 
 from trainspec_cli.rundir.event_types import (
-    AchievedEvent,
-    DirectiveEvent,
     EvalEvent,
     Event,
+    MemoryEvent,
     SampleEvent,
+    SchedulerEvent,
     StartEvent,
     StepEvent,
 )
@@ -199,7 +199,7 @@ class DirectiveLog:
         self._run_dir, self._journal = run_dir, journal
         self._file: EventWriter | None = None
 
-    def write(self, event: DirectiveEvent | AchievedEvent) -> None:
+    def write(self, event: SchedulerEvent | MemoryEvent) -> None:
         self._file = self._file or EventWriter(self._run_dir.directives, rank=0)
         self._file.write(event)
         self._journal.write(event)

@@ -22,9 +22,12 @@ def fused(groups: Sequence[dict[str, Any]], lr: float, betas: tuple[float, float
 
 
 def build_optimizer(
-    shares: Sequence[Share], optim: OptimSpec, adamw: Callable[..., Any] = fused
+    shares: Sequence[Share],
+    optim: OptimSpec,
+    adamw: Callable[..., Any] = fused,
+    moment_like: Callable[[Tensor], Tensor] = torch.zeros_like,
 ) -> torch.optim.Optimizer:
-    """Matrices decay, norms and biases do not."""
+    """Matrices decay, norms and biases do not. `moment_like` makes the first moments of a parameter."""
     matrices = [share.local for share in shares if share.parameter.dim() > 1]
     vectors = [share.local for share in shares if share.parameter.dim() <= 1]
     groups = [
@@ -35,19 +38,26 @@ def build_optimizer(
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, fused=True)
     optimizer = adamw(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
-    _start_moments(optimizer)
+    _start_moments(optimizer, moment_like)
     return optimizer
 
 
-def _start_moments(optimizer: torch.optim.AdamW) -> None:
+def _start_moments(optimizer: torch.optim.AdamW, moment_like: Callable[[Tensor], Tensor]) -> None:
     """Make the moments that the first update would make, so that a checkpoint can be loaded before any update."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = {
                 "step": torch.zeros((), device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
+                "exp_avg": moment_like(parameter),
+                "exp_avg_sq": moment_like(parameter),
             }
+
+
+def without_memory(parameter: Tensor) -> Tensor:
+    """Return a tensor of the parameter's shape whose memory is still to be allocated."""
+    moment = torch.empty_like(parameter, requires_grad=False)
+    moment.untyped_storage().resize_(0)
+    return moment
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -177,12 +177,31 @@ def exchange_now(model: FSDPModule) -> None:
     exchange_in_backward(model, True)
     root = fully_shard.state(model)  # type: ignore[attr-defined]
     for state in root._state_ctx.all_states:
-        groups = getattr(state, "_fsdp_param_groups", None)
-        for group in [state._fsdp_param_group] if groups is None else groups:
-            if group is not None:
-                _same_format(group)
-                group.post_backward()
+        for group in _groups_of(state):
+            _same_format(group)
+            group.post_backward()
     root._root_post_backward_final_callback()
+
+
+def abandon_passes(model: Any) -> None:
+    """Bring FSDP2 back to where a step begins, after passes that an error has cut short; their gradients are lost."""
+    model.reset_iter_state()
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in _groups_of(fully_shard.state(module)):  # type: ignore[attr-defined]
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.unsharded_param.grad = None
+            if group.mesh_info.mesh.size() == 1:
+                module.set_custom_reduce_scatter(_NothingToReduce())  # type: ignore[arg-type]
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """Return the parameter groups of a module's state; torch 2.11 has one."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
 
 
 def _same_format(group: Any) -> None:

@@ -6,10 +6,11 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import median
 
 import torch.distributed as dist
+from torch import Tensor
 
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.checkpoint.manifest import About
@@ -50,7 +51,7 @@ class Checkpoints:
         self._plan, self._run_dir, self._state = plan, run_dir, state
         self._recipe_digest, self._journal, self._pace = recipe_digest, journal, pace
         self._memory = find_place(run_dir) if plan.spec.checkpoint.memory_interval_steps else None
-        self._saver = Saver(run_dir, state.held, state.device, plan.spec.checkpoint.keep_last, self._memory)
+        self._saver = self._make_saver()
         self._cadence = Cadence(plan)
         self._saved_step = -1
         self._due_since: int | None = None
@@ -71,6 +72,36 @@ class Checkpoints:
         if self._plan.spec.checkpoint.mode == "async" and self._plan.spec.checkpoint.interval_steps is not None:
             self._saver.prepare()
         return restored
+
+    def agree(self) -> None:
+        """Agree on who writes what, for `save_where_it_stands`."""
+        self._saver.agree()
+
+    def save_where_it_stands(self, step: int, samples: int, kept: Mapping[str, Tensor]) -> None:
+        """Write this rank's part of the state after `step`, unless a checkpoint of it has begun, and wait for what is
+        being written. Each rank is to do so by itself. `kept`: as of `Saver.save_alone`."""
+        if self._saved_step == step:
+            self._saver.wait()
+        else:
+            self._saver.save_alone(self._about(step, samples), kept)
+
+    def _make_saver(self) -> Saver:
+        state, keep_last = self._state, self._plan.spec.checkpoint.keep_last
+        return Saver(self._run_dir, state.held, state.device, keep_last, self._memory)
+
+    def finish_writing(self) -> None:
+        """Wait until no checkpoint is being written. Called by every rank together."""
+        finished = self._saver.wait()
+        if self._begun is not None and finished is not None:
+            self._begun = None
+            self._end(finished)
+
+    def adopt(self, plan: Plan, state: TrainState) -> None:
+        """Go on in another layout; no checkpoint is being written."""
+        self._plan, self._state = plan, state
+        before, self._saver = self._saver, self._make_saver()
+        self._saver.keep_slot(before.newest_slot)
+        before.close()
 
     @property
     def writing(self) -> bool:
@@ -240,7 +271,7 @@ class Cadence:
     def _rollback_mtbf_s(self) -> float:
         reliability, plan = self._plan.spec.cluster.reliability, self._plan
         mtbf_s = job_mtbf_s(reliability, plan.world_size)
-        return rollback_mtbf_s(plan.spec.resilience, reliability, mtbf_s, plan.layout.dp_replicate)
+        return rollback_mtbf_s(plan.spec.resilience, reliability, mtbf_s, plan.replica_groups)
 
 
 def find_place(run_dir: RunDir) -> CopyLocation:

@@ -149,6 +149,11 @@ class GroupBatches:
         """Count what the loss of the samples from position `start` on is the mean over."""
         return self._source.counted(np.arange(start, start + samples))
 
+    def adopt(self, run: RunContext) -> None:
+        """Go on in another layout: what was read ahead is forgotten."""
+        self.division, self._rank = even_division(run.plan.layout, run.plan.micro_batch_size), run.state.mesh.data_rank
+        self._reader.forget()
+
     def close(self) -> None:
         self._reader.close()
 

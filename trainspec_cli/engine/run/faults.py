@@ -7,6 +7,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,13 +43,30 @@ class Faults:
         if throttles:
             due = (fault.seconds for fault in throttles if fault.lasts_at(step))
             state.stages.throttle.sample_s = sum(due)
+        allowed = [fault.above for _, fault in self._mine if fault.above is not None and fault.step <= step]
+        if allowed:
+            state.stages.allowance.samples = min(allowed)
         for number, fault in self._mine:
+            if fault.above is not None:
+                continue
             if fault.kind == "slow" and fault.lasts_at(step):
                 time.sleep(fault.seconds)
             elif fault.kind == "disk_full" and step == fault.step + fault.steps:
                 _limit_files(resource.RLIM_INFINITY)
             elif fault.kind in _INJECTORS and fault.step == step and self._is_first(number, fault):
                 _INJECTORS[fault.kind](state)
+
+    def during_move(self, step: int) -> Callable[[int, int], None]:
+        """Return what a change of layout after `step` updates is to call before (bucket, number of buckets)."""
+
+        def inject(bucket: int, buckets: int) -> None:
+            for number, fault in self._mine:
+                kind = fault.kind.removeprefix("move_")
+                due = kind != fault.kind and fault.step == step and bucket == buckets // 2
+                if due and self._is_first(number, fault):
+                    _INJECTORS[kind](None)
+
+        return inject
 
     def _is_first(self, number: int, fault: Fault) -> bool:
         """The mark is left before the fault, after which this process may no longer be able to leave it."""
@@ -85,7 +103,7 @@ def _limit_files(largest_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest_bytes, hard))
 
 
-_INJECTORS: dict[str, Callable[[TrainState], None]] = {
+_INJECTORS: dict[str, Callable[[Any], None]] = {
     "kill": lambda _state: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda _state: os.kill(os.getpid(), signal.SIGSTOP),
     "hang": _hang,

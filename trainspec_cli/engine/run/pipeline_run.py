@@ -41,9 +41,11 @@ class PipelineRun:
     def run(self) -> Tensor:
         """Run this rank's actions and return the loss, with the gradients in place."""
         for action in self._own:
+            samples = len(self.micro_batches[action.micro_batch][0])
             with self.stages.clock.part("forward" if action.kind == "forward" else "backward"):
+                self.stages.allowance.check(action.kind, samples)
                 _HANDLERS[action.kind](self, action)
-                self.stages.throttle.wait(action.kind, action.stage, len(self.micro_batches[action.micro_batch][0]))
+                self.stages.throttle.wait(action.kind, action.stage, samples)
         self._mail.end()
         return self.loss
 

@@ -11,17 +11,15 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median
 
-import torch.distributed as dist
 from torch import Tensor
 
 from trainspec_cli.engine.build.train_state import TrainState
-from trainspec_cli.engine.comm.json_collectives import broadcast_json, errors_together
-from trainspec_cli.engine.observe.journal import DirectiveLog, GroupJournal, Journal
+from trainspec_cli.engine.run.directives import Directives
 from trainspec_cli.policy.division import Division, OwnSamples, even_division
 from trainspec_cli.policy.scheduling import (
+    ChangeCost,
     ShareChange,
     ShareScheduler,
     exchange_each_s,
@@ -29,18 +27,14 @@ from trainspec_cli.policy.scheduling import (
     samples_per_s,
 )
 from trainspec_cli.policy.speeds import SETTLING_S, SKIPPED_STEPS, Speed, SpeedTracker, slowest
-from trainspec_cli.reading.files import UnreadableFileError, unreadable
 from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent
-from trainspec_cli.rundir.events import read_log
-from trainspec_cli.rundir.fields import read_record
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.canonical import ABSENT, to_plain
+from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.results.plan import Plan
 
-FIGURES = 4
-"""Numbers that a rank reports in each step: its speed (fixed_s, per_sample_s), and of its last step how long it
-computed and how long it waited for the exchanges of each micro-batch."""
+FIGURES = 6
+"""Numbers that a rank reports in each step: its speed (fixed_s, per_sample_s, noise), what a change of shares was seen
+to cost it, and of its last step how long it computed and how long it waited for the exchanges of each micro-batch."""
 MEASURED_STEPS = 5
 """The effect of a directive is the median over so many steps."""
 
@@ -58,23 +52,25 @@ class Watched:
 class StepScheduler:
     """Called by every rank of the replica group together."""
 
-    def __init__(
-        self, plan: Plan, run_dir: RunDir, state: TrainState, journal: Journal | GroupJournal, group: int | None
-    ):
-        """Raises MachineError, on every rank, where the directives of the run so far cannot be followed.
-
-        `group`: the replica group, where there are several; their runs are not resumed to the bit, so none of their
+    def __init__(self, plan: Plan, state: TrainState, directives: Directives, group: int | None):
+        """`group`: the replica group, where there are several; their runs are not resumed to the bit, so none of their
         directives is followed again.
         """
+        self._group, self._directives = group, directives
+        self.adopt(plan, state)
+
+    def adopt(self, plan: Plan, state: TrainState) -> None:
+        """Begin with the layout of `plan`, which is in force: speeds are learnt anew."""
         spec = plan.spec.scheduler
-        self._mode = "off" if plan.layout.data_parallel_size == 1 and group is None else spec.mode
-        self._layout, self._run_dir, self._group = plan.layout, run_dir, group
+        self._mode = "off" if plan.layout.data_parallel_size == 1 and self._group is None else spec.mode
+        self._layout = plan.layout
         self._even, self._largest = even_division(plan.layout, plan.micro_batch_size), largest_micro_batch(plan)
         keeps_micro_batches = plan.spec.model.unit == "samples"
         self._shares = ShareScheduler(self._even, self._largest, spec.change, keeps_micro_batches=keeps_micro_batches)
         self._rows = ranks_of_data(state)
-        self._interval_steps = reporting_interval(plan.group_size)
+        self._ranks, self._interval_steps = plan.group_size, reporting_interval(plan.group_size)
         self._tracker = SpeedTracker(spec.change, SETTLING_S)
+        self._change_cost = ChangeCost()
         self._last_s = (0.0, 0.0)
         self._slowest_s: deque[float] = deque(maxlen=MEASURED_STEPS)
         self.rate = 0.0
@@ -83,22 +79,10 @@ class StepScheduler:
         self._decided: tuple[ShareChange, int] | None = None
         """The change that the next step begins with, and the samples of a step."""
         self._watched: Watched | None = None
-        self._number, self._ahead = 0, list[DirectiveEvent]()
-        """How many directives the run has, and those of an earlier start for steps that are now made again."""
-        self._log = DirectiveLog(run_dir, journal)
-        if self._mode != "off" and group is None:
-            self._recall()
-
-    def _recall(self) -> None:
-        """Rank 0 reads for all."""
-        plain: list[object] = []
-        with errors_together():
-            if dist.get_rank() == 0:
-                plain = [to_plain(directive) for directive in read_directives(self._run_dir.directives)]
-        found = broadcast_json(plain, lambda lines: [read_record(DirectiveEvent, line) for line in lines])
-        ranks, applied = len(self._even.weights), self._mode == "auto"
-        self._number = len(found)
-        self._ahead = [one for one in found if len(one.counts) == ranks and one.applied == applied]
+        self._ahead = list[DirectiveEvent]()
+        """Shares of an earlier start for steps that are now made again."""
+        if self._mode != "off" and self._group is None:
+            self._ahead = self._directives.shares_of_layout(len(self._even.weights), applied=self._mode == "auto")
 
     # Before a step
 
@@ -113,12 +97,18 @@ class StepScheduler:
             self._decided = None
         return self._shares.division if self._mode == "auto" else self._even
 
+    def limit(self, micro_batch_size: int) -> None:
+        """From now on no rank processes more samples together: memory has run out."""
+        self._even = replace(self._even, micro_batch_size=min(self._even.micro_batch_size, micro_batch_size))
+        self._largest = min(self._largest, micro_batch_size)
+        self._shares.limit(micro_batch_size)
+
     def figures(self, step: int) -> list[float]:
         """Return what this rank reports in the exchange of the step after update `step`: `FIGURES` numbers, or none."""
         if self._mode == "off" or step % self._interval_steps:
             return []
         speed = self._tracker.speed or Speed(0.0, 0.0)
-        return [speed.fixed_s, speed.per_sample_s, *self._last_s]
+        return [speed.fixed_s, speed.per_sample_s, speed.noise, self._change_cost.seconds, *self._last_s]
 
     # After it
 
@@ -133,27 +123,31 @@ class StepScheduler:
             return
         micro_batches, compute_s = len(own.sizes), parts_s["forward"] + parts_s["backward"]
         self._tracker.note(own.samples, micro_batches, compute_s)
+        self._change_cost.note(own.samples, micro_batches, parts_s["data_wait"] + compute_s)
         self._last_s = compute_s, parts_s["exposed_comm"] / micro_batches
         if not figures.numel():
             return
         reported = figures.tolist()
         exchange_s = exchange_each_s(self._layout, min(waited_s for *_, waited_s in reported))
-        self._measure(step, max(last_s for _, _, last_s, _ in reported) + micro_batches * exchange_s)
+        slowest_s = max(last_s for *_, last_s, _ in reported)
+        self._measure(step, slowest_s + micro_batches * exchange_s)
         counts = self._shares.division.counts(samples)
-        known = [read_speed(*one[:2]) for one in reported]
+        known = [read_speed(*one[:3]) for one in reported]
         speeds = [slowest([known[rank] for rank in row], n) for row, n in zip(self._rows, counts, strict=True)]
         if self._mode == "auto" and self._group is not None:
             self.rate = samples_per_s(speeds)
-        if self._ahead:
+        if self._ahead or self._directives.has_layout_ahead:
             return
-        if change := self._shares.note_step(samples, speeds, exchange_s, self._interval_steps):
+        steps, change_s = self._interval_steps, max(seconds for *_, seconds, _, _ in reported)
+        self._interval_steps = reporting_interval(self._ranks, slowest_s)
+        if change := self._shares.note_step(samples, speeds, exchange_s, steps, change_s):
             self._decided = change, samples
 
     def _give(self, step: int, change: ShareChange, samples: int) -> None:
-        division, self._number = change.division, self._number + 1
+        division = change.division
         directive = DirectiveEvent(
             step=step,
-            number=self._number,
+            number=0,
             applied=self._mode == "auto",
             counts=division.counts(samples),
             micro_batch_size=division.micro_batch_size,
@@ -163,7 +157,7 @@ class StepScheduler:
             expected_s=change.after_s,
             group=ABSENT if self._group is None else self._group,
         )
-        self._write(directive)
+        directive = self._directives.write(directive)
         if directive.applied:
             self._watched = Watched(directive, median(self._slowest_s))
 
@@ -178,7 +172,7 @@ class StepScheduler:
             return
         self._watched = None
         given = watched.directive
-        self._write(
+        self._directives.note_effect(
             AchievedEvent(
                 step=step,
                 number=given.number,
@@ -188,34 +182,6 @@ class StepScheduler:
                 group=given.group,
             )
         )
-
-    def _write(self, event: DirectiveEvent | AchievedEvent) -> None:
-        if dist.get_rank() != 0:
-            return
-        self._log.write(event)
-
-    def close(self) -> None:
-        self._log.close()
-
-
-def read_directives(path: Path) -> list[DirectiveEvent]:
-    """Return a run's directives, without those of replica groups. Raises UnreadableFileError where a line is damaged,
-    missing or of a later version: without it the run would silently compute other bits."""
-    events = [event for event in read_log(path) if isinstance(event, DirectiveEvent)]
-    found = [event for event in events if not isinstance(event.group, int) and event.kind != "group_shares"]
-    for number, directive in enumerate(found, 1):
-        if directive.number != number:
-            raise _unfollowed(path, f"has directive {directive.number} where {number} must be: lines are missing")
-        if directive.kind != "shares":
-            raise _unfollowed(path, f"has a directive of the kind `{directive.kind}`, which this version does not know")
-        sizes = (directive.micro_batch_size, directive.micro_batches)
-        if not (sum(directive.counts) and all(isinstance(size, int) and size for size in sizes)):
-            raise _unfollowed(path, f"has a directive that divides nothing (number {number})")
-    return found
-
-
-def _unfollowed(path: Path, why: str) -> UnreadableFileError:
-    return unreadable(path, why, f"to go on with other shares than before, take {path.name} out of the run's folder")
 
 
 def largest_micro_batch(plan: Plan) -> int:
@@ -238,9 +204,9 @@ def division_of(even: Division, directive: DirectiveEvent, largest_micro_batch: 
     )
 
 
-def read_speed(fixed_s: float, per_sample_s: float) -> Speed | None:
+def read_speed(fixed_s: float, per_sample_s: float, noise: float = 0.0) -> Speed | None:
     """Return a speed as it was reported; None for a rank that does not know its own yet."""
-    return Speed(fixed_s, per_sample_s) if 0 < per_sample_s < math.inf else None
+    return Speed(fixed_s, per_sample_s, noise) if 0 < per_sample_s < math.inf else None
 
 
 def ranks_of_data(state: TrainState) -> list[list[int]]:

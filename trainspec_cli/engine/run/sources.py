@@ -45,6 +45,9 @@ class DataSource(Protocol):
     def counted(self, positions: np.ndarray) -> int:
         """Count the targets that the loss of the samples at `positions` is the mean over."""
 
+    def adopt(self, plan: Plan, state: TrainState) -> None:
+        """Go on in another layout."""
+
     def evaluate(self) -> Figures | None:
         """Return the fields of an `eval` event, measured on held-out samples; None where there are none."""
 
@@ -69,10 +72,14 @@ class TokenSource:
     """Text as token shards, evaluated in bits per byte beside what xz comes to."""
 
     def __init__(self, plan: Plan, collection: Collection, state: TrainState):
-        self.plan, self.spec, self.collection, self.state = plan, plan.spec, collection, state
+        self.spec, self.collection = plan.spec, collection
         self.order = collection.order(plan.spec.data, plan.spec.train.seed)
         self.evaluation_texts = collection.evaluation_texts(plan.spec.data)
         self.staging = Staging(state.device)
+        self.adopt(plan, state)
+
+    def adopt(self, plan: Plan, state: TrainState) -> None:
+        self.plan, self.state = plan, state
         self.positions_S = None if state.positions_S is None else state.positions_S.cpu()
 
     def counted(self, positions: np.ndarray) -> int:
@@ -143,6 +150,9 @@ class SampleSource:
         self.plan, self.state, self.staging = plan, state, Staging(state.device)
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.loader = SampleLoader(samples, plan.spec.train.seed, (os.cpu_count() or 1) // processes)
+
+    def adopt(self, plan: Plan, state: TrainState) -> None:
+        self.plan, self.state = plan, state
 
     def read(self, own: OwnSamples) -> list[MicroBatch]:
         return self.loader.read(own)

@@ -17,6 +17,7 @@ from trainspec_cli.engine.optim.optimizer import clear_gradients, guarded_update
 from trainspec_cli.engine.parallel.balance import forget_visits, scale_balance_loss, update_balance
 from trainspec_cli.engine.parallel.noise import StepParts
 from trainspec_cli.engine.run.pipeline_run import PipelineRun
+from trainspec_cli.engine.run.shortage import PassesOutOfMemory, is_out_of_memory
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.policy.pipeline import actions
 
@@ -132,12 +133,18 @@ def compute_gradients(
     """Compute the gradients of the global batch's mean loss, and return this rank's share of it.
 
     The ranks' shares sum to the loss. `parts`: where the noise of the gradients is to be measured.
+    Raises PassesOutOfMemory.
     """
     layout, noise = state.mesh.layout, state.stages.noise
     noise.begin(parts)
     scale_balance_loss(state.routers, global_tokens)
     schedule = actions(layout, len(micro_batches))
-    loss = PipelineRun(state.stages, schedule, micro_batches, global_tokens).run()
+    try:
+        loss = PipelineRun(state.stages, schedule, micro_batches, global_tokens).run()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise PassesOutOfMemory(max(len(tokens) for tokens, *_ in micro_batches)) from error
     noise.end(
         every_micro_batch=layout.exchanges_every_backward,
         ranks_of_part=layout.cp * layout.tp * layout.pp,

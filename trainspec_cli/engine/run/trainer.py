@@ -7,12 +7,13 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from trainspec_cli.engine.build.train_state import DTYPES
+from trainspec_cli.engine.build.train_state import DTYPES, TrainState
 from trainspec_cli.engine.data.staging import PREFETCHED_STEPS
 from trainspec_cli.engine.observe.clock import Segments
 from trainspec_cli.engine.observe.device import Peak, device_allocations, device_name, measure_peak
@@ -22,8 +23,11 @@ from trainspec_cli.engine.optim.optimizer import set_learning_rate
 from trainspec_cli.engine.parallel.noise import StepParts, parts_of
 from trainspec_cli.engine.run.checkpoints import Checkpoints
 from trainspec_cli.engine.run.coordinator import Coordinator, RunContext, StepSamples, TrainProgress
+from trainspec_cli.engine.run.directives import Directives, follows_earlier
 from trainspec_cli.engine.run.faults import Faults
 from trainspec_cli.engine.run.pace import StepPace
+from trainspec_cli.engine.run.relayout import LayoutChanges
+from trainspec_cli.engine.run.relief import MemoryRelief
 from trainspec_cli.engine.run.result import Divergence, RunTally, write_result
 from trainspec_cli.engine.run.scheduling import StepScheduler
 from trainspec_cli.engine.run.step import StepOutcome, train_step
@@ -54,6 +58,7 @@ class Trainer:
 
     def __init__(self, run: RunContext, coordinator: Coordinator):
         """Restore the newest checkpoint, where the state is to come from one."""
+        self.run_context = run
         self.plan, self.spec, self.source, self.state = run.plan, run.plan.spec, run.source, run.state
         self.clock, self.run_dir = run.state.clock, run.run_dir
         self.coordinator, self.journal = coordinator, coordinator.journal
@@ -63,7 +68,11 @@ class Trainer:
         self.checkpoints = Checkpoints(
             run.plan, run.run_dir, run.state, run.recipe_digest, self.journal, lambda: self.pace.kept
         )
-        self.scheduler = StepScheduler(run.plan, run.run_dir, run.state, self.journal, coordinator.group)
+        recalls = follows_earlier(run.plan, coordinator.group)
+        self.directives = Directives(run.run_dir, self.journal, run.plan.layout, recalls=recalls)
+        self.scheduler = StepScheduler(run.plan, run.state, self.directives, coordinator.group)
+        self.layouts = LayoutChanges(run.plan, run.state, self.directives)
+        self.relief = MemoryRelief(run, coordinator, self.checkpoints, self.watch, self.scheduler)
         self.restored_from: str | None = None
         self.progress = TrainProgress()
         if coordinator.restores_at_start:
@@ -92,7 +101,12 @@ class Trainer:
             self._train()
             if not self.coordinator.finished_without:
                 self._end()
+        except Exception as error:
+            if explained := self.relief.explain(error):
+                raise explained from error
+            raise
         finally:
+            self.relief.close()
             self.coordinator.leave()
         self.watch.close()
 
@@ -136,12 +150,18 @@ class Trainer:
             self.stopping = True
             return None
         step = self.progress.step
+        self._follow_layout(step)
         self.faults.inject(step, self.state)
-        self.coordinator.batches.division = self.scheduler.divide(step)
         batch = self.pace.batch(self.progress)
         assert batch is not None, "the run is not over"
+        lr, samples, outcome = self.relief.make_step(self.progress, partial(self._attempt, step, batch.lr))
+        return None if outcome is None else self._count(outcome, lr, samples)
+
+    def _attempt(self, step: int, lr: float) -> tuple[float, StepSamples, StepOutcome | None]:
+        """Make the step after update `step`; -> (its learning rate, samples, outcome)."""
+        self.coordinator.batches.division = self.scheduler.divide(step)
         samples = self.coordinator.take(self.pace.coming(self.progress, 1 + PREFETCHED_STEPS))
-        lr = batch.lr * samples.lr_factor
+        lr *= samples.lr_factor
         set_learning_rate(self.state.optimizer, lr)
         outcome = train_step(
             self.state,
@@ -154,7 +174,34 @@ class Trainer:
             figures=self.scheduler.figures(step),
             parts=self._parts(samples),
         )
-        return None if outcome is None else self._count(outcome, lr, samples)
+        return lr, samples, outcome
+
+    def _follow_layout(self, step: int) -> None:
+        """Change the layout where that is due; the time belongs to no step."""
+        due = self.layouts.due(step, self.plan)
+        if due is None:
+            return
+        self._record_unread()
+        with self.watch.between_steps():
+            self.checkpoints.finish_writing()
+            plan = self.relief.relieved(self.plan.with_layout(due.planned))
+            done = self.layouts.change(step, due, self.plan, plan, self.state, self.faults.during_move(step))
+            if done is not None:
+                self._adopt(plan, done.state)
+        self.clock.restart()
+
+    def _adopt(self, plan: Plan, state: TrainState) -> None:
+        """Go on in another layout, which every rank has."""
+        self.plan, self.state = plan, state
+        self.run_context = replace(self.run_context, plan=plan, state=state)
+        self.source.adopt(plan, state)
+        self.coordinator.batches.adopt(self.run_context)
+        self.pace.adopt(plan)
+        self.checkpoints.adopt(plan, state)
+        self.scheduler.adopt(plan, state)
+        self.relief.adopt(self.run_context)
+        self.memory = MemoryWatch(state.device, self.progress.step, plan.total_steps)
+        self.allocated = device_allocations(state.device)
 
     def _parts(self, samples: StepSamples) -> StepParts | None:
         """Return the parts of the step whose gradients show the noise; None where it is not measured."""
@@ -308,7 +355,7 @@ class Trainer:
         sha256 = write_result(
             self.run_dir, self.state, self.plan, self.tally, status=status, step=step, heldout=summary
         )
-        self.scheduler.close()
+        self.directives.close()
         self.journal.write(EndEvent(step=step, status=status, weights_sha256=sha256))
         self.journal.close()
 

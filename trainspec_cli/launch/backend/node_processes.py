@@ -22,6 +22,7 @@ from trainspec_cli.launch.backend.nodes.messages import GroupExited, ProcessMess
 from trainspec_cli.launch.backend.spawn import start, start_guard
 from trainspec_cli.launch.failure import describe_exit, find_listed
 from trainspec_cli.launch.job.job import Job, node_command, torchrun_command
+from trainspec_cli.launch.job.machine import count_oom_kills, usable_memory_bytes
 from trainspec_cli.launch.job.place import NodePlace
 from trainspec_cli.rundir.generations import note_stop
 from trainspec_cli.spec.results.plan import Plan
@@ -69,6 +70,7 @@ class _GroupProcesses:
 
     def __init__(self, job: Job, family: Family, group: int, number: int):
         self._job, self.family, self._group, self._number = job, family, group, number
+        self._oom_kills = count_oom_kills()
         self._torchrun = start(job.command, job)
         self._workers: list[psutil.Process] = []
         self._failed = self._orphaned = self._killed = self._exited = False
@@ -90,10 +92,15 @@ class _GroupProcesses:
         given_up = time.monotonic() > self._give_up_at_s
         if given_up or (code is not None and not left):
             self._exited = True
-            yield GroupExited(self._group, self._number, self._exit_code, tuple(process.pid for process in left))
+            yield self._describe_exit(left)
         elif left and not self._killed and not self._orphaned:
             self._orphaned = True
             yield WorkersOrphaned(self._group, self._number)
+
+    def _describe_exit(self, left: list[psutil.Process]) -> GroupExited:
+        ended = GroupExited(self._group, self._number, self._exit_code, tuple(process.pid for process in left))
+        kills = count_oom_kills() - self._oom_kills
+        return replace(ended, oom_kills=kills, memory_bytes=usable_memory_bytes()) if kills > 0 else ended
 
     def kill(self) -> None:
         """Kill what is left again and again, until nothing is, or processes have hung in the kernel for long."""

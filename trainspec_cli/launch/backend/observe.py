@@ -10,12 +10,15 @@ from trainspec_cli.launch.failure import WorkerFailure, explain, explain_end, fi
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.rendezvous.address import Rendezvous
 from trainspec_cli.policy import run_state
+from trainspec_cli.policy.memory import settle
 from trainspec_cli.rundir.event_types import Event, RetryEvent, StepEvent
 from trainspec_cli.rundir.events import EventTail
 from trainspec_cli.rundir.memory import newest_copy
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_result
+from trainspec_cli.rundir.shortages import read_sound_reliefs
 from trainspec_cli.spec.recipe.fault import parse_faults
+from trainspec_cli.spec.results.memory import Shortage
 from trainspec_cli.spec.results.plan import Plan
 
 
@@ -29,6 +32,8 @@ class GroupStart:
         self._exit_codes: dict[int, int | None] = dict.fromkeys(nodes)
         self._running = set(nodes)
         self._left_behind: list[int] = []
+        self._plan = plan
+        self._oom_kills, self._memory_bytes = 0, 0
         self._failure: WorkerFailure | None = None
         """That was seen from outside."""
         self._events = EventTail(job.run.events(0) if self._is_alone else job.run.group_events(group, 0))
@@ -41,6 +46,8 @@ class GroupStart:
         if isinstance(message, GroupExited):
             self._exit_codes[node] = message.exit_code
             self._left_behind += message.left_behind
+            self._oom_kills += message.oom_kills
+            self._memory_bytes = message.memory_bytes if message.oom_kills else self._memory_bytes
             self._running.discard(node)
             return []
         return [run_state.Orphaned(self.group)]
@@ -80,17 +87,32 @@ class GroupStart:
         failures = self.failures()
         causes = [failure for failure in failures if not failure.consequence]
         own_error = any(failure.self_reported for failure in causes)
+        from_outside = (bool(causes) or (exit_code or 0) < 0) and not own_error
+        shortage = next((failure.shortage for failure in causes if failure.shortage), None)
+        headline = self._explain(failures, exit_code)
+        if self._oom_kills and from_outside:
+            shortage = self._find_shortage()
+            headline = _killed_by_kernel(causes)
         return run_state.GroupEnded(
             group=self.group,
             done=_is_done(self.job.run) if self._is_alone else exit_code == 0,
-            headline=self._explain(failures, exit_code),
+            headline=headline,
             exit_code=exit_code,
             own_error=own_error,
             foreseen=any(failure.foreseen for failure in causes),
-            from_outside=(bool(causes) or (exit_code or 0) < 0) and not own_error,
+            from_outside=from_outside,
             checkpoint_step=newest_checkpoint(self.job.run),
             left_behind=tuple(self._left_behind),
+            shortage=shortage,
         )
+
+    def _find_shortage(self) -> Shortage | None:
+        """Return the shortage for which the kernel has killed a process: it is of the setting in force."""
+        if self._plan is None:
+            return None
+        reliefs = read_sound_reliefs(self.job.run, self._plan.layout.describe())
+        setting = settle(self._plan.memory_setting, reliefs)
+        return Shortage(setting, limit_bytes=self._memory_bytes or None, was_killed=True)
 
     def _explain(self, failures: list[WorkerFailure], exit_code: int | None) -> str:
         if self._is_alone:
@@ -107,6 +129,11 @@ class GroupStart:
         if any(failure.rank == seen.rank for failure in reported):
             return reported
         return first_causes([seen, *reported])
+
+
+def _killed_by_kernel(causes: Sequence[WorkerFailure]) -> str:
+    who = f"{causes[0].who} ({causes[0].host or 'hostname unknown'})" if causes else "torchrun"
+    return f"{who} was killed by the kernel, because the host's memory had run out"
 
 
 def poll_starts(starts: dict[int, GroupStart]) -> list[run_state.Event]:

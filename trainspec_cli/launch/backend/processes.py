@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from trainspec_cli.environment_names import LAUNCH_ID
+from trainspec_cli.environment_names import LAUNCH_ID, RANK, titled_rank
 
 POLL_S = 0.1
 KILL_TIMEOUT_S = 10.0
@@ -55,8 +55,18 @@ def workers(launch_id: str) -> list[psutil.Process]:
 
 
 def workers_among(processes: list[psutil.Process]) -> list[psutil.Process]:
-    ranked = {process.pid: process for process in processes if "RANK" in environ(process)}
+    ranked = {process.pid: process for process in processes if rank_of(process) is not None}
     return [process for process in ranked.values() if parent_id(process) not in ranked]
+
+
+def rank_of(process: psutil.Process) -> int | None:
+    """Return the rank of a worker within its torchrun; None for any other process, and for one that has ended."""
+    try:
+        rank = titled_rank(process.name())
+    except psutil.Error:
+        return None
+    rank = environ(process).get(RANK) if rank is None else rank
+    return None if rank is None else int(rank)
 
 
 def terminate(processes: list[psutil.Process]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from trainspec_cli.spec.recipe.cluster import Machine
 BF16_CPU_FLAGS = frozenset({"amx_bf16", "avx512_bf16"})
 BF16_COMPUTE_CAPABILITY = (8, 0)
 """Ampere, the first NVIDIA generation whose tensor cores multiply bf16."""
+
+_OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 FP8_COMPUTE_CAPABILITY = (8, 9)
 """Ada, the first whose tensor cores multiply fp8."""
@@ -69,6 +72,38 @@ def usable_memory_bytes() -> int:
     total = int(psutil.virtual_memory().total)
     limit = _cgroup_setting("memory.max")
     return min(total, int(limit)) if limit.isdigit() else total
+
+
+def count_oom_kills(
+    root: Path = Path("/sys/fs/cgroup"),
+    membership: Path = Path("/proc/self/cgroup"),
+    vmstat: Path = Path("/proc/vmstat"),
+) -> int:
+    """Return how many processes the kernel has killed so far because memory had run out; 0 where nothing says.
+
+    They are those of this process's control group (`memory.events` of version 2, `memory.oom_control` of version 1, in
+    which a container may see its own group as the root), else of the node.
+    """
+    own = _group_of_version_1(membership, "memory").lstrip("/")
+    version_1 = [root / "memory" / group / "memory.oom_control" for group in (own, "")]
+    texts = (_cgroup_setting("memory.events", root, membership), *map(_text, version_1), _text(vmstat))
+    return next((int(count) for text in texts for count in _OOM_KILLS.findall(text)), 0)
+
+
+def _group_of_version_1(membership: Path, controller: str) -> str:
+    for line in _text(membership).splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if controller in controllers.split(","):
+            return group
+    return ""
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def _cgroup_setting(

@@ -8,7 +8,18 @@ from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 FaultKind = Literal[
-    "kill", "stop", "hang", "exception", "oom", "slow", "throttle", "bitflip", "disk_full", "lighthouse"
+    "kill",
+    "stop",
+    "hang",
+    "exception",
+    "oom",
+    "slow",
+    "throttle",
+    "bitflip",
+    "disk_full",
+    "lighthouse",
+    "move_kill",
+    "move_oom",
 ]
 
 
@@ -19,10 +30,13 @@ class Fault:
     kind: FaultKind
     """kill: SIGKILL. stop: SIGSTOP. hang: the worker waits forever. exception, oom: it raises one. slow: it sleeps.
 
+    oom with `above`: from `step` on, in every start, the backward of a micro-batch of more samples finds no memory.
+
     throttle: its passes take `seconds` longer for each sample, as on a slower device.
 
     bitflip: one bit of a parameter changes. disk_full: no file that it writes grows beyond a page. lighthouse: the
-    rendezvous server, where the replica groups meet, is killed.
+    rendezvous server, where the replica groups meet, is killed. move_kill, move_oom: as kill and oom, when half of the
+    state has been moved to another layout.
     """
     step: int
     group: int = 0
@@ -32,6 +46,8 @@ class Fault:
     """slow: the delay per step; throttle: per sample."""
     steps: int = 1
     """slow, throttle, disk_full: the number of steps."""
+    above: int | None = None
+    """oom: the samples that there is memory for."""
 
     def lasts_at(self, step: int) -> bool:
         """Return whether a fault of several steps goes on after update `step`."""
@@ -43,7 +59,7 @@ class FaultSyntaxError(ValueError):
 
 
 _ONE = re.compile(r"\s*(\w+)\s*\(([^()]*)\)\s*")
-_NUMBERS = {"step": int, "group": int, "rank": int, "seconds": float, "steps": int}
+_NUMBERS = {"step": int, "group": int, "rank": int, "seconds": float, "steps": int, "above": int}
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:

@@ -8,7 +8,20 @@ from typing import Literal
 from trainspec_cli.spec.recipe.kernels import KernelSpec
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.run import Offload, Recompute, RunSpec
+from trainspec_cli.spec.results.memory import MemorySetting
 from trainspec_cli.spec.results.prediction import LocalPrediction
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """A layout that a run has from a step on, and the micro-batches that go with it."""
+
+    step: int
+    """Updates made before it."""
+    layout: Layout
+    micro_batch_size: int
+    grad_accum_steps: int
+    largest_micro_batch_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,10 @@ class Plan:
     largest_micro_batch_size: int | None = None
     """What memory allows, as far as the scheduler asks; None where that is not known."""
 
+    memory_ladder: tuple[MemorySetting, ...] = ()
+    """The settings that a run takes in turn where its memory runs out (`policy/memory.py`), each with less memory than
+    the one before; empty where it ends."""
+
     kernels: KernelSpec = field(default_factory=KernelSpec)
     """The kernel of each operation; `auto` is resolved by measuring, just before the launch."""
 
@@ -49,8 +66,15 @@ class Plan:
     """Steps of the run, where its batch changes; at most so many where it follows what is measured. None:
     `train.max_steps`."""
 
+    changes: tuple[PlannedLayout, ...] = ()
+    """Layouts that the recipe changes to while the run goes on, in the order of their steps."""
+
     prediction: LocalPrediction | None = None
     """Of a run on this machine's CPU; None where no probe speaks of it."""
+
+    @property
+    def memory_setting(self) -> MemorySetting:
+        return MemorySetting(self.micro_batch_size, self.recompute, self.offload)
 
     @property
     def world_size(self) -> int:
@@ -71,6 +95,16 @@ class Plan:
         """The same work by one group, whose replicas the groups then are."""
         layout = replace(self.layout, dp_replicate=self.layout.dp_replicate * self.replica_groups)
         return replace(self, layout=layout, replica_groups=1)
+
+    def with_layout(self, other: PlannedLayout) -> Plan:
+        """The same run in another layout."""
+        return replace(
+            self,
+            layout=other.layout,
+            micro_batch_size=other.micro_batch_size,
+            grad_accum_steps=other.grad_accum_steps,
+            largest_micro_batch_size=other.largest_micro_batch_size,
+        )
 
     @property
     def total_steps(self) -> int:

@@ -23,6 +23,7 @@ from trainspec_cli.spec.rules.batching import BATCHING_RULES
 from trainspec_cli.spec.rules.elastic import ELASTIC_RULES, fixed_groups
 from trainspec_cli.spec.rules.kernels import KERNEL_RULES, check_kernels, find_compiler
 from trainspec_cli.spec.rules.model import MODEL_RULES, divisors
+from trainspec_cli.spec.rules.relayout import RELAYOUT_RULES
 from trainspec_cli.spec.rules.values import TEXT_RULES, forget_out_of_range
 from trainspec_cli.spec.unknown import UnknownTouched
 
@@ -50,7 +51,7 @@ def check(spec: RunSpec) -> list[Problem]:
         ownership,
         largest_micro_batch,
     ]
-    rules += [memory_copies, *BATCHING_RULES, *ELASTIC_RULES, *KERNEL_RULES, *TEXT_RULES]
+    rules += [memory_copies, *BATCHING_RULES, *ELASTIC_RULES, *KERNEL_RULES, *RELAYOUT_RULES, *TEXT_RULES]
     return [*forget_out_of_range(spec)[1], *apply(rules, spec)]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,8 +30,11 @@ from trainspec_cli.launch.backend.nodes.messages import (
 )
 from trainspec_cli.launch.backend.nodes.wire import Wire
 from trainspec_cli.launch.signals import PatientRequests
+from trainspec_cli.rundir import generations
+from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.generations import GenerationRecord
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.results.doctor import NodeReport
 
 
@@ -203,3 +208,90 @@ def test_who_was_cut_off_comes_back_while_there_is_a_hub(ends: tuple[int | Machi
 
 def test_nobody_comes_back_to_a_run_that_is_over() -> None:
     assert agent._keep_serving(serving(CUT_OFF), lambda: False) == CUT_OFF
+
+
+def test_the_first_nodes_word_is_waited_for_and_a_folder_that_is_not_shared_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, now = RunDir(tmp_path), [0.0]
+    record = GenerationRecord(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(tmp_path), ("worker",), ())
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if seconds and now[0] < 1.0:
+            generations.begin(run)
+
+    monkeypatch.setattr(agent.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(agent.time, "sleep", sleep)
+    with pytest.raises(MachineError, match=r"does not see .*00000009\.json") as raised:
+        agent.await_record(run, 9)
+    assert raised.value.problems[0].code == "not_shared"
+    assert now[0] == pytest.approx(agent.APPEAR_TIMEOUT_S, abs=2 * agent.POLL_S)
+    monkeypatch.setattr(agent.time, "sleep", lambda seconds: generations.describe(run, record))
+    assert agent.await_record(run, 1) == record
+
+
+def test_a_hub_that_is_not_reached_is_named_with_the_way_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call_hub(address: tuple[str, int], secret: bytes) -> Wire:
+        assert (address, secret) == (("10.0.0.1", 77), b"secret")
+        raise ConnectionRefusedError("refused")
+
+    monkeypatch.setattr(agent, "call_hub", call_hub)
+    record = GenerationRecord(1, 0.0, "a", "10.0.0.1", 77, {}, 2, "id", "logs", ("worker",), ())
+    with pytest.raises(MachineError, match=r"cannot reach the first node at 10\.0\.0\.1:77: refused") as raised:
+        agent.connect(record, b"secret", 1)
+    assert raised.value.problems[0].code == "hub_unreachable"
+    assert isinstance(raised.value.__cause__, ConnectionRefusedError), "by it the agent knows that the hub is gone"
+
+
+def test_an_examination_without_an_end_is_given_up(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    sleeper = (sys.executable, "-c", "import time; time.sleep(600)")
+    lab.agent._record = replace(lab.record, examine=sleeper)
+
+    def sleep(seconds: float) -> None:
+        assert now[0] < 2 * agent.EXAMINE_TIMEOUT_S, "it waits without end"
+        now[0] += 10.0
+        lab.hub.beat()
+
+    monkeypatch.setattr(agent.time, "sleep", sleep)
+    monkeypatch.setattr(agent.time, "monotonic", lambda: now[0])
+    with pytest.raises(MachineError, match=f"without a report within {agent.EXAMINE_TIMEOUT_S:g} s"):
+        lab.agent._examine()
+    assert now[0] >= agent.EXAMINE_TIMEOUT_S
+
+
+@pytest.mark.parametrize("ending", ["another start", "a result", "a request to stop"])
+def test_an_agent_comes_back_until_its_start_is_over(
+    tmp_path: Path, make_plan, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    run = RunDir(tmp_path)
+    write_json(run.plan_json, to_plain(replace(make_plan(), replica_groups=2)))
+    record = GenerationRecord(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(tmp_path), ("worker",), ())
+    generations.describe(run, replace(record, generation=generations.begin(run)))
+    went_on: list[bool] = []
+
+    def keep_serving(serve: object, goes_on: Callable[[], bool]) -> int:
+        went_on.append(goes_on())
+        if ending == "another start":
+            generations.begin(run)
+        elif ending == "a result":
+            write_json(run.result_json, {})
+        else:
+            signal.raise_signal(signal.SIGTERM)
+        went_on.append(goes_on())
+        return 7
+
+    monkeypatch.setattr(agent, "_keep_serving", keep_serving)
+    assert agent.run_agent(run, 1, 1) == 7
+    assert went_on == [True, False]
+
+
+def test_an_agent_of_one_replica_group_serves_once(tmp_path: Path, make_plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path)
+    write_json(run.plan_json, to_plain(make_plan()))
+    record = GenerationRecord(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(tmp_path), ("worker",), ())
+    generations.describe(run, replace(record, generation=generations.begin(run)))
+    monkeypatch.setattr(agent, "_serve", lambda run, plan, record, node, requests: CUT_OFF if node == 5 else 0)
+    monkeypatch.setattr(agent, "_keep_serving", lambda *_: pytest.fail("a step cannot go on without it"))
+    assert agent.run_agent(run, 1, 5) == CUT_OFF

@@ -69,6 +69,10 @@ class GroupExited:
     """torchrun's, negative for a signal; None where it had to be killed."""
     left_behind: tuple[int, ...] = ()
     """Ids of processes that could not be ended."""
+    oom_kills: int = 0
+    """Processes that the kernel has killed since the start because memory had run out."""
+    memory_bytes: int = 0
+    """Of the node where it has, or its container's limit."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,78 @@
+"""`trainspec doctor`: what is examined, from where, and the exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trainspec_cli.__main__ import run
+from trainspec_cli.cli import doctor
+from trainspec_cli.spec.results.doctor import Check, NodeReport
+
+
+class Examined:
+    def __init__(self) -> None:
+        self.status = "ok"
+        self.here: list[tuple[Any, Path]] = []
+        self.nodes: list[tuple[Any, Any, Path]] = []
+
+    def reports(self, *hosts: str) -> tuple[list[NodeReport], None]:
+        return [NodeReport(host, 0.0, (Check("disk", self.status, "seen", "free some"),)) for host in hosts], None
+
+    def examine_here(self, plan: Any, machine: Any, folder: Path) -> Any:
+        assert folder.is_dir() and folder.stat().st_mode & 0o077 == 0
+        self.here.append((plan, folder))
+        return self.reports("one")
+
+    def examine_nodes(self, plan: Any, reach: Any, folder: Path) -> Any:
+        assert folder.is_dir() and folder.is_absolute() and folder.stat().st_mode & 0o077 == 0
+        self.nodes.append((plan, reach, folder))
+        return self.reports("one", "two")
+
+
+@pytest.fixture
+def examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Examined:
+    found = Examined()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
+    monkeypatch.setattr(doctor, "examine_here", found.examine_here)
+    monkeypatch.setattr(doctor, "examine_nodes", found.examine_nodes)
+    monkeypatch.setattr(doctor, "slurm", SimpleNamespace(own_address=lambda: "10.0.0.1"))
+    return found
+
+
+def test_this_node_is_examined_and_nothing_is_left(examined: Examined, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["status"], [host["host"] for host in told["hosts"]]) == ("ok", ["one"])
+    ((plan, folder),) = examined.here
+    assert not folder.exists()
+    assert plan.num_nodes == 1 and plan.spec.model.num_layers > 2, "of the quickstart where no recipe is named"
+    assert run(["doctor", "recipe=tiny", "cluster.devices_per_node=1"]) == 0
+    assert "disk" in capsys.readouterr().out
+    assert (examined.here[-1][0].world_size, examined.here[-1][0].spec.model.num_layers) == (1, 2)
+
+
+@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("fail", 4)])
+def test_what_fails_is_the_machines_fault(examined: Examined, status: str, code: int) -> None:
+    examined.status = status
+    assert run(["doctor", "recipe=tiny", "--json"]) == code
+
+
+def test_every_node_of_a_slurm_job_is_examined(
+    examined: Examined, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    assert run(["doctor", "recipe=tiny", "--json"]) == 0
+    assert [host["host"] for host in json.loads(capsys.readouterr().out)["hosts"]] == ["one", "two"]
+    ((plan, reach, folder),) = examined.nodes
+    assert (plan.num_nodes, examined.here) == (2, [])
+    assert folder.parent == tmp_path / "runs" and not folder.exists(), "which the nodes share"
+    assert (reach.head, reach.start[0]) == ("10.0.0.1", "srun")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
+    assert run(["doctor", "recipe=tiny", "--json"]) == 0
+    assert len(examined.here) == 1

@@ -1,0 +1,78 @@
+"""Whole runs that change their layout: killed in the middle of a change, and refused the memory for one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainspec_cli.rundir.events import read_events
+from trainspec_cli.rundir.paths import RunDir
+
+RECIPE = (
+    *("recipe=tiny", "model.num_layers=4", "cluster.devices_per_node=2", "precision=fp32", "layout=fsdp"),
+    *("train.max_steps=20", "checkpoint.interval_steps=8", "checkpoint.mode=sync"),
+)
+TO_PIPELINE, MOVED = "{step: 10, pp: 2, dp_shard: 1}", "{step: 14, pp: 2, dp_shard: 1, stage_layers: [3, 1]}"
+CHANGES = f"scheduler.changes=[{TO_PIPELINE}, {MOVED}]"
+
+
+def directives(run: RunDir) -> list[dict[str, Any]]:
+    return [line for line in read_events(run.directives) if line["type"] == "directive"]
+
+
+def losses(run: RunDir) -> dict[int, float]:
+    """Step -> its loss, the last time that it was made."""
+    return {event["step"]: event["loss"] for event in read_events(run.events(0)) if event["type"] == "step"}
+
+
+@pytest.mark.slow
+def test_a_run_changes_its_layout_and_one_killed_meanwhile_repeats_it_to_the_bit(
+    trainspec, tmp_path: Path, read_result
+) -> None:
+    for name, arguments in (("plain", ()), ("changed", (CHANGES,))):
+        ended = trainspec("launch", *RECIPE, *arguments, f"run.dir={name}")
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+    changed, plain = RunDir(tmp_path / "changed"), RunDir(tmp_path / "plain")
+    first, second = directives(changed)
+    assert (first["step"], first["kind"], first["layout"]["pp"], first["counts"]) == (10, "layout", 2, [8])
+    assert (second["step"], second["kind"], second["layout"]["stage_layers"]) == (14, "layers", [3, 1])
+    assert first["before"]["dp_shard"] == 2
+    assert second["before"] == first["layout"]
+    assert all(line["applied"] and line["moved_bytes"] and line["peak_bytes"] for line in (first, second))
+    assert losses(changed) == pytest.approx(losses(plain), rel=1e-6)
+    said = " ".join(trainspec("report", "changed").stdout.split())
+    assert "step 10: the layout is now pp=2, and was dp_shard=2 zero_stage=3: the recipe plans it; " in said
+    assert "step 14: the stages' layers are now 3, 1, and were even: the recipe plans it; " in said
+
+    fault = "fault=move_kill(step=14,rank=1)"
+    ended = trainspec("launch", *RECIPE, CHANGES, fault, "run.dir=killed")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    killed = RunDir(tmp_path / "killed")
+    assert [line["number"] for line in read_events(killed.events(0)) if line["type"] == "directive"] == [1, 2]
+    assert [line["layout"] for line in directives(killed)] == [first["layout"], second["layout"]]
+    starts = [event["step"] for event in read_events(killed.events(0)) if event["type"] == "start"]
+    assert starts == [0, 8]
+    assert losses(killed) == losses(changed)
+    assert read_result("killed")["weights_sha256"] == read_result("changed")["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_a_run_without_the_memory_for_a_change_keeps_its_layout(trainspec, tmp_path: Path, read_result) -> None:
+    fault = "fault=move_oom(step=10,rank=1)"
+    ended = trainspec("launch", *RECIPE, f"scheduler.changes=[{TO_PIPELINE}]", fault, "run.dir=kept")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    kept = RunDir(tmp_path / "kept")
+    (tried,) = directives(kept)
+    assert (tried["applied"], tried["layout"]["pp"]) == (False, 2)
+    why = "the layout stays as it was: rank 1: OutOfMemoryError: a fault that the recipe asked for: no memory is left"
+    assert tried["reason"] == why
+    said = " ".join(ended.stdout.split())
+    assert "step 10: the layout is dp_shard=2 zero_stage=3 and could not become pp=2: " in said
+    ended = trainspec("launch", *RECIPE, "run.dir=plain")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert losses(kept) == losses(RunDir(tmp_path / "plain"))
+    assert read_result("kept")["weights_sha256"] == read_result("plain")["weights_sha256"]
+    assert json.loads(trainspec("report", "kept", "--json").stdout)["directives"][0]["applied"] is False

@@ -1,0 +1,246 @@
+"""Move the state of one layout into another, between the same processes, in memory.
+
+Tensors are moved in buckets, and what the old layout held of a bucket is let go of before the next one, so that little
+lies twice. Until the last bucket has arrived the way back is open: a rank that cannot go on says so before any message
+of its bucket is sent, and all of them move what was moved back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainspec_cli.engine.checkpoint.moves import (
+    Move,
+    PartPlace,
+    Places,
+    fill_buckets,
+    peak_bytes,
+    plan_moves,
+)
+from trainspec_cli.engine.checkpoint.parts import Held, TensorPart, copy_twins, slices
+from trainspec_cli.engine.comm.json_collectives import gather_json
+from trainspec_cli.engine.shares import unique_shares
+from trainspec_cli.spec.structure import convert
+from trainspec_cli.units import format_bytes
+
+MESSAGE_CHARS = 500
+
+
+class ReshardError(Exception):
+    """The state could not be moved; every rank raises it, and holds what it held before."""
+
+
+@dataclass(frozen=True)
+class Resharded:
+    """What a change of layout took."""
+
+    moved_bytes: int
+    """Sent from one rank to another, over all ranks."""
+    peak_bytes: int
+    """The most that a rank held of the state while it was moved."""
+
+
+def agree_on_failure(own: str) -> str:
+    """Return, on every rank, why the first that failed did; empty where none has. Called by every rank together.
+
+    Where none has, that takes one small exchange.
+    """
+    failed = torch.tensor([int(bool(own))])
+    dist.all_reduce(failed, dist.ReduceOp.MAX)
+    if not failed.item():
+        return ""
+    failures = gather_json(own[:MESSAGE_CHARS], lambda text: convert(str, text))
+    return next(f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure)
+
+
+class Storages:
+    """The parts of one layout that this rank holds, whose memory is given back and taken again by name."""
+
+    def __init__(self, parts: Sequence[TensorPart]):
+        self.parts = {part.name: part for part in parts}
+        self._sizes = {name: _storage_bytes(part.tensor) for name, part in self.parts.items()}
+
+    def take(self, names: Sequence[str]) -> None:
+        """Allocate the memory of parts anew. Raises MemoryError or RuntimeError where there is none."""
+        for name in names:
+            if name in self.parts:
+                self.parts[name].tensor.untyped_storage().resize_(self._sizes[name])
+
+    def give_back(self, names: Sequence[str]) -> None:
+        """Let go of the memory of parts, and of their content."""
+        for name in names:
+            if name in self.parts:
+                self.parts[name].tensor.untyped_storage().resize_(0)
+
+
+def _storage_bytes(tensor: Tensor) -> int:
+    """FSDP2 pads the storage of a parameter; that of a moment may have been let go of already."""
+    needed = (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()
+    return max(needed, tensor.untyped_storage().nbytes())
+
+
+@torch.no_grad()
+def reshard(
+    old: Held,
+    new: Held,
+    prepare: Callable[[int, int], None] = lambda bucket, buckets: None,
+    room_bytes: float = math.inf,
+) -> Resharded:
+    """Fill `new`, whose memory this allocates anew, from `old`, whose memory it lets go of.
+
+    Called by every rank together. `prepare` is called with (bucket, number of buckets) where this rank can still say
+    that it cannot go on, by raising. `room_bytes` are what this rank may take beside what it holds; where that is too
+    little, nothing moves. Raises ReshardError, on all ranks, where one of them could not.
+    """
+    before, after = Storages(old.parts()), Storages(new.parts())
+    after.give_back(list(after.parts))
+    held = _places(before), _places(after)
+    try:
+        moves, buckets = plan_moves(*held), fill_buckets(*held)
+    except ValueError as error:
+        raise ReshardError(str(error)) from error  # every rank has computed the same
+    own = dist.get_rank()
+    peak = peak_bytes(held[0][own], held[1][own], moves, buckets, own)
+    if reason := agree_on_failure(_lacking(peak - sum(place.bytes for place in held[0][own]), room_bytes)):
+        raise ReshardError(reason)
+    by_name = _by_name(moves)
+    for number, names in enumerate(buckets):
+        of_bucket = [move for name in names for move in by_name[name]]
+        failure = _move(of_bucket, names, before, after, partial(prepare, number, len(buckets)))
+        if failure:
+            _move_back(buckets[:number], _by_name(plan_moves(held[1], held[0])), before, after)
+            raise ReshardError(failure)
+    _take_twins(new)
+    copy_twins(new.shares, new.optimizer)
+    sent = sum(move.bytes for move in moves if not move.stays)
+    return Resharded(sent, max(gather_json(peak, lambda size: convert(int, size))))
+
+
+def _lacking(needed_bytes: int, room_bytes: float) -> str:
+    if needed_bytes <= room_bytes:
+        return ""
+    return f"the move takes {format_bytes(needed_bytes)} beside what is held, and {format_bytes(room_bytes)} are left"
+
+
+def _take_twins(held: Held) -> None:
+    """Allocate the moments of second copies of a parameter, which are no parts of their own."""
+    first = {id(share) for share in unique_shares(held.shares)}
+    for share in held.shares:
+        if id(share) not in first:
+            for moment in held.optimizer.state[share.local].values():
+                moment.untyped_storage().resize_(_storage_bytes(moment))
+
+
+def _places(storages: Storages) -> Places:
+    own = [PartPlace.of(part).plain for part in storages.parts.values()]
+    return gather_json(own, lambda plain: [PartPlace.read(place) for place in plain])
+
+
+def _by_name(moves: Sequence[Move]) -> dict[str, list[Move]]:
+    by_name: dict[str, list[Move]] = defaultdict(list)
+    for move in moves:
+        by_name[move.name].append(move)
+    return by_name
+
+
+def _move_back(
+    buckets: Sequence[Sequence[str]], by_name: dict[str, list[Move]], before: Storages, after: Storages
+) -> None:
+    """Fill `before` again by the moves from `after`, which are not those forward: of a part that several ranks held,
+    one gave its content away.
+
+    Raises RuntimeError where even that cannot be: the run then starts again from its newest checkpoint."""
+    for names in reversed(buckets):
+        back = [move for name in names for move in by_name[name]]
+        if error := _move(back, names, after, before, lambda: None):
+            raise RuntimeError(f"the state could not be moved back to the layout before: {error}")
+
+
+# One bucket
+
+
+@dataclass(frozen=True)
+class _Message:
+    """All slices of a bucket that go from one rank to another on one kind of device."""
+
+    moves: Sequence[Move]
+    buffer: Tensor
+
+    @staticmethod
+    def allocate(moves: Sequence[Move], side: Storages) -> _Message:
+        device = side.parts[moves[0].name].tensor.device
+        return _Message(moves, torch.empty(sum(move.bytes for move in moves), dtype=torch.uint8, device=device))
+
+    def contents(self) -> Iterator[tuple[Move, Tensor]]:
+        """Yield each slice's place in the buffer, in its own format and shape."""
+        parts = self.buffer.split([move.bytes for move in self.moves])
+        for move, part in zip(self.moves, parts, strict=True):
+            yield move, part.view(move.dtype).view([end - begin for begin, end in move.spans])
+
+
+def _move(
+    moves: Sequence[Move], names: Sequence[str], source: Storages, target: Storages, prepare: Callable[[], None]
+) -> str | None:
+    """Move the tensors of a bucket; return why not, on every rank alike, where one of them has no memory for it.
+
+    Then nothing has changed.
+    """
+    failure, outgoing, incoming = "", list[_Message](), list[_Message]()
+    try:
+        prepare()
+        target.take(names)
+        outgoing, incoming = _pack(moves, source, target)
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    if reason := agree_on_failure(failure):
+        target.give_back(names)
+        return reason
+    _exchange(outgoing, incoming)
+    for move in moves:
+        if move.stays and move.target == dist.get_rank():
+            _slice(target.parts[move.name], move).copy_(_slice(source.parts[move.name], move))
+    for move, content in (received for message in incoming for received in message.contents()):
+        _slice(target.parts[move.name], move).copy_(content)
+    source.give_back(names)
+    return None
+
+
+def _pack(moves: Sequence[Move], source: Storages, target: Storages) -> tuple[list[_Message], list[_Message]]:
+    """-> (the messages of this rank, filled; those that it will get)."""
+    outgoing: dict[tuple[int, str], list[Move]] = defaultdict(list)
+    incoming: dict[tuple[int, str], list[Move]] = defaultdict(list)
+    own = dist.get_rank()
+    for move in sorted(moves, key=lambda move: -move.dtype.itemsize):  # so that every slice is aligned
+        if move.stays:
+            continue
+        if move.source == own:
+            outgoing[move.target, source.parts[move.name].tensor.device.type].append(move)
+        if move.target == own:
+            incoming[move.source, target.parts[move.name].tensor.device.type].append(move)
+    sent = []
+    for _, group in sorted(outgoing.items()):
+        message = _Message.allocate(group, source)
+        for move, content in message.contents():
+            content.copy_(_slice(source.parts[move.name], move))
+        sent.append(message)
+    return sent, [_Message.allocate(group, target) for _, group in sorted(incoming.items())]
+
+
+def _exchange(outgoing: Sequence[_Message], incoming: Sequence[_Message]) -> None:
+    operations = [dist.P2POp(dist.isend, message.buffer, message.moves[0].target) for message in outgoing]
+    operations += [dist.P2POp(dist.irecv, message.buffer, message.moves[0].source) for message in incoming]
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+
+
+def _slice(part: TensorPart, move: Move) -> Tensor:
+    """A view of a part's slice; of a scalar the whole."""
+    return part.tensor[slices(move.spans, part.offsets)] if move.spans else part.tensor

@@ -1,0 +1,159 @@
+"""The live run in simulation: the decisions of `policy`, on measured times with noise.
+
+Every rank's tracker measures that rank's computing, the scheduler of each replica group sees the confirmed speeds as
+often as the engine exchanges them, and a change holds from the next step on, as in `engine/run/scheduling.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from trainspec_cli.policy.division import Division, Portion, weighted_counts
+from trainspec_cli.policy.scheduling import (
+    COST_STEPS,
+    ShareChange,
+    ShareScheduler,
+    describe_rates,
+    exchange_each_s,
+    group_weights,
+    samples_per_s,
+)
+from trainspec_cli.policy.speeds import SETTLING_S, Speed, SpeedTracker, slowest
+from trainspec_cli.scheduler.cluster import StepSeconds
+from trainspec_cli.scheduler.disturbance import Disturbance
+from trainspec_cli.scheduler.job import DisturbedJob, Taken, seconds_of, take
+from trainspec_cli.scheduler.situation import Situation
+from trainspec_cli.spec.results.simulation import SimulatedDecision
+
+
+class LiveGroup:
+    """A replica group of the live run: its ranks' trackers, and its scheduler."""
+
+    def __init__(self, job: DisturbedJob, group: int, interval: int):
+        self._job, self._interval = job, interval
+        stages = len(job.cluster.parts.stages)
+        self.trackers = [
+            [SpeedTracker(job.change, SETTLING_S) for _ in range(stages)] for _ in range(job.groups[group].size)
+        ]
+        self._scheduler = ShareScheduler(
+            job.even, job.largest_micro_batch, job.change, keeps_micro_batches=job.keeps_micro_batches
+        )
+        self.division = self._scheduler.division
+        """The division in force; a decision holds from the next step on."""
+        self.due: ShareChange | None = None
+        self.rate = 0.0
+
+    def begin_step(self) -> ShareChange | None:
+        """Return the change that this step begins with."""
+        change, self.due = self.due, None
+        self.division = self._scheduler.division
+        return change
+
+    def end_step(self, taken: Taken, measured_s: list[list[float]], exchanged_s: float, *, reports: bool) -> None:
+        """Take in what each stage (inner) of each rank (outer) measured. The speeds that are exchanged in a step are
+        those before it."""
+        speeds = self._speeds(taken.counts) if reports else []
+        for trackers, samples, row_s in zip(self.trackers, taken.counts, measured_s, strict=True):
+            for tracker, own_s in zip(trackers, row_s, strict=True):
+                tracker.note(samples, taken.micro_batches, own_s)
+        if reports:
+            self.rate = samples_per_s(speeds)
+            each_s = exchange_each_s(self._job.layout, exchanged_s / taken.micro_batches)
+            samples, steps, change_s = sum(taken.counts), self._interval, self._job.change_s
+            self.due = self._scheduler.note_step(samples, speeds, each_s, steps, change_s)
+
+    def _speeds(self, counts: Sequence[int]) -> list[Speed | None]:
+        if len(self.trackers[0]) == 1:
+            return [tracker.speed for (tracker,) in self.trackers]
+        return [
+            slowest([tracker.speed for tracker in trackers], samples)
+            for trackers, samples in zip(self.trackers, counts, strict=True)
+        ]
+
+
+class LiveRun:
+    """The run with the scheduler."""
+
+    def __init__(self, job: DisturbedJob, disturbance: Disturbance, interval: int):
+        """`interval`: steps between two exchanges of the ranks' speeds."""
+        self._job, self._noise, self._interval = job, disturbance.noise, interval
+        self._random = np.random.default_rng(disturbance.seed)
+        self._groups = {group: LiveGroup(job, group, interval) for group in range(len(job.groups))}
+        self._weights: tuple[float, ...] = ()
+        self._present: tuple[int, ...] = tuple(self._groups)
+        self._made: tuple[tuple[object, ...], list[Taken], StepSeconds] | None = None
+        self.decisions: list[SimulatedDecision] = []
+
+    def make_step(self, step: int, situation: Situation) -> float:
+        """Return the seconds that the step takes."""
+        job, present = self._job, situation.present
+        self._welcome(present)
+        portions = job.portions(self._weigh(step, situation))
+        changes = {group: self._groups[group].begin_step() for group in present}
+        divisions = [self._groups[group].division for group in present]
+        taken, seconds = self._make(situation, portions, divisions)
+        self._measure(step, present, taken, seconds)
+        paid_s = 0.0
+        for group, own in zip(present, taken, strict=True):
+            if change := changes[group]:
+                self._note(step, group, change, own, seconds)
+                paid_s = max(paid_s, min(job.change_s, COST_STEPS * change.after_s))
+        return seconds.total_s + paid_s
+
+    def _welcome(self, present: tuple[int, ...]) -> None:
+        """A group that comes back has been started anew: it knows no speeds."""
+        for group in set(present) - set(self._present):
+            self._groups[group] = LiveGroup(self._job, group, self._interval)
+        self._present = present
+
+    def _weigh(self, step: int, situation: Situation) -> tuple[float, ...]:
+        """Return the shares of the groups that are there, as they agree on them."""
+        present = situation.present
+        rates = group_weights([self._groups[group].rate for group in present], self._job.change)
+        before, self._weights = self._weights, rates
+        if len(before) == len(present):
+            was, now = (weighted_counts(situation.samples, weights) for weights in (before, self._weights))
+            if was != now:
+                before_s, after_s = (max(n / rate for n, rate in zip(own, rates, strict=True)) for own in (was, now))
+                reason = describe_rates(present, rates)
+                self.decisions.append(
+                    SimulatedDecision(step, "group_shares", None, reason, None, None, before_s, after_s, after_s)
+                )
+        return self._weights
+
+    def _make(
+        self, situation: Situation, portions: Sequence[Portion], divisions: Sequence[Division]
+    ) -> tuple[list[Taken], StepSeconds]:
+        """Return who processes what, and the step's true times; most steps are as the one before."""
+        key = (id(situation), *portions, *map(id, divisions))
+        if self._made is None or self._made[0] != key:
+            taken = take(portions, divisions)
+            self._made = key, taken, seconds_of(self._job, situation.condition, situation.present, taken)
+        return self._made[1:]
+
+    def _measure(self, step: int, present: Sequence[int], taken: Sequence[Taken], seconds: StepSeconds) -> None:
+        noise = self._random.normal(1.0, self._noise, seconds.passes_s.shape)
+        measured_s = (seconds.passes_s * noise).T
+        for group, own in zip(present, taken, strict=True):
+            own_s = measured_s[self._job.groups[group].rows].tolist()
+            reports = step % self._interval == 0
+            self._groups[group].end_step(own, own_s, seconds.exchanged_s, reports=reports)
+
+    def _note(self, step: int, group: int, change: ShareChange, taken: Taken, seconds: StepSeconds) -> None:
+        rows, micro_batches = self._job.groups[group].rows, taken.micro_batches
+        each_s = exchange_each_s(self._job.layout, seconds.exchanged_s / micro_batches)
+        self.decisions.append(
+            SimulatedDecision(
+                step=step,
+                kind="shares",
+                group=group if len(self._job.groups) > 1 else None,
+                reason=change.reason,
+                micro_batch_size=change.division.micro_batch_size,
+                micro_batches=micro_batches,
+                before_s=change.before_s,
+                expected_s=change.after_s,
+                achieved_s=float(seconds.passes_s[:, rows].max()) + micro_batches * each_s,
+            )
+        )
