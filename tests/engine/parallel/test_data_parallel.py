@@ -14,42 +14,32 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from trainspec_cli.engine.parallel import data_parallel
 from trainspec_cli.engine.parallel.data_parallel import (
     DataParallel,
-    NoiseProbe,
     _NothingToReduce,
     _shardable_dim,
     _sum_over_replicas,
     _TimedCollective,
 )
+from trainspec_cli.engine.parallel.noise import NoiseProbe
 
 CPU = torch.device("cpu")
 
 
+ALONE: Any = SimpleNamespace(size=1)
+
+
 def how(replicas: int = 1, *, offload: bool = False) -> DataParallel:
     peers: Any = SimpleNamespace(size=replicas)
-    return DataParallel(torch.float32, torch.float32, True, offload, peers, nullcontext, NoiseProbe(CPU))
-
-
-def test_a_probe_weighs_each_gradient_by_its_samples_and_begins_each_step_anew() -> None:
-    probe, gradient = NoiseProbe(CPU), torch.tensor([3.0, 4.0]).bfloat16()
-    probe.add(gradient)
-    assert probe.take() == 0.0, "nothing is looked at before a weight is known"
-    probe.weight = 0.5
-    probe.add(gradient)
-    probe.weight = 0.25
-    probe.add(gradient)
-    taken = probe.take()
-    assert taken.dtype == torch.float64
-    assert taken.item() == 25 / 0.5 + 25 / 0.25
-    probe.add(gradient)
-    assert probe.take() == 0.0
+    probe = NoiseProbe(CPU, ALONE, ALONE, ALONE)
+    return DataParallel(torch.float32, torch.float32, True, offload, peers, nullcontext, probe, lambda name: "own")
 
 
 def test_gradients_are_looked_at_before_replicas_sum_them() -> None:
-    probe, gradient = NoiseProbe(CPU), torch.tensor([3.0])
-    probe.weight = 1.0
-    replicas: Any = SimpleNamespace(sum_=lambda x: x.mul_(2))
-    _sum_over_replicas(replicas, probe, gradient)
-    assert (gradient.item(), probe.take().item()) == (6.0, 9.0)
+    gradient, seen = torch.tensor([3.0]), list[float]()
+    replicas: Any = SimpleNamespace(size=2, sum_=lambda x: x.mul_(2))
+    _sum_over_replicas(replicas, lambda x: seen.append(x.item()), gradient)
+    assert (gradient.item(), seen) == (6.0, [3.0])
+    _sum_over_replicas(ALONE, lambda x: seen.append(x.item()), gradient)
+    assert (gradient.item(), seen) == (6.0, [3.0, 6.0]), "one replica alone sums nothing"
     _sum_over_replicas(replicas, None, gradient)
     assert gradient.item() == 12.0
 
@@ -68,14 +58,12 @@ def test_an_exchange_over_shards_is_timed_and_its_input_looked_at() -> None:
         output.copy_(source * 2)
         return "its work"
 
-    probe = NoiseProbe(CPU)
-    probe.weight = 1.0
-    timed = _TimedCollective(collective, time, probe)
+    timed = _TimedCollective(collective, time, lambda x: order.append(x.tolist()))
     output = timed.allocate((2,), dtype=torch.bfloat16, device=CPU)
     assert (tuple(output.shape), output.dtype) == ((2,), torch.bfloat16)
     assert timed(output, torch.tensor([3.0, 4.0]), "group", async_op=False) == "its work"  # type: ignore[arg-type]
-    assert order == ["begins", ("group", False), "ends"]
-    assert (output.tolist(), probe.take().item()) == ([6.0, 8.0], 25.0)
+    assert order == [[3.0, 4.0], "begins", ("group", False), "ends"]
+    assert output.tolist() == [6.0, 8.0]
 
 
 def test_over_one_rank_input_and_output_are_one_buffer() -> None:
@@ -107,11 +95,15 @@ class Module:
         return lambda value: self.told.append((name, value))
 
 
-@pytest.mark.parametrize(("shards", "replicas", "probed"), [(1, 1, None), (2, 1, None), (1, 2, True), (2, 2, False)])
+@pytest.mark.parametrize(("shards", "replicas", "probed"), [(1, 1, True), (2, 1, None), (1, 2, True), (2, 2, False)])
 def test_gradients_are_sums_and_are_looked_at_once(shards: int, replicas: int, probed: bool | None) -> None:
     """Where shards are summed first, their exchange does."""
     module, given = Module(), how(replicas)
-    data_parallel._sum_gradients(module, SimpleNamespace(size=lambda: shards), given)  # type: ignore[arg-type]
+
+    def look(gradients: torch.Tensor) -> None:
+        raise AssertionError("nothing is reduced here")
+
+    data_parallel._sum_gradients(module, SimpleNamespace(size=lambda: shards), given, look)  # type: ignore[arg-type]
     told = dict(module.told)
     sums = {"set_gradient_divide_factor": 1.0, "set_force_sum_reduction_for_comms": True}
     assert {name: value for name, value in told.items() if name in sums} == (sums if shards > 1 else {})
@@ -119,7 +111,7 @@ def test_gradients_are_sums_and_are_looked_at_once(shards: int, replicas: int, p
     assert (hook is None) == (probed is None)
     if hook is not None:
         assert hook.func is _sum_over_replicas
-        assert hook.args == (given.replicas, given.noise if probed else None)
+        assert hook.args == (given.replicas, look if probed else None)
 
 
 def test_a_backward_that_exchanges_nothing_is_not_the_last() -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainspec_cli.certify.cases import Case, build_plan
+from trainspec_cli.certify.families import SAMPLES
 from trainspec_cli.engine.build.train_state import TrainState, build_train_state
 from trainspec_cli.engine.checkpoint import reshard
 from trainspec_cli.engine.checkpoint.moves import fill_buckets
@@ -28,6 +29,7 @@ from trainspec_cli.engine.run import relayout
 from trainspec_cli.engine.run.relayout import Meshes, RelayoutError, change_layout
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.tools.certify_worker import drawn_batch
+from trainspec_cli.policy.division import even_division
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.results.plan import Plan
@@ -65,7 +67,9 @@ def train(state: TrainState, plan: Plan, first: int, last: int) -> list[float]:
     losses = []
     for step in range(first, last):
         set_learning_rate(state.optimizer, plan.spec.optim.lr)
-        outcome = train_step(state, drawn_batch(plan, state, step), global_tokens=plan.tokens_per_step, clip_norm=None)
+        own = even_division(plan.layout, plan.micro_batch_size).of_rank(state.mesh.data_rank, SAMPLES * step, SAMPLES)
+        batch = drawn_batch(plan.spec, state, own)
+        outcome = train_step(state, batch, global_tokens=plan.tokens_per_step, clip_norm=None)
         assert outcome is not None
         losses.append(outcome.loss.item())
     return losses

@@ -25,10 +25,12 @@ class StepPace:
         self.state = BatchPace(plan.spec.batching.global_batch_size, NoiseAverage())
 
     def adopt(self, plan: Plan) -> None:
-        """Go on in another layout."""
+        """Go on in another layout.
+
+        Under cp the noise takes an exchange of all gradients, which nobody pays for where nothing follows it.
+        """
         hindrance = noise_hindrance(plan.spec.model, plan.layout, plan.replica_groups, plan.grad_accum_steps)
         self.measures_noise = not hindrance and (self.follows_noise or plan.layout.cp == 1)
-        """Under cp it takes an exchange of all gradients, which nobody pays for where nothing follows it."""
 
     @property
     def kept(self) -> BatchPace | None:

@@ -152,6 +152,7 @@ class MemoryRelief:
             abandon_passes(part)
         clear_gradients(self._state.shares)
         forget_visits(self._state.routers)
+        self._state.stages.noise.begin(None)
         if self._emergency:
             self._emergency.restore_kept()
         gc.collect()

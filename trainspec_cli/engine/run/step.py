@@ -132,8 +132,8 @@ def compute_gradients(
 ) -> Tensor:
     """Compute the gradients of the global batch's mean loss, and return this rank's share of it.
 
-    The ranks' shares sum to the loss. `parts`: where the noise of the gradients is to be measured. Raises
-    PassesOutOfMemory.
+    The ranks' shares sum to the loss. `parts`: where the noise of the gradients is to be measured.
+    Raises PassesOutOfMemory.
     """
     layout, noise = state.mesh.layout, state.stages.noise
     noise.begin(parts)
