@@ -94,9 +94,11 @@ Start = Callable[..., RunContext]
 def start(tmp_path: Path) -> Start:
     """start(fault=..., micro=4): a run of one process that can take less memory."""
 
-    def start(fault: str = "", micro: int = BATCH, name: str = "run", ladder: bool = True) -> RunContext:
+    def start(
+        fault: str = "", micro: int = BATCH, name: str = "run", ladder: bool = True, compute: str = "fp32"
+    ) -> RunContext:
         batching = replace(SPEC.batching, micro_batch_size=micro)
-        made = replace(plan(replace(SPEC, fault=fault, batching=batching), MACHINE), peak_flops=1e9)
+        made = replace(plan(replace(SPEC, fault=fault, batching=batching), MACHINE), peak_flops=1e9, compute=compute)  # type: ignore[arg-type]
         if ladder:
             made = replace(made, memory_ladder=build_ladder(made.memory_setting, may_offload=False))
         run_dir = RunDir(tmp_path / name)
@@ -140,10 +142,11 @@ def test_a_process_of_its_own_makes_the_step_again_with_smaller_micro_batches(st
 
 
 @pytest.mark.parametrize("at", ["forward", "backward"])
-@pytest.mark.parametrize("micro_batch", [1, 2])
-def test_passes_that_were_cut_short_leave_nothing_behind(start: Start, at: str, micro_batch: int) -> None:
-    """In the first micro-batch, or in the second, when gradients have been added up; in the midst of the model."""
-    context = start()
+@pytest.mark.parametrize(("micro_batch", "compute"), [(1, "fp32"), (2, "fp32"), (2, "bf16")])
+def test_passes_that_were_cut_short_leave_nothing_behind(start: Start, at: str, micro_batch: int, compute: str) -> None:
+    """In the first micro-batch, or in the second, when gradients have been added up (of bf16 ones in fp32); in the
+    midst of the model."""
+    context = start(compute=compute)
     trainer = Trainer(context, SingleGroup(context))
     state, pairs = context.state, [Source().read(OwnSamples((first,), (2,)))[0] for first in (0, 2, 4)]
     compute_gradients(state, pairs, 6 * TOKENS)
