@@ -90,12 +90,14 @@ def test_the_peak_that_is_stated_is_what_a_rank_held(quick: list[dict[str, Any]]
     assert all(rank["buckets"]["changed"] == [] for rank in quick)
 
 
-@pytest.mark.parametrize("at", ["0.0", "1.0"])
-def test_a_change_that_fails_on_one_rank_leaves_every_bit_as_it_was(quick: list[dict[str, Any]], at: str) -> None:
+@pytest.mark.parametrize(("at", "layout"), [("0.0", "pp=2"), ("1.0", "dp_replicate=2")])
+def test_a_change_that_fails_on_one_rank_leaves_every_bit_as_it_was(
+    quick: list[dict[str, Any]], at: str, layout: str
+) -> None:
     for rank in quick:
         found = rank[f"failed at {at}"]
         assert found["error"] == "rank 1: MemoryError: nothing is left"
-        assert (found["layout"], found["changed"], found["after"]) == ("pp=2", [], [])
+        assert (found["layout"], found["changed"], found["after"]) == (layout, [], [])
         assert found["losses"] == found["wanted"]
 
 
