@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from trainspec_cli.engine.parallel import data_parallel
@@ -18,8 +20,12 @@ from trainspec_cli.engine.parallel.data_parallel import (
     _shardable_dim,
     _sum_over_replicas,
     _TimedCollective,
+    apply_data_parallel,
+    exchange_in_backward,
+    exchange_now,
 )
 from trainspec_cli.engine.parallel.noise import NoiseProbe
+from trainspec_cli.engine.parallel.pipeline import WeightQueue
 
 CPU = torch.device("cpu")
 
@@ -124,6 +130,40 @@ def test_a_backward_that_exchanges_nothing_is_not_the_last() -> None:
         ("set_requires_gradient_sync", False),
         ("set_is_last_backward", False),
     ]
+
+
+class Stage(nn.Sequential):
+    def block_modules(self) -> list[nn.Module]:
+        return [self[1]]
+
+
+def gradients_of_a_bf16_step(*, split: bool) -> list[torch.Tensor]:
+    """Two micro-batches' gradients, exchanged in fp32. `split`: the weights' gradients come after the backwards."""
+    torch.manual_seed(0)
+    stage, queue = Stage(nn.LayerNorm(6), nn.Linear(6, 5), nn.Linear(5, 4)), WeightQueue()
+    queue.apply(stage)
+    formats = replace(how(), compute=torch.bfloat16)
+    apply_data_parallel(stage, [], init_device_mesh("cpu", (1,)), None, formats)
+    for number in range(2):
+        exchange_in_backward(stage, not split and number == 1)  # type: ignore[arg-type]
+        if split:
+            queue.hold(0, number)
+        stage(torch.randn(3, 6)).square().sum().backward()
+        queue.stop_holding()
+    if split:
+        for number in range(2):
+            queue.work_off(0, number)
+        exchange_now(stage)  # type: ignore[arg-type]
+    return [parameter.grad.full_tensor() for parameter in stage.parameters()]  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("one_process")
+def test_gradients_that_come_after_their_backward_are_exchanged_with_the_others() -> None:
+    """Norms and biases have theirs from the backward, in fp32 already; those of the weights are still bf16, and their
+    sum over the micro-batches is rounded to it."""
+    plain, split = gradients_of_a_bf16_step(split=False), gradients_of_a_bf16_step(split=True)
+    assert all(gradient.dtype == torch.float32 and gradient.any() for gradient in split)
+    torch.testing.assert_close(split, plain, rtol=torch.finfo(torch.bfloat16).eps, atol=0)
 
 
 @pytest.mark.parametrize(("device", "pinned"), [("cpu", False), ("cuda", True)])
