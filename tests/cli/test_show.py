@@ -55,6 +55,11 @@ def test_a_key_that_is_null_differs_from_one_that_is_not_there(capsys, write) ->
     assert [difference["path"] for difference in shown["differences"]] == ["train.eval_interval_steps"]
 
 
+def test_a_key_that_only_the_other_has(capsys) -> None:
+    lines = show(capsys, "recipe=tiny", "~compile", "--diff", "tiny").splitlines()
+    assert [line.split() for line in lines] == [["tiny", "tiny"], ["compile", "-", "false"]]
+
+
 def test_nothing_differs(capsys) -> None:
     assert show(capsys, "recipe=tiny", "--diff", "tiny") == "tiny and tiny do not differ\n"
 

@@ -80,6 +80,7 @@ def test_a_recipe_by_its_path(tmp_path: Path, write) -> None:
     composed = compose("else where/my own.yaml", [], tmp_path)
     assert (composed.problems, composed.recipe, composed.data["train"]["max_steps"]) == ((), "my own", 5)
     assert compose("tiny", [], tmp_path).data["train"]["max_steps"] == 20
+    assert compose("else where/tiny.yaml", [], tmp_path).data["train"]["max_steps"] == 5, "not the shipped one"
 
 
 def test_a_recipe_in_a_folder_and_one_built_on_another(tmp_path: Path, write) -> None:

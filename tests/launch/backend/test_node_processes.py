@@ -133,6 +133,24 @@ def only(open_node, make_job) -> Callable[[str], Node]:
     return make
 
 
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_of_two_groups_on_a_node_one_is_ended_alone(
+    open_node, make_job, make_plan, eventually, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_processes, "torchrun_command", lambda *_: ("env", "RANK=0", "sleep", "600"))
+    job, plan = make_job("endless"), replace(make_plan(), replica_groups=2)
+    node = open_node(replace(job, environment={**job.environment, "TRAINSPEC_LAUNCH_ID": LAUNCH}), plan)
+    for group in range(2):
+        node.processes.start(group, 1)
+    eventually(lambda: {worker.name() for worker in node.workers(2)} == {"sleep"})
+    getattr(node.processes, end)(1)
+    messages = []
+    eventually(lambda: messages.extend(node.processes.poll()) or GroupExited in map(type, messages))
+    assert {message.group for message in messages} == {1}
+    (left,) = processes.workers(LAUNCH)
+    assert left.environ()[GROUP] == "0"
+
+
 def test_a_group_is_started_fails_is_killed_and_started_again(second: Node) -> None:
     for number in (1, 2):
         second.processes.start(1, number)

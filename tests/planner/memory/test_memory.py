@@ -47,6 +47,16 @@ def test_zero_shards_the_optimizer_then_the_gradients(stage: int, each: float) -
     assert states == pytest.approx(each * count_params(models()["llama3_8b"]), rel=0.01)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(dp_shard=8), Layout(dp_shard=8, ep=8), Layout(dp_shard=4, tp=2, ep=4), Layout(dp_shard=4, tp=2, etp=2)],
+    ids=["by data parallelism", "an expert a rank", "also over tp", "cut experts"],
+)
+def test_a_rank_has_its_share_of_the_optimizer_state_however_experts_are_spread(layout: Layout) -> None:
+    memory = estimate_memory(setup_of("mixtral_8x7b", layout=replace(layout, zero_stage=1)))[0]
+    assert memory.optimizer_bytes == pytest.approx(12 * count_params(models()["mixtral_8x7b"]) / 8, rel=0.01)
+
+
 def test_fully_sharded_states_fall_with_the_ranks() -> None:
     software = Software(weight_bytes=4.0, master_bytes=0.0)
     small = peak_bytes(setup_of(layout=Layout(dp_shard=64), software=software))

@@ -180,6 +180,12 @@ def test_data_files(make_spec, tmp_path, monkeypatch) -> None:
         ("missing_file", "data.path", "`data.path` is /no/where; there is no such folder",
          "type data.path=<the folder's path>")
     ]  # fmt: skip
+    for source in ("tokens", "images", "volumes"):
+        is_a_file = check(make_spec({"data.source": source, "data.path": "a.txt"}))
+        message = f"`data.path` is a.txt; there is no such folder in {tmp_path}"
+        assert message in [problem.message for problem in is_a_file]
+        missing = check(make_spec({"data.source": source, "data.path": None}))
+        assert f"`data.path` is null; data={source} reads a folder" in [problem.message for problem in missing]
     assert told(check(make_spec({"data.source": "jsonl", "data.path": None}))) == [
         ("missing_value", "data.path", "`data.path` is null; data=jsonl reads a file, folder or glob",
          "type data.path=<path>")

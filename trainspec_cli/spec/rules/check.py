@@ -161,16 +161,17 @@ def data_path(spec: RunSpec) -> Iterator[Problem]:
 
 def _source_path(source: str, path: str | None, where: str) -> Iterator[Problem]:
     chosen = f"data={source}" if where == "data" else source
+    kind = "folder" if source in OF_FOLDERS else "file, folder or glob"
     if source in WITHOUT_PATH:
         if path is not None:
             message = f"`{where}.path` is {path}, but {chosen} reads no file of yours"
             yield Problem("unsupported", message, f"{where}.path", f"type {WITHOUT_PATH[source]}")
     elif path is None:
-        message = f"`{where}.path` is null; {chosen} reads a file, folder or glob"
+        message = f"`{where}.path` is null; {chosen} reads a {kind}"
         hint = f"type {where}.path=<path>"
         yield Problem(code="missing_value", path=f"{where}.path", message=message, hint=hint)
     elif not _exists(path, folder_only=source in OF_FOLDERS):
-        yield _missing_file(f"{where}.path", path, "folder" if source in OF_FOLDERS else "file, folder or glob")
+        yield _missing_file(f"{where}.path", path, kind)
 
 
 def one_tokenizer(spec: RunSpec) -> Iterator[Problem]:
