@@ -34,7 +34,7 @@ from trainspec_cli.rundir.event_types import (
     StartEvent,
     StepEvent,
 )
-from trainspec_cli.spec.canonical import ABSENT, to_plain
+from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.spec.recipe.batching import BatchScheduleSpec
 from trainspec_cli.spec.recipe.kernels import KernelSpec
 from trainspec_cli.spec.recipe.layout import Layout
@@ -327,8 +327,8 @@ RELAYOUT = replace(
     reason="the recipe plans it",
     before_s=0.0,
     expected_s=0.0,
-    before=to_plain(Layout(dp_shard=4)),
-    layout=to_plain(Layout(pp=2, dp_shard=2, zero_stage=1)),
+    before=Layout(dp_shard=4),
+    layout=Layout(pp=2, dp_shard=2, zero_stage=1),
     pause_s=0.31,
     moved_bytes=2**20,
     peak_bytes=3 * 2**20,
@@ -347,7 +347,7 @@ def test_a_change_of_layout_says_what_it_was_and_took() -> None:
 
 
 def test_moved_layers_say_how_they_were_cut() -> None:
-    before, after = (to_plain(Layout(pp=2, stage_layers=layers)) for layers in (None, (3, 1)))
+    before, after = (Layout(pp=2, stage_layers=layers) for layers in (None, (3, 1)))
     moved = replace(RELAYOUT, kind="layers", before=before, layout=after)
     assert describe_event(moved).startswith("step 30: the stages' layers are now 3, 1, and were even: ")
 

@@ -35,6 +35,7 @@ from trainspec_cli.rundir.event_types import (
 from trainspec_cli.rundir.events import EventWriter, read_log
 from trainspec_cli.rundir.fields import FieldError
 from trainspec_cli.spec.canonical import ABSENT, to_plain
+from trainspec_cli.spec.recipe.layout import Layout
 
 START = StartEvent(
     step=3,
@@ -104,7 +105,7 @@ DIRECTIVE = DirectiveEvent(
     group=1,
 )
 RELAYOUT = replace(
-    DIRECTIVE, kind="layout", before={"pp": 1}, layout={"pp": 2}, pause_s=0.3, moved_bytes=9, peak_bytes=12
+    DIRECTIVE, kind="layout", before=Layout(), layout=Layout(pp=2), pause_s=0.3, moved_bytes=9, peak_bytes=12
 )
 ACHIEVED = AchievedEvent(step=9, number=1, before_s=2.0, expected_s=1.5, achieved_s=1.6, group=1)
 EVENTS: list[Event] = [

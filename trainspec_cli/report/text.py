@@ -21,7 +21,7 @@ from trainspec_cli.rundir.event_types import (
     StartEvent,
     WarningEvent,
 )
-from trainspec_cli.spec.canonical import Absent, from_plain
+from trainspec_cli.spec.canonical import Absent
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.prediction import LocalPrediction
@@ -100,8 +100,8 @@ def describe_directive(event: DirectiveEvent, achieved: AchievedEvent | None = N
 def _describe_relayout(event: DirectiveEvent) -> str:
     """`the layout is now pp=2 dp_shard=2, and was dp_shard=4: the recipe plans it; 120 MiB moved in 310 ms, at most
     90 MiB of the state in a process meanwhile`."""
-    assert isinstance(event.before, dict) and isinstance(event.layout, dict), "both layouts stand in it"
-    before, after = from_plain(Layout, event.before), from_plain(Layout, event.layout)
+    before, after = event.before, event.layout
+    assert isinstance(before, Layout) and isinstance(after, Layout), "both stand in it"
     what = "the stages' layers are" if event.kind == "layers" else "the layout is"
     now, was = (_cut(one) if event.kind == "layers" else _axes(one) for one in (after, before))
     if not event.applied:

@@ -11,12 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from trainspec_cli.rundir.fields import Count, FieldError, Rank, Rate, Seconds, WorldSize, read_record
-from trainspec_cli.spec.canonical import ABSENT, Absent
+from trainspec_cli.errors import RecipeError
+from trainspec_cli.rundir.fields import Count, FieldError, Rank, Rate, Seconds, ValueKind, WorldSize, read_record
+from trainspec_cli.spec.canonical import ABSENT, Absent, from_plain
+from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.memory import MemorySetting
 
+
+def _read_layout(value: Any) -> Layout:
+    try:
+        return from_plain(Layout, value)
+    except RecipeError as error:
+        raise FieldError(error.problems[0].message) from error
+
+
+WrittenLayout = Annotated[Layout, ValueKind("a layout", _read_layout)]
 PARTS = ("data_wait", "forward", "backward", "exposed_comm", "optimizer", "checkpoint", "other")
 """What a step's time is divided into; the parts sum to `step_time_s`."""
 
@@ -229,9 +240,9 @@ class DirectiveEvent(SchedulerEvent):
     """A rank processes at most so many samples at a time; absent of group_shares."""
     micro_batches: Count | Absent = ABSENT
     reason: str
-    before: dict[str, Any] | Absent = ABSENT
-    """layers, layout: the layout up to now (`Layout`)."""
-    layout: dict[str, Any] | Absent = ABSENT
+    before: WrittenLayout | Absent = ABSENT
+    """layers, layout: the layout up to now."""
+    layout: WrittenLayout | Absent = ABSENT
     """The layout from here on."""
     pause_s: Seconds | Absent = ABSENT
     """layers, layout: what the change took."""

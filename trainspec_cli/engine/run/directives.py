@@ -15,13 +15,12 @@ import torch.distributed as dist
 
 from trainspec_cli.engine.comm.json_collectives import broadcast_json, errors_together
 from trainspec_cli.engine.observe.journal import DirectiveLog, GroupJournal, Journal
-from trainspec_cli.errors import RecipeError
 from trainspec_cli.reading.files import UnreadableFileError, unreadable
 from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent
 from trainspec_cli.rundir.events import read_log
 from trainspec_cli.rundir.fields import read_record
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.canonical import from_plain, to_plain
+from trainspec_cli.spec.canonical import ABSENT, to_plain
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.plan import Plan, PlannedLayout
@@ -106,9 +105,9 @@ def leading_on(earlier: Sequence[DirectiveEvent], layout: Layout) -> list[Direct
     another layout than it had follows none."""
     chain = []
     for one in earlier:
-        if one.kind in OF_LAYOUT and layout_of(one.before) == layout:
+        if one.kind in OF_LAYOUT and one.before == layout:
             chain.append(one)
-            layout = layout_of(one.layout) if one.applied else layout
+            layout = _layout_of(one) if one.applied else layout
     return chain
 
 
@@ -139,7 +138,7 @@ def planned_by(directive: DirectiveEvent, plan: Plan) -> PlannedLayout:
     """Return the layout that a directive changed to, with what memory allows in the one of these axes that `plan`
     knows."""
     assert isinstance(directive.micro_batch_size, int) and isinstance(directive.micro_batches, int)
-    layout = layout_of(directive.layout)
+    layout = _layout_of(directive)
     ways: list[Plan | PlannedLayout] = [plan, *plan.changes]
     alike = (one for one in ways if replace(one.layout, stage_layers=layout.stage_layers) == layout)
     known = next(alike, None)
@@ -153,9 +152,9 @@ def planned_by(directive: DirectiveEvent, plan: Plan) -> PlannedLayout:
     )
 
 
-def layout_of(plain: Any) -> Layout:
-    """Raises RecipeError where it is none."""
-    return from_plain(Layout, plain)
+def _layout_of(directive: DirectiveEvent) -> Layout:
+    assert isinstance(directive.layout, Layout), "a change of layout has one"
+    return directive.layout
 
 
 def recall(path: Path) -> list[DirectiveEvent]:
@@ -184,18 +183,9 @@ def read_directives(path: Path) -> list[DirectiveEvent]:
         sizes = (directive.micro_batch_size, directive.micro_batches)
         if not (sum(directive.counts) and all(isinstance(size, int) and size for size in sizes)):
             raise _unfollowed(path, f"has a directive that divides nothing (number {number})")
-        if directive.kind in OF_LAYOUT:
-            _check_layouts(path, directive)
+        if directive.kind in OF_LAYOUT and ABSENT in (directive.before, directive.layout):
+            raise _unfollowed(path, f"has a directive without a layout (number {number})")
     return found
-
-
-def _check_layouts(path: Path, directive: DirectiveEvent) -> None:
-    for plain in (directive.before, directive.layout):
-        try:
-            layout_of(plain)
-        except RecipeError as error:
-            why = f"has a directive without a layout (number {directive.number}): {error.problems[0].message}"
-            raise _unfollowed(path, why) from error
 
 
 def _unfollowed(path: Path, why: str) -> UnreadableFileError:

@@ -25,7 +25,7 @@ from trainspec_cli.errors import WorkerError
 from trainspec_cli.policy.division import even_division_of
 from trainspec_cli.policy.moved_layers import LayerChange, with_stages
 from trainspec_cli.rundir.event_types import DirectiveEvent
-from trainspec_cli.spec.canonical import ABSENT, to_plain
+from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.spec.recipe.layout import MESH_AXES, Layout
 from trainspec_cli.spec.results.plan import Plan, PlannedLayout
 
@@ -131,8 +131,8 @@ def _directive(step: int, due: DueLayout, plan: Plan, reason: str, done: Relayou
         reason=reason,
         before_s=due.before_s,
         expected_s=due.expected_s,
-        before=to_plain(plan.layout),
-        layout=to_plain(planned.layout),
+        before=plan.layout,
+        layout=planned.layout,
         pause_s=done.pause_s if done else ABSENT,
         moved_bytes=done.moved_bytes if done else ABSENT,
         peak_bytes=done.peak_bytes if done else ABSENT,
