@@ -97,6 +97,15 @@ def test_a_request_is_one_line_and_its_answer_too(ends: tuple[JsonClient, socket
         made.send({"loss": float("nan")})
 
 
+def test_an_answer_may_take_longer_than_the_handshake(ends: tuple[JsonClient, socket.socket]) -> None:
+    made, server = ends
+    made._connection.settimeout(0.001)  # as the handshake leaves its own
+    late = threading.Timer(0.05, server.sendall, [b'{"n": 1}\n'])
+    late.start()
+    assert made.receive(20) == {"n": 1}
+    late.join()
+
+
 def test_answers_arrive_one_by_one_however_their_bytes_are_cut(ends: tuple[JsonClient, socket.socket]) -> None:
     made, server = ends
     server.sendall(b'{"n": 1}\n{"n": 2}\n{"n"')

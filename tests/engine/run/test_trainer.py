@@ -110,6 +110,8 @@ class Scripted:
         """Tries that the groups do not commit."""
         self.follows_until = STEPS
         """Steps after which this group does not lead any more."""
+        self.taken_by_others = 0
+        """Samples of each step that the other groups take."""
         self.tries = 0
         self.taken: list[int] = []
         self.noted: list[int] = []
@@ -127,7 +129,8 @@ class Scripted:
         own, micro_batches = self.batches.take(*steps)
         tokens = self.batches.count_targets(start, samples)
         division, event_fields = self.batches.division, {"group": self.group}
-        return StepSamples(micro_batches, own, division, tokens, samples, samples, 0.5, event_fields)
+        taken = samples + self.taken_by_others
+        return StepSamples(micro_batches, own, division, tokens, taken, samples, 0.5, event_fields)
 
     def reduce(self, state: TrainState, loss: Tensor) -> None:
         self.gradients.append([share.gradient.clone() for share in state.shares])  # type: ignore[union-attr]
@@ -275,8 +278,13 @@ def test_a_refused_step_leaves_no_gradients_and_no_visits(one_process: None) -> 
 
 
 def test_steps_report_what_the_coordinator_adds(context: RunContext, scripted: Scripted) -> None:
+    """And the samples that all groups took together, which the next step's positions follow."""
+    scripted.taken_by_others = 4
     Trainer(context, scripted).run()
-    assert {(event["lr"], event["group"], event["samples"]) for event in events(context, "step")} == {(5e-4, 3, 2)}
+    steps, whole = events(context, "step"), BATCH + 4
+    assert {(event["lr"], event["group"]) for event in steps} == {(5e-4, 3)}
+    assert {(event["samples"], event["tokens"]) for event in steps} == {(whole, whole * TOKENS)}
+    assert scripted.taken == [step * whole for step in range(STEPS)]
     assert {group["lr"] for group in context.state.optimizer.param_groups} == {5e-4}
 
 
