@@ -148,7 +148,7 @@ EXPERTS = {"model.experts": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 16
             {"attention", "rms_norm", "swiglu", "rope", "linear_cross_entropy", "adamw"},
         ),
     ],
-    ids=str,
+    ids=["plain", "sgd", "experts", "learned_positions", "ring", "ulysses"],
 )
 def test_the_operations_of_a_decoder(changes, used: set[str], make_spec: Make) -> None:
     spec = make_spec(changes)
