@@ -85,6 +85,7 @@ class MemoryRelief:
         self._plan, self._state, self._setting = run.plan, run.state, run.plan.memory_setting
         if self._emergency:
             self._emergency.close()
+            self._emergency = None
         if run.plan.memory_ladder and self._group is None:
             self._checkpoints.agree()
             self._emergency = Emergency(run.run_dir, run.state, self._checkpoints, self._watch)
