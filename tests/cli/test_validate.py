@@ -128,8 +128,8 @@ batching:
     kind: noise
     max_global_batch_size: 64
 train: {max_steps: 4}
-layout: {dp_shard: 2, tp: 2}
-cluster: {device: cpu, devices_per_node: 4}
+layout: {dp_shard: 1, tp: 2}
+cluster: {device: cpu, devices_per_node: 2}
 """
 
 
@@ -140,6 +140,6 @@ def test_a_noise_that_the_layout_hides_is_named_with_its_line(capsys, write) -> 
     code, (found,) = errors(capsys, "recipe=mine")
     assert (code, found["code"], found["path"]) == (2, "unsupported", "batching.schedule.kind")
     assert f"{found['file']}:{found['line']}" == "recipes/mine.yaml:7"
-    assert "nobody measures it: ranks of tp hold parts of a sample's gradient" in found["message"]
-    assert found["hint"].startswith("type layout=ddp or layout=fsdp with two processes or more")
-    assert errors(capsys, "recipe=mine", "layout.tp=1", "layout.dp_shard=4") == (0, [])
+    assert "noise, which is measured between data-parallel ranks, and there is 1" in found["message"]
+    assert found["hint"].startswith("type cluster.devices_per_node=2 or more with room for data parallelism")
+    assert errors(capsys, "recipe=mine", "layout.tp=1", "layout.dp_shard=2") == (0, [])

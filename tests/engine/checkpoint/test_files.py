@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from trainspec_cli.engine.checkpoint import files, image, parts
+from trainspec_cli.engine.checkpoint import saver as saving
 from trainspec_cli.engine.checkpoint.image import CODES, pin, plan_image
 from trainspec_cli.engine.checkpoint.manifest import About, WrittenPart
 from trainspec_cli.engine.checkpoint.parts import Held, TensorPart, kept_buffers, rng_parts, set_rng
@@ -192,6 +193,10 @@ def test_a_buffer_is_pinned_for_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> 
             asked.append(given)
             return 9
 
+        def cudaHostUnregister(self, *given: int) -> int:  # noqa: N802
+            asked.append(given)
+            return 8
+
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: asked.append((code,)))
     buffer = torch.zeros(50, dtype=torch.uint8)
@@ -199,6 +204,24 @@ def test_a_buffer_is_pinned_for_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert asked == []
     pin(buffer, CUDA)
     assert asked == [(buffer.data_ptr(), 50, 0), (9,)]
+    image.unpin(buffer, CPU)
+    image.unpin(buffer, CUDA)
+    assert asked[2:] == [(buffer.data_ptr(),), (8,)]
+
+
+def test_a_saver_lets_go_of_its_pinned_buffer(
+    one_process: None, tmp_path: Path, held: OneTensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_go: list[int] = []
+    monkeypatch.setattr(saving, "unpin", lambda buffer, device: let_go.append(buffer.data_ptr()))
+    unused = Saver(RunDir(tmp_path), held, CPU, 2)
+    unused.close()
+    assert let_go == []
+    used = Saver(RunDir(tmp_path), held, CPU, 2)
+    used.prepare()
+    address = used._buffer.data_ptr()
+    used.close()
+    assert let_go == [address]
 
 
 @pytest.mark.usefixtures("one_process")

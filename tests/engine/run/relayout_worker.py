@@ -29,7 +29,7 @@ from trainspec_cli.engine.run import relayout
 from trainspec_cli.engine.run.relayout import Meshes, RelayoutError, change_layout
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.tools.certify_worker import drawn_batch
-from trainspec_cli.policy.division import even_division
+from trainspec_cli.policy.division import even_division_of
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.results.plan import Plan
@@ -69,7 +69,7 @@ def train(state: TrainState, plan: Plan, first: int, last: int) -> list[float]:
     losses = []
     for step in range(first, last):
         set_learning_rate(state.optimizer, plan.spec.optim.lr)
-        own = even_division(plan.layout, plan.micro_batch_size).of_rank(state.mesh.data_rank, SAMPLES * step, SAMPLES)
+        own = even_division_of(plan).of_rank(state.mesh.data_rank, SAMPLES * step, SAMPLES)
         batch = drawn_batch(plan.spec, state, own)
         outcome = train_step(state, batch, global_tokens=plan.tokens_per_step, clip_norm=None)
         assert outcome is not None

@@ -61,7 +61,9 @@ def run_of(
         batching=BatchingSpec(global_batch_size=BATCH, schedule=schedule),
         train=TrainSection(max_steps=STEPS),
     )
-    plan: Any = SimpleNamespace(spec=spec, layout=layout, micro_batch_size=micro_batch_size, replica_groups=1)
+    plan: Any = SimpleNamespace(
+        spec=spec, layout=layout, micro_batch_size=micro_batch_size, replica_groups=1, grad_accum_steps=1
+    )
     state: Any = SimpleNamespace(clock=StepClock(CPU), mesh=SimpleNamespace(data_rank=rank))
     return RunContext(plan, RunDir(folder), Numbered(), state, "", StopRequest())  # type: ignore[arg-type]
 

@@ -433,6 +433,14 @@ def test_a_directive_is_followed_within_what_memory_and_schedule_need_now() -> N
     assert division_of(interleaved, given, 16).micro_batches == 4
 
 
+def test_even_shares_that_are_gone_back_to_are_even_in_any_batch() -> None:
+    """10 samples of 4 ranks are 3, 3, 2 and 2; 20 are not twice that."""
+    even = even_division(Layout(dp_replicate=RANKS), 8, keeps_micro_batches=False)
+    given = directive(counts=even.counts(10), micro_batch_size=8, micro_batches=even.count_micro_batches(10))
+    assert division_of(even, given, 16) == even
+    assert division_of(even, directive(counts=even.counts(10), micro_batch_size=8, micro_batches=2), 16) != even
+
+
 @pytest.mark.parametrize(
     ("known", "most", "largest"), [(13, "auto", 13), (None, "auto", 8), (None, 12, 12), (None, 5, 8), (10, 12, 10)]
 )

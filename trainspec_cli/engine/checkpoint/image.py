@@ -78,6 +78,12 @@ def pin(buffer: Tensor, device: torch.device) -> None:
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)))
 
 
+def unpin(buffer: Tensor, device: torch.device) -> None:
+    """Take back `pin`, before the buffer is let go of: its addresses may be another's next."""
+    if device.type == "cuda":
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())))
+
+
 def view_bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a one-dimensional tensor of uint8 on the CPU; it keeps the tensor alive.
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainspec_cli.engine.checkpoint.files import file_name
-from trainspec_cli.engine.checkpoint.image import Image, pin, view_bytes
+from trainspec_cli.engine.checkpoint.image import Image, pin, unpin, view_bytes
 from trainspec_cli.engine.checkpoint.manifest import (
     About,
     CheckpointManifest,
@@ -79,6 +79,12 @@ class MemoryCopies:
         self._images = gather_json(asdict(own), partial(read_record, KeptImage))
         self._own: dict[int, Tensor] = {}
         self._guests: dict[int, Tensor] = {}
+
+    def close(self) -> None:
+        """Let go of this rank's buffers; what they hold stays in the node's memory."""
+        for buffer in self._own.values():
+            unpin(buffer, self._device)
+        self._own.clear()
 
     def open(self, slot: int) -> Tensor:
         """Return the slot's buffer, to be filled, and invalidate its former copy.

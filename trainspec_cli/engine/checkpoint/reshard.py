@@ -98,12 +98,12 @@ def reshard(
     old: Held,
     new: Held,
     prepare: Callable[[int, int], None] = lambda bucket, buckets: None,
-    room_bytes: float = math.inf,
+    room_bytes: Callable[[], float] = lambda: math.inf,
 ) -> Resharded:
     """Fill `new`, whose memory this allocates anew, from `old`, whose memory it lets go of.
 
     Called by every rank together. `prepare` is called with (bucket, number of buckets) where this rank can still say
-    that it cannot go on, by raising. `room_bytes` are what this rank may take beside what it holds; where that is too
+    that it cannot go on, by raising. `room_bytes` says what this rank may take beside what it holds; where that is too
     little, nothing moves. Raises ReshardError, on all ranks, where one of them could not.
     """
     before, after = Storages(old.parts()), Storages(new.parts())
@@ -115,7 +115,7 @@ def reshard(
         raise ReshardError(str(error)) from error  # every rank has computed the same
     own = dist.get_rank()
     peak = peak_bytes(held[0][own], held[1][own], moves, buckets, own) + before.fixed_bytes
-    if reason := agree_on_failure(_lacking(peak - sum(place.bytes for place in held[0][own]), room_bytes)):
+    if reason := agree_on_failure(_lacking(peak - sum(place.bytes for place in held[0][own]), room_bytes())):
         raise ReshardError(reason)
     by_name = _by_name(moves)
     for number, names in enumerate(buckets):
@@ -241,10 +241,17 @@ def _pack(moves: Sequence[Move], source: Storages, target: Storages) -> tuple[li
 
 
 def _exchange(outgoing: Sequence[_Message], incoming: Sequence[_Message]) -> None:
-    operations = [dist.P2POp(dist.isend, message.buffer, message.moves[0].target) for message in outgoing]
-    operations += [dist.P2POp(dist.irecv, message.buffer, message.moves[0].source) for message in incoming]
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
+    """Exchange the messages of each kind of device by themselves: torch batches one kind alone."""
+    operations: dict[str, list[dist.P2POp]] = {"cpu": [], "cuda": []}
+    for message in outgoing:
+        sent = dist.P2POp(dist.isend, message.buffer, message.moves[0].target)
+        operations[message.buffer.device.type].append(sent)
+    for message in incoming:
+        received = dist.P2POp(dist.irecv, message.buffer, message.moves[0].source)
+        operations[message.buffer.device.type].append(received)
+    for batch in operations.values():
+        for work in dist.batch_isend_irecv(batch) if batch else ():
+            work.wait()
 
 
 def _slice(part: TensorPart, move: Move) -> Tensor:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainspec_cli.engine.checkpoint import files
-from trainspec_cli.engine.checkpoint.image import Image, pin, plan_image, view_bytes
+from trainspec_cli.engine.checkpoint.image import Image, pin, plan_image, unpin, view_bytes
 from trainspec_cli.engine.checkpoint.manifest import About, WrittenPart
 from trainspec_cli.engine.checkpoint.memory import CopyLocation, MemoryCopies
 from trainspec_cli.engine.checkpoint.parts import Held, TensorPart, choose_owners, read_held, rng_parts
@@ -158,7 +158,12 @@ class Saver:
         return self.take_finished()
 
     def close(self) -> None:
+        """Wait for what is being written, and let go of the copies' buffers."""
         self._thread.shutdown()
+        if "_buffer" in self.__dict__:
+            unpin(self._buffer, self._device)
+        if self.__dict__.get("_memory"):
+            self.__dict__["_memory"].close()
 
     def _write_copy(self, copy: Copy) -> Saved:
         wait_for(copy.copied)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import signal
 import subprocess
@@ -44,12 +45,12 @@ class ForkedProcess:
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
-    def wait(self, timeout_s: float) -> int:
-        """Return the exit code. Raises subprocess.TimeoutExpired where the process outlives the time."""
-        deadline = time.monotonic() + timeout_s
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code. Raises subprocess.TimeoutExpired where the process outlives `timeout`, in seconds."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout_s)
+            if timeout is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout)
             time.sleep(POLL_S)
         return code
 

@@ -11,6 +11,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -176,7 +177,7 @@ def change_layout(
     new = _build(state, plan, meshes.of(plan.layout, state.device.type))
     try:
         where = state.device if plan.offload == "none" else torch.device("cpu")
-        moved = reshard(state.held, new.held, prepare, free_bytes(where))
+        moved = reshard(state.held, new.held, prepare, partial(free_bytes, where))
     except ReshardError as error:
         raise RelayoutError(str(error)) from error
     _forget(state)
@@ -192,6 +193,8 @@ def _build(state: TrainState, plan: Plan, mesh: Mesh) -> TrainState:
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
     if reason := agree_on_failure(failure):
+        new = None
+        _collect(state)
         raise RelayoutError(reason)
     assert new is not None, "all ranks have built theirs"
     return new
@@ -202,6 +205,10 @@ def _forget(state: TrainState) -> None:
     state.stages.parts.clear()
     state.shares.clear()
     state.optimizer.state.clear()
+    _collect(state)
+
+
+def _collect(state: TrainState) -> None:
     gc.collect()
     if state.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -215,8 +215,12 @@ def largest_micro_batch(plan: Plan) -> int:
 
 
 def division_of(even: Division, directive: DirectiveEvent, largest_micro_batch: int) -> Division:
-    """Return the division that a directive asks for, in as many more micro-batches as memory and schedule need now."""
+    """Return the division that a directive asks for, in as many more micro-batches as memory and schedule need now.
+    Even shares stay even, of any batch."""
     assert isinstance(directive.micro_batch_size, int) and isinstance(directive.micro_batches, int)
+    samples = sum(directive.counts)
+    if (directive.counts, directive.micro_batches) == (even.counts(samples), even.count_micro_batches(samples)):
+        return even
     return replace(
         even,
         weights=tuple(map(float, directive.counts)),
