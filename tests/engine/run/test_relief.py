@@ -22,7 +22,7 @@ from trainspec_cli.engine.parallel.balance import forget_visits
 from trainspec_cli.engine.run import emergency
 from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup, TrainProgress
 from trainspec_cli.engine.run.relief import NOT_SAVED, recall_reliefs
-from trainspec_cli.engine.run.shortage import OutOfMemory, is_out_of_memory
+from trainspec_cli.engine.run.shortage import OutOfMemory, PassesOutOfMemory, is_out_of_memory
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.run.trainer import Trainer
@@ -139,6 +139,24 @@ def test_a_process_of_its_own_makes_the_step_again_with_smaller_micro_batches(st
     assert sizes == [(1, 4, 2), (1, 2, 1)], "and the steps after it begin with what was left"
     assert not any(one["restarts"] for one in given)
     assert [one["taken"] for one in given] == [one["taken"] for one in events(short, "memory")]
+
+
+def test_an_error_without_a_message_is_named_in_the_reason(start: Start) -> None:
+    """Python's own MemoryError has none."""
+    context, failures = start(), [MemoryError()]
+    trainer = Trainer(context, SingleGroup(context))
+
+    def attempt() -> None:
+        compute_gradients(context.state, Source().read(OwnSamples((0,), (2,))), 2 * TOKENS)
+        if failures:
+            raise PassesOutOfMemory(BATCH) from failures.pop()
+
+    trainer.relief.make_step(TrainProgress(), attempt)
+    (written,) = read_events(context.run_dir.directives)
+    assert written["reason"] == "memory ran out: MemoryError"
+    trainer.relief.close()
+    trainer.coordinator.leave()
+    trainer.watch.close()
 
 
 @pytest.mark.parametrize("at", ["forward", "backward"])

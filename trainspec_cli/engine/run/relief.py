@@ -31,6 +31,7 @@ from trainspec_cli.engine.run.scheduling import StepScheduler
 from trainspec_cli.engine.run.shortage import (
     OutOfMemory,
     PassesOutOfMemory,
+    describe_cause,
     is_out_of_memory,
     measure_shortage,
     out_of_memory,
@@ -133,7 +134,7 @@ class MemoryRelief:
         clear_gradients(self._state.shares)
         if taken := self._in_place(failed):
             self._begin_anew()
-            self._take(progress, shortage, taken, str(cause))
+            self._take(progress, shortage, taken, cause)
             return
         if self._emergency and not self._emergency.save():
             self._journal.write(WarningEvent(step=progress.step, message=NOT_SAVED))
@@ -160,7 +161,7 @@ class MemoryRelief:
         if self._state.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _take(self, progress: TrainProgress, shortage: Shortage, taken: MemorySetting, cause: str) -> None:
+    def _take(self, progress: TrainProgress, shortage: Shortage, taken: MemorySetting, cause: BaseException) -> None:
         self._log.write(
             MemoryEvent(
                 step=progress.step,
@@ -168,7 +169,7 @@ class MemoryRelief:
                 failed=shortage.failed,
                 taken=taken,
                 restarts=False,
-                reason=f"memory ran out: {cause.strip().splitlines()[0]}",
+                reason=f"memory ran out: {describe_cause(cause)}",
                 used_bytes=shortage.used_bytes,
                 limit_bytes=shortage.limit_bytes,
                 group=ABSENT if self._group is None else self._group,

@@ -56,11 +56,16 @@ def measure_shortage(setting: MemorySetting, device: torch.device) -> Shortage:
     return Shortage(setting, psutil.Process().memory_info().rss, min(limits, default=None))
 
 
+def describe_cause(cause: BaseException) -> str:
+    """Return the first line of an error's message, or the error's name where it has none, like a bare MemoryError."""
+    lines = str(cause).strip().splitlines()
+    return lines[0] if lines else type(cause).__name__
+
+
 def out_of_memory(plan: Plan, shortage: Shortage, cause: BaseException) -> OutOfMemory:
     """Return the error that ends this process; the supervisor starts the run again where something is left to take."""
     failed = shortage.failed
-    first = str(cause).strip().splitlines()
-    message = f"memory ran out with {failed.describe()}: {first[0] if first else type(cause).__name__}"
+    message = f"memory ran out with {failed.describe()}: {describe_cause(cause)}"
     tried = [one for one in plan.memory_ladder if rank_setting(one) < rank_setting(failed)]
     if tried:
         message += f"; tried before: {'; '.join(one.describe() for one in tried)}"
