@@ -328,6 +328,17 @@ def test_a_first_start_is_no_restart() -> None:
     assert (state.groups[0].starts, state.groups[0].restarts_s) == (1, ())
 
 
+def test_a_start_with_less_memory_is_no_restart_after_a_failure() -> None:
+    """Neither itself nor for the failures that follow, which count as ever."""
+    state, _ = next_action(LADDER, ended(shortage=SHORT))
+    for event in (Tick(LATE), PresenceChanged(0, "there")):
+        state, _ = next_action(state, event)
+    assert (state.groups[0].starts, state.groups[0].restarts_s) == (2, ())
+    for event in (ended(), Tick(LATE + 1), PresenceChanged(0, "there")):
+        state, _ = next_action(state, event)
+    assert (state.groups[0].starts, state.groups[0].restarts_s) == (3, (LATE + 1,))
+
+
 def test_a_step_ends_a_row_of_failures_and_a_retry_does_not() -> None:
     state = a_run(RUNNING._replace(failures_in_a_row=3), RUNNING, has_stepped=False)
     state, _ = next_action(state, Retried(0))
