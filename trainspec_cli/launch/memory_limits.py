@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainspec_cli.corpus.cache import cache_dir, make_cache
-from trainspec_cli.errors import RecipeError
+from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.launch.measuring import figures_path
 from trainspec_cli.rundir.event_types import MemoryEvent
 from trainspec_cli.rundir.events import EventTail
@@ -86,12 +86,18 @@ class LimitsWatch:
         self._run, self._plan, self._machine, self._now = run, plan, machine, now
         self._tail = None if plan.spec.fault else EventTail(run.directives)
 
-    def look(self) -> None:
+    def look(self, report: Callable[[str], None] = lambda _: None) -> None:
+        """Remember what is new. Where the cache cannot be read or written, `report` hears of it once, and this run is
+        remembered no further: the run itself needs none of that."""
         if self._tail is None:
             return
-        for event in self._tail.read():
-            if isinstance(event, MemoryEvent) and event.layout == self._plan.layout.describe():
-                self._remember(event)
+        try:
+            for event in self._tail.read():
+                if isinstance(event, MemoryEvent) and event.layout == self._plan.layout.describe():
+                    self._remember(event)
+        except (MachineError, OSError) as error:
+            self._tail = None
+            report(f"later launches will not know of this shortage of memory: {error}")
 
     def _remember(self, event: MemoryEvent) -> None:
         limits, prediction = read_limits(self._plan, self._machine), self._plan.prediction
