@@ -16,7 +16,7 @@ from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.kernels import KernelSpec
 from trainspec_cli.spec.results.memory import MemorySetting, Relief
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.plan import Plan, PlannedLayout
 
 EIGHT, FOUR, TWO = (MemorySetting(size, "none", "none") for size in (8, 4, 2))
 
@@ -59,6 +59,18 @@ def test_what_was_written_before_the_run_went_on_is_not_learned_again(
     write_event(RunDir(tmp_path / "run").directives, replace(MEMORY, layout=given.layout.describe()))
     LimitsWatch(RunDir(tmp_path / "run"), given, machine).look()
     assert list_limits() == []
+
+
+def test_a_shortage_after_a_change_of_layout_is_learned_of_that_layout(
+    tmp_path: Path, given: Plan, machine: Machine
+) -> None:
+    change = PlannedLayout(9, replace(given.layout, dp_shard=1, tp=2), micro_batch_size=8, grad_accum_steps=1)
+    run = RunDir(tmp_path / "run")
+    watch = LimitsWatch(run, replace(given, changes=(change,)), machine)
+    write_event(run.directives, replace(MEMORY, layout=change.layout.describe(), failed=EIGHT, taken=FOUR))
+    watch.look()
+    assert read_limits(given, machine).learned == ()
+    assert read_limits(given.with_layout(change), machine).reliefs == [Relief(EIGHT, FOUR)]
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MachineError(Problem("full", "no space"))])

@@ -86,7 +86,7 @@ ALONE = a_run(RUNNING)
 PAIR = a_run(RUNNING, RUNNING)
 FOUR, TWO = MemorySetting(4, "none", "none"), MemorySetting(2, "none", "none")
 FULL = MemorySetting(1, "full", "none")
-SHORT = Shortage(FOUR)
+SHORT = Shortage(FOUR, "dp_shard=2")
 LADDER = a_run(RUNNING, memory_ladder=(FOUR, TWO))
 TWO_FROM_20, TWO_FROM_0 = (
     Inform(f"it broke; the run goes on from step {step} with micro-batches of 2 samples") for step in (20, 0)

@@ -202,6 +202,7 @@ def test_the_beginning_of_a_step_that_cannot_be_made_is_saved(start: Start) -> N
     with pytest.raises(OutOfMemory, match="micro-batches of 1 sample, recompute=none") as raised:
         train(context)
     assert raised.value.shortage.failed == MemorySetting(1, "none", "none")
+    assert raised.value.shortage.layout == "one process"
     assert raised.value.exit_code == 5
     assert "tried before: micro-batches of 2 samples" in str(raised.value)
     assert context.run_dir.checkpoint_steps() == [2]

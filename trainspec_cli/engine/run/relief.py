@@ -117,7 +117,7 @@ class MemoryRelief:
         """Return the error that says so, with figures, where memory ran out elsewhere than in a step's passes."""
         if not is_out_of_memory(error):
             return None
-        return out_of_memory(self._plan, measure_shortage(self._setting, self._state.device), error)
+        return out_of_memory(self._plan, measure_shortage(self._plan, self._setting, self._state.device), error)
 
     def close(self) -> None:
         self._log.close()
@@ -128,7 +128,7 @@ class MemoryRelief:
         """Prepare the step for another attempt, or save the state and raise OutOfMemory."""
         cause = failure.__cause__ or failure
         failed = replace(self._setting, micro_batch_size=failure.samples)
-        shortage = measure_shortage(failed, self._state.device)
+        shortage = measure_shortage(self._plan, failed, self._state.device)
         traceback.clear_frames(cause.__traceback__)
         traceback.clear_frames(failure.__traceback__)
         clear_gradients(self._state.shares)
@@ -165,7 +165,7 @@ class MemoryRelief:
         self._log.write(
             MemoryEvent(
                 step=progress.step,
-                layout=self._plan.layout.describe(),
+                layout=shortage.layout,
                 failed=shortage.failed,
                 taken=taken,
                 restarts=False,

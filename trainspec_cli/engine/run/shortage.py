@@ -47,13 +47,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(_MESSAGES.search(str(error)))
 
 
-def measure_shortage(setting: MemorySetting, device: torch.device) -> Shortage:
-    """Return the shortage with what this process holds now, and may hold."""
+def measure_shortage(plan: Plan, setting: MemorySetting, device: torch.device) -> Shortage:
+    """Return the shortage in the layout of `plan`, with what this process holds now, and may hold."""
+    layout = plan.layout.describe()
     if device.type == "cuda":
-        return Shortage(setting, torch.cuda.memory_reserved(device), torch.cuda.mem_get_info(device)[1])
+        return Shortage(setting, layout, torch.cuda.memory_reserved(device), torch.cuda.mem_get_info(device)[1])
     soft = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     limits = [limit for limit in soft if limit != resource.RLIM_INFINITY]
-    return Shortage(setting, psutil.Process().memory_info().rss, min(limits, default=None))
+    return Shortage(setting, layout, psutil.Process().memory_info().rss, min(limits, default=None))
 
 
 def describe_cause(cause: BaseException) -> str:
