@@ -190,6 +190,29 @@ def test_a_killed_worker_was_in_the_layout_that_the_run_had_changed_to(
     assert shortage.failed == (TWO if is_changed else FOUR)
 
 
+LISTED = "host      : here\nrank      : 1 (local_rank: 1)\nexitcode  : {} (pid: 41)\n"
+
+
+@pytest.mark.parametrize(("code", "is_shortage"), [(-9, True), (-11, False), (3, False), (-2, False)])
+def test_of_workers_that_torchrun_lists_a_killed_one_alone_ran_out_of_memory(
+    job: Job, two_groups: Plan, code: int, is_shortage: bool
+) -> None:
+    """Another program of the control group may have been killed meanwhile."""
+    job.torchrun_log.parent.mkdir(parents=True)
+    job.torchrun_log.write_text(LISTED.format(code))
+    ended = end_with_kills(job, alone(two_groups), 1, 1)
+    assert (ended.shortage is not None) is is_shortage
+    assert ("rank 1 (here) was killed by the kernel" in ended.headline) is is_shortage
+
+
+@pytest.mark.parametrize("was_killed", [True, False])
+def test_a_worker_of_a_group_that_was_seen_to_be_killed(job: Job, two_groups: Plan, was_killed: bool) -> None:
+    start = GroupStart(job, two_groups, 0, 1)
+    start.hear(0, "here", WorkerExited(0, 1, 1, "ended somehow", was_killed))
+    start.hear(0, "here", GroupExited(0, 1, None, oom_kills=1))
+    assert (end_of(start).shortage is not None) is was_killed
+
+
 @pytest.mark.parametrize(("errors", "code", "kills"), [({}, -9, 0), ({0: OWN_ERROR}, -9, 1), ({}, 1, 1)])
 def test_other_ends_are_no_shortage(job: Job, two_groups: Plan, errors: dict, code: int, kills: int) -> None:
     """A kill that nobody counted; an error of its own; a count that may be another program's."""

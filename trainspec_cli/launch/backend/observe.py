@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -46,7 +47,9 @@ class GroupStart:
 
     def hear(self, node: int, hostname: str, message: ProcessMessage) -> list[run_state.Event]:
         if isinstance(message, WorkerExited):
-            self._failure = self._failure or WorkerFailure(message.rank, hostname, message.summary)
+            self._failure = self._failure or WorkerFailure(
+                message.rank, hostname, message.summary, was_killed=message.was_killed
+            )
             return self._fail()
         if isinstance(message, GroupExited):
             self._exit_codes[node] = message.exit_code
@@ -96,9 +99,10 @@ class GroupStart:
         from_outside = (bool(causes) or (exit_code or 0) < 0) and not own_error
         shortage = next((failure.shortage for failure in causes if failure.shortage), None)
         headline = self._explain(failures, exit_code)
-        if self._oom_kills and from_outside:
+        killed = [failure for failure in causes if failure.was_killed]
+        if self._oom_kills and from_outside and (killed or -signal.SIGKILL in codes):
             shortage = self._find_shortage()
-            headline = _killed_by_kernel(causes)
+            headline = _killed_by_kernel(killed)
         return run_state.GroupEnded(
             group=self.group,
             done=_is_done(self.job.run) if self._is_alone else exit_code == 0,
@@ -151,8 +155,8 @@ def _in_force(run: RunDir, plan: Plan, step: int) -> tuple[str, MemorySetting]:
     return layout.describe(), setting
 
 
-def _killed_by_kernel(causes: Sequence[WorkerFailure]) -> str:
-    who = f"{causes[0].who} ({causes[0].host or 'hostname unknown'})" if causes else "torchrun"
+def _killed_by_kernel(killed: Sequence[WorkerFailure]) -> str:
+    who = f"{killed[0].who} ({killed[0].host or 'hostname unknown'})" if killed else "torchrun"
     return f"{who} was killed by the kernel, because the host's memory had run out"
 
 
