@@ -20,7 +20,15 @@ from trainspec_cli.planner.this_machine import moving_bytes
 from trainspec_cli.rundir.event_types import MemoryEvent
 from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.session.predict import Predictor, _check_changes, _largest_micro_batch, _predictor, _probe, predict
+from trainspec_cli.session.predict import (
+    Predictor,
+    _check_changes,
+    _largest_micro_batch,
+    _predictor,
+    _probe,
+    predict,
+    with_known_limits,
+)
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
@@ -218,7 +226,7 @@ def test_what_was_learned_holds_whatever_is_predicted(monkeypatch: pytest.Monkey
     monkeypatch.setattr("trainspec_cli.session.predict.describe_prediction", lambda *_: "")
     shown: Any = Shown()
     own = replace(plan(SPEC, MACHINE), micro_batch_size=4, changes=CHANGES)
-    found = predict(own, MACHINE, shown, force=False)
+    found = predict(with_known_limits(own, MACHINE, shown), MACHINE, shown, force=False)
     assert (found.micro_batch_size, found.largest_micro_batch_size) == (2, 2)
     assert [change.largest_micro_batch_size for change in found.changes] == [2, 2]
     assert [change.micro_batch_size for change in found.changes] == [2, 2]

@@ -52,7 +52,6 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
 
     Without `may_probe` nothing is started: a machine that was never probed gives no prediction, and this says so.
     """
-    plan = _with_known_limits(plan, machine, console)
     predictor = _predictor(plan, machine, console, may_probe=may_probe)
     plan = replace(plan, memory_ladder=_memory_ladder(plan, predictor))
     if predictor is None:
@@ -101,7 +100,7 @@ def _check_changes(
         before = after
 
 
-def _with_known_limits(plan: Plan, machine: Machine, console: PrintableConsole) -> Plan:
+def with_known_limits(plan: Plan, machine: Machine, console: PrintableConsole) -> Plan:
     """Return the plan with what earlier runs of it had to take for want of memory, and say so; as it is under
     `scheduler=off`."""
     if plan.spec.scheduler.mode == "off":
