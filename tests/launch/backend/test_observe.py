@@ -180,7 +180,7 @@ def test_a_killed_worker_was_in_the_layout_that_the_run_had_changed_to(
     other = replace(plan.layout, dp_shard=1, dp_replicate=1, tp=plan.layout.world_size)
     changed = replace(DIRECTIVE, kind="layout", step=10, micro_batch_size=8, before=plan.layout, layout=other)
     unlike = MemoryEvent(step=12, layout=other.describe(), failed=EIGHT, taken=TWO, restarts=True, reason="x")
-    for event in (changed, replace(changed, step=11, applied=False, before=other, layout=plan.layout), unlike):
+    for event in (changed, replace(changed, applied=False, before=other, layout=plan.layout), unlike):
         write_event(job.run.directives, event)
     job.run.checkpoint(steps[0]).mkdir(parents=True)
     shortage = end_with_kills(job, plan, -9, 1, steps[1:]).shortage
