@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from lab.events import MEMORY, write_event
 
+from trainspec_cli.errors import MachineError, Problem
 from trainspec_cli.launch.memory_limits import LimitsWatch, forget_limits, list_limits, read_limits
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.kernels import KernelSpec
 from trainspec_cli.spec.results.memory import MemorySetting, Relief
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.plan import Plan, PlannedLayout
 
 EIGHT, FOUR, TWO = (MemorySetting(size, "none", "none") for size in (8, 4, 2))
 
@@ -58,6 +59,34 @@ def test_what_was_written_before_the_run_went_on_is_not_learned_again(
     write_event(RunDir(tmp_path / "run").directives, replace(MEMORY, layout=given.layout.describe()))
     LimitsWatch(RunDir(tmp_path / "run"), given, machine).look()
     assert list_limits() == []
+
+
+def test_a_shortage_after_a_change_of_layout_is_learned_of_that_layout(
+    tmp_path: Path, given: Plan, machine: Machine
+) -> None:
+    change = PlannedLayout(9, replace(given.layout, dp_shard=1, tp=2), micro_batch_size=8, grad_accum_steps=1)
+    run = RunDir(tmp_path / "run")
+    watch = LimitsWatch(run, replace(given, changes=(change,)), machine)
+    write_event(run.directives, replace(MEMORY, layout=change.layout.describe(), failed=EIGHT, taken=FOUR))
+    watch.look()
+    assert read_limits(given, machine).learned == ()
+    assert read_limits(given.with_layout(change), machine).reliefs == [Relief(EIGHT, FOUR)]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MachineError(Problem("full", "no space"))])
+def test_a_cache_that_cannot_be_written_is_reported_once_and_the_run_goes_on(
+    tmp_path: Path, given: Plan, machine: Machine, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("trainspec_cli.launch.memory_limits.write_json", refuse)
+    run, reports = RunDir(tmp_path / "run"), list[str]()
+    watch = LimitsWatch(run, given, machine)
+    for _ in range(2):
+        write_event(run.directives, replace(MEMORY, layout=given.layout.describe()))
+        watch.look(reports.append)
+    assert len(reports) == 1 and "no space" in reports[0].lower()
 
 
 def test_it_holds_for_the_same_plan_on_the_same_machine(tmp_path: Path, given: Plan, machine: Machine) -> None:

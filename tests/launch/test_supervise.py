@@ -157,13 +157,14 @@ def test_a_run_whose_memory_ran_out_leaves_its_next_start_what_to_take(tmp_path:
     run.job.run.checkpoint(5).mkdir(parents=True)
     run.world.checkpoint = 5
     run.script = [
-        lambda: run.world.end(0, foreseen=True, shortage=Shortage(four, used_bytes=9, limit_bytes=8)),
+        lambda: run.world.end(0, foreseen=True, shortage=Shortage(four, "tp=2", used_bytes=9, limit_bytes=8)),
         lambda: run.world.end(0, done=True),
     ]
     assert run().exit_code == 0
     assert run.reports == ["it broke; the run goes on from step 5 with micro-batches of 2 samples"]
     (written,) = read_log(run.job.run.directives)
     assert isinstance(written, MemoryEvent)
+    assert written.layout == "tp=2", "in which it ran out, and not the one that the run began with"
     assert (written.failed, written.taken, written.restarts, written.was_killed) == (four, two, True, False)
     assert (written.step, written.lost_steps, written.used_bytes, written.limit_bytes) == (5, 0, 9, 8)
     assert written.rank == -1, "the supervisor wrote it"

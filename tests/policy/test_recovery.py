@@ -86,7 +86,7 @@ ALONE = a_run(RUNNING)
 PAIR = a_run(RUNNING, RUNNING)
 FOUR, TWO = MemorySetting(4, "none", "none"), MemorySetting(2, "none", "none")
 FULL = MemorySetting(1, "full", "none")
-SHORT = Shortage(FOUR)
+SHORT = Shortage(FOUR, "dp_shard=2")
 LADDER = a_run(RUNNING, memory_ladder=(FOUR, TWO))
 TWO_FROM_20, TWO_FROM_0 = (
     Inform(f"it broke; the run goes on from step {step} with micro-batches of 2 samples") for step in (20, 0)
@@ -326,6 +326,17 @@ def test_an_end_says_nothing_that_was_not_seen() -> None:
 def test_a_first_start_is_no_restart() -> None:
     state, _ = next_action(begin(RESTART, presence="there"), Tick(NOW))
     assert (state.groups[0].starts, state.groups[0].restarts_s) == (1, ())
+
+
+def test_a_start_with_less_memory_is_no_restart_after_a_failure() -> None:
+    """Neither itself nor for the failures that follow, which count as ever."""
+    state, _ = next_action(LADDER, ended(shortage=SHORT))
+    for event in (Tick(LATE), PresenceChanged(0, "there")):
+        state, _ = next_action(state, event)
+    assert (state.groups[0].starts, state.groups[0].restarts_s) == (2, ())
+    for event in (ended(), Tick(LATE + 1), PresenceChanged(0, "there")):
+        state, _ = next_action(state, event)
+    assert (state.groups[0].starts, state.groups[0].restarts_s) == (3, (LATE + 1,))
 
 
 def test_a_step_ends_a_row_of_failures_and_a_retry_does_not() -> None:

@@ -14,13 +14,21 @@ import pytest
 from trainspec_cli.__main__ import run
 from trainspec_cli.errors import MachineError, PlanError
 from trainspec_cli.launch.job.machine import Gpu, detect
-from trainspec_cli.launch.memory_limits import LimitsWatch
+from trainspec_cli.launch.memory_limits import Learned, LimitsWatch, MemoryLimits
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.planner.this_machine import moving_bytes
 from trainspec_cli.rundir.event_types import MemoryEvent
 from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.session.predict import Predictor, _check_changes, _largest_micro_batch, _predictor, _probe
+from trainspec_cli.session.predict import (
+    Predictor,
+    _check_changes,
+    _largest_micro_batch,
+    _predictor,
+    _probe,
+    predict,
+    with_known_limits,
+)
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
@@ -30,6 +38,7 @@ from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
 from trainspec_cli.spec.recipe.scheduler import SchedulerSpec
+from trainspec_cli.spec.results.memory import MemorySetting, Relief
 from trainspec_cli.spec.results.plan import Plan, PlannedLayout
 from trainspec_cli.spec.results.prediction import LocalPrediction
 from trainspec_cli.spec.results.probe import MachineProbe
@@ -200,6 +209,28 @@ def test_a_change_has_its_own_largest_micro_batch() -> None:
     predictor = Predictor(lambda other: predicted(0.0, other.micro_batch_size), 10 * GIB, "")
     replicas, shards = _check_changes(own, predictor, predicted(0.0, 1.0), None, force=False)  # type: ignore[arg-type]
     assert (replicas.largest_micro_batch_size, shards.largest_micro_batch_size) == (10, 8)
+
+
+def learned(monkeypatch: pytest.MonkeyPatch, failed: int, taken: int) -> None:
+    """Earlier runs of every plan have run out of memory with micro-batches of so many samples."""
+    relief = Relief(*(MemorySetting(size, "none", "none") for size in (failed, taken)))
+    limits = MemoryLimits("m", "d", "l", (Learned(relief, "run", 0.0),))
+    monkeypatch.setattr("trainspec_cli.session.predict.read_limits", lambda *_: limits)
+
+
+@pytest.mark.parametrize("fits", [100, None], ids=["predicted to fit", "no prediction"])
+def test_what_was_learned_holds_whatever_is_predicted(monkeypatch: pytest.MonkeyPatch, fits: int | None) -> None:
+    learned(monkeypatch, 4, 2)
+    predictor = fits and Predictor(lambda other: predicted(0.0, other.micro_batch_size), fits * GIB, "")
+    monkeypatch.setattr("trainspec_cli.session.predict._predictor", lambda *_, **__: predictor)
+    monkeypatch.setattr("trainspec_cli.session.predict.describe_prediction", lambda *_: "")
+    shown: Any = Shown()
+    own = replace(plan(SPEC, MACHINE), micro_batch_size=4, changes=CHANGES)
+    found = predict(with_known_limits(own, MACHINE, shown), MACHINE, shown, force=False)
+    assert (found.micro_batch_size, found.largest_micro_batch_size) == (2, 2)
+    assert [change.largest_micro_batch_size for change in found.changes] == [2, 2]
+    assert [change.micro_batch_size for change in found.changes] == [2, 2]
+    assert [change.grad_accum_steps for change in found.changes] == [4, 4]
 
 
 class Shown:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.errors import MachineError, RecipeError
+from trainspec_cli.policy.memory import with_reliefs
 from trainspec_cli.reading.files import UnreadableFileError
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
@@ -19,6 +20,7 @@ from trainspec_cli.session.nodes import NodeOptions
 from trainspec_cli.session.resume import prepare_resume, prepare_unchanged
 from trainspec_cli.session.session import Session
 from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.results.memory import MemorySetting, Relief
 
 MakeRun = Callable[..., RunDir]
 Prepare = Callable[..., Session]
@@ -85,6 +87,29 @@ def test_the_rest_may_change(make_run: MakeRun, prepare: Prepare, change: str, v
     assert isinstance(session.begins, RunDir)
     assert session.reach is None
     assert session.folder == session.begins.root
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "largest"),
+    [
+        ((), 1, 1),
+        (("optim.lr=0.5",), 1, 1),
+        (("scheduler.mode=auto",), 1, 1),
+        (("scheduler.mode=off",), 4, None),
+        (("batching.micro_batch_size=2",), 2, None),
+        (("recompute=full",), 4, None),
+        (("cluster.devices_per_node=1",), 8, None),
+    ],
+)
+def test_a_run_keeps_the_setting_of_memory_that_it_began_with(
+    make_run: MakeRun, prepare: Prepare, changes: tuple[str, ...], size: int, largest: int | None
+) -> None:
+    """It had learned from runs before it that no more fits; what is asked for now goes before that."""
+    run = make_run()
+    began = with_reliefs(read_plan(run), [Relief(read_plan(run).memory_setting, MemorySetting(1, "none", "none"))])
+    write_json(run.plan_json, to_plain(began))
+    plan = prepare(run, *changes).plan
+    assert (plan.micro_batch_size, plan.largest_micro_batch_size) == (size, largest)
 
 
 @pytest.mark.parametrize(("step", "max_steps", "is_refused"), [(10, 10, True), (10, 11, False), (20, 20, True)])

@@ -14,7 +14,7 @@ from trainspec_cli.errors import MachineError, PlanError, Problem
 from trainspec_cli.launch.backend.local import LocalBackend
 from trainspec_cli.launch.backend.nodes.backend import NodesBackend, Reach
 from trainspec_cli.launch.job.claim import is_running
-from trainspec_cli.launch.memory_limits import LimitsWatch
+from trainspec_cli.launch.memory_limits import Learned, LimitsWatch, MemoryLimits
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan
@@ -23,6 +23,7 @@ from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.load import load, plan_on
 from trainspec_cli.session.session import Session, rehearse, start
 from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.results.memory import Relief
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.prediction import LocalPrediction
 
@@ -180,6 +181,28 @@ def test_a_run_that_was_only_written_down_begins(
     written = read_plan(run)
     assert (written.prediction, written.kernels.adamw) == (PREDICTION, "foreach")
     assert steps.job.root == run.root
+
+
+@pytest.mark.parametrize(("step", "begins_with"), [(10, 4), (0, 2)], ids=["goes on", "begins"])
+def test_a_run_that_goes_on_follows_no_limits_of_other_runs(
+    make_run: MakeRun,
+    here: Machine,
+    console: RunConsole,
+    steps: Steps,
+    monkeypatch: pytest.MonkeyPatch,
+    step: int,
+    begins_with: int,
+) -> None:
+    session = own(make_run(step=step), here, console)
+    assert session.plan.micro_batch_size == 4
+    learned = Learned(
+        Relief(*(replace(session.plan.memory_setting, micro_batch_size=size) for size in (4, 2))), "", 0.0
+    )
+    limits = MemoryLimits("m", "d", "l", (learned,))
+    monkeypatch.setattr("trainspec_cli.session.predict.read_limits", lambda *_: limits)
+    start(session)
+    assert steps.plan.micro_batch_size == begins_with
+    assert rehearse(session)[1].micro_batch_size == begins_with
 
 
 def test_what_another_machine_changes_is_shown(

@@ -51,6 +51,8 @@ class WorkerFailure:
     """Unix seconds, where it is known."""
     self_reported: bool = False
     """Reported by the worker itself."""
+    was_killed: bool = False
+    """It ended by SIGKILL."""
     consequence: bool = False
     """It ended because another one had."""
     foreseen: bool = False
@@ -142,6 +144,7 @@ def _silent(job: Job, torchrun_log: Path) -> Iterator[WorkerFailure]:
             detail=tail(log) if log else "",
             # SIGKILL comes from outside, so it is where a failure begins.
             time=0.0 if int(code) == -signal.SIGKILL else math.inf,
+            was_killed=int(code) == -signal.SIGKILL,
             consequence=pid in forced or -int(code) in _ENDED_BY_OTHERS,
         )
 

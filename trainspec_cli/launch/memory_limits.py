@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainspec_cli.corpus.cache import cache_dir, make_cache
-from trainspec_cli.errors import RecipeError
+from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.launch.measuring import figures_path
 from trainspec_cli.rundir.event_types import MemoryEvent
 from trainspec_cli.rundir.events import EventTail
@@ -83,18 +83,27 @@ class LimitsWatch:
     """
 
     def __init__(self, run: RunDir, plan: Plan, machine: Machine, now: Callable[[], float] = time.time):
-        self._run, self._plan, self._machine, self._now = run, plan, machine, now
+        self._run, self._machine, self._now = run, machine, now
+        changed = [replace(plan.with_layout(change), prediction=None) for change in plan.changes]
+        self._plans = {one.layout.describe(): one for one in (*changed, plan)}
+        """By the axes of its layouts."""
         self._tail = None if plan.spec.fault else EventTail(run.directives)
 
-    def look(self) -> None:
+    def look(self, report: Callable[[str], None] = lambda _: None) -> None:
+        """Remember what is new. Where the cache cannot be read or written, `report` hears of it once, and this run is
+        remembered no further: the run itself needs none of that."""
         if self._tail is None:
             return
-        for event in self._tail.read():
-            if isinstance(event, MemoryEvent) and event.layout == self._plan.layout.describe():
-                self._remember(event)
+        try:
+            for event in self._tail.read():
+                if isinstance(event, MemoryEvent) and event.layout in self._plans:
+                    self._remember(event, self._plans[event.layout])
+        except (MachineError, OSError) as error:
+            self._tail = None
+            report(f"later launches will not know of this shortage of memory: {error}")
 
-    def _remember(self, event: MemoryEvent) -> None:
-        limits, prediction = read_limits(self._plan, self._machine), self._plan.prediction
+    def _remember(self, event: MemoryEvent, plan: Plan) -> None:
+        limits, prediction = read_limits(plan, self._machine), plan.prediction
         learned = Learned(
             Relief(event.failed, event.taken),
             run=str(self._run.root.absolute()),
@@ -105,7 +114,7 @@ class LimitsWatch:
         )
         others = [one for one in limits.learned if one.relief.failed != learned.relief.failed]
         make_cache()
-        write_json(_path(self._plan, self._machine), to_plain(replace(limits, learned=(*others, learned))))
+        write_json(_path(plan, self._machine), to_plain(replace(limits, learned=(*others, learned))))
 
 
 def _known(value: int | Absent | None) -> int | None:

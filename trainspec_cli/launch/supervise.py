@@ -205,14 +205,13 @@ class Supervisor:
 
     def _take_setting(self, action: run_state.TakeSetting) -> None:
         """Write down with what the next start takes less memory: its workers follow that."""
-        assert self._plan is not None, "a job without a plan is not started again"
         shortage, alone = action.shortage, self.state.is_alone
         step = newest_step(read_sound(self._job.run.events(0)))
         directives = EventWriter(self._job.run.directives, SUPERVISOR)
         directives.write(
             MemoryEvent(
                 step=step,
-                layout=self._plan.layout.describe(),
+                layout=shortage.layout,
                 failed=shortage.failed,
                 taken=action.taken,
                 restarts=True,

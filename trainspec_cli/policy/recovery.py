@@ -142,13 +142,14 @@ def _start_if_due(state: RunState, number: int) -> Decision:
     if group.presence != "there":
         return state, ()
     starts, restarts_s = group.starts + 1, group.restarts_s
-    if group.starts:
+    if group.starts and not group.takes_less_memory:
         restarts_s = (*(at for at in restarts_s if state.now_s - at < RESTART_WINDOW_S), state.now_s)
     state = _change(
         *(state, number),
         phase="running",
         starts=starts,
         restarts_s=restarts_s,
+        takes_less_memory=False,
         kill_at_s=math.inf,
         checkpoint_step=state.checkpoint_step,
         stepped_s=0.0,
@@ -279,7 +280,7 @@ def _less_memory(state: RunState, event: GroupEnded) -> MemorySetting | None:
 def _take(state: RunState, event: GroupEnded, taken: MemorySetting) -> tuple[RunState, tuple[Action, ...], str]:
     """Let a group wait for its next start, with less memory; -> how it then differs, for people."""
     assert event.shortage is not None, "its memory ran out"
-    state = _change(state, event.group, taken=taken, failures_in_a_row=0)
+    state = _change(state, event.group, taken=taken, takes_less_memory=True, failures_in_a_row=0)
     state, _ = _wait(state, event.group)
     words = f"with {taken.describe(event.shortage.failed)}"
     return state, (TakeSetting(event.group, event.shortage, taken, event.headline),), words

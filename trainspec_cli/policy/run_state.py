@@ -38,6 +38,8 @@ class GroupState(NamedTuple):
     """When it was last seen to begin a step again, because an exchange had failed."""
     taken: MemorySetting | None = None
     """What it was last started with because its memory had run out."""
+    takes_less_memory: bool = False
+    """waiting: it ended for want of memory, so that its next start is no restart after a failure."""
 
 
 class RunState(NamedTuple):

@@ -52,11 +52,10 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
 
     Without `may_probe` nothing is started: a machine that was never probed gives no prediction, and this says so.
     """
-    plan = _with_known_limits(plan, machine, console)
     predictor = _predictor(plan, machine, console, may_probe=may_probe)
     plan = replace(plan, memory_ladder=_memory_ladder(plan, predictor))
     if predictor is None:
-        return replace(plan, prediction=None, largest_micro_batch_size=None, largest_stage_layers=None)
+        return replace(plan, prediction=None, largest_stage_layers=None)
     prediction = predictor.predict(plan.as_one_group)
     console.report(describe_prediction(prediction, plan.tokens_per_step))
     if prediction.needed_bytes > predictor.limit_bytes:
@@ -67,7 +66,7 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
     return replace(
         plan,
         prediction=prediction,
-        largest_micro_batch_size=_largest_micro_batch(plan, predictor),
+        largest_micro_batch_size=_smaller(plan.largest_micro_batch_size, _largest_micro_batch(plan, predictor)),
         largest_stage_layers=_largest_stage(plan, predictor),
         changes=tuple(_check_changes(plan, predictor, prediction, console, force=force)),
     )
@@ -95,13 +94,13 @@ def _check_changes(
             console.report(f"{message}; forced")
         yield replace(
             change,
-            largest_micro_batch_size=_largest_micro_batch(other, predictor),
+            largest_micro_batch_size=_smaller(change.largest_micro_batch_size, _largest_micro_batch(other, predictor)),
             largest_stage_layers=_largest_stage(other, predictor),
         )
         before = after
 
 
-def _with_known_limits(plan: Plan, machine: Machine, console: PrintableConsole) -> Plan:
+def with_known_limits(plan: Plan, machine: Machine, console: PrintableConsole) -> Plan:
     """Return the plan with what earlier runs of it had to take for want of memory, and say so; as it is under
     `scheduler=off`."""
     if plan.spec.scheduler.mode == "off":
@@ -111,7 +110,24 @@ def _with_known_limits(plan: Plan, machine: Machine, console: PrintableConsole) 
         before, now = plan.memory_setting.describe(), changed.memory_setting.describe(plan.memory_setting)
         forget = "trainspec runs --clear-limits forgets that"
         console.report(f"memory ran out here before with {before}: this run begins with {now} ({forget})")
-    return changed
+    return replace(changed, changes=tuple(_known_change(plan, change, machine) for change in plan.changes))
+
+
+def _known_change(plan: Plan, change: PlannedLayout, machine: Machine) -> PlannedLayout:
+    """Return a planned change with micro-batches that earlier runs in its layout have left."""
+    other = plan.with_layout(change)
+    known = with_reliefs(other, read_limits(other, machine).reliefs)
+    return replace(
+        change,
+        micro_batch_size=known.micro_batch_size,
+        grad_accum_steps=known.grad_accum_steps,
+        largest_micro_batch_size=known.largest_micro_batch_size,
+    )
+
+
+def _smaller(known: int | None, predicted: int | None) -> int | None:
+    """Return the smaller of what earlier runs have left and what is predicted to fit; None where nothing is known."""
+    return min((size for size in (known, predicted) if size is not None), default=None)
 
 
 def _memory_ladder(plan: Plan, predictor: Predictor | None) -> tuple[MemorySetting, ...]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.launch.job.machine import detect
+from trainspec_cli.policy.memory import rank_setting, with_reliefs
 from trainspec_cli.reading.files import check_field, read_object
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan, read_run_record
@@ -20,6 +21,7 @@ from trainspec_cli.session.session import Session, start
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.memory import Relief
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.rules.check import check
 from trainspec_cli.spec.rules.engine import check_engine
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 FIXED = ("model", "data", "optim.name", "batching.global_batch_size", "train.seed", "run.dir")
 """What the checkpoint, and the position in the data, depend on."""
+OF_MEMORY = ("batching", "recompute", "offload")
+"""What a recipe asks for of a step's memory."""
 
 
 def resume(name: str, changes: Sequence[str], nodes: NodeOptions, *, force: bool, as_json: bool) -> int:
@@ -61,7 +65,7 @@ def prepare_resume(
     if reach:
         return prepare_unchanged(run, reach, console, force=force, as_json=as_json)
     machine = this_machine(loaded.spec)
-    plan = _keep_kernels(plan_on(loaded, machine), old, machine)
+    plan = _keep_memory(_keep_kernels(plan_on(loaded, machine), old, machine), old)
     return Session(plan, machine, run, console, force=force, as_json=as_json)
 
 
@@ -122,6 +126,20 @@ def _keep_kernels(plan: Plan, old: Plan, machine: Machine) -> Plan:
         return plan
     require(list(check_kernels(replace(plan.spec, kernels=old.kernels), machine)))
     return replace(plan, kernels=old.kernels)
+
+
+def _keep_memory(plan: Plan, old: Plan) -> Plan:
+    """Keep the setting of memory that the run began with where that takes less than the recipe asks for, since runs
+    before it had learned so, unless another batch, setting or layout is asked for now, or `scheduler=off`."""
+    asks_the_same = all(getattr(plan.spec, key) == getattr(old.spec, key) for key in OF_MEMORY)
+    is_alike = (plan.layout, plan.replica_groups) == (old.layout, old.replica_groups)
+    if plan.spec.scheduler.mode == "off" or not (asks_the_same and is_alike):
+        return plan
+    if rank_setting(old.memory_setting) > rank_setting(plan.memory_setting):
+        plan = with_reliefs(plan, [Relief(plan.memory_setting, old.memory_setting)])
+    if plan.spec.scheduler == old.spec.scheduler and plan.memory_setting == old.memory_setting:
+        plan = replace(plan, largest_micro_batch_size=old.largest_micro_batch_size, changes=old.changes)
+    return plan
 
 
 def check_unfinished(run: RunDir, spec: RunSpec) -> None:

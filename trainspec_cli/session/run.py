@@ -73,7 +73,7 @@ def _supervise(
     def watch(stop_requested: bool) -> None:
         view.watch(stop_requested)
         if limits:
-            limits.look()
+            limits.look(view.say)
 
     stopping = console.stopping_run_without_reader(requests.add)
     with stopping, on_stop_signal(requests.add), LiveView(job.run, plan, console) as view:

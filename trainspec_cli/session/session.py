@@ -28,7 +28,7 @@ from trainspec_cli.session.check_nodes import check_nodes
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.data import prepare_data
 from trainspec_cli.session.load import Loaded
-from trainspec_cli.session.predict import predict
+from trainspec_cli.session.predict import predict, with_known_limits
 from trainspec_cli.session.run import run
 from trainspec_cli.session.select_kernels import select_kernels
 from trainspec_cli.spec.field_types import AUTO
@@ -67,7 +67,7 @@ class Session:
 def start(session: Session, requests: StopRequests | None = None) -> int:
     """Return the run's exit code. Raises TrainspecError where the run is refused, or fails."""
     console, machine = session.console, session.machine
-    plan = predict(session.plan, machine, console, force=session.force)
+    plan = predict(_within_limits(session), machine, console, force=session.force)
     examination = check_nodes(plan, session.folder, console, force=session.force)
     plan, kernels = select_kernels(plan, machine, console)
     data_folder = prepare_data(session.begins, console) if isinstance(session.begins, Loaded) else None
@@ -85,12 +85,20 @@ def start(session: Session, requests: StopRequests | None = None) -> int:
 def rehearse(session: Session) -> tuple[Job, Plan]:
     """Return what `start` would start, refused as it would be; nothing is probed, measured or made for that."""
     console, machine = session.console, session.machine
-    plan = predict(session.plan, machine, console, force=session.force, may_probe=False)
+    plan = predict(_within_limits(session), machine, console, force=session.force, may_probe=False)
     plan, _ = select_kernels(plan, machine, console, may_measure=False)
     root = session.folder
     if isinstance(session.begins, Loaded) and plan.spec.run.dir == AUTO:
         root = root / session.begins.composed.recipe / "TIME"
     return _build(session, plan, root), plan
+
+
+def _within_limits(session: Session) -> Plan:
+    """Return the plan; that of a run that begins now, with what others have learned of this machine's memory. A run
+    that goes on follows its own plan and what it has learned itself, so that it computes the same bits."""
+    begins = session.begins
+    goes_on = isinstance(begins, RunDir) and generations.newest(begins) > 0
+    return session.plan if goes_on else with_known_limits(session.plan, session.machine, session.console)
 
 
 def _build(session: Session, plan: Plan, root: Path) -> Job:

@@ -22,7 +22,7 @@ from trainspec_cli.engine.parallel.balance import forget_visits
 from trainspec_cli.engine.run import emergency
 from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup, TrainProgress
 from trainspec_cli.engine.run.relief import NOT_SAVED, recall_reliefs
-from trainspec_cli.engine.run.shortage import OutOfMemory, is_out_of_memory
+from trainspec_cli.engine.run.shortage import OutOfMemory, PassesOutOfMemory, is_out_of_memory
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.run.trainer import Trainer
@@ -141,6 +141,24 @@ def test_a_process_of_its_own_makes_the_step_again_with_smaller_micro_batches(st
     assert [one["taken"] for one in given] == [one["taken"] for one in events(short, "memory")]
 
 
+def test_an_error_without_a_message_is_named_in_the_reason(start: Start) -> None:
+    """Python's own MemoryError has none."""
+    context, failures = start(), [MemoryError()]
+    trainer = Trainer(context, SingleGroup(context))
+
+    def attempt() -> None:
+        compute_gradients(context.state, Source().read(OwnSamples((0,), (2,))), 2 * TOKENS)
+        if failures:
+            raise PassesOutOfMemory(BATCH) from failures.pop()
+
+    trainer.relief.make_step(TrainProgress(), attempt)
+    (written,) = read_events(context.run_dir.directives)
+    assert written["reason"] == "memory ran out: MemoryError"
+    trainer.relief.close()
+    trainer.coordinator.leave()
+    trainer.watch.close()
+
+
 @pytest.mark.parametrize("at", ["forward", "backward"])
 @pytest.mark.parametrize(("micro_batch", "compute"), [(1, "fp32"), (2, "fp32"), (2, "bf16")])
 def test_passes_that_were_cut_short_leave_nothing_behind(start: Start, at: str, micro_batch: int, compute: str) -> None:
@@ -184,6 +202,7 @@ def test_the_beginning_of_a_step_that_cannot_be_made_is_saved(start: Start) -> N
     with pytest.raises(OutOfMemory, match="micro-batches of 1 sample, recompute=none") as raised:
         train(context)
     assert raised.value.shortage.failed == MemorySetting(1, "none", "none")
+    assert raised.value.shortage.layout == "one process"
     assert raised.value.exit_code == 5
     assert "tried before: micro-batches of 2 samples" in str(raised.value)
     assert context.run_dir.checkpoint_steps() == [2]

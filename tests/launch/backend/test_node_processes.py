@@ -175,7 +175,8 @@ def test_a_killed_worker_that_torchrun_has_reaped_is_said_to_be_killed(second: N
     torchrun = psutil.Process(worker.ppid())
     worker.kill()
     eventually(lambda: torchrun.status() == psutil.STATUS_ZOMBIE)
-    assert "was killed by SIGKILL" in second.receive(WorkerExited).summary
+    exited = second.receive(WorkerExited)
+    assert exited.was_killed and "was killed by SIGKILL" in exited.summary
     assert second.receive(GroupExited).exit_code == 1
 
 

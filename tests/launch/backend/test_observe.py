@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from lab.events import retried, started, stepped, write_event
+from lab.events import DIRECTIVE, retried, started, stepped, write_event
 
 from trainspec_cli.launch.backend.nodes.messages import GroupExited, WorkerExited, WorkersOrphaned
 from trainspec_cli.launch.backend.observe import GroupStart, RendezvousWatch, newest_checkpoint
@@ -125,13 +125,17 @@ def test_where_a_failure_came_from(job: Job, errors: dict, code: int | None, fou
     assert (ended.exit_code, ended.left_behind, ended.done) == (code, (40,), False)
 
 
-FOUR, TWO = MemorySetting(4, "none", "none"), MemorySetting(2, "none", "none")
+EIGHT, FOUR, TWO = (MemorySetting(size, "none", "none") for size in (8, 4, 2))
 SHORT: dict[str, object] = {
     "type": "OutOfMemory",
     "message": "memory ran out",
     "traceback": "...",
     "code": "out_of_memory",
-    "shortage": {"failed": {"micro_batch_size": 3, "recompute": "none", "offload": "none"}, "used_bytes": 7},
+    "shortage": {
+        "failed": {"micro_batch_size": 3, "recompute": "none", "offload": "none"},
+        "layout": "tp=2",
+        "used_bytes": 7,
+    },
 }
 
 
@@ -139,10 +143,12 @@ def alone(two_groups: Plan) -> Plan:
     return replace(two_groups, num_nodes=1, replica_groups=1, micro_batch_size=4, recompute="none", offload="none")
 
 
-def end_with_kills(job: Job, plan: Plan, code: int, kills: int) -> GroupEnded:
+def end_with_kills(job: Job, plan: Plan, code: int, kills: int, steps: tuple[int, ...] = ()) -> GroupEnded:
     job.torchrun_log.parent.mkdir(parents=True, exist_ok=True)
     job.torchrun_log.touch()
     start = GroupStart(job, plan, 0, 1)
+    for step in steps:
+        write_event(job.run.events(0), stepped(step))
     start.hear(0, "here", GroupExited(0, 1, code, oom_kills=kills, memory_bytes=99))
     return end_of(start)
 
@@ -151,18 +157,60 @@ def test_a_rank_that_ran_out_of_memory_says_with_what(job: Job, two_groups: Plan
     write_error(job, 1, SHORT)
     write_error(job, 0, LOST_PEER)
     ended = end_with_kills(job, alone(two_groups), 1, 0)
-    assert ended.shortage == Shortage(MemorySetting(3, "none", "none"), used_bytes=7)
+    assert ended.shortage == Shortage(MemorySetting(3, "none", "none"), "tp=2", used_bytes=7)
 
 
 def test_a_worker_that_the_kernel_killed_is_known_by_its_count(job: Job, two_groups: Plan) -> None:
-    ended = end_with_kills(job, alone(two_groups), -9, 1)
-    assert ended.shortage == Shortage(FOUR, limit_bytes=99, was_killed=True)
+    plan = alone(two_groups)
+    ended = end_with_kills(job, plan, -9, 1)
+    assert ended.shortage == Shortage(FOUR, plan.layout.describe(), limit_bytes=99, was_killed=True)
     assert "was killed by the kernel, because the host's memory had run out" in ended.headline
     taken = MemoryEvent(step=1, layout="one process", failed=FOUR, taken=TWO, restarts=True, reason="x")
-    plan = alone(two_groups)
     write_event(job.run.directives, replace(taken, layout=plan.layout.describe()))
     shortage = end_with_kills(job, plan, -9, 1).shortage
     assert shortage is not None and shortage.failed == TWO, "what was taken before is in force"
+
+
+@pytest.mark.parametrize("steps", [(10,), (9, 10), (9, 9)], ids=["checkpoint", "both", "neither"])
+def test_a_killed_worker_was_in_the_layout_that_the_run_had_changed_to(
+    job: Job, two_groups: Plan, steps: tuple[int, ...]
+) -> None:
+    """After as many steps as the checkpoint or this start has; a newer directive is still ahead."""
+    plan = alone(two_groups)
+    other = replace(plan.layout, dp_shard=1, dp_replicate=1, tp=plan.layout.world_size)
+    changed = replace(DIRECTIVE, kind="layout", step=10, micro_batch_size=8, before=plan.layout, layout=other)
+    unlike = MemoryEvent(step=12, layout=other.describe(), failed=EIGHT, taken=TWO, restarts=True, reason="x")
+    for event in (changed, replace(changed, applied=False, before=other, layout=plan.layout), unlike):
+        write_event(job.run.directives, event)
+    job.run.checkpoint(steps[0]).mkdir(parents=True)
+    shortage = end_with_kills(job, plan, -9, 1, steps[1:]).shortage
+    assert shortage is not None
+    is_changed = max(steps) >= 10
+    assert shortage.layout == (other if is_changed else plan.layout).describe()
+    assert shortage.failed == (TWO if is_changed else FOUR)
+
+
+LISTED = "host      : here\nrank      : 1 (local_rank: 1)\nexitcode  : {} (pid: 41)\n"
+
+
+@pytest.mark.parametrize(("code", "is_shortage"), [(-9, True), (-11, False), (3, False), (-2, False)])
+def test_of_workers_that_torchrun_lists_a_killed_one_alone_ran_out_of_memory(
+    job: Job, two_groups: Plan, code: int, is_shortage: bool
+) -> None:
+    """Another program of the control group may have been killed meanwhile."""
+    job.torchrun_log.parent.mkdir(parents=True)
+    job.torchrun_log.write_text(LISTED.format(code))
+    ended = end_with_kills(job, alone(two_groups), 1, 1)
+    assert (ended.shortage is not None) is is_shortage
+    assert ("rank 1 (here) was killed by the kernel" in ended.headline) is is_shortage
+
+
+@pytest.mark.parametrize("was_killed", [True, False])
+def test_a_worker_of_a_group_that_was_seen_to_be_killed(job: Job, two_groups: Plan, was_killed: bool) -> None:
+    start = GroupStart(job, two_groups, 0, 1)
+    start.hear(0, "here", WorkerExited(0, 1, 1, "ended somehow", was_killed))
+    start.hear(0, "here", GroupExited(0, 1, None, oom_kills=1))
+    assert (end_of(start).shortage is not None) is was_killed
 
 
 @pytest.mark.parametrize(("errors", "code", "kills"), [({}, -9, 0), ({0: OWN_ERROR}, -9, 1), ({}, 1, 1)])

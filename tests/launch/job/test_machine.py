@@ -113,11 +113,12 @@ def test_a_limit_is_that_of_the_process_own_group(tmp_path: Path, groups: str, f
     ("groups", "files", "found"),
     [
         ("0::/box\n", {"box/memory.events": "low 1\noom 3\noom_kill 2\noom_group_kill 7\n"}, 2),
+        ("0::/box/own\n", {"box/memory.events": "oom_kill 2\n"}, 2),
         ("4:memory:/box\n0::/\n", {"memory/box/memory.oom_control": "oom_kill_disable 0\noom_kill 4\n"}, 4),
         ("4:cpu,memory:/elsewhere\n", {"memory/memory.oom_control": "under_oom 0\noom_kill 5\n"}, 5),
         ("0::/gone\n", {}, 9),
     ],
-    ids=["version 2", "version 1", "version 1 in a container", "the node"],
+    ids=["version 2", "version 2 above it", "version 1", "version 1 in a container", "the node"],
 )
 def test_kills_for_want_of_memory_are_counted(tmp_path: Path, groups: str, files: dict[str, str], found: int) -> None:
     for name, text in files.items():

@@ -31,6 +31,7 @@ from trainspec_cli.engine.run.scheduling import StepScheduler
 from trainspec_cli.engine.run.shortage import (
     OutOfMemory,
     PassesOutOfMemory,
+    describe_cause,
     is_out_of_memory,
     measure_shortage,
     out_of_memory,
@@ -116,7 +117,7 @@ class MemoryRelief:
         """Return the error that says so, with figures, where memory ran out elsewhere than in a step's passes."""
         if not is_out_of_memory(error):
             return None
-        return out_of_memory(self._plan, measure_shortage(self._setting, self._state.device), error)
+        return out_of_memory(self._plan, measure_shortage(self._plan, self._setting, self._state.device), error)
 
     def close(self) -> None:
         self._log.close()
@@ -127,13 +128,13 @@ class MemoryRelief:
         """Prepare the step for another attempt, or save the state and raise OutOfMemory."""
         cause = failure.__cause__ or failure
         failed = replace(self._setting, micro_batch_size=failure.samples)
-        shortage = measure_shortage(failed, self._state.device)
+        shortage = measure_shortage(self._plan, failed, self._state.device)
         traceback.clear_frames(cause.__traceback__)
         traceback.clear_frames(failure.__traceback__)
         clear_gradients(self._state.shares)
         if taken := self._in_place(failed):
             self._begin_anew()
-            self._take(progress, shortage, taken, str(cause))
+            self._take(progress, shortage, taken, cause)
             return
         if self._emergency and not self._emergency.save():
             self._journal.write(WarningEvent(step=progress.step, message=NOT_SAVED))
@@ -160,15 +161,15 @@ class MemoryRelief:
         if self._state.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _take(self, progress: TrainProgress, shortage: Shortage, taken: MemorySetting, cause: str) -> None:
+    def _take(self, progress: TrainProgress, shortage: Shortage, taken: MemorySetting, cause: BaseException) -> None:
         self._log.write(
             MemoryEvent(
                 step=progress.step,
-                layout=self._plan.layout.describe(),
+                layout=shortage.layout,
                 failed=shortage.failed,
                 taken=taken,
                 restarts=False,
-                reason=f"memory ran out: {cause.strip().splitlines()[0]}",
+                reason=f"memory ran out: {describe_cause(cause)}",
                 used_bytes=shortage.used_bytes,
                 limit_bytes=shortage.limit_bytes,
                 group=ABSENT if self._group is None else self._group,

@@ -47,20 +47,26 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(_MESSAGES.search(str(error)))
 
 
-def measure_shortage(setting: MemorySetting, device: torch.device) -> Shortage:
-    """Return the shortage with what this process holds now, and may hold."""
+def measure_shortage(plan: Plan, setting: MemorySetting, device: torch.device) -> Shortage:
+    """Return the shortage in the layout of `plan`, with what this process holds now, and may hold."""
+    layout = plan.layout.describe()
     if device.type == "cuda":
-        return Shortage(setting, torch.cuda.memory_reserved(device), torch.cuda.mem_get_info(device)[1])
+        return Shortage(setting, layout, torch.cuda.memory_reserved(device), torch.cuda.mem_get_info(device)[1])
     soft = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     limits = [limit for limit in soft if limit != resource.RLIM_INFINITY]
-    return Shortage(setting, psutil.Process().memory_info().rss, min(limits, default=None))
+    return Shortage(setting, layout, psutil.Process().memory_info().rss, min(limits, default=None))
+
+
+def describe_cause(cause: BaseException) -> str:
+    """Return the first line of an error's message, or the error's name where it has none, like a bare MemoryError."""
+    lines = str(cause).strip().splitlines()
+    return lines[0] if lines else type(cause).__name__
 
 
 def out_of_memory(plan: Plan, shortage: Shortage, cause: BaseException) -> OutOfMemory:
     """Return the error that ends this process; the supervisor starts the run again where something is left to take."""
     failed = shortage.failed
-    first = str(cause).strip().splitlines()
-    message = f"memory ran out with {failed.describe()}: {first[0] if first else type(cause).__name__}"
+    message = f"memory ran out with {failed.describe()}: {describe_cause(cause)}"
     tried = [one for one in plan.memory_ladder if rank_setting(one) < rank_setting(failed)]
     if tried:
         message += f"; tried before: {'; '.join(one.describe() for one in tried)}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -124,20 +125,22 @@ class _GroupProcesses:
             self._failed = True
             yield WorkerExited(self._group, self._number, *failure)
 
-    def _find_failed_worker(self) -> tuple[int, str] | None:
+    def _find_failed_worker(self) -> tuple[int, str, bool] | None:
         ranks = self._job.ranks or ()
         if len(self._workers) < len(ranks):
             self._workers = self._find_workers()
         for rank, worker in zip(ranks, self._workers, strict=False):
             if code := processes.unread_exit_code(worker):
-                return rank, describe_exit(code)
+                return rank, describe_exit(code), code == -signal.SIGKILL
         return None
 
-    def _explain_end(self, code: int) -> tuple[int, str]:
-        """torchrun ends with 1 whatever its workers ended with; its log lists their exit codes."""
+    def _explain_end(self, code: int) -> tuple[int, str, bool]:
+        """Return the rank that failed, how, and whether by SIGKILL. torchrun ends with 1 whatever its workers ended
+        with; its log lists their exit codes."""
         if listed := find_listed(self._job):
-            return listed[0].rank, listed[0].summary
-        return (self._job.ranks or (0,))[0], f"lost its torchrun, which {describe_exit(code)}"
+            return listed[0].rank, listed[0].summary, listed[0].was_killed
+        lost = f"lost its torchrun, which {describe_exit(code)}"
+        return (self._job.ranks or (0,))[0], lost, code == -signal.SIGKILL
 
     def _find_workers(self) -> list[psutil.Process]:
         try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from trainspec_cli.launch.backend.node_processes import group_job
 from trainspec_cli.launch.backend.nodes.messages import GroupExited, ProcessMessage, WorkerExited
@@ -11,14 +13,16 @@ from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.rendezvous.address import Rendezvous
 from trainspec_cli.policy import run_state
 from trainspec_cli.policy.memory import settle
-from trainspec_cli.rundir.event_types import Event, RetryEvent, StepEvent
-from trainspec_cli.rundir.events import EventTail
+from trainspec_cli.rundir.event_types import DirectiveEvent, Event, RetryEvent, StepEvent
+from trainspec_cli.rundir.events import EventTail, read_sound
 from trainspec_cli.rundir.memory import newest_copy
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_result
 from trainspec_cli.rundir.shortages import read_sound_reliefs
+from trainspec_cli.spec.canonical import Absent
 from trainspec_cli.spec.recipe.fault import parse_faults
-from trainspec_cli.spec.results.memory import Shortage
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.results.memory import MemorySetting, Shortage
 from trainspec_cli.spec.results.plan import Plan
 
 
@@ -38,10 +42,14 @@ class GroupStart:
         """That was seen from outside."""
         self._events = EventTail(job.run.events(0) if self._is_alone else job.run.group_events(group, 0))
         self._has_begun = self._has_failed = False
+        self._step = 0
+        """The newest of this start."""
 
     def hear(self, node: int, hostname: str, message: ProcessMessage) -> list[run_state.Event]:
         if isinstance(message, WorkerExited):
-            self._failure = self._failure or WorkerFailure(message.rank, hostname, message.summary)
+            self._failure = self._failure or WorkerFailure(
+                message.rank, hostname, message.summary, was_killed=message.was_killed
+            )
             return self._fail()
         if isinstance(message, GroupExited):
             self._exit_codes[node] = message.exit_code
@@ -63,6 +71,7 @@ class GroupStart:
             self._has_begun = True
             yield run_state.Begun(self.group)
         if any(isinstance(event, StepEvent) for event in events):
+            self._step = newest_step(events)
             yield run_state.Stepped(self.group)
         if any(isinstance(event, RetryEvent) for event in events):
             yield run_state.Retried(self.group)
@@ -90,9 +99,10 @@ class GroupStart:
         from_outside = (bool(causes) or (exit_code or 0) < 0) and not own_error
         shortage = next((failure.shortage for failure in causes if failure.shortage), None)
         headline = self._explain(failures, exit_code)
-        if self._oom_kills and from_outside:
+        killed = [failure for failure in causes if failure.was_killed]
+        if self._oom_kills and from_outside and (killed or -signal.SIGKILL in codes):
             shortage = self._find_shortage()
-            headline = _killed_by_kernel(causes)
+            headline = _killed_by_kernel(killed)
         return run_state.GroupEnded(
             group=self.group,
             done=_is_done(self.job.run) if self._is_alone else exit_code == 0,
@@ -110,9 +120,8 @@ class GroupStart:
         """Return the shortage for which the kernel has killed a process: it is of the setting in force."""
         if self._plan is None:
             return None
-        reliefs = read_sound_reliefs(self.job.run, self._plan.layout.describe())
-        setting = settle(self._plan.memory_setting, reliefs)
-        return Shortage(setting, limit_bytes=self._memory_bytes or None, was_killed=True)
+        layout, setting = _in_force(self.job.run, self._plan, max(self._step, newest_checkpoint(self.job.run)))
+        return Shortage(setting, layout, limit_bytes=self._memory_bytes or None, was_killed=True)
 
     def _explain(self, failures: list[WorkerFailure], exit_code: int | None) -> str:
         if self._is_alone:
@@ -131,8 +140,23 @@ class GroupStart:
         return first_causes([seen, *reported])
 
 
-def _killed_by_kernel(causes: Sequence[WorkerFailure]) -> str:
-    who = f"{causes[0].who} ({causes[0].host or 'hostname unknown'})" if causes else "torchrun"
+def _in_force(run: RunDir, plan: Plan, step: int) -> tuple[str, MemorySetting]:
+    """Return the axes of the layout that a run has after `step` updates, and the setting that it has taken there."""
+    layout = plan.layout
+    setting = settle(plan.memory_setting, read_sound_reliefs(run, layout.describe()))
+    for event in read_sound(run.directives):
+        if not isinstance(event, DirectiveEvent) or not event.applied or event.step > step:
+            continue
+        if event.before == layout and isinstance(event.layout, Layout):
+            layout = event.layout
+            if not isinstance(event.micro_batch_size, Absent):
+                setting = replace(setting, micro_batch_size=event.micro_batch_size)
+            setting = settle(setting, read_sound_reliefs(run, layout.describe()))
+    return layout.describe(), setting
+
+
+def _killed_by_kernel(killed: Sequence[WorkerFailure]) -> str:
+    who = f"{killed[0].who} ({killed[0].host or 'hostname unknown'})" if killed else "torchrun"
     return f"{who} was killed by the kernel, because the host's memory had run out"
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import psutil
@@ -81,13 +81,24 @@ def count_oom_kills(
 ) -> int:
     """Return how many processes the kernel has killed so far because memory had run out; 0 where nothing says.
 
-    They are those of this process's control group (`memory.events` of version 2, `memory.oom_control` of version 1, in
-    which a container may see its own group as the root), else of the node.
+    They are those of this process's control group or of the next one above it that counts them (`memory.events` of
+    version 2, `memory.oom_control` of version 1, in which a container may see its own group as the root). The node's
+    count, which includes other programs, is taken only where no group has one.
     """
-    own = _group_of_version_1(membership, "memory").lstrip("/")
-    version_1 = [root / "memory" / group / "memory.oom_control" for group in (own, "")]
-    texts = (_cgroup_setting("memory.events", root, membership), *map(_text, version_1), _text(vmstat))
-    return next((int(count) for text in texts for count in _OOM_KILLS.findall(text)), 0)
+    version_1 = _group_of_version_1(membership, "memory")
+    files = [group / "memory.events" for group in _from_own_group_up(root, _group_of_version_2(membership))]
+    files += [group / "memory.oom_control" for group in _from_own_group_up(root / "memory", version_1)]
+    return next((int(count) for path in (*files, vmstat) for count in _OOM_KILLS.findall(_text(path))), 0)
+
+
+def _from_own_group_up(root: Path, group: str) -> list[Path]:
+    """Return the folders of a control group and of those above it."""
+    own = PurePosixPath("/", group)
+    return [root / one.relative_to("/") for one in (own, *own.parents)]
+
+
+def _group_of_version_2(membership: Path) -> str:
+    return next((line.removeprefix("0::") for line in _text(membership).splitlines() if line.startswith("0::")), "")
 
 
 def _group_of_version_1(membership: Path, controller: str) -> str:

@@ -33,6 +33,8 @@ class Shortage:
 
     failed: MemorySetting
     """With the samples of the micro-batch that failed."""
+    layout: str
+    """The axes of the layout in force, which a run may change between two steps."""
     used_bytes: int | None = None
     """What the process held; None where nobody could ask."""
     limit_bytes: int | None = None

@@ -49,6 +49,8 @@ class WorkerExited:
     rank: int
     """Among all of the run's."""
     summary: str
+    was_killed: bool = False
+    """By SIGKILL."""
 
 
 @dataclass(frozen=True)
