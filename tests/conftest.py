@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 from lab import measured, strangers
+from lab.drawing import drawn_in_ci
 from lab.published import MODELS, SIZES
 from lab.tracing import Trace, open_forks, tracer
 
@@ -28,8 +29,10 @@ from trainspec_cli.spec.results.probe import Curve, MachineProbe, MatmulCurves, 
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
-LAUNCHING = ("certify", "integration", "slurm", "cli", "launch", "engine", "planner", "fuzz")
+LONGEST = ("engine", "certify", "integration", "slurm", "cli", "launch", "planner", "fuzz")
 """Folders whose files take longest: they begin first, so that no process is left with one of them at the end."""
+PROBING = "test_probe.py"
+"""It measures this machine, which whole runs wait for: one process does while the others are at the engine's tests."""
 EXCUSED_IN_CI = ("needs a GPU", "needs macOS", "runs on CUDA alone")
 
 MACHINE = Machine("host", cpu_cores=2, memory_bytes=2**34, bf16=True)
@@ -56,9 +59,22 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return max(3, (os.cpu_count() or 2) // 2) if config.args_source is config.ArgsSource.TESTPATHS else 0
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort by folder, stably: the order of tests within a file stays."""
-    items.sort(key=lambda item: LAUNCHING.index(folder) if (folder := _folder(item)) in LAUNCHING else len(LAUNCHING))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sort by folder, stably: the order of tests within a file stays. Of the files with slow tests CI runs half,
+    others with each commit, and all of those that need Slurm."""
+    slow = [item for item in items if item.get_closest_marker("slow") and _folder(item) != "slurm"]
+    files = sorted({item.path for item in slow})
+    drawn = set(drawn_in_ci(files, -(-len(files) // 2)))
+    if left_out := [item for item in slow if item.path not in drawn]:
+        config.hook.pytest_deselected(items=left_out)
+        unwanted = set(left_out)
+        items[:] = [item for item in items if item not in unwanted]
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> tuple[bool, int]:
+    folder = _folder(item)
+    return item.path.name != PROBING, LONGEST.index(folder) if folder in LONGEST else len(LONGEST)
 
 
 def _folder(item: pytest.Item) -> str:

@@ -138,9 +138,16 @@ def test_more_layers_than_any_model_has(project: Path) -> None:
     assert code == 2 and "command line:2" in said and "`model.num_layers` is 1000000000000000000; at most" in said
 
 
-@pytest.mark.parametrize("name", ["", ".", "/", "..", "../x", "/etc/passwd", "x" * 300, "x" * 5000, "~", "~nobody-at-all/x.yaml", "a/../tiny", "tiny.yaml", "\ud800", ".yaml", "${a}", "[", "a\nb"])  # fmt: skip # noqa: E501
-def test_names_of_recipes_and_options(project: Path, name: str) -> None:
+NAMES = ("", ".", "/", "..", "../x", "/etc/passwd", "x" * 300, "x" * 5000, "~", "~nobody-at-all/x.yaml", "a/../tiny", "tiny.yaml", "\ud800", ".yaml", "${a}", "[", "a\nb")  # fmt: skip # noqa: E501
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_recipes(project: Path, name: str) -> None:
     assert tell("validate", f"recipe={name}")[0] == 2
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (turn % 4 > 0)) for turn, name in enumerate(NAMES)])  # fmt: skip # noqa: E501
+def test_names_of_options(project: Path, name: str) -> None:
     assert tell("show", f"recipe={name}")[0] == 2
     assert tell("validate", "recipe=tiny", f"model={name}")[0] == 2
     assert tell("show", "recipe=tiny", "--diff", name)[0] == 2

@@ -35,6 +35,7 @@ def test_weights_pass_through_any_layout_unchanged(name, trainspec, hf_folder, t
     assert (tmp_path / "back/tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_an_exported_run_is_loaded_with_no_code_of_ours(trainspec, tmp_path):
     transformers = pytest.importorskip("transformers")
     ended = trainspec("launch", "recipe=tiny_qwen3", "train.max_steps=2", "run.dir=run", "cluster.devices_per_node=1")

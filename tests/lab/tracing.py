@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing.context import ForkServerContext
 from typing import Protocol
 
 from trainspec_cli.launch.measuring import traced_ranks
@@ -23,10 +24,15 @@ class Trace(Protocol):
 @contextmanager
 def open_forks() -> Iterator[ProcessPoolExecutor]:
     """Each call has a process of its own, where no process group was made before: a world leaves caches behind."""
+    with ProcessPoolExecutor(max_workers=2, mp_context=fork_context(), max_tasks_per_child=1) as forks:
+        yield forks
+
+
+def fork_context() -> ForkServerContext:
+    """Return what forks processes in which the engine is imported already."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([TRACER])
-    with ProcessPoolExecutor(max_workers=2, mp_context=context, max_tasks_per_child=1) as forks:
-        yield forks
+    return context
 
 
 def tracer(forks: ProcessPoolExecutor) -> Trace:

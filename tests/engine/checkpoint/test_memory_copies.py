@@ -1,10 +1,9 @@
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from lab.ranks import run_ranks
 
 from trainspec_cli.engine.checkpoint import memory
 
@@ -13,13 +12,9 @@ WORKER = Path(__file__).parent / "memory_worker.py"
 
 def run(folder, act, world_size=3):
     """-> what each rank printed."""
-    ranks = [
-        subprocess.Popen([sys.executable, WORKER, str(rank), str(world_size), folder, act], stdout=-1, text=True)
-        for rank in range(world_size)
-    ]
-    said = [rank.communicate(timeout=120)[0].split() for rank in ranks]
-    assert {rank.returncode for rank in ranks} == {-9 if act == "keep" else 0}
-    return said
+    ended = run_ranks(WORKER, [(rank, world_size, folder, act) for rank in range(world_size)])
+    assert {rank.code for rank in ended} == {-9 if act == "keep" else 0}
+    return [rank.printed.split() for rank in ended]
 
 
 @pytest.fixture(scope="module")

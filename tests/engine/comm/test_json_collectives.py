@@ -1,11 +1,10 @@
 """Three real ranks tell one another JSON; what one of them spoils is refused by all, and they stay in step."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from lab.ranks import outputs
 
 from trainspec_cli.engine.comm.json_collectives import MAX_BYTES, _check_length
 from trainspec_cli.errors import WorkerError
@@ -17,12 +16,7 @@ WORKER = Path(__file__).parent / "json_worker.py"
 def told(tmp_path_factory):
     """-> told(case): what each rank got of it."""
     rendezvous = tmp_path_factory.mktemp("json") / "rendezvous"
-    ranks = [
-        subprocess.Popen([sys.executable, WORKER, str(rank), rendezvous], stdout=subprocess.PIPE, text=True)
-        for rank in range(3)
-    ]
-    printed = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0, 0]
+    printed = outputs(WORKER, [(rank, rendezvous) for rank in range(3)])
     return lambda case: [json.loads(text)[case] for text in printed]
 
 

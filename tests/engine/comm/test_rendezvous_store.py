@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from lab.ranks import run_ranks
 
 from trainspec_cli.environment_names import LAUNCH_ID
 from trainspec_cli.launch.job.job import Job
@@ -27,21 +28,11 @@ def rendezvous(tmp_path):
     made.close()
 
 
-def run_ranks(environment, world=3):
-    command = [sys.executable, str(WORKER)]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(world)], env=environment, stdout=subprocess.PIPE, text=True)
-        for rank in range(world)
-    ]
-    printed = [rank.communicate(timeout=240)[0] for rank in ranks]
-    return [rank.returncode for rank in ranks], printed
-
-
 def test_groups_are_built_and_train_through_the_rendezvous_server(rendezvous):
-    environment = {**os.environ, **rendezvous.environment, "GLOO_SOCKET_IFNAME": "lo"}
-    codes, printed = run_ranks(environment)
-    assert codes == [0, 0, 0]
-    losses = [ast.literal_eval(text) for text in printed]
+    environment = {**rendezvous.environment, "GLOO_SOCKET_IFNAME": "lo"}
+    ended = run_ranks(WORKER, [(rank, 3) for rank in range(3)], environment)
+    assert [rank.code for rank in ended] == [0, 0, 0]
+    losses = [ast.literal_eval(rank.printed) for rank in ended]
     assert all(len(own) == 3 and own[2] > 0 for own in losses)
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lab.ranks import outputs
 
 WORKER = Path(__file__).with_name("layout_worker.py")
 FP32 = 5e-6
@@ -53,22 +51,7 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]
 
 
 def computed_by(ranks: int, file: Path) -> list[dict[str, Any]]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(file), str(rank), str(ranks)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        printed = [rank.communicate(timeout=240)[0] for rank in started]
-    finally:
-        for rank in started:
-            rank.kill()
-    assert [rank.returncode for rank in started] == [0] * ranks
+    printed = outputs(WORKER, [(file, rank, ranks) for rank in range(ranks)])
     return [json.loads(text.splitlines()[-1]) for text in printed]
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lab.ranks import outputs
 
 from trainspec_cli.spec.recipe.layout import LayoutSpec
 
@@ -53,13 +52,7 @@ def pair(alone: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> lis
     """By rank and layout, of the same step made by two ranks."""
     rendezvous = tmp_path_factory.mktemp("pair") / "rendezvous"
     given = [str(rendezvous), json.dumps(LAYOUTS), str(alone["norm"] / 2)]
-    ranks = [
-        subprocess.Popen([sys.executable, str(WORKER), str(rank), *given], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    printed = [rank.communicate(timeout=240)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    return [json.loads(text) for text in printed]
+    return [json.loads(text) for text in outputs(WORKER, [(rank, *given) for rank in range(2)])]
 
 
 def flat(weights: dict[str, list[float]], names: list[str]) -> torch.Tensor:

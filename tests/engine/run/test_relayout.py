@@ -4,13 +4,11 @@ that kept its layout. A change that fails on one of them leaves both as they wer
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lab.ranks import outputs
 
 WORKER = Path(__file__).with_name("relayout_worker.py")
 FP32 = 1e-6
@@ -25,22 +23,7 @@ SENDS_NOTHING = ("ZeRO-1 to ZeRO-3", "data to experts", "replicas to a pipeline 
 
 
 def found_by_ranks(folder: Path, names: tuple[str, ...]) -> list[dict[str, Any]]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(folder / "meeting"), str(rank), *names],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(2)
-    ]
-    try:
-        printed = [rank.communicate(timeout=400)[0] for rank in started]
-    finally:
-        for rank in started:
-            rank.kill()
-    assert [rank.returncode for rank in started] == [0, 0]
+    printed = outputs(WORKER, [(folder / "meeting", rank, *names) for rank in range(2)], timeout_s=400)
     return [json.loads(text.splitlines()[-1]) for text in printed]
 
 
