@@ -11,6 +11,7 @@ from textwrap import dedent
 from typing import Any, TypeVar
 
 import pytest
+from hypothesis import HealthCheck, settings
 from lab import measured, strangers
 from lab.drawing import drawn_in_ci
 from lab.published import MODELS, SIZES
@@ -28,6 +29,14 @@ from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
 from trainspec_cli.spec.results.probe import Curve, MachineProbe, MatmulCurves, Passes, Reference
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
+
+settings.register_profile(
+    "trainspec",
+    deadline=None,
+    derandomize=bool(os.environ.get("TRAINSPEC_CI")),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("trainspec")
 
 LONGEST = ("engine", "certify", "integration", "slurm", "cli", "launch", "planner", "fuzz")
 """Folders whose files take longest: they begin first, so that no process is left with one of them at the end."""

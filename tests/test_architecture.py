@@ -114,6 +114,15 @@ def test_names_of_environment_variables_stand_in_one_module() -> None:
     assert files == {"environment_names.py"}
 
 
+def test_a_name_of_a_class_means_one_thing() -> None:
+    places: dict[str, list[str]] = {}
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(file.relative_to(PACKAGE)))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
 def test_torch_is_imported_in_the_engine_alone() -> None:
     importers = {
         file.relative_to(PACKAGE).parts[0]

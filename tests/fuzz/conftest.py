@@ -12,19 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from trainspec_cli.__main__ import EXIT_FAULT, run
 from trainspec_cli.errors import EXIT_CODES
-
-settings.register_profile(
-    "fuzz",
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-settings.load_profile("fuzz")
 
 ALARM_S = 60
 """A safety net alone: one command line of a fuzzer takes milliseconds."""

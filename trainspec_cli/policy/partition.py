@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from math import inf
 
 from trainspec_cli.policy.partition_chain import Chain
-from trainspec_cli.policy.partition_problem import EQUAL, Borders, LayerTimes, Problem, Rank, Room
+from trainspec_cli.policy.partition_problem import EQUAL, Borders, CutProblem, LayerTimes, Rank, Room
 from trainspec_cli.policy.partition_rounds import cut_rounds
 from trainspec_cli.spec.recipe.layout import Layout
 
@@ -40,16 +40,16 @@ def cut_by_times(
     Exact (to `equal`) with one stage a rank; with several (interleaved, zbv) within 5% of the best, mostly exact.
     Raises ValueError where there are fewer layers than stages, or not one speed above 0 for each rank.
     """
-    return _cut(Problem.of(times, layout, speeds, room, equal))
+    return _cut(CutProblem.of(times, layout, speeds, room, equal))
 
 
 def rank_times_s(times: LayerTimes, counts: Sequence[int], layout: Layout, speeds: Sequence[float] = ()) -> list[float]:
     """Return the time of each pipeline rank under a cut, at its speed."""
-    problem = Problem.of(times, layout, speeds, None, EQUAL)
+    problem = CutProblem.of(times, layout, speeds, None, EQUAL)
     return problem.loads(tuple(accumulate(counts, initial=0)))
 
 
-def _cut(problem: Problem) -> Counts | None:
+def _cut(problem: CutProblem) -> Counts | None:
     even = tuple(accumulate(cut_evenly(len(problem.time_before) - 1, len(problem.rank_of_stage)), initial=0))
     if problem.alike:
         return _cut_alike(problem, even)
@@ -63,7 +63,7 @@ def _cut(problem: Problem) -> Counts | None:
 # Layers that are alike
 
 
-def _cut_alike(problem: Problem, even: Borders) -> Counts | None:
+def _cut_alike(problem: CutProblem, even: Borders) -> Counts | None:
     """Return the exact cut, with any number of stages a rank: only the numbers of layers count.
 
     From the heaviest rank a layer goes to the one that is lightest with it, as long as that is lighter than the first:
@@ -105,7 +105,7 @@ def _exchange(ranks: Sequence[Rank], numbers: Sequence[int], layer_s: float, few
             fuller[rank] = _load_s(ranks[rank], numbers[rank] + 1, layer_s)
 
 
-def _hand_on(problem: Problem, stages: list[int], numbers: list[int], layer_s: float, most_s: float) -> None:
+def _hand_on(problem: CutProblem, stages: list[int], numbers: list[int], layer_s: float, most_s: float) -> None:
     """Move layers from the stages of ranks over `most_s` to the nearest stages of ranks that can take one.
 
     `numbers`: of each rank's layers, as `stages` has them.

@@ -63,7 +63,7 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Problem:
+class CutProblem:
     time_before: Sequence[float]
     """The layers before each take so long together."""
     ranks: tuple[Rank, ...]
@@ -74,7 +74,9 @@ class Problem:
     equal: float
 
     @classmethod
-    def of(cls, times: LayerTimes, layout: Layout, speeds: Sequence[float], room: Room | None, equal: float) -> Problem:
+    def of(
+        cls, times: LayerTimes, layout: Layout, speeds: Sequence[float], room: Room | None, equal: float
+    ) -> CutProblem:
         if len(times.layers_s) < layout.num_stages:
             raise ValueError(f"{len(times.layers_s)} layers do not fill {layout.num_stages} pipeline stages")
         if speeds and (len(speeds) != layout.pp or min(speeds) <= 0):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import inf
 
-from trainspec_cli.policy.partition_problem import Borders, Problem, Rank
+from trainspec_cli.policy.partition_problem import Borders, CutProblem, Rank
 
 GAIN = 0.01
 """Cuts that are not lighter by this part are not searched for."""
@@ -13,7 +13,7 @@ MAX_NODES = 4000
 """The search tries so many borders at most: all that small models have, and some 10 ms."""
 
 
-def cut_rounds(problem: Problem, even: Borders) -> Borders | None:
+def cut_rounds(problem: CutProblem, even: Borders) -> Borders | None:
     """Improve the even cut, and one in proportion to speeds, by moving layers; then search for a better one."""
     found = [_move_layers(problem, borders) for borders in (even, _proportional(problem))]
     found.append(_Search(problem, min(found, key=problem.heaviest_s)).run())
@@ -24,7 +24,7 @@ def cut_rounds(problem: Problem, even: Borders) -> Borders | None:
     return min(equals, key=lambda borders: sum(abs(a - b) for a, b in zip(borders, even, strict=True)))
 
 
-def _proportional(problem: Problem) -> Borders:
+def _proportional(problem: CutProblem) -> Borders:
     """Give each stage an equal part of what its rank could do in the least time, up to the nearest layer's border."""
     before, rounds = problem.time_before, len(problem.rank_of_stage) // len(problem.ranks)
     layers, stages, least_s = len(before) - 1, len(problem.rank_of_stage), problem.least_s()
@@ -37,7 +37,7 @@ def _proportional(problem: Problem) -> Borders:
     return (*borders, layers)
 
 
-def _move_layers(problem: Problem, borders: Borders) -> Borders:
+def _move_layers(problem: CutProblem, borders: Borders) -> Borders:
     """Move a layer from one stage to another, those between passing one on, as long as that helps: the best such move.
 
     A move helps where less is missing in memory, or the heaviest ranks, in order, become lighter.
@@ -57,7 +57,7 @@ def _move_layers(problem: Problem, borders: Borders) -> Borders:
         missing, best, borders = least, lighter, moved
 
 
-def _moves(problem: Problem, borders: Borders, most_s: float) -> Iterator[tuple[list[float], Borders]]:
+def _moves(problem: CutProblem, borders: Borders, most_s: float) -> Iterator[tuple[list[float], Borders]]:
     """Yield cuts, with their loads, that have consecutive borders one layer on or back and no rank over `most_s`.
 
     Without a shortage of memory (`most_s` is finite), they make the heaviest rank lighter."""
@@ -86,7 +86,7 @@ class _Search:
     """Searches by branch and bound, stage by stage, to within `GAIN` of the best where that ends before `MAX_NODES`, as
     it does for small models."""
 
-    def __init__(self, problem: Problem, known: Borders):
+    def __init__(self, problem: CutProblem, known: Borders):
         self.problem, self.best, self.nodes = problem, known, 0
         self.bound_s = problem.heaviest_s(known) / (1 + GAIN)
         self.towards = _proportional(problem)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainspec_cli.engine.parallel import noise as noise_module
-from trainspec_cli.engine.parallel.noise import Columns, NoiseProbe, StepParts, parts_of
+from trainspec_cli.engine.parallel.noise import Columns, NoiseProbe, SampleParts, parts_of
 from trainspec_cli.policy.division import Division
 
 CPU = torch.device("cpu")
@@ -35,12 +35,12 @@ class Played:
 def probe_of(tp: Played | None = None, ends: Played | None = None, cp: Played | None = None) -> NoiseProbe:
     found: Any = [peers or Played() for peers in (cp, tp, ends)]
     probe = NoiseProbe(CPU, *found)
-    probe.begin(StepParts(16, own=(3, 0, 1), expert=(4, 3, 1)))
+    probe.begin(SampleParts(16, own=(3, 0, 1), expert=(4, 3, 1)))
     return probe
 
 
 def test_parts_are_micro_batches_or_whole_steps() -> None:
-    parts = StepParts(16, own=(3, 0, 1), expert=(4, 3, 1))
+    parts = SampleParts(16, own=(3, 0, 1), expert=(4, 3, 1))
     assert [parts.weights(turn) for turn in (0, 1, 2, None)] == [
         (3 / 16, 0.25),
         (0, 3 / 16),
@@ -49,7 +49,7 @@ def test_parts_are_micro_batches_or_whole_steps() -> None:
     ]
     assert parts.count(every_micro_batch=True) == (2, 3)
     assert parts.count(every_micro_batch=False) == (1, 1)
-    assert StepParts(16, own=(0, 0), expert=()).count(every_micro_batch=False) == (0, 0)
+    assert SampleParts(16, own=(0, 0), expert=()).count(every_micro_batch=False) == (0, 0)
 
 
 def test_experts_have_the_samples_of_all_ranks_that_share_them() -> None:

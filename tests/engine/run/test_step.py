@@ -8,7 +8,7 @@ from torch import nn
 
 from trainspec_cli.engine.build.train_state import LateSum
 from trainspec_cli.engine.observe.clock import StepClock
-from trainspec_cli.engine.parallel.noise import Columns, NoiseProbe, StepParts
+from trainspec_cli.engine.parallel.noise import Columns, NoiseProbe, SampleParts
 from trainspec_cli.engine.run import step
 from trainspec_cli.engine.shares import Share
 
@@ -142,7 +142,7 @@ def test_every_rank_learns_the_figures_of_all_and_the_sum_of_their_noise(monkeyp
     state = state_of(share)
     state.spread_experts = {"w"}
     noise = state.stages.noise
-    noise.begin(StepParts(8, own=(2,), expert=(4,)))
+    noise.begin(SampleParts(8, own=(2,), expert=(4,)))
     noise.weigh(None)
     noise.add(share.gradient, Columns(1, (1,), ("own",), experts=False))
     noise.add(2 * share.gradient, Columns(1, (1,), ("own",), experts=True))

@@ -26,7 +26,7 @@ from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.observe.device import Peak
 from trainspec_cli.engine.observe.journal import Journal
 from trainspec_cli.engine.observe.watch import StepWatch
-from trainspec_cli.engine.parallel.noise import StepParts
+from trainspec_cli.engine.parallel.noise import SampleParts
 from trainspec_cli.engine.run.coordinator import (
     GroupBatches,
     RunContext,
@@ -353,7 +353,7 @@ NOISE = 15.0
 def noisy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step's gradients show the same noise scale, between two parts of its samples."""
 
-    def measured(state: TrainState, *arguments: Any, parts: StepParts, **others: Any) -> Any:
+    def measured(state: TrainState, *arguments: Any, parts: SampleParts, **others: Any) -> Any:
         outcome = train_step(state, *arguments, parts=parts, **others)
         assert outcome is not None
         ratio = (1 + 2 * NOISE / parts.step_samples) / (1 + NOISE / parts.step_samples)

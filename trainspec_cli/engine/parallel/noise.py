@@ -29,7 +29,7 @@ HeldBy = Callable[[str], Held]
 
 
 @dataclass(frozen=True)
-class StepParts:
+class SampleParts:
     """The samples of this rank's micro-batches in a step."""
 
     step_samples: int
@@ -51,11 +51,11 @@ class StepParts:
         return first, second
 
 
-def parts_of(division: Division, mesh: Mesh, samples: int, step_samples: int) -> StepParts:
+def parts_of(division: Division, mesh: Mesh, samples: int, step_samples: int) -> SampleParts:
     """Return the parts of a step of `step_samples`, of which `division` divides this replica group's `samples`."""
     sizes = [division.of_rank(rank, 0, samples).sizes for rank in mesh.expert_data_ranks]
     of_experts = [sum(turn) for turn in zip(*sizes, strict=True)] if mesh.experts else []
-    return StepParts(step_samples, division.of_rank(mesh.data_rank, 0, samples).sizes, of_experts)
+    return SampleParts(step_samples, division.of_rank(mesh.data_rank, 0, samples).sizes, of_experts)
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,11 @@ class NoiseProbe:
         self._cp, self._tp, self._ends = cp, tp, ends
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)
         """[sum of |G|^2 / w, that of experts, number of parts, that of experts]; the numbers are this rank's share."""
-        self._parts: StepParts | None = None
+        self._parts: SampleParts | None = None
         self._weights = (0.0, 0.0)
         self._twins: list[Tensor] = []
 
-    def begin(self, parts: StepParts | None) -> None:
+    def begin(self, parts: SampleParts | None) -> None:
         """Begin a step; None: its gradients are not looked at."""
         self.sums.zero_()
         self._twins.clear()

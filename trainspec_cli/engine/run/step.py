@@ -15,7 +15,7 @@ from trainspec_cli.engine.build.train_state import LateSum, TrainState
 from trainspec_cli.engine.comm.exchange import Peers
 from trainspec_cli.engine.optim.optimizer import clear_gradients, guarded_update, squared_norm
 from trainspec_cli.engine.parallel.balance import forget_visits, scale_balance_loss, update_balance
-from trainspec_cli.engine.parallel.noise import StepParts
+from trainspec_cli.engine.parallel.noise import SampleParts
 from trainspec_cli.engine.run.pipeline_run import PipelineRun
 from trainspec_cli.engine.run.shortage import PassesOutOfMemory, is_out_of_memory
 from trainspec_cli.engine.shares import Share
@@ -70,7 +70,7 @@ def train_step(
     stop_requested: bool = False,
     writing: bool = False,
     figures: Sequence[float] = (),
-    parts: StepParts | None = None,
+    parts: SampleParts | None = None,
 ) -> StepOutcome | None:
     """Make one update; return None where the replica groups did not agree on the step, and nothing was updated.
 
@@ -128,7 +128,7 @@ def _spread_experts(state: TrainState) -> list[Share]:
 
 
 def compute_gradients(
-    state: TrainState, micro_batches: Sequence[MicroBatch], global_tokens: int, parts: StepParts | None = None
+    state: TrainState, micro_batches: Sequence[MicroBatch], global_tokens: int, parts: SampleParts | None = None
 ) -> Tensor:
     """Compute the gradients of the global batch's mean loss, and return this rank's share of it.
 

@@ -20,7 +20,7 @@ from trainspec_cli.engine.observe.device import Peak, device_allocations, device
 from trainspec_cli.engine.observe.memory import MemoryWatch
 from trainspec_cli.engine.observe.watch import StepWatch
 from trainspec_cli.engine.optim.optimizer import set_learning_rate
-from trainspec_cli.engine.parallel.noise import StepParts, parts_of
+from trainspec_cli.engine.parallel.noise import SampleParts, parts_of
 from trainspec_cli.engine.run.checkpoints import Checkpoints
 from trainspec_cli.engine.run.coordinator import Coordinator, RunContext, StepSamples, TrainProgress
 from trainspec_cli.engine.run.directives import Directives, follows_earlier
@@ -207,7 +207,7 @@ class Trainer:
         self.memory = MemoryWatch(state.device, self.progress.step, plan.total_steps)
         self.allocated = device_allocations(state.device)
 
-    def _parts(self, samples: StepSamples) -> StepParts | None:
+    def _parts(self, samples: StepSamples) -> SampleParts | None:
         """Return the parts of the step whose gradients show the noise; None where it is not measured."""
         if not self.pace.measures_noise:
             return None
