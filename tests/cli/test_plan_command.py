@@ -78,6 +78,23 @@ def test_a_sweep_plans_each_value_and_draws_a_page(capsys: pytest.CaptureFixture
     assert "Scaling over cluster.num_nodes" in page.read_text()
 
 
+def test_several_sweeps_are_crossed(capsys: pytest.CaptureFixture[str]) -> None:
+    both = ("--sweep", "cluster.num_nodes=1,2", "--sweep", "batching.global_batch_size=64,128")
+    sweep = plan_json(capsys, *EIGHT_GPUS, *both)
+    assert sweep["key"] == "cluster.num_nodes, batching.global_batch_size"
+    points = [(point["value"], point["plan"]["cluster"]["num_nodes"]) for point in sweep["points"]]
+    assert points == [("1, 64", 1), ("1, 128", 1), ("2, 64", 2), ("2, 128", 2)]
+    assert sweep["points"][1]["values"] == {"cluster.num_nodes": "1", "batching.global_batch_size": "128"}
+    assert [point["plan"]["batching"]["global_batch_size"] for point in sweep["points"]] == [64, 128] * 2
+
+
+def test_into_a_pipe_no_line_is_filled_with_spaces(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", *EIGHT_GPUS]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 20
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
 def test_one_page_for_one_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     assert run(["plan", *EIGHT_GPUS, "--html", str(page)]) == 0

@@ -139,7 +139,7 @@ def sweep(plan: dict[str, Any], infeasible: dict[str, Any]) -> dict[str, Any]:
     four = replace(four, time=StepTime(matmul_s=2.0 / 1.8, attention_s=2.0 / 1.8))
     spec = replace(SPEC, cluster=replace(SPEC.cluster, num_nodes=4))
     larger = plan_as_json(spec, replace(CAPACITY, world_size=32, candidates=(four,)), priced)
-    return sweep_as_json("cluster.num_nodes", [("1", infeasible), ("2", plan), ("4", larger)])
+    return sweep_as_json(["cluster.num_nodes"], [(("1",), infeasible), (("2",), plan), (("4",), larger)])
 
 
 BEGIN = {

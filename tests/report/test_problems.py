@@ -44,6 +44,17 @@ def test_a_column_that_is_not_known_is_the_first() -> None:
     assert render_problems([problem], PLAIN).splitlines()[-2:] == ["    1 | lr", "      | ^^"]
 
 
+def test_of_a_long_line_the_part_around_the_column_is_shown() -> None:
+    problem = Problem("bad_yaml", "oh", file="a.jsonl", line=1, column=3001, excerpt="a" * 3000 + "[" + "b" * 5_000_000)
+    shown, mark = render_problems([problem], PLAIN).splitlines()[-2:]
+    assert shown == f"    1 | …{'a' * 60}[{'b' * 99}…"
+    assert mark.index("^") == shown.index("[")
+    assert mark.count("^") == 1
+    entry = Problem("unknown_key", "oh", file="a", line=1, column=1, excerpt="x" * 161)
+    shown, mark = render_problems([entry], PLAIN).splitlines()[-2:]
+    assert (shown, mark) == (f"    1 | {'x' * 160}…", f"      | {'^' * 161}")
+
+
 def test_several_problems_are_counted_and_one_is_not() -> None:
     problem = Problem("c", "oh")
     assert render_problems([problem], PLAIN, "warning") == "warning: oh"

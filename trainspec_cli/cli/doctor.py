@@ -44,7 +44,7 @@ def doctor(arguments: Arguments = None, as_json: AsJson = False) -> int:
     if as_json:
         print(json_text(diagnosis.as_json()))
     else:
-        PrintableConsole(highlight=False, soft_wrap=True).print(render_diagnosis(diagnosis))
+        PrintableConsole(highlight=False, soft_wrap=True).show(render_diagnosis(diagnosis))
     return MachineError.exit_code if diagnosis.status == "fail" else 0
 
 

@@ -26,6 +26,7 @@ from trainspec_cli.report.plan.trace import trace_as_json
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.disturbance import load_disturbance, simulate_disturbed
 from trainspec_cli.session.load import load_for_planning, this_machine
+from trainspec_cli.session.sweep import sweep_arguments
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.cluster import Machine
@@ -34,9 +35,13 @@ from trainspec_cli.spec.results.prediction import CapacityPlan
 from trainspec_cli.spec.rules.engine import check_built
 
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write one page with charts.")]
-Sweep = Annotated[
-    str | None,
-    typer.Option(metavar="KEY=A,B,...", help="Plan for each value, such as cluster.num_nodes=1,2,4,8."),
+Sweeps = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sweep",
+        metavar="KEY=A,B,...",
+        help="Plan for each value, such as cluster.num_nodes=1,2,4,8; of several, for each combination.",
+    ),
 ]
 
 Trace = Annotated[
@@ -48,14 +53,14 @@ PIPED_WIDTH = 150
 
 
 def plan(
-    arguments: RecipeArguments, as_json: AsJson = False, html: Html = None, sweep: Sweep = None, trace: Trace = False
+    arguments: RecipeArguments, as_json: AsJson = False, html: Html = None, sweep: Sweeps = None, trace: Trace = False
 ) -> None:
     """Rank the layouts of a recipe on a cluster, and forecast the run: time, goodput, energy, carbon, money.
 
     Needs no GPU and starts nothing. Exit code 3 means that nothing fits; the output lists what would. With
     disturb=NAME|FILE the run is also simulated under a disturbance: its speed with the scheduler and without it.
     """
-    if sweep is None:
+    if not sweep:
         _plan_one(arguments, as_json, html, trace)
     elif trace:
         raise RecipeError(Problem("usage", "--trace takes one plan, and --sweep makes many", hint="leave one out"))
@@ -74,10 +79,11 @@ def _plan_one(arguments: Sequence[str], as_json: bool, html: Path | None, trace:
         _refuse(planned, as_json)
 
 
-def _plan_many(arguments: Sequence[str], sweep: str, as_json: bool, html: Path | None) -> None:
-    key, values = read_sweep(sweep)
-    others = [argument for argument in arguments if argument.partition("=")[0] != key]
-    swept = sweep_as_json(key, [(value, _plan([*others, f"{key}={value}"])) for value in values])
+def _plan_many(arguments: Sequence[str], sweeps: Sequence[str], as_json: bool, html: Path | None) -> None:
+    read = [read_sweep(sweep) for sweep in sweeps]
+    swept = sweep_as_json(
+        [key for key, _ in read], [(values, _plan(point)) for values, point in sweep_arguments(arguments, read)]
+    )
     if html:
         _write_page(html, render_sweep_page(swept))
     _show(swept, as_json, lambda width: render_sweep(swept))
@@ -134,7 +140,7 @@ def _show(result: Any, as_json: bool, render: Callable[[int], RenderableType]) -
         print(json_text(result))
         return
     console = PrintableConsole(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
-    console.print(render(console.width))
+    console.show(render(console.width))
 
 
 def _refuse(planned: dict[str, Any], as_json: bool) -> None:

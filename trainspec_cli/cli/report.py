@@ -16,4 +16,4 @@ def report(run: RunArgument, as_json: AsJson = False) -> None:
     if as_json:
         print(json_text(to_plain(collected)))
     else:
-        PrintableConsole().print(render_report(collected))
+        PrintableConsole().show(render_report(collected))

@@ -9,6 +9,8 @@ from trainspec_cli.printable import on_one_line
 from trainspec_cli.report.style import Style
 from trainspec_cli.spec.json_text import json_text
 
+SHOWN_BEFORE, SHOWN = 60, 160
+"""Of a longer line so many characters are shown before the column, and so many altogether."""
 POINTED_AT_ONE_CHARACTER = frozenset({"bad_yaml"})
 """Codes whose column is a spot, not the start of an entry."""
 
@@ -37,9 +39,19 @@ def _paragraph(problem: Problem, style: Style, label: str) -> Iterator[str]:
 
 def _excerpt(problem: Problem, style: Style) -> Iterator[str]:
     line, column = problem.excerpt.rstrip().replace("\t", " "), (problem.column or 1) - 1
-    before, after = on_one_line(line[:column]), on_one_line(line[column:])
+    before, after = _cut(line, column)
     text, start = before + after, len(before)
     number = f"{problem.line:>5}"
     width = 1 if problem.code in POINTED_AT_ONE_CHARACTER else max(1, len(text) - start)
     yield f"{style.dim(f'{number} |')} {text}"
     yield f"{style.dim(' ' * len(number) + ' |')} {' ' * start}{style.red('^' * width)}"
+
+
+def _cut(line: str, column: int) -> tuple[str, str]:
+    """Return the line before and after the column, of a long one the part around it."""
+    if len(line) <= SHOWN:
+        return on_one_line(line[:column]), on_one_line(line[column:])
+    start = max(0, column - SHOWN_BEFORE)
+    end = start + SHOWN
+    before, after = on_one_line(line[start:column]), on_one_line(line[column:end])
+    return f"{'…' if start else ''}{before}", f"{after}{'…' if end < len(line) else ''}"

@@ -36,6 +36,15 @@ class PrintableConsole(Console):
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
+    def show(self, drawn: RenderableType) -> None:
+        """Print what is drawn over the width of the terminal; into a file or a pipe without the spaces that fill it."""
+        if self.is_terminal:
+            self.print(drawn)
+            return
+        with self.capture() as captured:
+            self.print(drawn)
+        self.file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+
     def report(self, *lines: str) -> None:
         """Print lines as they are: without colours, however long they are."""
         self.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from textwrap import indent
 
@@ -26,6 +25,7 @@ from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.data import prepare_data
 from trainspec_cli.session.load import Loaded, load, plan_for
+from trainspec_cli.session.sweep import Sweep, sweep_arguments
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -41,12 +41,9 @@ class PlannedRun:
     plan: Plan
 
 
-def plan_runs(arguments: Sequence[str], sweeps: Sequence[tuple[str, list[str]]]) -> list[PlannedRun]:
+def plan_runs(arguments: Sequence[str], sweeps: Sequence[Sweep]) -> list[PlannedRun]:
     """Plan a run for each combination of the swept values. Raises RecipeError."""
-    keys = {key for key, _ in sweeps}
-    others = [argument for argument in arguments if argument.partition("=")[0] not in keys]
-    points = product(*([f"{key}={value}" for value in values] for key, values in sweeps))
-    loaded = [load([*others, *point]) for point in points]
+    loaded = [load(point) for _, point in sweep_arguments(arguments, sweeps)]
     runs = [PlannedRun(one, plan_for(one, _machine_of_job(one))) for one in loaded]
     _check_alike([run.plan for run in runs])
     return runs

@@ -123,14 +123,14 @@ def test_a_sweep_has_its_chart_and_the_last_plan_that_fits(sweep: dict[str, Any]
 
 def test_a_sweep_of_which_nothing_fits_shows_the_last_point(sweep: dict[str, Any]) -> None:
     for value, point in zip(("1", "2", "8"), sweep["points"], strict=True):
-        point["value"], point["plan"] = value, sweep["points"][0]["plan"]
+        point["values"], point["plan"] = {"cluster.num_nodes": value}, sweep["points"][0]["plan"]
     assert "In detail: <code>cluster.num_nodes=8</code>" in render_sweep_page(sweep)
 
 
 def test_a_sweep_shows_the_last_point_that_fits(sweep: dict[str, Any]) -> None:
     sweep["points"].reverse()
     for value, point in zip(("4", "2", "1"), sweep["points"], strict=True):
-        point["value"] = value
+        point["values"] = {"cluster.num_nodes": value}
     assert "In detail: <code>cluster.num_nodes=2</code>" in render_sweep_page(sweep)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from trainspec_cli.spec.canonical import to_plain
@@ -32,9 +33,16 @@ def plan_as_json(spec: RunSpec, plan: CapacityPlan, run: RunForecast | None) -> 
     }
 
 
-def sweep_as_json(key: str, points: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """One plan for each value of the swept key."""
-    return {"schema": SWEEP_SCHEMA, "key": key, "points": [{"value": value, "plan": plan} for value, plan in points]}
+def sweep_as_json(keys: Sequence[str], points: Sequence[tuple[Sequence[str], dict[str, Any]]]) -> dict[str, Any]:
+    """One plan for each combination of the swept keys' values."""
+    return {
+        "schema": SWEEP_SCHEMA,
+        "key": ", ".join(keys),
+        "points": [
+            {"value": ", ".join(values), "values": dict(zip(keys, values, strict=True)), "plan": plan}
+            for values, plan in points
+        ],
+    }
 
 
 def _model(spec: RunSpec, plan: CapacityPlan) -> dict[str, Any]:

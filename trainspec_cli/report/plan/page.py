@@ -32,7 +32,7 @@ def render_sweep_page(sweep: Json) -> str:
     """The page of a sweep: how it scales, then the plan of the last point that fits (else of the last)."""
     points = sweep["points"]
     shown = next((point for point in reversed(points) if point["plan"]["best"]), points[-1])
-    chosen = f'<p class="soft below">In detail: <code>{escape(sweep["key"])}={escape(shown["value"])}</code></p>'
+    chosen = f'<p class="soft below">In detail: <code>{escape(_setting(shown))}</code></p>'
     body = [_heading(shown["plan"]), _scaling(sweep), chosen, *_body(shown["plan"])]
     return _page(_title(shown["plan"]), "".join(body))
 
@@ -239,6 +239,10 @@ def _assumptions(plan: Json) -> str:
     rows += [f"<tr><td>layouts</td><td></td><td></td>{_cell(text)}</tr>" for text in plan["assumptions"]]
     text = "What the figures rest on, each with the key that changes it; x2 means between half and twice the value."
     return _section("Assumptions", text, _table(("key", "#value", "#within", "source"), rows))
+
+
+def _setting(point: Json) -> str:
+    return " ".join(f"{key}={value}" for key, value in point["values"].items())
 
 
 def _scaling(sweep: Json) -> str:

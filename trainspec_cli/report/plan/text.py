@@ -103,7 +103,8 @@ def _candidates_narrow(plan: Json) -> RenderableType:
 
 def _count(plan: Json) -> Text:
     kept = sum(candidate["fits"] for candidate in plan["candidates"])
-    return Text(f"Layouts  {kept} kept of {plan['considered']:,} considered", style="bold")
+    shown = f", the first {SHOWN_CANDIDATES} shown" if len(plan["candidates"]) > SHOWN_CANDIDATES else ""
+    return Text(f"Layouts  {kept} kept of {plan['considered']:,} considered{shown}", style="bold")
 
 
 def _memory_cell(candidate: Json) -> RenderableType:
