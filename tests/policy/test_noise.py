@@ -149,11 +149,11 @@ def growing(kind: str) -> BatchingSpec:
 
 
 @pytest.mark.parametrize("kind", ["seesaw", "ramp"])
-def test_a_grown_batch_outgrows_the_noise_where_it_is_larger(kind: str) -> None:
-    settled = averages(100.0, 10)
+def test_a_grown_batch_outgrows_the_noise_where_it_is_larger_than_half_its_scale(kind: str) -> None:
+    settled = averages(200.0, 10)
     assert not outgrows_noise(growing(kind), 96, settled)
     assert outgrows_noise(growing(kind), 104, settled)
-    assert not outgrows_noise(growing(kind), 104, averages(100.0, 9)), "too few steps were measured"
+    assert not outgrows_noise(growing(kind), 104, averages(200.0, 9)), "too few steps were measured"
     assert not outgrows_noise(growing(kind), 104, NoiseAverage())
     assert not outgrows_noise(growing(kind), 104, averages(math.inf, 10))
 

@@ -118,13 +118,13 @@ def warn(noise: float, samples: int, **schedule: Any) -> list[str | None]:
 
 
 def test_a_batch_that_outgrows_the_noise_is_told_once_with_what_to_type() -> None:
-    first, told, again = warn(21.0, 27)
+    first, told, again = warn(42.0, 27)
     assert (first, again) == (None, None), "one step is no average, and once is enough"
     assert told == (
-        "the batch has grown to 27 samples, beyond the gradient noise scale of 21 (over 2 steps): at equal samples the "
-        "loss suffers. In the next run, type batching.schedule.max_global_batch_size=18"
+        "the batch has grown to 27 samples, more than half the gradient noise scale (42 over 2 steps): the loss "
+        "suffers. In the next run, type batching.schedule.max_global_batch_size=18"
     )
-    assert warn(27.5, 27) == [None] * 3
+    assert warn(55.0, 27) == [None] * 3
 
 
 def test_a_batch_that_begins_too_large_is_told_to_begin_smaller_with_as_many_samples() -> None:

@@ -9,7 +9,15 @@ from itertools import islice
 from trainspec_cli.engine.run.coordinator import TrainProgress
 from trainspec_cli.policy.batch import StepBatch, schedule_batches, step_batch
 from trainspec_cli.policy.division import lr_factor
-from trainspec_cli.policy.noise import BatchPace, NoiseAverage, PartSquares, measure_noise, next_size, outgrows_noise
+from trainspec_cli.policy.noise import (
+    EQUIVALENT_FRACTION,
+    BatchPace,
+    NoiseAverage,
+    PartSquares,
+    measure_noise,
+    next_size,
+    outgrows_noise,
+)
 from trainspec_cli.policy.schedule import learning_rate
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.rules.batching import noise_hindrance
@@ -79,21 +87,22 @@ class StepPace:
         return noise.noise_scale
 
     def warning(self, samples: int) -> str | None:
-        """Return what to tell of a step of `samples` whose batch has outgrown the noise scale; None where it has not,
-        or it was told before."""
+        """Return what to tell of a step of `samples` whose batch has outgrown the noise; None where it has not, or
+        it was told before."""
         batching, noise = self._spec.batching, self.state.noise
         if self._warned or not outgrows_noise(batching, samples, noise):
             return None
         self._warned = True
+        measured = f"{noise.noise_scale:.3g} over {batching.schedule.smoothing_steps} steps"
         return (
-            f"the batch has grown to {samples} samples, beyond the gradient noise scale of {noise.noise_scale:.3g} "
-            f"(over {batching.schedule.smoothing_steps} steps): at equal samples the loss suffers. {self._remedy()}"
+            f"the batch has grown to {samples} samples, more than half the gradient noise scale ({measured}): "
+            f"the loss suffers. {self._remedy()}"
         )
 
     def _remedy(self) -> str:
         """Return what to type in the next run: the growth that the noise allows, or a smaller first batch."""
         batching, scale = self._spec.batching, self.state.noise.noise_scale or 0.0
-        allowed, first = batching.sizes_up_to(scale), batching.global_batch_size
+        allowed, first = batching.sizes_up_to(EQUIVALENT_FRACTION * scale), batching.global_batch_size
         if batching.schedule.kind == "ramp":
             return "In the next run, let batching.schedule.stages grow later or less"
         if len(allowed) > 1:
