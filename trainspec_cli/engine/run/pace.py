@@ -96,7 +96,7 @@ class StepPace:
         measured = f"{noise.noise_scale:.3g} over {batching.schedule.smoothing_steps} steps"
         return (
             f"the batch has grown to {samples} samples, more than half the gradient noise scale ({measured}): "
-            f"the loss suffers. {self._remedy()}"
+            f"the loss tends to suffer. {self._remedy()}"
         )
 
     def _remedy(self) -> str:
