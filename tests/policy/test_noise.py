@@ -18,6 +18,7 @@ from trainspec_cli.policy.noise import (
     best_size,
     measure_noise,
     next_size,
+    outgrows_noise,
     statistical_efficiency,
     useful_samples_per_s,
 )
@@ -125,6 +126,44 @@ def test_a_gradient_that_is_lost_in_the_noise_has_an_infinite_noise_scale() -> N
 def test_a_step_that_is_not_finite_is_passed_over(measured: NoiseMeasurement) -> None:
     average = NoiseAverage().updated(NoiseMeasurement(6.0, 2.0), 10)
     assert average.updated(measured, 10) == average
+
+
+def averages(noise_scale: float, steps: int, smoothing_steps: int = 10) -> NoiseAverage:
+    average = NoiseAverage()
+    for _ in range(steps):
+        average = average.updated(NoiseMeasurement(noise_scale, 1.0), smoothing_steps)
+    return average
+
+
+@pytest.mark.parametrize("smoothing_steps", [1, 2, 10, 1000])
+def test_averages_are_settled_after_as_many_steps_as_they_are_smoothed_over(smoothing_steps: int) -> None:
+    assert not averages(1.0, smoothing_steps - 1, smoothing_steps).settled
+    assert averages(1.0, smoothing_steps, smoothing_steps).settled
+
+
+# A batch that outgrows the noise
+
+
+def growing(kind: str) -> BatchingSpec:
+    return BatchingSpec(global_batch_size=64, schedule=BatchScheduleSpec(kind=kind))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["seesaw", "ramp"])
+def test_a_grown_batch_outgrows_the_noise_where_it_is_larger_than_half_its_scale(kind: str) -> None:
+    settled = averages(200.0, 10)
+    assert not outgrows_noise(growing(kind), 96, settled)
+    assert outgrows_noise(growing(kind), 104, settled)
+    assert not outgrows_noise(growing(kind), 104, averages(200.0, 9)), "too few steps were measured"
+    assert not outgrows_noise(growing(kind), 104, NoiseAverage())
+    assert not outgrows_noise(growing(kind), 104, averages(math.inf, 10))
+
+
+def test_a_batch_that_has_not_grown_outgrows_nothing() -> None:
+    """The noise scale of the first steps is small in every run."""
+    small = averages(1.0, 10)
+    assert not outgrows_noise(growing("seesaw"), 64, small)
+    assert not outgrows_noise(growing("constant"), 128, small), "it takes what is left of the run at its end"
+    assert not outgrows_noise(growing("noise"), 128, small), "its size follows the noise"
 
 
 # Sizes

@@ -45,7 +45,7 @@ from trainspec_cli.policy.division import Division, OwnSamples
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.recipe.batching import BatchingSpec, BatchScheduleSpec
+from trainspec_cli.spec.recipe.batching import BatchingSpec, BatchScheduleSpec, RampStage
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.model import DecoderModel, ExpertSpec
@@ -365,10 +365,16 @@ def noisy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def following_noise(folder: Path) -> RunContext:
-    """30 x 2 samples, in steps that grow to 8 at most."""
+    """In steps that grow to 8 at most."""
+    return growing(folder, kind="noise", interval_steps=2, smoothing_steps=3, max_global_batch_size=8)
+
+
+def growing(folder: Path, **schedule: Any) -> RunContext:
+    """30 x 2 samples."""
     torch.manual_seed(0)
-    schedule = BatchScheduleSpec(kind="noise", interval_steps=2, smoothing_steps=3, max_global_batch_size=8)
-    spec = replace(SPEC, batching=replace(SPEC.batching, schedule=schedule), train=TrainSection(max_steps=30))
+    spec = replace(
+        SPEC, batching=replace(SPEC.batching, schedule=BatchScheduleSpec(**schedule)), train=TrainSection(max_steps=30)
+    )
     made = replace(plan(SPEC, MACHINE), spec=spec, peak_flops=1e9)
     state = build_train_state(made, torch.device("cpu"))
     for share in state.shares:
@@ -393,6 +399,16 @@ def test_a_resumed_run_goes_on_with_the_sizes_of_one_that_was_left_alone(
     assert sizes[:3] == [2, 2, 3] and max(sizes[:-1]) == 7, "one size up every other step"
     assert [scale for _, scale in told[0]] == pytest.approx([NOISE] * len(sizes), rel=1e-4)
     assert digest(whole) == digest(stopped)
+
+
+def test_a_batch_that_grows_beyond_the_noise_leaves_one_warning(one_process: None, noisy: None, tmp_path: Path) -> None:
+    stages = (RampStage(4 * TOKENS, 6), RampStage(16 * TOKENS, 20))
+    run = growing(tmp_path, kind="ramp", smoothing_steps=3, stages=stages)
+    Trainer(run, SingleGroup(run)).run()
+    assert [event["samples"] for event in events(run, "step")] == [2, 2, 6, 6, 20, 20, 4]
+    (warning,) = events(run, "warning")
+    assert warning["step"] == 5
+    assert "grown to 20 samples, more than half the gradient noise scale (15 over 3 steps)" in warning["message"]
 
 
 def test_a_constant_batch_reports_the_noise_and_keeps_none_of_it(context: RunContext, noisy: None) -> None:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from trainspec_cli.engine.run.coordinator import TrainProgress
 from trainspec_cli.policy.batch import StepBatch, schedule_batches, step_batch
-from trainspec_cli.policy.noise import BatchPace, NoiseAverage, PartSquares, measure_noise, next_size
+from trainspec_cli.policy.division import lr_factor
+from trainspec_cli.policy.noise import (
+    EQUIVALENT_FRACTION,
+    BatchPace,
+    NoiseAverage,
+    PartSquares,
+    measure_noise,
+    next_size,
+    outgrows_noise,
+)
 from trainspec_cli.policy.schedule import learning_rate
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.rules.batching import noise_hindrance
@@ -23,6 +33,7 @@ class StepPace:
         self.follows_noise = self._kind == "noise"
         self.adopt(plan)
         self.state = BatchPace(plan.spec.batching.global_batch_size, NoiseAverage())
+        self._warned = False
 
     def adopt(self, plan: Plan) -> None:
         """Go on in another layout.
@@ -74,3 +85,32 @@ class StepPace:
             size = next_size(batching, size, noise.noise_scale)
         self.state = BatchPace(size, noise)
         return noise.noise_scale
+
+    def warning(self, samples: int) -> str | None:
+        """Return what to tell of a step of `samples` whose batch has outgrown the noise; None where it has not, or
+        it was told before."""
+        batching, noise = self._spec.batching, self.state.noise
+        if self._warned or not outgrows_noise(batching, samples, noise):
+            return None
+        self._warned = True
+        measured = f"{noise.noise_scale:.3g} over {batching.schedule.smoothing_steps} steps"
+        return (
+            f"the batch has grown to {samples} samples, more than half the gradient noise scale ({measured}): "
+            f"the loss tends to suffer. {self._remedy()}"
+        )
+
+    def _remedy(self) -> str:
+        """Return what to type in the next run: the growth that the noise allows, or a smaller first batch."""
+        batching, scale = self._spec.batching, self.state.noise.noise_scale or 0.0
+        allowed, first = batching.sizes_up_to(EQUIVALENT_FRACTION * scale), batching.global_batch_size
+        if batching.schedule.kind == "ramp":
+            return "In the next run, let batching.schedule.stages grow later or less"
+        if len(allowed) > 1:
+            return f"In the next run, type batching.schedule.max_global_batch_size={allowed[-1]}"
+        smaller = max(1, math.floor(min(scale, first) / 4))
+        steps = round(self._schedule.run_samples / smaller)
+        lr = self._spec.optim.lr * lr_factor(self._schedule.lr_rule, smaller, first)
+        return (
+            f"In the next run, begin with a smaller batch: type batching.global_batch_size={smaller} "
+            f"train.max_steps={steps} optim.lr={lr:.3g}, or batching.schedule.kind=constant"
+        )

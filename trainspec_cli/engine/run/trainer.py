@@ -291,8 +291,8 @@ class Trainer:
         if skipped:
             self.journal.write(WarningEvent(step=done.step, message="loss or gradient not finite: update skipped"))
         self.divergence.note_step(done.step, skipped=skipped)
-        if leak := self.memory.check(done.step):
-            self.journal.write(WarningEvent(step=done.step, message=leak))
+        for message in filter(None, (self.memory.check(done.step), self.pace.warning(samples))):
+            self.journal.write(WarningEvent(step=done.step, message=message))
         taken = done.samples
         self.scheduler.note_step(done.step, taken.own, parts_s, taken.group_samples, done.outcome.figures)
         self.coordinator.batches.rate = self.scheduler.rate
