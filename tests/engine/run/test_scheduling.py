@@ -22,12 +22,14 @@ from trainspec_cli.engine.run.scheduling import (
     ranks_of_pipelines,
     read_speed,
 )
+from trainspec_cli.engine.run.supervisor_link import SupervisorLink
 from trainspec_cli.errors import MachineError
 from trainspec_cli.policy.division import Division, even_division
 from trainspec_cli.policy.speeds import Speed, slowest
-from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent, Event
+from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent, Event, WarningEvent
 from trainspec_cli.rundir.events import EventWriter, read_events
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.speeds import SpeedsWatch, read_speeds
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.scheduler import SchedulerSpec
 
@@ -53,7 +55,9 @@ class Run:
 
     def __init__(self, folder: Path, mode: str = "auto", group: int | None = None, **changes: Any):
         layout = changes.pop("layout", Layout(dp_shard=RANKS, zero_stage=1))
-        scheduler = SchedulerSpec(mode=mode, max_micro_batch_size=changes.pop("most", "auto"))  # type: ignore[arg-type]
+        may_change = changes.pop("may_change", ("shares", "layers", "layout", "nodes"))
+        most = changes.pop("most", "auto")
+        scheduler = SchedulerSpec(mode=mode, may_change=may_change, max_micro_batch_size=most)  # type: ignore[arg-type]
         model = SimpleNamespace(unit=changes.pop("unit", "tokens"))
         self.plan: Any = SimpleNamespace(
             layout=layout,
@@ -65,6 +69,7 @@ class Run:
             micro_batch_size=changes.pop("micro_batch_size", 8),
             largest_micro_batch_size=changes.pop("largest", 16),
             group_size=changes.pop("group_size", RANKS),
+            num_nodes=changes.pop("num_nodes", 1),
             spec=SimpleNamespace(scheduler=scheduler, model=model),
         )
         assert not changes
@@ -72,7 +77,8 @@ class Run:
         state: Any = SimpleNamespace(mesh=SimpleNamespace(axes=SimpleNamespace(mesh=axes)))
         self.folder, self.journal = RunDir(folder), Journal()
         self.directives = Directives(self.folder, self.journal, layout, recalls=follows_earlier(self.plan, group))  # type: ignore[arg-type]
-        self.scheduler = StepScheduler(self.plan, state, self.directives, group)
+        link = SupervisorLink(self.folder, self.journal)  # type: ignore[arg-type]
+        self.scheduler = StepScheduler(self.plan, state, self.directives, group, link)
         self.reported: list[float] = []
 
     def step(
@@ -204,9 +210,17 @@ def test_advice_changes_nothing_and_is_given_once(tmp_path: Path) -> None:
     assert (back["number"], back["applied"], tuple(back["counts"])) == (2, False, EVEN)
 
 
-@pytest.mark.parametrize("changes", [{"mode": "off"}, {"layout": Layout(tp=RANKS)}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mode": "off"},
+        {"may_change": ()},
+        {"layout": Layout(tp=RANKS), "may_change": ("shares", "layers", "nodes")},
+        {"layout": Layout(), "group_size": 1},
+    ],
+)
 def test_nothing_is_measured_where_nothing_would_be_done(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """There is one data-parallel rank alone, or nobody asked."""
+    """There is one rank alone, nobody asked, or nothing may be changed that could be."""
     RunDir(tmp_path).directives.write_text("{}\n")
     run = Run(tmp_path, **changes)
     ranks = run.plan.layout.data_parallel_size
@@ -504,3 +518,54 @@ def test_one_pipeline_alone_reports_its_speeds_where_layers_may_move(tmp_path: P
 
 
 MESH = torch.arange(16).view(2, 2, 2, 1, 2)
+
+
+def test_the_supervisor_is_told_of_speeds_when_they_or_the_shares_change(tmp_path: Path) -> None:
+    """And not otherwise: nothing is written in the steps between."""
+    run = Run(tmp_path)
+    watch, told = SpeedsWatch(run.folder), []
+    for step in range(40):
+        run.step(step, USUAL if step < 20 else ONE_SLOW)
+        if report := watch.poll():
+            told.append(report)
+    assert [report.samples for report in told] == [EVEN, EVEN, UNEVEN]
+    assert [report.per_sample_s for report in told] == [pytest.approx(s) for s in (USUAL, ONE_SLOW, ONE_SLOW)]
+    assert {(report.layout, report.micro_batches) for report in told} == {(run.plan.layout, 1)}
+    assert told[0].step == 1
+    assert told[1].step == 21
+    assert told[1].compute_s == pytest.approx((8.0, 8.0, 14.4, 8.0))
+    assert told[1].step_s == pytest.approx(14.4)
+
+
+def test_ranks_of_one_pipeline_have_the_same_samples(tmp_path: Path) -> None:
+    run = Run(tmp_path, layout=Layout(pp=2, dp_shard=2, zero_stage=1), may_change=("layout",))
+    run.steps(0, 2, 1.0, 1.0, 2.0, 2.0)
+    report = read_speeds(run.folder)
+    assert report.samples == (16, 16, 16, 16)
+    assert report.per_sample_s == (1.0, 1.0, 2.0, 2.0)
+    assert run.written == []
+
+
+def test_only_the_parts_that_may_be_changed_are(tmp_path: Path) -> None:
+    run = Run(tmp_path, may_change=("layers", "layout"))
+    assert set(run.steps(0, 30, *ONE_SLOW)) == {EVEN}
+    assert run.written == []
+    layout = Layout(pp=2, dp_shard=2, zero_stage=1)
+    run = Run(tmp_path, layout=layout, layer_flops=(1.0,) * 6, largest_stage_layers=5, may_change=("shares",))
+    run.steps(0, 30, 1.0, 1.0, 2.0, 2.0)
+    assert run.scheduler.decided_layers is None
+
+
+def test_replica_groups_tell_the_supervisor_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path, group=0)
+    run.steps(0, 10, *ONE_SLOW)
+    assert not run.folder.speeds_json.exists()
+
+
+def test_a_run_goes_on_where_the_supervisor_cannot_be_told(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.folder.speeds_json.mkdir()
+    run.steps(0, 10, *ONE_SLOW)
+    warnings = [event for event in run.journal.events if isinstance(event, WarningEvent)]
+    assert len(warnings) == 2
+    assert warnings[0].message.startswith("the supervisor is not told of new speeds: ")

@@ -118,9 +118,17 @@ def follows_earlier(plan: Plan, group: int | None) -> bool:
 
 
 def watches_speeds(plan: Plan, group: int | None) -> bool:
-    """Return whether the scheduler could change anything: shares of several ranks or groups, layers of stages."""
+    """Return whether the scheduler could change anything: shares of several ranks or groups, layers of stages, the
+    layout of several ranks, or which nodes take part."""
+    scheduler = plan.spec.scheduler
     divided = plan.layout.data_parallel_size > 1 or group is not None
-    return plan.spec.scheduler.mode != "off" and (divided or largest_stage_layers(plan) is not None)
+    could_change = {
+        "shares": divided,
+        "layers": largest_stage_layers(plan) is not None,
+        "layout": plan.group_size > 1 and group is None,
+        "nodes": plan.num_nodes > 1,
+    }
+    return scheduler.mode != "off" and any(could_change[what] for what in scheduler.may_change)
 
 
 def largest_stage_layers(plan: Plan) -> int | None:

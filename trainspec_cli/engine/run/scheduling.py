@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.run.directives import Directives, largest_stage_layers, watches_speeds
+from trainspec_cli.engine.run.supervisor_link import SupervisorLink
 from trainspec_cli.policy.division import Division, OwnSamples, even_division_of
 from trainspec_cli.policy.moved_layers import LayerChange, LayerScheduler
 from trainspec_cli.policy.partition_problem import LayerTimes
@@ -54,11 +55,11 @@ class Watched:
 class StepScheduler:
     """Called by every rank of the replica group together."""
 
-    def __init__(self, plan: Plan, state: TrainState, directives: Directives, group: int | None):
+    def __init__(self, plan: Plan, state: TrainState, directives: Directives, group: int | None, link: SupervisorLink):
         """`group`: the replica group, where there are several; their runs are not resumed to the bit, so none of their
-        directives is followed again.
+        directives is followed again, and the supervisor is told of none of their speeds.
         """
-        self._group, self._directives = group, directives
+        self._group, self._directives, self._link = group, directives, link
         self.adopt(plan, state)
 
     def adopt(self, plan: Plan, state: TrainState) -> None:
@@ -70,7 +71,8 @@ class StepScheduler:
         self._even = even_division_of(plan)
         self._largest = largest_micro_batch(plan)
         self._shares = ShareScheduler(self._even, self._largest, spec.change, keeps_micro_batches=keeps_micro_batches)
-        self._layers = layer_scheduler(plan, self._even, self._largest)
+        self._may_change = spec.may_change
+        self._layers = layer_scheduler(plan, self._even, self._largest) if "layers" in spec.may_change else None
         self._total_steps = plan.total_steps
         self.decided_layers: LayerChange | None = None
         """Layers that are to move before the next step."""
@@ -141,14 +143,16 @@ class StepScheduler:
         counts = self._shares.division.counts(samples)
         known = [read_speed(*one[:3]) for one in reported]
         speeds = [slowest([known[rank] for rank in row], n) for row, n in zip(self._rows, counts, strict=True)]
-        if self._mode == "auto" and self._group is not None:
+        if self._mode == "auto" and self._group is not None and "shares" in self._may_change:
             self.rate = samples_per_s(speeds)
         if self._ahead or self._directives.has_layout_ahead:
             return
+        self._tell(step, slowest_s + micro_batches * exchange_s, micro_batches, counts, known)
         steps, change_s = self._interval_steps, max(seconds for *_, seconds, _, _ in reported)
         self._interval_steps = reporting_interval(self._ranks, slowest_s)
         division = self._shares.division
-        if change := self._shares.note_step(samples, speeds, exchange_s, steps, change_s):
+        decides_shares = "shares" in self._may_change
+        if decides_shares and (change := self._shares.note_step(samples, speeds, exchange_s, steps, change_s)):
             self._decided = change, samples
         if self._layers is not None and self._group is None:
             stages = [
@@ -159,6 +163,18 @@ class StepScheduler:
             self.decided_layers = self.decided_layers or self._layers.note_step(
                 samples, division, stages, left, pause_s, steps
             )
+
+    def _tell(
+        self, step: int, step_s: float, micro_batches: int, counts: Sequence[int], known: Sequence[Speed | None]
+    ) -> None:
+        """Let the supervisor know, which decides on what the ranks cannot."""
+        if self._group is not None or not self._link.writes:
+            return
+        samples = [0] * self._ranks
+        for row, count in zip(self._rows, counts, strict=True):
+            for rank in row:
+                samples[rank] = count
+        self._link.tell(step, step_s, self._layout, micro_batches, samples, known)
 
     def _give(self, step: int, change: ShareChange, samples: int) -> None:
         division = change.division

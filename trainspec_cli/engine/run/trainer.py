@@ -31,6 +31,7 @@ from trainspec_cli.engine.run.relief import MemoryRelief
 from trainspec_cli.engine.run.result import Divergence, RunTally, write_result
 from trainspec_cli.engine.run.scheduling import StepScheduler
 from trainspec_cli.engine.run.step import StepOutcome, train_step
+from trainspec_cli.engine.run.supervisor_link import SupervisorLink
 from trainspec_cli.policy.noise import PartSquares
 from trainspec_cli.rundir.event_types import EndEvent, EvalEvent, SampleEvent, StartEvent, StepEvent, WarningEvent
 from trainspec_cli.spec.canonical import ABSENT
@@ -70,7 +71,8 @@ class Trainer:
         )
         recalls = follows_earlier(run.plan, coordinator.group)
         self.directives = Directives(run.run_dir, self.journal, run.plan.layout, recalls=recalls)
-        self.scheduler = StepScheduler(run.plan, run.state, self.directives, coordinator.group)
+        link = SupervisorLink(run.run_dir, self.journal)
+        self.scheduler = StepScheduler(run.plan, run.state, self.directives, coordinator.group, link)
         self.layouts = LayoutChanges(run.plan, run.state, self.directives)
         self.relief = MemoryRelief(run, coordinator, self.checkpoints, self.watch, self.scheduler)
         self.restored_from: str | None = None
