@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Protocol
@@ -33,8 +34,8 @@ MEASURED_STEPS = 5
 class Layouts(Protocol):
     """The layouts that a run may have, of which it knows the one in force and the one that was planned."""
 
-    def follow(self, layout: Layout, micro_batch_size: int) -> None:
-        """Note the layout that is in force."""
+    def after(self, layout: Layout, micro_batch_size: int) -> Layouts:
+        """Return the same with this layout in force."""
 
     def propose(self, paces: Sequence[float]) -> LayoutProposal | None:
         """Return the layout that is worth a change at these paces, by global rank; with equally fast ranks the planned
@@ -76,8 +77,12 @@ class LayoutAdvisor:
         """What was proposed last, until it is in force or refused."""
         self._watched: DirectiveEvent | None = None
         """The change whose effect is not known yet."""
-        self._back: LayoutProposal | None = None
-        """The planned layout, where the one in force has turned out to be slower."""
+        self._is_usual = True
+        """Whether all ranks compute as usual."""
+        self._home_s = math.inf
+        """What a step takes in the planned layout then, measured; and"""
+        self._lost: AchievedEvent | None = None
+        """the effect of the change to the layout in force, where that was no gain."""
         self._step, self._new_steps = 0, 0
         self._step_s: deque[float] = deque(maxlen=MEASURED_STEPS)
         self._pause_s: float | None = None
@@ -117,7 +122,7 @@ class LayoutAdvisor:
         if event.applied:
             self._watched = event if event.layout == self._proposed else None
             self._pause_s = event.pause_s or None
-            self._in_force = self._wanted = self._searching = self._proposed = self._back = None
+            self._in_force = self._wanted = self._searching = self._proposed = self._lost = None
             self._step_s.clear()
             self._timing.want(None)
         elif self._plan.spec.scheduler.mode == "auto" and event.layout == self._proposed:
@@ -126,67 +131,94 @@ class LayoutAdvisor:
 
     def _take_effect(self, change: DirectiveEvent, effect: AchievedEvent) -> None:
         """A layout that was no gain is not proposed again, and the planned one is gone back to."""
-        self._watched, home = None, self._home
-        layout = _layout(change.layout)
-        if effect.achieved_s < effect.before_s or layout == home.layout:
-            return
-        self._timing.refuse(layout)
-        after_s, before_s = format_duration(effect.achieved_s), format_duration(effect.before_s)
-        self._back = LayoutProposal(
-            layout=home.layout,
-            micro_batch_size=home.micro_batch_size,
-            grad_accum_steps=home.grad_accum_steps,
-            largest_micro_batch_size=home.largest_micro_batch_size or home.micro_batch_size,
-            largest_stage_layers=home.largest_stage_layers,
-            before_s=effect.achieved_s,
-            expected_s=effect.before_s,
-            reason=f"as {layout.describe()} a step takes {after_s}, and before it took {before_s}",
-        )
-        self._timing.want(self._back)
+        self._watched, layout = None, _layout(change.layout)
+        if effect.achieved_s >= effect.before_s and not _is_alike(layout, self._home.layout):
+            self._lost = effect
+            self._timing.refuse(layout)
 
     # What is best for them
 
     def _take_speeds(self, report: SpeedsReport) -> None:
         paces = self._paces.note(report.layout, report.even_s)
-        self._in_force = report.layout
+        self._in_force, self._is_usual = report.layout, set(paces) == {1.0}
         self._follow_plan(report.layout)
-        if set(paces) == {1.0} and report.layout == self._home.layout:
-            self._wanted = self._searching = None
+        self._wanted = self._searching = None
+        if self._is_usual and (self._is_home or self._home_s < math.inf):
             self._timing.want(None)
         else:
             self._wanted = partial(self._find, self._home, report, paces)
 
+    @property
+    def _is_home(self) -> bool:
+        return self._in_force is not None and _is_alike(self._in_force, self._home.layout)
+
     def _follow_plan(self, layout: Layout) -> None:
         """Where the recipe has changed the layout, that is the one to go back to."""
-        planned = [change for change in self._plan.changes if change.layout == layout]
-        if planned and layout != self._home.layout:
-            self._home = self._plan.with_layout(planned[-1])
+        planned = [change for change in self._plan.changes if _is_alike(change.layout, layout)]
+        if planned and not self._is_home:
+            self._home, self._home_s = self._plan.with_layout(planned[-1]), math.inf
 
     def _find(self, home: Plan, report: SpeedsReport, paces: Sequence[float]) -> LayoutProposal | None:
         """Return what is worth a change; called in the thread of the search."""
         layouts = self._layouts.get(home.layout) or self._layouts.setdefault(home.layout, self._make(home))
-        layouts.follow(report.layout, _micro_batch_size(report))
-        return layouts.propose(paces)
+        return layouts.after(report.layout, _micro_batch_size(report)).propose(paces)
 
     def _search(self) -> None:
         """Take in what the search has found, and begin the next one."""
         if self._searching is not None and self._searching.done():
             found, self._searching = self._searching.result(), None
             if self._wanted is None:
-                self._timing.want(found or self._back)
+                self._timing.want(found)
         if self._searching is None and self._wanted is not None:
             self._searching, self._wanted = self._executor.submit(self._wanted), None
 
     def _propose(self) -> None:
-        """Write down what is due. Steps that were made while a search ran count with those after it."""
+        """Write down what is due."""
         steps, self._new_steps = self._new_steps, 0
         if not steps or self._in_force is None:
             return
-        left = self._plan.total_steps - self._step
-        due = self._timing.note_steps(steps, median(self._step_s), left, self._pause_s)
+        step_s = median(self._step_s)
+        if self._is_usual and self._is_home and len(self._step_s) == MEASURED_STEPS:
+            self._home_s = min(self._home_s, step_s)
+        self._look_back(step_s)
+        due = self._timing.note_steps(steps, step_s, self._plan.total_steps - self._step, self._pause_s)
         if due is not None:
             self._number, self._proposed = self._number + 1, due.layout
             write_proposal(self._run, ProposalRecord(number=self._number, before=self._in_force, **vars(due)))
+
+    def _look_back(self, step_s: float) -> None:
+        """Want the planned layout, where it was measured to be faster than the present one, whose step takes
+        `step_s`."""
+        layout, home = self._in_force, self._home.layout.describe()
+        if layout is None or self._is_home:
+            return
+        if self._lost is not None:
+            expected_s, was_s = self._lost.before_s, format_duration(self._lost.before_s)
+            reason = f"as {layout.describe()} a step takes {format_duration(step_s)}, and it took {was_s} before"
+        elif self._is_usual and self._home_s < math.inf:
+            expected_s = self._home_s
+            reason = f"all ranks compute as usual again, and the run was planned as {home}"
+        else:
+            return
+        self._timing.want(_home(self._home, step_s, expected_s, reason) if expected_s < step_s else None)
+
+
+def _home(plan: Plan, step_s: float, expected_s: float, reason: str) -> LayoutProposal:
+    return LayoutProposal(
+        layout=plan.layout,
+        micro_batch_size=plan.micro_batch_size,
+        grad_accum_steps=plan.grad_accum_steps,
+        largest_micro_batch_size=plan.largest_micro_batch_size or plan.micro_batch_size,
+        largest_stage_layers=plan.largest_stage_layers,
+        before_s=step_s,
+        expected_s=expected_s,
+        reason=reason,
+    )
+
+
+def _is_alike(one: Layout, other: Layout) -> bool:
+    """Return whether two layouts differ in nothing but the cut into stages."""
+    return replace(one, stage_layers=other.stage_layers) == other
 
 
 def _layout(layout: Layout | Absent) -> Layout:
