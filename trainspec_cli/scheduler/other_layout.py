@@ -8,6 +8,7 @@ beat, until that bound is no less than the fastest step found.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -57,7 +58,7 @@ class OtherLayouts:
         self._softwares = {sharded: software_of(spec, sharded) for sharded in (True, False)}
         self._template = setup
         self.memory = LayoutMemory(spec.scheduler, recompute)
-        self._steps = PacedSteps(efficiency_of(spec.cluster), self._samples, keeps_micro_batches=self._keeps)
+        self.steps = PacedSteps(efficiency_of(spec.cluster), self._samples, keeps_micro_batches=self._keeps)
         self._legal: dict[tuple[Layout, int], bool] = {}
         self._cut: dict[Setup, Setup] = {}
         self.present = self.setup_of(setup.layout, int(setup.micro_batch_size))
@@ -75,10 +76,12 @@ class OtherLayouts:
         """Return the layouts of a planned run, of which `candidate` has the one in force."""
         return cls(spec, setup_of(candidate, spec, machine), candidate.recompute)
 
-    def follow(self, layout: Layout, micro_batch_size: int) -> None:
-        """Note the layout that is in force now. The one that the run was planned in is gone back to when all ranks are
-        equally fast."""
-        self.present = self.setup_of(layout, micro_batch_size)
+    def after(self, layout: Layout, micro_batch_size: int) -> OtherLayouts:
+        """Return the layouts of the same run, with this one in force. The one that the run was planned in is gone back
+        to when all ranks are equally fast."""
+        changed = copy(self)  # what is known of layouts is shared
+        changed.present = self.setup_of(layout, micro_batch_size)
+        return changed
 
     def propose(self, paces: Sequence[float]) -> LayoutProposal | None:
         """Return the layout in which a step is expected to be fastest, where it is worth the change; None where none
@@ -95,7 +98,7 @@ class OtherLayouts:
             return self._go_home()
         paced = Paces(relative)
         before = self.in_present(paced)
-        if self._steps.planned_s(self.present) >= before.step.step_s * (1 - WORTHWHILE):
+        if self.steps.planned_s(self.present) >= before.step.step_s * (1 - WORTHWHILE):
             return None  # even a layout that the slow ranks do not slow saves too little
         found = self._fastest(paced, before.step.step_s)
         return found and self._proposal(before, found, describe(relative, before.step, found.step))
@@ -150,7 +153,7 @@ class OtherLayouts:
         best, enough_s = None, before_s * (1 - WORTHWHILE)
         own = axes_of(self.present.layout)
         others = [setup for setup in self.others if axes_of(setup.layout) != own]
-        bounds_s = [self._steps.bound_s(setup, paces, self.memory.most_samples(setup)) for setup in others]
+        bounds_s = [self.steps.bound_s(setup, paces, self.memory.most_samples(setup)) for setup in others]
         for bound_s, setup in sorted(zip(bounds_s, others, strict=True), key=lambda pair: pair[0]):
             if bound_s >= enough_s:
                 break
@@ -169,7 +172,7 @@ class OtherLayouts:
 
     def _slowed_s(self, step: PacedStep) -> float:
         """Return what a step would take in another layout that is planned to be no faster than the present one."""
-        planned_s, present_s = self._steps.planned_s(step.setup), self._steps.planned_s(self.present)
+        planned_s, present_s = self.steps.planned_s(step.setup), self.steps.planned_s(self.present)
         return step.step_s * max(1.0, present_s / planned_s)
 
     def is_legal(self, setup: Setup) -> bool:
@@ -200,9 +203,9 @@ class OtherLayouts:
         stage."""
         setups = [planned]
         if planned.layout.pp > 1 and planned.layout.num_stages == planned.layout.pp:
-            for counts in self._steps.cuts(planned, paces, self.memory.room(planned)):
+            for counts in self.steps.cuts(planned, paces, self.memory.room(planned)):
                 setups.append(replace(planned, layout=with_stages(planned.layout, counts)))
-        tried = [self._steps.best(setup, paces, self.memory.most_samples(setup)) for setup in dict.fromkeys(setups)]
+        tried = [self.steps.best(setup, paces, self.memory.most_samples(setup)) for setup in dict.fromkeys(setups)]
         best = None
         for hoped in sorted(tried, key=lambda step: step.step_s):
             if hoped.step_s >= enough_s:
@@ -210,7 +213,7 @@ class OtherLayouts:
             if hoped.setup != in_force and not self.memory.fits(hoped.setup):
                 continue
             largest = self.memory.largest_micro_batch(hoped.setup)
-            step = self._steps.best(hoped.setup, paces, largest)
+            step = self.steps.best(hoped.setup, paces, largest)
             if step.step_s < enough_s:
                 best, enough_s = Found(step, largest), step.step_s
         return best
