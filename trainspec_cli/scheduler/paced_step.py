@@ -24,7 +24,7 @@ from trainspec_cli.planner.time.step import (
 from trainspec_cli.policy.balance import best_division
 from trainspec_cli.policy.division import Division, even_division
 from trainspec_cli.policy.partition import Counts, cut_by_times
-from trainspec_cli.policy.partition_problem import Room
+from trainspec_cli.policy.partition_problem import LayerTimes, Room
 from trainspec_cli.policy.speeds import Speed
 from trainspec_cli.scheduler.cluster import Cluster, Condition, Floats
 from trainspec_cli.spec.recipe.layout import Layout
@@ -102,11 +102,14 @@ class PacedSteps:
 
     def cuts(self, setup: Setup, paces: Paces, room: Room) -> Iterator[Counts]:
         """Yield the best cuts into one stage a rank for the slowest rank of each stage, and for their mean."""
-        grid = paces.grid(setup.layout)
-        times = planned_times(self.micro_batch(setup), setup)
+        grid, times = paces.grid(setup.layout), self.layer_times(setup)
         for own in (grid.max(1), grid.mean(1)):
             if counts := cut_by_times(times, setup.layout, (1 / own).tolist(), room):
                 yield counts
+
+    def layer_times(self, setup: Setup) -> LayerTimes:
+        """Return the planned times of a micro-batch in each layer, the embedding and the head."""
+        return planned_times(self.micro_batch(setup), setup)
 
     def micro_batch(self, setup: Setup) -> MicroBatch:
         key = part_key(setup)

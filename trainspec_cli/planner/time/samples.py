@@ -39,6 +39,10 @@ class StageTime:
     launch_s: float
     """Launching the kernels takes so long: the stage is never faster."""
 
+    def exchanges_s(self, samples: float, micro_batches: int) -> float:
+        """Return what its layers exchange in a step of so many samples and micro-batches."""
+        return self.scaleup.time_s(samples, micro_batches) + self.network.time_s(samples, micro_batches)
+
 
 @dataclass(frozen=True)
 class StepParts:
