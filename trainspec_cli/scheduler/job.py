@@ -52,6 +52,8 @@ class DisturbedJob:
     keeps_micro_batches: bool
     num_nodes: int
     devices_per_node: int
+    shares_change: bool = True
+    """The scheduler may change the ranks' and groups' shares."""
     layouts: JobLayouts | None = None
     """The cuts and layouts that it may change to; None where it keeps its own."""
 
@@ -99,6 +101,7 @@ def _job_of(spec: RunSpec, setup: Setup, replica_groups: int, largest: int) -> D
         keeps_micro_batches=keeps,
         num_nodes=spec.cluster.num_nodes,
         devices_per_node=fabric.devices_per_node,
+        shares_change="shares" in spec.scheduler.may_change,
     )
 
 

@@ -59,7 +59,7 @@ class LiveGroup:
         for trackers, samples, row_s in zip(self.trackers, taken.counts, measured_s, strict=True):
             for tracker, own_s in zip(trackers, row_s, strict=True):
                 tracker.note(samples, taken.micro_batches, own_s)
-        if reports:
+        if reports and self._job.shares_change:
             speeds = [slowest(row, samples) for row, samples in zip(stages, taken.counts, strict=True)]
             self.rate = samples_per_s(speeds)
             each_s = exchange_each_s(self._job.layout, exchanged_s / taken.micro_batches)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 from itertools import chain
 from math import inf
 from statistics import median_low
@@ -154,11 +155,13 @@ class OtherLayouts:
         own = axes_of(self.present.layout)
         others = [setup for setup in self.others if axes_of(setup.layout) != own]
         bounds_s = [self.steps.bound_s(setup, paces, self.memory.most_samples(setup)) for setup in others]
-        for bound_s, setup in sorted(zip(bounds_s, others, strict=True), key=lambda pair: pair[0]):
-            if bound_s >= enough_s:
-                break
-            found = self.worth(setup, paces, before_s, enough_s)
-            if found is not None:
+        queue = [(bound_s, place, False) for place, bound_s in enumerate(bounds_s)]
+        heapify(queue)
+        while queue and queue[0][0] < enough_s:
+            bound_s, place, is_planned = heappop(queue)
+            if not is_planned:  # the planned time bounds a step more closely, and takes longer to find
+                heappush(queue, (max(bound_s, self.steps.planned_s(others[place])), place, True))
+            elif found := self.worth(others[place], paces, before_s, enough_s):
                 best, enough_s = found, found.step.step_s
         return best
 

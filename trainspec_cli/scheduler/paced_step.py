@@ -119,13 +119,11 @@ class PacedSteps:
 
     def bound_s(self, setup: Setup, paces: Paces, largest: int) -> float:
         """Return seconds that a step in the setup's layout takes at least, however its layers are cut and its samples
-        are shared: what all ranks compute together, without waiting, in micro-batches of `largest` samples; and what it
-        is planned to take."""
+        are shared: what all ranks compute together, without waiting, in micro-batches of `largest` samples."""
         compute_s, comm_s = self._least_each_s(setup, largest)
         speeds, least, numbers = paces.rows(setup.layout)
         rates = np.minimum(speeds / compute_s, setup.layout.pp / (least * compute_s + comm_s))
-        together_s = self._samples / float((numbers * rates).sum()) * (1 + waiting_share(setup, self._eff))
-        return max(together_s, self.planned_s(setup))
+        return self._samples / float((numbers * rates).sum()) * (1 + waiting_share(setup, self._eff))
 
     def planned_s(self, setup: Setup) -> float:
         """Return the seconds of a step on ranks of the usual speed, by the planner; its layers cut as if they were all

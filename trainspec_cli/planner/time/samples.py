@@ -69,13 +69,13 @@ def step_parts(setup: Setup, eff: Efficiency) -> StepParts:
     The time of a micro-batch is taken to be linear in its samples, through the setup's own size and twice that.
     """
     groups = axis_groups(setup.layout, setup.fabric, eff)
-    stages, larger = _stages(setup, groups, eff), _stages(_twice(setup), groups, eff)
+    once, twice = micro_batch(setup, groups, eff), micro_batch(_twice(setup), groups, eff)
+    stages, larger = rank_parts(once, setup.layout), rank_parts(twice, setup.layout)
     scale = 1 + waiting_share(setup, eff)
     times = [stage.time_s(setup) for stage in stages]
     slowest = stages[times.index(max(times))].whole
     waits_s = sum(times) - max(times)
     each_s, once_s = _each_and_once(lambda one: data_parallel_s(slowest, one, groups, eff), setup)
-    once = micro_batch(setup, groups, eff)
     between_s = eff.step_graphed_s if setup.software.graphs else eff.step_s
     pairs = list(zip(stages, larger, strict=True))
     kinds = {pair: _stage_time(*pair, setup, groups, eff, scale) for pair in set(pairs)}
@@ -94,10 +94,6 @@ def step_parts(setup: Setup, eff: Efficiency) -> StepParts:
 
 def _twice(setup: Setup) -> Setup:
     return replace(setup, micro_batch_size=2 * setup.micro_batch_size)
-
-
-def _stages(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> list[RankParts]:
-    return rank_parts(micro_batch(setup, groups, eff), setup.layout)
 
 
 def _stage_time(
