@@ -159,24 +159,26 @@ class OtherLayouts:
         heapify(queue)
         while queue and queue[0][0] < enough_s:
             bound_s, place, is_planned = heappop(queue)
+            setup = others[place]
             if not is_planned:  # the planned time bounds a step more closely, and takes longer to find
-                heappush(queue, (max(bound_s, self.steps.planned_s(others[place])), place, True))
-            elif found := self.worth(others[place], paces, before_s, enough_s):
+                bound_s = max(bound_s, self.steps.planned_s(setup))
+                if bound_s < self._worthwhile_s(setup, before_s):
+                    heappush(queue, (bound_s, place, True))
+            elif found := self.worth(setup, paces, before_s, enough_s):
                 best, enough_s = found, found.step.step_s
         return best
 
     def worth(self, setup: Setup, paces: Paces, before_s: float, enough_s: float) -> Found | None:
-        """Return the step in another layout where that takes less than `enough_s`, the engine can change to it, and it
-        saves what is worthwhile of `before_s` beside what it would save on equally fast ranks."""
-        found = self.in_layout(setup, paces, enough_s)
-        if found is None or not self.memory.may_move(self.present, found.step.setup):
-            return None
-        return found if self._slowed_s(found.step) < before_s * (1 - WORTHWHILE) else None
+        """Return the step in another layout where that takes less than `enough_s`, is worth the change from a step of
+        `before_s`, and the engine can change to it."""
+        found = self.in_layout(setup, paces, min(enough_s, self._worthwhile_s(setup, before_s)))
+        return found if found and self.memory.may_move(self.present, found.step.setup) else None
 
-    def _slowed_s(self, step: PacedStep) -> float:
-        """Return what a step would take in another layout that is planned to be no faster than the present one."""
-        planned_s, present_s = self.steps.planned_s(step.setup), self.steps.planned_s(self.present)
-        return step.step_s * max(1.0, present_s / planned_s)
+    def _worthwhile_s(self, setup: Setup, before_s: float) -> float:
+        """Return what a step may take in another layout that is worth the change: a layout that is planned to be faster
+        than the present one is held to be as fast, for ranks of the usual speed."""
+        faster = max(1.0, self.steps.planned_s(self.present) / self.steps.planned_s(setup))
+        return before_s * (1 - WORTHWHILE) / faster
 
     def is_legal(self, setup: Setup) -> bool:
         """Return whether the engine builds the layout, as it checks for those of `scheduler.changes`."""

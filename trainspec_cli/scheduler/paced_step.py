@@ -12,7 +12,7 @@ from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import axis_groups
 from trainspec_cli.planner.search.search import part_key
 from trainspec_cli.planner.setup import Setup
-from trainspec_cli.planner.time.samples import step_parts
+from trainspec_cli.planner.time.samples import assemble_parts
 from trainspec_cli.planner.time.step import (
     LayersPart,
     MicroBatch,
@@ -82,9 +82,9 @@ class PacedSteps:
 
     def best(self, setup: Setup, paces: Paces, largest: int) -> PacedStep:
         """Return the step in the setup's layout and cut, with the best shares of micro-batches of `largest` samples at
-        most. It is not expected to take less than on ranks of the usual speed."""
+        most. It is not expected to take less than the planned cut does on ranks of the usual speed."""
         layout, fabric = setup.layout, setup.fabric
-        parts, grid = step_parts(setup, self._eff), paces.grid(layout)
+        parts, grid = assemble_parts(setup, *self._once_and_twice(setup), self._eff), paces.grid(layout)
         cluster = Cluster(parts, layout, fabric.num_devices // fabric.devices_per_node, fabric.devices_per_node, 1)
         usual, ranks = np.ones_like(grid), layout.data_parallel_size
         condition = Condition(grid, usual, usual, np.ones(ranks), 1.0)
@@ -98,7 +98,8 @@ class PacedSteps:
         counts = np.array(division.counts(self._samples), float)
         turns = np.full(ranks, float(division.count_micro_batches(self._samples)))
         step_s = cluster.seconds(condition, counts, turns, in_step=even.in_step).total_s
-        return PacedStep(setup, division, max(step_s, self.planned_s(setup)))
+        uncut = replace(setup, layout=replace(layout, stage_layers=None))
+        return PacedStep(setup, division, max(step_s, self.planned_s(uncut)))
 
     def cuts(self, setup: Setup, paces: Paces, room: Room) -> Iterator[Counts]:
         """Yield the best cuts into one stage a rank for the slowest rank of each stage, and for their mean."""
@@ -110,6 +111,10 @@ class PacedSteps:
     def layer_times(self, setup: Setup) -> LayerTimes:
         """Return the planned times of a micro-batch in each layer, the embedding and the head."""
         return planned_times(self.micro_batch(setup), setup)
+
+    def _once_and_twice(self, setup: Setup) -> tuple[MicroBatch, MicroBatch]:
+        """Return a micro-batch of the setup's size, and one of twice that."""
+        return self.micro_batch(setup), self.micro_batch(replace(setup, micro_batch_size=2 * setup.micro_batch_size))
 
     def micro_batch(self, setup: Setup) -> MicroBatch:
         key = part_key(setup)
@@ -139,8 +144,7 @@ class PacedSteps:
 
     def _least_each_s(self, setup: Setup, largest: int) -> tuple[float, float]:
         """Return the least that a sample takes through the whole model and back: computing, and exchanges in layers."""
-        once = self.micro_batch(setup)
-        twice = self.micro_batch(replace(setup, micro_batch_size=2 * setup.micro_batch_size))
+        once, twice = self._once_and_twice(setup)
         size, most = setup.micro_batch_size, max(largest, setup.micro_batch_size)
         compute_s = comm_s = 0.0
         for number, one, two, again in _parts_of(once, twice):

@@ -10,6 +10,7 @@ from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import Group, axis_groups
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.step import (
+    MicroBatch,
     RankParts,
     bubble_s,
     data_parallel_s,
@@ -69,7 +70,12 @@ def step_parts(setup: Setup, eff: Efficiency) -> StepParts:
     The time of a micro-batch is taken to be linear in its samples, through the setup's own size and twice that.
     """
     groups = axis_groups(setup.layout, setup.fabric, eff)
-    once, twice = micro_batch(setup, groups, eff), micro_batch(_twice(setup), groups, eff)
+    return assemble_parts(setup, micro_batch(setup, groups, eff), micro_batch(_twice(setup), groups, eff), eff)
+
+
+def assemble_parts(setup: Setup, once: MicroBatch, twice: MicroBatch, eff: Efficiency) -> StepParts:
+    """Return what `step_parts` does, from a micro-batch of the setup's size and one of twice that."""
+    groups = axis_groups(setup.layout, setup.fabric, eff)
     stages, larger = rank_parts(once, setup.layout), rank_parts(twice, setup.layout)
     scale = 1 + waiting_share(setup, eff)
     times = [stage.time_s(setup) for stage in stages]
