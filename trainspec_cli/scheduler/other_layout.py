@@ -102,7 +102,7 @@ class OtherLayouts:
         if self.steps.planned_s(self.present) >= before.step.step_s * (1 - WORTHWHILE):
             return None  # even a layout that the slow ranks do not slow saves too little
         found = self._fastest(paced, before.step.step_s)
-        return found and self._proposal(before, found, describe(relative, before.step, found.step))
+        return None if found is None else self._proposal(before, found, describe(relative, before.step, found.step))
 
     def _go_home(self) -> LayoutProposal | None:
         if axes_of(self._home.layout) == axes_of(self.present.layout):
