@@ -173,8 +173,10 @@ def test_one_that_recovers_in_time_leads_to_none(slowed: World) -> None:
 
 
 def test_the_last_measured_pause_is_what_a_change_costs(slowed: World) -> None:
-    slowed.apply(replace(PIPELINE, stage_layers=(3, 1)), pause_s=20 * SLOW_S * 0.25, kind="layers")
-    slowed.speeds(SLOW)
+    moved = replace(PIPELINE, stage_layers=(3, 1))
+    slowed.found[moved, False] = TO_DATA
+    slowed.apply(moved, pause_s=20 * SLOW_S * 0.25, kind="layers")
+    slowed.speeds(SLOW, moved)
     assert slowed.steps(19, SLOW_S) == []
     assert len(slowed.steps(1, SLOW_S)) == 1
 
@@ -195,6 +197,16 @@ def test_when_the_rank_recovers_the_planned_layout_is_gone_back_to_by_what_was_m
     slowed.apply(PIPELINE, DATA)
     slowed.speeds(USUAL)
     assert slowed.steps(50) == []
+
+
+def test_speeds_that_were_written_before_a_change_are_not_those_after_it(slowed: World) -> None:
+    (there,) = slowed.steps(COST_STEPS, SLOW_S)
+    slowed.happen(replace(stepped(slowed.at), step_time_s=SLOW_S))
+    slowed.apply(there.layout, pause_s=0.5)
+    slowed.speeds(SLOW, PIPELINE)
+    assert slowed.steps(50, 13.0) == []
+    assert slowed.said == []
+    assert len(slowed.asked) == 1
 
 
 def test_it_stays_where_the_planned_layout_was_measured_to_be_slower(slowed: World) -> None:

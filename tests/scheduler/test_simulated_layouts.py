@@ -74,7 +74,7 @@ def test_a_slow_device_of_a_tensor_parallel_group_leads_to_another_layout() -> N
     (change,) = [decision for decision in simulation.decisions if decision.kind == "layout"]
     assert change.reason.startswith("rank 3 computes") and change.expected_s < 0.9 * change.before_s
     settled_s = 256 / simulation.on.by_step[300]
-    assert settled_s == pytest.approx(change.expected_s, rel=0.1)
+    assert settled_s < 1.1 * change.expected_s, "what it would save on equally fast ranks comes on top"
     alone = run(job_of(TENSOR, "shares"))
     assert simulation.on.wall_s < alone.on.wall_s
 

@@ -28,6 +28,8 @@ def _read_layout(value: Any) -> Layout:
 
 
 WrittenLayout = Annotated[Layout, ValueKind("a layout", _read_layout)]
+ADVICE = "advice: "
+"""So begins the reason of a layout that was not changed to because `scheduler.mode` is advise."""
 PARTS = ("data_wait", "forward", "backward", "exposed_comm", "optimizer", "checkpoint", "other")
 """What a step's time is divided into; the parts sum to `step_time_s`."""
 

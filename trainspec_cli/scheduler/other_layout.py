@@ -35,7 +35,6 @@ from trainspec_cli.spec.results.prediction import Candidate
 from trainspec_cli.spec.rules.batching import measurable_noise
 from trainspec_cli.spec.rules.engine import BUILT
 from trainspec_cli.spec.rules.kernels import KERNEL_RULES
-from trainspec_cli.units import format_duration
 
 WORTHWHILE = 0.1
 """A layout is changed where that saves at least this fraction of a step: planned times of layouts are rough."""
@@ -102,7 +101,9 @@ class OtherLayouts:
         if self.steps.planned_s(self.present) >= before.step.step_s * (1 - WORTHWHILE):
             return None  # even a layout that the slow ranks do not slow saves too little
         found = self._fastest(paced, before.step.step_s)
-        return None if found is None else self._proposal(before, found, describe(relative, before.step, found.step))
+        if found is None:
+            return None
+        return self._proposal(before, found, self.slowed_s(found.step), describe(relative, before.step, found.step))
 
     def _go_home(self) -> LayoutProposal | None:
         if axes_of(self._home.layout) == axes_of(self.present.layout):
@@ -112,9 +113,9 @@ class OtherLayouts:
         if home is None or home.step.step_s >= before.step.step_s:
             return None
         reason = f"all ranks are equally fast again, and the run was planned as {self._home.layout.describe()}"
-        return self._proposal(before, home, reason)
+        return self._proposal(before, home, home.step.step_s, reason)
 
-    def _proposal(self, before: Found, found: Found, reason: str) -> LayoutProposal:
+    def _proposal(self, before: Found, found: Found, expected_s: float, reason: str) -> LayoutProposal:
         setup = found.step.setup
         return LayoutProposal(
             layout=setup.layout,
@@ -123,7 +124,7 @@ class OtherLayouts:
             largest_micro_batch_size=found.largest_micro_batch,
             largest_stage_layers=self.memory.largest_stage_layers(setup),
             before_s=before.step.step_s,
-            expected_s=found.step.step_s,
+            expected_s=expected_s,
             reason=reason,
         )
 
@@ -162,7 +163,7 @@ class OtherLayouts:
             setup = others[place]
             if not is_planned:  # the planned time bounds a step more closely, and takes longer to find
                 bound_s = max(bound_s, self.steps.planned_s(setup))
-                if bound_s < self._worthwhile_s(setup, before_s):
+                if bound_s * self._faster_anyhow(setup) < before_s * (1 - WORTHWHILE):
                     heappush(queue, (bound_s, place, True))
             elif found := self.worth(setup, paces, before_s, enough_s):
                 best, enough_s = found, found.step.step_s
@@ -171,14 +172,19 @@ class OtherLayouts:
     def worth(self, setup: Setup, paces: Paces, before_s: float, enough_s: float) -> Found | None:
         """Return the step in another layout where that takes less than `enough_s`, is worth the change from a step of
         `before_s`, and the engine can change to it."""
-        found = self.in_layout(setup, paces, min(enough_s, self._worthwhile_s(setup, before_s)))
+        worthwhile_s = before_s * (1 - WORTHWHILE) / self._faster_anyhow(setup)
+        found = self.in_layout(setup, paces, min(enough_s, worthwhile_s))
         return found if found and self.memory.may_move(self.present, found.step.setup) else None
 
-    def _worthwhile_s(self, setup: Setup, before_s: float) -> float:
-        """Return what a step may take in another layout that is worth the change: a layout that is planned to be faster
-        than the present one is held to be as fast, for ranks of the usual speed."""
-        faster = max(1.0, self.steps.planned_s(self.present) / self.steps.planned_s(setup))
-        return before_s * (1 - WORTHWHILE) / faster
+    def slowed_s(self, step: PacedStep) -> float:
+        """Return what a step would take in another layout that is planned to be no faster than the present one."""
+        return step.step_s * self._faster_anyhow(step.setup)
+
+    def _faster_anyhow(self, setup: Setup) -> float:
+        """Return how many times as long the present layout is planned to take on ranks of the usual speed; 1 where that
+        is shorter."""
+        uncut = replace(setup, layout=replace(setup.layout, stage_layers=None))
+        return max(1.0, self.steps.planned_s(self.present) / self.steps.planned_s(uncut))
 
     def is_legal(self, setup: Setup) -> bool:
         """Return whether the engine builds the layout, as it checks for those of `scheduler.changes`."""
@@ -242,7 +248,8 @@ def equalise_paces(paces: Sequence[float], change: float) -> tuple[float, ...]:
 
 
 def describe(paces: Sequence[float], before: PacedStep, found: PacedStep) -> str:
-    """`rank 5 computes 2.1 times as long as usual; as tp=2 dp_shard=4 ...`: why another layout is faster."""
+    """`rank 5 computes 2.1 times as long as usual; as tp=2 dp_shard=4, 2 and not 8 ranks wait for it in every layer`:
+    why another layout is faster."""
     odd = max(range(len(paces)), key=lambda rank: max(paces[rank], 1 / paces[rank]))
     slow = sum(pace > 1 for pace in paces)
     others = f", and {slow - 1:,} more are slow" if slow > 1 else ""
@@ -258,9 +265,5 @@ def describe(paces: Sequence[float], before: PacedStep, found: PacedStep) -> str
     if layout.stage_layers and layout.num_stages == layout.pp:
         rank = odd // (layout.world_size // layout.pp)
         effects.append(f"its stage has {layout.stage_layers[rank]} of {sum(layout.stage_layers)} layers")
-    found_s, before_s = format_duration(found.step_s), format_duration(before.step_s)
-    why = f" ({'; '.join(effects)})" if effects else ""
-    return (
-        f"rank {odd} computes {paces[odd]:.2g} times as long as usual{others}; "
-        f"as {layout.describe()} a step takes {found_s} and not {before_s}{why}"
-    )
+    why = "; ".join(effects) or "less of a step waits for it"
+    return f"rank {odd} computes {paces[odd]:.2g} times as long as usual{others}; as {layout.describe()}, {why}"

@@ -25,7 +25,7 @@ from trainspec_cli.engine.run.directives import Directives, planned_by
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.policy.division import even_division_of
 from trainspec_cli.policy.moved_layers import LayerChange, with_stages
-from trainspec_cli.rundir.event_types import DirectiveEvent
+from trainspec_cli.rundir.event_types import ADVICE, DirectiveEvent
 from trainspec_cli.rundir.proposals import ProposalRecord
 from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.spec.recipe.layout import MESH_AXES, Layout
@@ -90,7 +90,7 @@ class LayoutChanges:
         """Return whether a change that is wanted is made. What is advice alone is written down."""
         if plan.spec.scheduler.mode == "auto":
             return True
-        self._directives.write(_directive(step, due, plan, f"advice: {due.reason}"))
+        self._directives.write(_directive(step, due, plan, ADVICE + due.reason))
         return False
 
     def change(
