@@ -91,7 +91,7 @@ class Cluster:
 
     def _by_place(self, paces: Floats) -> Floats:
         """Return the slowest device's pace of each stage and data-parallel rank."""
-        rows = paces.reshape(self._groups, self._stages, self.ranks // self._groups, -1).max(3)
+        rows: Floats = paces.reshape(self._groups, self._stages, self.ranks // self._groups, -1).max(3)
         return rows.swapaxes(0, 1).reshape(self._stages, self.ranks)
 
     def of_devices(self, of_places: Floats) -> Floats:

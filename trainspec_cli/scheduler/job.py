@@ -125,9 +125,7 @@ class JobLayouts:
         return self.others.propose(paces) if "layout" in self.spec.scheduler.may_change else None
 
     def best_cut(self, paces: Sequence[float]) -> Counts | None:
-        """Return the cut into stages that is best at these paces; None where layers stay as they are."""
-        if self.most_layers is None:
-            return None
+        """Return the cut into stages that is best at these paces; None for the even one."""
         return self.others.in_present(Paces(paces)).step.setup.layout.stage_layers
 
     def with_cut(self, counts: Counts) -> DisturbedJob:

@@ -29,6 +29,7 @@ class LayoutMemory:
     def __init__(self, scheduler: SchedulerSpec, recompute: str):
         self._scheduler, self.recompute = scheduler, recompute
         self._layers: dict[tuple[object, ...], LayerMemory] = {}
+        self._stages: dict[Setup, int | None] = {}
         self._known: dict[tuple[Layout, float, int], tuple[MemoryBreakdown, ...]] = {}
 
     def fits(self, setup: Setup) -> bool:
@@ -73,18 +74,19 @@ class LayoutMemory:
         wanted, layers = self._scheduler.max_stage_layers, setup.model.num_layers
         most = layers if wanted == AUTO else int(wanted)
         rows = zip(room.layer_bytes, room.capacity_bytes, strict=True)
-        held = [float(min(most, floor(capacity_bytes / each[0]))) for each, capacity_bytes in rows]
-        return Room([[1.0] * layers] * setup.layout.pp, held)
+        return even_room(layers, [min(most, floor(capacity_bytes / each[0])) for each, capacity_bytes in rows])
 
     def largest_stage_layers(self, setup: Setup) -> int | None:
         """Return the layers of the fullest pipeline rank that fits, wherever in the pipeline it is; None where no
         layers move."""
-        return largest_stage(
-            setup.layout,
-            setup.model.num_layers,
-            self._scheduler.max_stage_layers,
-            lambda layout: self.fits(replace(setup, layout=layout)),
-        )
+        if setup not in self._stages:
+            self._stages[setup] = largest_stage(
+                setup.layout,
+                setup.model.num_layers,
+                self._scheduler.max_stage_layers,
+                lambda layout: self.fits(replace(setup, layout=layout)),
+            )
+        return self._stages[setup]
 
     # The way to another layout
 
@@ -106,6 +108,11 @@ class LayoutMemory:
         layers = after.model.num_layers
         pairs = zip(cut_layers(layers, old), cut_layers(layers, new), states, strict=True)
         return max(size * len(set(then) - set(now)) / len(then) for now, then, size in pairs)
+
+
+def even_room(num_layers: int, most: Sequence[int]) -> Room:
+    """Return the room of pipeline ranks that hold so many layers each at most, whichever these are."""
+    return Room([[1.0] * num_layers] * len(most), [float(held) for held in most])
 
 
 def _kept_bytes(stage: MemoryBreakdown) -> float:

@@ -137,4 +137,5 @@ class LiveLayouts:
         division = np.array([[share], [number]]) * np.ones(cluster.ranks)
         usual_s = cluster.seconds(self._undisturbed, *division).passes_s
         own_s = [cluster.of_devices(passes_s - np.array([exchanged_s]).T) for passes_s in (usual_s, measured_s)]
-        return np.maximum(np.where(self._waiting, *own_s), LEAST_S).tolist()
+        times_s: list[float] = np.maximum(np.where(self._waiting, *own_s), LEAST_S).tolist()
+        return times_s

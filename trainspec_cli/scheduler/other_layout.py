@@ -7,7 +7,7 @@ beat, until that bound is no less than the fastest step found.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,7 +25,8 @@ from trainspec_cli.planner.search.space import Space
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.policy.division import micro_batches_of
 from trainspec_cli.policy.moved_layers import with_stages
-from trainspec_cli.scheduler.layout_memory import LayoutMemory
+from trainspec_cli.policy.partition_problem import Room
+from trainspec_cli.scheduler.layout_memory import LayoutMemory, even_room
 from trainspec_cli.scheduler.paced_step import PacedStep, PacedSteps, Paces
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.layout import Layout
@@ -168,7 +169,7 @@ class OtherLayouts:
             setup = others[place]
             if not is_planned:  # the planned time bounds a step more closely, and takes longer to find
                 bound_s = max(bound_s, self.steps.planned_s(setup))
-                if bound_s < self._worthwhile_s(setup, before_s):
+                if bound_s * self._faster_anyhow(setup) < before_s * (1 - WORTHWHILE):
                     heappush(queue, (bound_s, place, True))
             elif found := self.worth(setup, paces, before_s, enough_s):
                 best, enough_s = found, found.step.step_s
@@ -177,12 +178,9 @@ class OtherLayouts:
     def worth(self, setup: Setup, paces: Paces, before_s: float, enough_s: float) -> Found | None:
         """Return the step in another layout where that takes less than `enough_s`, is worth the change from a step of
         `before_s`, and the engine can change to it."""
-        found = self.in_layout(setup, paces, min(enough_s, self._worthwhile_s(setup, before_s)))
+        worthwhile_s = before_s * (1 - WORTHWHILE) / self._faster_anyhow(setup)
+        found = self.in_layout(setup, paces, min(enough_s, worthwhile_s))
         return found if found and self.memory.may_move(self.present, found.step.setup) else None
-
-    def _worthwhile_s(self, setup: Setup, before_s: float) -> float:
-        """Return what a step may take in another layout that is worth the change."""
-        return before_s * (1 - WORTHWHILE) / self._faster_anyhow(setup)
 
     def _expected_s(self, step: PacedStep) -> float:
         """Return what a step in another layout is expected to take: where planned times are rough, as if that layout
@@ -190,9 +188,10 @@ class OtherLayouts:
         return step.step_s * (self._faster_anyhow(step.setup) if self._is_rough else 1.0)
 
     def _faster_anyhow(self, setup: Setup) -> float:
-        """Return how many times as fast as the present layout another one is planned to be for ranks of the usual
-        speed, 1 at least. That is not counted: the present one was chosen for all that."""
-        return max(1.0, self.steps.planned_s(self.present) / self.steps.planned_s(setup))
+        """Return how many times as long the present layout is planned to take on ranks of the usual speed; 1 where that
+        is shorter."""
+        uncut = replace(setup, layout=replace(setup.layout, stage_layers=None))
+        return max(1.0, self.steps.planned_s(self.present) / self.steps.planned_s(uncut))
 
     def is_legal(self, setup: Setup) -> bool:
         """Return whether the engine builds the layout, as it checks for those of `scheduler.changes`."""
@@ -206,24 +205,35 @@ class OtherLayouts:
     # A layout with its best cut and shares
 
     def in_present(self, paces: Paces) -> Found:
-        """Return the step in the layout in force."""
-        found = self._best_cut(self.present, self.present, paces, inf)
+        """Return the step in the layout in force, whose layers may move as far as the scheduler moves them."""
+        found = self._best_cut([self.present, *self._moved(paces)], self.present, paces, inf)
         assert found is not None, "it is in force, so that its cut fits"
         return found
 
+    def _moved(self, paces: Paces) -> Iterator[Setup]:
+        most = self.memory.largest_stage_layers(self.present)
+        if most is not None:
+            layers = self.present.model.num_layers
+            yield from self._cuts(self.present, paces, even_room(layers, [most] * self.present.layout.pp))
+
     def in_layout(self, setup: Setup, paces: Paces, enough_s: float = inf) -> Found | None:
-        """Return the step in a layout whose layers are uncut; None where it does not fit, or takes `enough_s`."""
+        """Return the step in a layout whose layers are uncut: with the planned cut, or one by the paces where each rank
+        has one stage. None where it does not fit, or takes `enough_s`."""
         if setup not in self._cut:
             self._cut[setup], _ = cut_on_chip(setup, self.memory.recompute, efficiency_of(self._spec.cluster))
-        return self._best_cut(self._cut[setup], None, paces, enough_s)
-
-    def _best_cut(self, planned: Setup, in_force: Setup | None, paces: Paces, enough_s: float) -> Found | None:
-        """Return the step of the fastest cut that fits: the planned one, or one by the paces where each rank has one
-        stage."""
+        planned, layout = self._cut[setup], setup.layout
         setups = [planned]
-        if planned.layout.pp > 1 and planned.layout.num_stages == planned.layout.pp:
-            for counts in self.steps.cuts(planned, paces, self.memory.room(planned)):
-                setups.append(replace(planned, layout=with_stages(planned.layout, counts)))
+        if layout.pp > 1 and layout.num_stages == layout.pp:
+            setups += self._cuts(planned, paces, self.memory.room(planned))
+        return self._best_cut(setups, None, paces, enough_s)
+
+    def _cuts(self, setup: Setup, paces: Paces, room: Room) -> Iterator[Setup]:
+        """Yield the setup with the cuts that suit the paces."""
+        for counts in self.steps.cuts(setup, paces, room):
+            yield replace(setup, layout=with_stages(setup.layout, counts))
+
+    def _best_cut(self, setups: Sequence[Setup], in_force: Setup | None, paces: Paces, enough_s: float) -> Found | None:
+        """Return the fastest step of cuts that fit, as the one in force does, and of less than `enough_s`."""
         tried = [self.steps.best(setup, paces, self.memory.most_samples(setup)) for setup in dict.fromkeys(setups)]
         best = None
         for hoped in sorted(tried, key=lambda step: step.step_s):

@@ -148,11 +148,11 @@ class PacedSteps:
         size, most = setup.micro_batch_size, max(largest, setup.micro_batch_size)
         compute_s = comm_s = 0.0
         for number, one, two, again in _parts_of(once, twice):
-            part_s = [_compute_s(part, setup) if again else _passes_s(part) for part in (one, two)]
-            compute_s += number * _least_s(*part_s, size, most)
+            once_s, twice_s = (_compute_s(part, setup) if again else _passes_s(part) for part in (one, two))
+            compute_s += number * _least_s(once_s, twice_s, size, most)
             for axis, passes in AXES.items():
-                exchanged_s = (passes * getattr(part.comm, axis) for part in (one, two))
-                comm_s += number * _least_s(*exchanged_s, size, most)
+                once_s, twice_s = (passes * getattr(part.comm, axis) for part in (one, two))
+                comm_s += number * _least_s(once_s, twice_s, size, most)
         return compute_s, comm_s
 
 
