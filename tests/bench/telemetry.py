@@ -22,8 +22,10 @@ import torch.distributed as dist
 from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.certify.families import SAMPLES
 from trainspec_cli.engine.build.train_state import build_train_state
+from trainspec_cli.engine.run.directives import Directives
 from trainspec_cli.engine.run.scheduling import StepScheduler
 from trainspec_cli.engine.run.step import train_step
+from trainspec_cli.engine.run.supervisor_link import SupervisorLink
 from trainspec_cli.engine.tools.certify_worker import drawn_batch
 from trainspec_cli.policy.division import OwnSamples
 from trainspec_cli.rundir.paths import RunDir
@@ -52,7 +54,10 @@ def measure(steps: int, folder: Path) -> tuple[list[float], list[float]]:
     own = OwnSamples((0, SAMPLES // 2), (SAMPLES // 2, SAMPLES // 2))
     batch = drawn_batch(plan.spec, state, own)
     journal: Any = SimpleNamespace()
-    scheduler = StepScheduler(plan, RunDir(folder), state, journal, group=0)  # of one rank alone there is nothing to do
+    run_dir = RunDir(folder)
+    directives = Directives(run_dir, journal, plan.layout, recalls=False)
+    link = SupervisorLink(run_dir, journal)
+    scheduler = StepScheduler(plan, state, directives, 0, link)  # of one rank alone there is nothing to do
     times_s: tuple[list[float], list[float]] = ([], [])
     state.clock.restart()
     for step in range(steps):

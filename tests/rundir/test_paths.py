@@ -18,6 +18,8 @@ RUN = RunDir("run")
         (RUN.run_json, "run.json"),
         (RUN.plan_json, "plan.json"),
         (RUN.directives, "directives.jsonl"),
+        (RUN.speeds_json, "speeds.json"),
+        (RUN.proposal_json, "proposal.json"),
         (RUN.kernels_json, "kernels.json"),
         (RUN.versions_json, "versions.json"),
         (RUN.command_txt, "command.txt"),

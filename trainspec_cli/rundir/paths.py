@@ -13,6 +13,8 @@ RUN/
   job.sbatch      the script of the Slurm job    errors/node00001.json  how a node was lost
   slurm.json      the job it was last given to
   directives.jsonl  what the scheduler has changed, and what came of it
+  speeds.json     how fast the ranks compute, for the supervisor
+  proposal.json   the layout that the supervisor proposes to the workers
   shortages/      one file a start in which the memory of a rank ran out
   kernels.json    the kernels that were measured for `kernels=auto`, and which were chosen
 """
@@ -33,6 +35,8 @@ class RunDir:
         self.run_json = self.root / "run.json"
         self.plan_json = self.root / "plan.json"
         self.directives = self.root / "directives.jsonl"
+        self.speeds_json = self.root / "speeds.json"
+        self.proposal_json = self.root / "proposal.json"
         self.kernels_json = self.root / "kernels.json"
         self.versions_json = self.root / "versions.json"
         self.command_txt = self.root / "command.txt"

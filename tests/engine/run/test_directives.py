@@ -157,7 +157,8 @@ def test_a_change_without_a_layout_is_refused(tmp_path: Path, plain: Any) -> Non
     ("mode", "layout", "changes", "group", "follows"),
     [
         ("auto", DATA, (), None, True),
-        ("auto", Layout(tp=4), (), None, False),
+        ("auto", Layout(tp=4), (), None, True),
+        ("auto", Layout(), (), None, False),
         ("auto", Layout(pp=2), (), None, True),
         ("off", DATA, (), None, False),
         ("off", Layout(tp=4), ("a change",), None, True),
@@ -169,5 +170,13 @@ def test_which_runs_follow_directives(
 ) -> None:
     scheduler = SchedulerSpec(mode=mode, max_stage_layers=3)  # type: ignore[arg-type]
     spec, flops = SimpleNamespace(scheduler=scheduler), (1.0,) * 4
-    plan: Any = SimpleNamespace(spec=spec, layout=layout, changes=changes, layer_flops=flops, largest_stage_layers=None)
+    plan: Any = SimpleNamespace(
+        spec=spec,
+        layout=layout,
+        changes=changes,
+        layer_flops=flops,
+        largest_stage_layers=None,
+        group_size=layout.world_size,
+        num_nodes=1,
+    )
     assert follows_earlier(plan, group) == follows

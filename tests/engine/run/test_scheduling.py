@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -22,12 +23,15 @@ from trainspec_cli.engine.run.scheduling import (
     ranks_of_pipelines,
     read_speed,
 )
+from trainspec_cli.engine.run.supervisor_link import SupervisorLink
 from trainspec_cli.errors import MachineError
 from trainspec_cli.policy.division import Division, even_division
 from trainspec_cli.policy.speeds import Speed, slowest
-from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent, Event
+from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent, Event, WarningEvent
 from trainspec_cli.rundir.events import EventWriter, read_events
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.proposals import ProposalRecord, write_proposal
+from trainspec_cli.rundir.speeds import SpeedsWatch, read_speeds
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.scheduler import SchedulerSpec
 
@@ -53,7 +57,9 @@ class Run:
 
     def __init__(self, folder: Path, mode: str = "auto", group: int | None = None, **changes: Any):
         layout = changes.pop("layout", Layout(dp_shard=RANKS, zero_stage=1))
-        scheduler = SchedulerSpec(mode=mode, max_micro_batch_size=changes.pop("most", "auto"))  # type: ignore[arg-type]
+        may_change = changes.pop("may_change", ("shares", "layers", "layout", "nodes"))
+        most = changes.pop("most", "auto")
+        scheduler = SchedulerSpec(mode=mode, may_change=may_change, max_micro_batch_size=most)  # type: ignore[arg-type]
         model = SimpleNamespace(unit=changes.pop("unit", "tokens"))
         self.plan: Any = SimpleNamespace(
             layout=layout,
@@ -65,6 +71,7 @@ class Run:
             micro_batch_size=changes.pop("micro_batch_size", 8),
             largest_micro_batch_size=changes.pop("largest", 16),
             group_size=changes.pop("group_size", RANKS),
+            num_nodes=changes.pop("num_nodes", 1),
             spec=SimpleNamespace(scheduler=scheduler, model=model),
         )
         assert not changes
@@ -72,7 +79,8 @@ class Run:
         state: Any = SimpleNamespace(mesh=SimpleNamespace(axes=SimpleNamespace(mesh=axes)))
         self.folder, self.journal = RunDir(folder), Journal()
         self.directives = Directives(self.folder, self.journal, layout, recalls=follows_earlier(self.plan, group))  # type: ignore[arg-type]
-        self.scheduler = StepScheduler(self.plan, state, self.directives, group)
+        self.link = SupervisorLink(self.folder, self.journal, itertools.count(0.0).__next__)  # type: ignore[arg-type]
+        self.scheduler = StepScheduler(self.plan, state, self.directives, group, self.link)
         self.reported: list[float] = []
 
     def step(
@@ -90,12 +98,12 @@ class Run:
         self.reported = self.scheduler.figures(step)
         known = sample_s if speeds is None else speeds
         figures = [
-            [0.0, speed, 0.0, 0.0, count * own_s, own_waited_s]
+            [0.0, speed, 0.0, 0.0, count * own_s, own_waited_s, 0.0]
             for speed, count, own_s, own_waited_s in zip(
                 known, counts * self.plan.layout.pp, sample_s, waited_s, strict=False
             )
         ]
-        figures[0][3] = change_s
+        figures[0][3], figures[0][6] = change_s, self.reported[6] if self.reported else 0.0
         own = division.of_rank(0, 0, SAMPLES)
         compute_s = counts[0] * sample_s[0]
         parts_s = {
@@ -204,9 +212,17 @@ def test_advice_changes_nothing_and_is_given_once(tmp_path: Path) -> None:
     assert (back["number"], back["applied"], tuple(back["counts"])) == (2, False, EVEN)
 
 
-@pytest.mark.parametrize("changes", [{"mode": "off"}, {"layout": Layout(tp=RANKS)}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mode": "off"},
+        {"may_change": ()},
+        {"layout": Layout(tp=RANKS), "may_change": ("shares", "layers", "nodes")},
+        {"layout": Layout(), "group_size": 1},
+    ],
+)
 def test_nothing_is_measured_where_nothing_would_be_done(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """There is one data-parallel rank alone, or nobody asked."""
+    """There is one rank alone, nobody asked, or nothing may be changed that could be."""
     RunDir(tmp_path).directives.write_text("{}\n")
     run = Run(tmp_path, **changes)
     ranks = run.plan.layout.data_parallel_size
@@ -219,9 +235,17 @@ def test_nothing_is_measured_where_nothing_would_be_done(tmp_path: Path, changes
 def test_a_rank_reports_its_speed_and_its_last_step(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.step(0)
-    assert run.reported == [0.0, 0.0, 0.0, math.inf, 0.0, 0.0]
+    assert run.reported == [0.0, 0.0, 0.0, math.inf, 0.0, 0.0, 0.0]
     run.steps(1, 12)
-    assert run.reported == [0.0, 1.0, 0.0, 5.5, 8.0, 0.5]  # its first batch took 6 s to read, the others half a second
+    assert run.reported == [
+        0.0,
+        1.0,
+        0.0,
+        5.5,
+        8.0,
+        0.5,
+        0.0,
+    ]  # its first batch took 6 s to read, the others half a second
 
 
 def test_what_a_rank_waited_is_reported_for_each_micro_batch(tmp_path: Path) -> None:
@@ -230,7 +254,7 @@ def test_what_a_rank_waited_is_reported_for_each_micro_batch(tmp_path: Path) -> 
     division = Division((1.0,) * RANKS, 4)
     parts_s = {"data_wait": 0.0, "forward": 1.0, "backward": 2.0, "exposed_comm": 3.0}
     run.scheduler.note_step(2, division.of_rank(0, 0, SAMPLES), parts_s, SAMPLES, torch.zeros(RANKS, 0))
-    assert run.scheduler.figures(2)[4:] == [3.0, 1.5]
+    assert run.scheduler.figures(2)[4:] == [3.0, 1.5, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -504,3 +528,134 @@ def test_one_pipeline_alone_reports_its_speeds_where_layers_may_move(tmp_path: P
 
 
 MESH = torch.arange(16).view(2, 2, 2, 1, 2)
+
+
+def test_the_supervisor_is_told_of_speeds_when_they_or_the_shares_change(tmp_path: Path) -> None:
+    """And not otherwise: nothing is written in the steps between."""
+    run = Run(tmp_path)
+    watch, told = SpeedsWatch(run.folder), []
+    for step in range(40):
+        run.step(step, USUAL if step < 20 else ONE_SLOW)
+        if report := watch.poll():
+            told.append(report)
+    assert [report.samples for report in told] == [EVEN, EVEN, UNEVEN]
+    assert [report.per_sample_s for report in told] == [pytest.approx(s) for s in (USUAL, ONE_SLOW, ONE_SLOW)]
+    assert {(report.layout, report.micro_batches) for report in told} == {(run.plan.layout, 1)}
+    assert told[0].step == 1
+    assert told[1].step == 21
+    assert told[1].compute_s == pytest.approx((8.0, 8.0, 14.4, 8.0))
+    assert told[1].step_s == pytest.approx(14.4)
+
+
+def test_ranks_of_one_pipeline_have_the_same_samples(tmp_path: Path) -> None:
+    run = Run(tmp_path, layout=Layout(pp=2, dp_shard=2, zero_stage=1), may_change=("layout",))
+    run.steps(0, 2, 1.0, 1.0, 2.0, 2.0)
+    report = read_speeds(run.folder)
+    assert report.samples == (16, 16, 16, 16)
+    assert report.per_sample_s == (1.0, 1.0, 2.0, 2.0)
+    assert run.written == []
+
+
+def test_only_the_parts_that_may_be_changed_are(tmp_path: Path) -> None:
+    run = Run(tmp_path, may_change=("layers", "layout"))
+    assert set(run.steps(0, 30, *ONE_SLOW)) == {EVEN}
+    assert run.written == []
+    layout = Layout(pp=2, dp_shard=2, zero_stage=1)
+    run = Run(tmp_path, layout=layout, layer_flops=(1.0,) * 6, largest_stage_layers=5, may_change=("shares",))
+    run.steps(0, 30, 1.0, 1.0, 2.0, 2.0)
+    assert run.scheduler.decided_layers is None
+
+
+def test_replica_groups_tell_the_supervisor_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path, group=0)
+    run.steps(0, 10, *ONE_SLOW)
+    assert not run.folder.speeds_json.exists()
+
+
+def test_a_run_goes_on_where_the_supervisor_cannot_be_told(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.folder.speeds_json.mkdir()
+    run.steps(0, 10, *ONE_SLOW)
+    warnings = [event for event in run.journal.events if isinstance(event, WarningEvent)]
+    assert len(warnings) == 2
+    assert warnings[0].message.startswith("the supervisor is not told of new speeds: ")
+
+
+def proposal(number: int) -> ProposalRecord:
+    before, layout = Layout(dp_shard=RANKS, zero_stage=1), Layout(tp=RANKS)
+    sizes = {"micro_batch_size": 8, "grad_accum_steps": 1, "largest_micro_batch_size": 8, "largest_stage_layers": None}
+    return ProposalRecord(
+        number=number, before=before, layout=layout, before_s=2.0, expected_s=1.5, reason="rank 2 is slow", **sizes
+    )
+
+
+def test_a_proposal_is_known_in_the_step_after_it_and_taken_up_once(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.steps(0, 3)
+    assert not run.scheduler.is_proposed
+    write_proposal(run.folder, proposal(1))
+    run.step(3)
+    assert run.reported[6] == 1.0
+    assert run.scheduler.is_proposed
+    assert run.link.receive() == proposal(1)
+    run.steps(4, 6)
+    assert not run.scheduler.is_proposed
+    write_proposal(run.folder, proposal(2))
+    run.step(6)
+    assert run.scheduler.is_proposed
+    assert run.link.receive() == proposal(2)
+
+
+def test_a_proposal_of_an_earlier_start_is_void(tmp_path: Path) -> None:
+    write_proposal(RunDir(tmp_path), proposal(4))
+    run = Run(tmp_path)
+    run.steps(0, 3)
+    assert not run.scheduler.is_proposed
+    write_proposal(run.folder, proposal(5))
+    run.step(3)
+    assert run.scheduler.is_proposed
+
+
+def test_a_damaged_proposal_is_passed_over_with_a_warning(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.folder.proposal_json.write_text("{}")
+    run.steps(0, 3)
+    assert not run.scheduler.is_proposed
+    (warning,) = [event for event in run.journal.events if isinstance(event, WarningEvent)]
+    assert warning.message.startswith("a proposal of the supervisor is passed over: ")
+    write_proposal(run.folder, proposal(1))
+    run.step(3)
+    assert run.scheduler.is_proposed
+
+
+def test_a_run_that_follows_an_earlier_start_takes_up_no_proposal_before_the_last_of_its_directives(
+    tmp_path: Path, write: Callable[..., Path]
+) -> None:
+    write(directive(step=6))
+    run = Run(tmp_path)
+    write_proposal(run.folder, proposal(1))
+    run.steps(0, 6)
+    assert not run.scheduler.is_proposed
+    run.step(6)
+    assert run.scheduler.is_proposed
+
+
+def test_what_another_layout_has_come_to_is_the_step_itself_once_shares_have_followed(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.scheduler.watch(directive(kind="layout", step=0, before_s=20.0, expected_s=12.0))
+    run.steps(0, 40, *ONE_SLOW)
+    of_shares, of_layout = (line for line in run.written if line["type"] == "achieved")
+    assert (of_shares["step"], of_shares["before_s"]) == (9, pytest.approx(14.4))
+    assert (of_layout["step"], of_layout["before_s"]) == (17, 20.0)
+    assert of_layout["achieved_s"] == pytest.approx(
+        9.0 + 0.5 + 0.5
+    )  # the rank's batch, and what it waits, belong to it
+
+
+def test_what_another_layout_has_come_to_is_not_measured_before_its_speeds_are_known(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.scheduler.watch(directive(kind="layout", step=0, before_s=20.0, expected_s=12.0))
+    for step in range(30):
+        run.step(step, speeds=(0.0, 0.0, 0.0, 0.0) if step < 10 else USUAL)
+    (achieved,) = run.written
+    assert (achieved["type"], achieved["step"]) == ("achieved", 10 + 17)

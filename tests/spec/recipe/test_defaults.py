@@ -220,6 +220,7 @@ DEFAULTS: dict[str, Any] = {
     },
     "scheduler": {
         "mode": "advise",
+        "may_change": ["shares", "layers", "layout", "nodes"],
         "change": 0.1,
         "max_micro_batch_size": "auto",
         "max_stage_layers": "auto",

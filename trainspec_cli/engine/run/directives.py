@@ -20,7 +20,7 @@ from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent
 from trainspec_cli.rundir.events import read_log
 from trainspec_cli.rundir.fields import read_record
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.canonical import ABSENT, to_plain
+from trainspec_cli.spec.canonical import ABSENT, Absent, to_plain
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.plan import Plan, PlannedLayout
@@ -118,9 +118,17 @@ def follows_earlier(plan: Plan, group: int | None) -> bool:
 
 
 def watches_speeds(plan: Plan, group: int | None) -> bool:
-    """Return whether the scheduler could change anything: shares of several ranks or groups, layers of stages."""
+    """Return whether the scheduler could change anything: shares of several ranks or groups, layers of stages, the
+    layout of several ranks, or which nodes take part."""
+    scheduler = plan.spec.scheduler
     divided = plan.layout.data_parallel_size > 1 or group is not None
-    return plan.spec.scheduler.mode != "off" and (divided or largest_stage_layers(plan) is not None)
+    could_change = {
+        "shares": divided,
+        "layers": largest_stage_layers(plan) is not None,
+        "layout": plan.group_size > 1 and group is None,
+        "nodes": plan.num_nodes > 1,
+    }
+    return scheduler.mode != "off" and any(could_change[what] for what in scheduler.may_change)
 
 
 def largest_stage_layers(plan: Plan) -> int | None:
@@ -135,18 +143,20 @@ def largest_stage_layers(plan: Plan) -> int | None:
 
 
 def planned_by(directive: DirectiveEvent, plan: Plan) -> PlannedLayout:
-    """Return the layout that a directive changed to, with what memory allows in the one of these axes that `plan`
-    knows."""
+    """Return the layout that a directive changed to, with what memory allows there: as it says itself, or as `plan`
+    knows of the one of these axes."""
     assert isinstance(directive.micro_batch_size, int) and isinstance(directive.micro_batches, int)
-    layout = _layout_of(directive)
+    layout, sizes = _layout_of(directive), (directive.micro_batch_size, directive.micro_batches)
+    most, most_layers = directive.largest_micro_batch_size, directive.largest_stage_layers
+    if not isinstance(most, Absent) and not isinstance(most_layers, Absent):
+        return PlannedLayout(directive.step, layout, *sizes, most, most_layers)
     ways: list[Plan | PlannedLayout] = [plan, *plan.changes]
     alike = (one for one in ways if replace(one.layout, stage_layers=layout.stage_layers) == layout)
     known = next(alike, None)
     return PlannedLayout(
         directive.step,
         layout,
-        directive.micro_batch_size,
-        directive.micro_batches,
+        *sizes,
         None if known is None else known.largest_micro_batch_size,
         None if known is None else known.largest_stage_layers,
     )

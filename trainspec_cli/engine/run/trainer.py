@@ -31,6 +31,7 @@ from trainspec_cli.engine.run.relief import MemoryRelief
 from trainspec_cli.engine.run.result import Divergence, RunTally, write_result
 from trainspec_cli.engine.run.scheduling import StepScheduler
 from trainspec_cli.engine.run.step import StepOutcome, train_step
+from trainspec_cli.engine.run.supervisor_link import SupervisorLink
 from trainspec_cli.policy.noise import PartSquares
 from trainspec_cli.rundir.event_types import EndEvent, EvalEvent, SampleEvent, StartEvent, StepEvent, WarningEvent
 from trainspec_cli.spec.canonical import ABSENT
@@ -70,7 +71,8 @@ class Trainer:
         )
         recalls = follows_earlier(run.plan, coordinator.group)
         self.directives = Directives(run.run_dir, self.journal, run.plan.layout, recalls=recalls)
-        self.scheduler = StepScheduler(run.plan, run.state, self.directives, coordinator.group)
+        self.link = SupervisorLink(run.run_dir, self.journal)
+        self.scheduler = StepScheduler(run.plan, run.state, self.directives, coordinator.group, self.link)
         self.layouts = LayoutChanges(run.plan, run.state, self.directives)
         self.relief = MemoryRelief(run, coordinator, self.checkpoints, self.watch, self.scheduler)
         self.restored_from: str | None = None
@@ -179,7 +181,8 @@ class Trainer:
     def _follow_layout(self, step: int) -> None:
         """Change the layout where that is due; the time belongs to no step."""
         decided, self.scheduler.decided_layers = self.scheduler.decided_layers, None
-        due = self.layouts.due(step, self.plan, decided)
+        proposed, self.scheduler.is_proposed = self.scheduler.is_proposed, False
+        due = self.layouts.due(step, self.plan, decided, self.link.receive() if proposed else None)
         if due is None:
             return
         self._record_unread()

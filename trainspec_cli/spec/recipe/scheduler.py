@@ -9,6 +9,7 @@ from trainspec_cli.spec.field_types import AUTO, AutoInt, PositiveInt, Range
 from trainspec_cli.spec.recipe.layout import ContextMethod, LayoutSpec, PipelineSchedule, ZeroStage
 
 SchedulerMode = Literal["off", "advise", "auto"]
+Changeable = Literal["shares", "layers", "layout", "nodes"]
 
 
 STAGES = ("pp", "pipeline_schedule", "virtual_stages")
@@ -55,6 +56,9 @@ class SchedulerSpec:
     advise is the default, since two runs of a recipe then compute the same bits whatever their ranks' speeds: other
     shares sum the same gradients in another order.
     """
+    may_change: tuple[Changeable, ...] = ("shares", "layers", "layout", "nodes")
+    """What auto changes and advise speaks of. shares: samples of the ranks, and of replica groups. layers: of pipeline
+    stages. layout: any axis of the layout. nodes: which of them take part."""
     change: Annotated[float, Range(0.01, 1)] = 0.1
     """A rank's speed has changed when several steps in a row take longer or less by this fraction, and by more than
     the rank's own noise."""

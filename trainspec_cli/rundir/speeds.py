@@ -1,0 +1,81 @@
+"""What the workers tell the supervisor: how fast the ranks compute, as their scheduler has confirmed it.
+
+Rank 0 writes RUN/speeds.json anew when confirmed speeds or the division of samples change, and not otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainspec_cli.reading.files import read_object, unreadable
+from trainspec_cli.rundir.event_types import WrittenLayout
+from trainspec_cli.rundir.fields import Count, FieldError, Seconds, read_record
+from trainspec_cli.rundir.files import FileWatch, write_json
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.canonical import to_plain
+
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedsReport:
+    """speeds.json: the confirmed speeds of all ranks, and how samples are divided over them."""
+
+    version: Count = VERSION
+    step: Count
+    """Updates made when this was written."""
+    step_s: Seconds
+    """What the slowest rank computed in the last step, with the exchanges of its micro-batches."""
+    layout: WrittenLayout
+    """In which the speeds were measured."""
+    micro_batches: Count
+    """Of every rank, in a step."""
+    samples: tuple[Count, ...]
+    """By global rank, in a step; so are the other lists."""
+    fixed_s: tuple[Seconds, ...]
+    """A micro-batch's forward and backward take so long, and"""
+    per_sample_s: tuple[Seconds, ...]
+    """so long for each sample in it."""
+
+    @property
+    def compute_s(self) -> tuple[float, ...]:
+        """Return what each rank computes in a step, without waiting for others."""
+        each = zip(self.samples, self.fixed_s, self.per_sample_s, strict=True)
+        return tuple(self.micro_batches * fixed_s + samples * sample_s for samples, fixed_s, sample_s in each)
+
+    @property
+    def even_s(self) -> tuple[float, ...]:
+        """Return what each rank would compute if all took equally many samples."""
+        share = sum(self.samples) / len(self.samples)
+        each = zip(self.fixed_s, self.per_sample_s, strict=True)
+        return tuple(self.micro_batches * fixed_s + share * sample_s for fixed_s, sample_s in each)
+
+
+def write_speeds(run: RunDir, report: SpeedsReport) -> None:
+    write_json(run.speeds_json, to_plain(report))
+
+
+def read_speeds(run: RunDir) -> SpeedsReport:
+    """Read speeds.json. Raises UnreadableFileError where it is damaged or of a later version."""
+    path = run.speeds_json
+    try:
+        report = read_record(SpeedsReport, read_object(path))
+    except FieldError as fault:
+        raise unreadable(path, f"is no report of speeds: {fault}") from fault
+    if report.version != VERSION:
+        raise unreadable(path, f"is of version {report.version}; this trainspec reads version {VERSION}")
+    ranks = report.layout.world_size
+    if any(len(figures) != ranks for figures in (report.samples, report.fixed_s, report.per_sample_s)):
+        raise unreadable(path, f"has other numbers of figures than the layout's ranks, {ranks}")
+    return report
+
+
+class SpeedsWatch:
+    """Looks for a newer report; `poll` is to be called again and again, and costs one `stat` where there is none."""
+
+    def __init__(self, run: RunDir):
+        self._run, self._file = run, FileWatch(run.speeds_json)
+
+    def poll(self) -> SpeedsReport | None:
+        """Return the report that was written since the last call, if any. Raises UnreadableFileError."""
+        return read_speeds(self._run) if self._file.has_changed() else None
