@@ -18,7 +18,9 @@ from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.proposals import ProposalRecord, read_proposal
 from trainspec_cli.rundir.speeds import SpeedsReport, write_speeds
 from trainspec_cli.scheduler.advisor import LayoutAdvisor, decides_layouts
+from trainspec_cli.scheduler.other_layout import OtherLayouts
 from trainspec_cli.spec.recipe.batching import BatchingSpec
+from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.model import DecoderModel
@@ -340,3 +342,10 @@ def test_a_damaged_report_ends_the_advice_and_not_the_run(tmp_path: Path) -> Non
 )
 def test_which_runs_may_have_another_layout(changes: dict[str, Any], decides: bool) -> None:
     assert decides_layouts(a_plan(**changes)) == decides
+
+
+def test_on_a_cpu_what_another_layout_is_expected_to_save_rests_on_the_paces_alone() -> None:
+    """Two stages of a layer each, one of them twice as slow: with the samples shared, a step takes 4/3 and not 2."""
+    found = OtherLayouts.of_plan(a_plan(), Machine("here", 2, 2**34)).propose(SLOW)
+    assert found is not None and (found.layout.pp, found.layout.data_parallel_size) == (1, 2)
+    assert found.expected_s / found.before_s == pytest.approx(2 / 3, rel=0.15)

@@ -76,7 +76,7 @@ def test_no_legal_layout_is_faster(layout: LayoutSpec, paces: list[float]) -> No
     proposal, best = others.propose(paces), fastest_of_all(others, spec, paces)
     assert (proposal is None) == (best is None)
     if proposal is not None and best is not None:
-        assert proposal.expected_s == pytest.approx(others.slowed_s(best.step), rel=1e-12)
+        assert proposal.expected_s == pytest.approx(best.step.step_s, rel=1e-12)
         assert proposal.expected_s < proposal.before_s * (1 - WORTHWHILE)
 
 

@@ -650,3 +650,12 @@ def test_what_another_layout_has_come_to_is_the_step_itself_once_shares_have_fol
     assert of_layout["achieved_s"] == pytest.approx(
         9.0 + 0.5 + 0.5
     )  # the rank's batch, and what it waits, belong to it
+
+
+def test_what_another_layout_has_come_to_is_not_measured_before_its_speeds_are_known(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.scheduler.watch(directive(kind="layout", step=0, before_s=20.0, expected_s=12.0))
+    for step in range(30):
+        run.step(step, speeds=(0.0, 0.0, 0.0, 0.0) if step < 10 else USUAL)
+    (achieved,) = run.written
+    assert (achieved["type"], achieved["step"]) == ("achieved", 10 + 17)
