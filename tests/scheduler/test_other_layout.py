@@ -13,11 +13,12 @@ from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
 from trainspec_cli.planner.memory.predict import predict_memory
 from trainspec_cli.planner.search.auto import pin_layout
 from trainspec_cli.planner.search.space import Space
+from trainspec_cli.scheduler.layout_memory import LayoutMemory
 from trainspec_cli.scheduler.other_layout import WORTHWHILE, Found, OtherLayouts, axes_of, equalise_paces
 from trainspec_cli.scheduler.paced_step import Paces
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec
-from trainspec_cli.spec.recipe.layout import LayoutSpec
+from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.recipe.scheduler import SchedulerSpec
@@ -164,3 +165,42 @@ def test_when_all_ranks_are_equally_fast_again_the_planned_layout_is_gone_back_t
     assert back is not None and axes_of(back.layout) == axes_of(others.present.layout)
     assert back.expected_s < back.before_s and back.reason.startswith("all ranks are equally fast again")
     assert others.propose([1.0] * 8) is None
+
+
+def test_paces_within_the_change_that_is_confirmed_count_as_usual() -> None:
+    assert equalise_paces([2.0, 2.1, 2.0, 1.9, 4.0], 0.1) == (1.0, 1.0, 1.0, 1.0, 2.0)
+    assert equalise_paces([1.0, 1.0, 1.0, 0.5], 0.1) == (1.0, 1.0, 1.0, 0.5), "a fast rank is one too"
+
+
+def test_a_layout_to_which_memory_allows_no_way_is_not_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert others_of(spec_of(TENSOR)).propose(slow(r5=3.0)) is not None
+    monkeypatch.setattr(LayoutMemory, "may_move", lambda self, before, after: False)
+    assert others_of(spec_of(TENSOR)).propose(slow(r5=3.0)) is None
+
+
+def test_a_rank_holds_its_old_and_its_new_state_together_on_the_way() -> None:
+    """Half of the layers on each rank before, and all of them after: of states, not of what a step needs besides."""
+    others = others_of(spec_of(LayoutSpec(dp_shard=1, pp=2), devices=2))
+    half, whole = others.setup_of(Layout(pp=2), 1), others.setup_of(Layout(dp_replicate=2, zero_stage=1), 1)
+    (*_, old), (new,) = others.memory.of_stages(half), others.memory.of_stages(whole)
+    kept_bytes = old.parameters_bytes + old.optimizer_bytes + old.fragmentation_bytes + old.context_bytes
+    needed_gb = (kept_bytes + new.parameters_bytes + new.optimizer_bytes + 2**27) / 0.97 / 2**30
+
+    def may_move(memory_gb: float) -> bool:
+        fabric = replace(half.fabric, chip=replace(half.fabric.chip, memory_gb=memory_gb))
+        return others.memory.may_move(replace(half, fabric=fabric), replace(whole, fabric=fabric))
+
+    assert may_move(1.5 * needed_gb) and not may_move(0.9 * needed_gb)
+
+
+def test_where_the_cut_alone_changes_a_rank_gets_its_new_layers() -> None:
+    """Of 8 layers [4, 4] become [6, 2]: the first rank gets two of its six; of another layout each rank gets all."""
+    others = others_of(spec_of(LayoutSpec(dp_shard=1, pp=2), devices=2))
+    before, after = (others.setup_of(Layout(pp=2, stage_layers=cut), 1) for cut in (None, (6, 2)))
+    first, second = others.memory.of_stages(after)
+    assert others.memory.moved_bytes(before, after) == pytest.approx(
+        (first.parameters_bytes + first.optimizer_bytes) / 3
+    )
+    other = others.setup_of(Layout(dp_replicate=2, zero_stage=1), 1)
+    whole = max(stage.parameters_bytes + stage.optimizer_bytes for stage in (first, second))
+    assert others.memory.moved_bytes(other, after) == pytest.approx(whole)

@@ -27,7 +27,7 @@ from trainspec_cli.policy.division import micro_batches_of
 from trainspec_cli.policy.moved_layers import with_stages
 from trainspec_cli.policy.partition_problem import Room
 from trainspec_cli.scheduler.layout_memory import LayoutMemory, even_room
-from trainspec_cli.scheduler.paced_step import PacedStep, PacedSteps, Paces
+from trainspec_cli.scheduler.paced_step import PacedStep, PacedSteps, Paces, describe
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -188,8 +188,8 @@ class OtherLayouts:
         return step.step_s * (self._faster_anyhow(step.setup) if self._is_rough else 1.0)
 
     def _faster_anyhow(self, setup: Setup) -> float:
-        """Return how many times as long the present layout is planned to take on ranks of the usual speed; 1 where that
-        is shorter."""
+        """Return how many times as fast as the present layout another one is planned to be for ranks of the usual
+        speed, 1 at least. That is not counted: the present one was chosen for all that."""
         uncut = replace(setup, layout=replace(setup.layout, stage_layers=None))
         return max(1.0, self.steps.planned_s(self.present) / self.steps.planned_s(uncut))
 
@@ -263,25 +263,3 @@ def equalise_paces(paces: Sequence[float], change: float) -> tuple[float, ...]:
     """Return paces relative to the median one, with 1 for all that differ from it by no more than `change`."""
     usual = median_low(paces)
     return tuple(1.0 if abs(pace / usual - 1) <= change else pace / usual for pace in paces)
-
-
-def describe(paces: Sequence[float], before: PacedStep, found: PacedStep) -> str:
-    """`rank 5 computes 2.1 times as long as usual; as tp=2 dp_shard=4, 2 and not 8 ranks wait for it in every layer`:
-    why another layout is faster."""
-    odd = max(range(len(paces)), key=lambda rank: max(paces[rank], 1 / paces[rank]))
-    slow = sum(pace > 1 for pace in paces)
-    others = f", and {slow - 1:,} more are slow" if slow > 1 else ""
-    before_layout, layout = before.setup.layout, found.setup.layout
-    waiting = (before_layout.tp * before_layout.cp, layout.tp * layout.cp)
-    row = odd // (layout.tp * layout.cp) % layout.data_parallel_size
-    share = found.division.weights[row] * layout.data_parallel_size / sum(found.division.weights)
-    effects = []
-    if waiting[1] < waiting[0]:
-        effects.append(f"{waiting[1]} and not {waiting[0]} ranks wait for it in every layer")
-    if share < 1:
-        effects.append(f"its share of the samples shrinks to {share:.0%} of an even one")
-    if layout.stage_layers and layout.num_stages == layout.pp:
-        rank = odd // (layout.world_size // layout.pp)
-        effects.append(f"its stage has {layout.stage_layers[rank]} of {sum(layout.stage_layers)} layers")
-    why = "; ".join(effects) or "less of a step waits for it"
-    return f"rank {odd} computes {paces[odd]:.2g} times as long as usual{others}; as {layout.describe()}, {why}"
