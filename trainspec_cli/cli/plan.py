@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from trainspec_cli.cli.options import AsJson, RecipeArguments, read_sweep
 from trainspec_cli.errors import PlanError, Problem, RecipeError, TrainspecError
 from trainspec_cli.launch.measuring import trace_plan
-from trainspec_cli.planner.capacity import accelerator_of
+from trainspec_cli.planner.capacity import accelerator_of, blueprint_of
 from trainspec_cli.planner.memory.engine import tensors_by_cause
 from trainspec_cli.planner.run.forecast import forecast_run
 from trainspec_cli.planner.search.auto import as_plan, is_run
@@ -95,6 +95,8 @@ def _plan(arguments: Sequence[str], *, trace: bool = False) -> dict[str, Any]:
     best = capacity.best
     run = forecast_run(spec, capacity, best, in_replica_groups(spec, machine, best)) if best else None
     planned = plan_as_json(spec, capacity, run)
+    if best and capacity.world_size > 1:
+        planned["blueprint"] = to_plain(blueprint_of(best, spec, machine))
     if disturbed and best:
         planned["simulation"] = to_plain(simulate_disturbed(disturbed, spec, best, machine))
     return planned | {"trace": _trace(spec, capacity)} if trace and capacity.candidates else planned

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner import workload
+from trainspec_cli.planner.blueprint.blueprint import draw_blueprint
 from trainspec_cli.planner.cut import cut_on_chip
 from trainspec_cli.planner.hardware.rates import Efficiency, peak_flops_per_s
 from trainspec_cli.planner.hardware.topology import Fabric, NetworkTier
@@ -24,6 +25,7 @@ from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, Mach
 from trainspec_cli.spec.recipe.fabric import TierSpec
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
 from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.blueprint import Blueprint
 from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
 from trainspec_cli.units import GIB, format_bytes
 
@@ -278,6 +280,11 @@ def setup_of(candidate: Candidate, spec: RunSpec, machine: Machine | None) -> Se
         return offloaded if spec.offload == "optimizer" else setup
     is_offloaded = estimate_step(setup, efficiency_of(spec.cluster)).total_s != candidate.step_time_s
     return offloaded if is_offloaded else setup
+
+
+def blueprint_of(candidate: Candidate, spec: RunSpec, machine: Machine | None) -> Blueprint:
+    """Return the communication blueprint of a candidate of this spec."""
+    return draw_blueprint(setup_of(candidate, spec, machine), spec.cluster.fabric, efficiency_of(spec.cluster))
 
 
 def largest_micro_batch(candidate: Candidate, setup: Setup, wanted: AutoInt) -> int:

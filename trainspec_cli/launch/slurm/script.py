@@ -131,16 +131,23 @@ def _choose_root(roots: Sequence[Path]) -> Iterator[str]:
 
 
 def srun_command(plan: Plan) -> list[str]:
-    """Return the srun command with one task per node. A failed task does not end the others; their agents report."""
+    """Return the srun command with one task per node, which takes its number from the hostfile where the job writes one
+    (`placing.py`). A failed task does not end the others; their agents report."""
     slurm, nodes = plan.spec.cluster.slurm, plan.num_nodes
     container = {"container-image": slurm.container_image, "container-mounts": slurm.container_mounts}
     return [
         *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
         *([f"--cpus-per-task={slurm.cpus_per_task}"] if slurm.cpus_per_task else []),
         *_outliving(plan),
+        *(["--distribution=arbitrary"] if places_nodes(plan) else []),
         *("--cpu-bind=none", "--kill-on-bad-exit=0", "--unbuffered", "--mpi=none"),
         *(f"--{name}={value}" for name, value in container.items() if value is not None),
     ]
+
+
+def places_nodes(plan: Plan) -> bool:
+    """Whether the plan's cost depends on which nodes stand together: the job then numbers them by a hostfile."""
+    return plan.blueprint is not None and plan.blueprint.sorts_nodes
 
 
 def _outliving(plan: Plan) -> Iterator[str]:

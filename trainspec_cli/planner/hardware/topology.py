@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -116,14 +117,19 @@ class Group:
 
 def group_of(fabric: Fabric, size: int, stride: int, eff: Efficiency) -> Group:
     """`size` ranks, `stride` apart in the rank order."""
-    per_domain = ranks_inside(fabric.scaleup_devices, size, stride)
+    return group_with(fabric, size, lambda devices: ranks_inside(devices, size, stride), eff)
+
+
+def group_with(fabric: Fabric, size: int, inside: Callable[[int], int], eff: Efficiency) -> Group:
+    """`size` ranks; `inside` says how many of them an element of so many devices holds."""
+    per_domain = inside(fabric.scaleup_devices)
     link = link_bytes_per_s(fabric.chip, fabric.link_gb_per_s, per_domain, eff)
     if not fabric.described:
         return Group(size, per_domain, link, network_bytes_per_s(fabric.nic_gbit_per_s, fabric.nic_kind, eff))
     first, *others = fabric.described
     below, outer = first, []
     for tier in others:
-        ranks = ranks_inside(below.devices, size, stride)
+        ranks = inside(below.devices)
         if size > ranks:
             outer.append(Crossing(ranks, tier.bytes_per_s(eff), tier.latency_s))
         below = tier

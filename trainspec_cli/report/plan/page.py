@@ -8,6 +8,14 @@ from pathlib import Path
 
 from trainspec_cli.printable import printable
 from trainspec_cli.report.plan import labels
+from trainspec_cli.report.plan.blueprint import (
+    HEADINGS,
+    NUMBERS,
+    describe_order,
+    draw_tiers,
+    exchange_rows,
+    setting_lines,
+)
 from trainspec_cli.report.plan.labels import Json, percent
 from trainspec_cli.report.plan.simulation import decision_rows, describe_won_back, event_lines, pace_rows
 from trainspec_cli.report.plan.text import assumption_row, run_rows
@@ -68,6 +76,8 @@ def _body(plan: Json) -> Iterator[str]:
         yield _memory(plan["best"])
     if plan["candidates"]:
         yield _step_times(plan)
+    if plan.get("blueprint"):
+        yield _blueprint(plan["blueprint"])
     if plan.get("simulation"):
         yield _simulation(plan["simulation"])
     if plan["run"]:
@@ -207,6 +217,16 @@ def _simulation(simulation: Json) -> str:
     )
     text = f"{'; '.join(event_lines(simulation))}. {describe_won_back(simulation)}."
     return _section(f"Disturbance {simulation['name']}, simulated", text, paces + decisions)
+
+
+def _blueprint(blueprint: Json) -> str:
+    headings = [f"#{heading}" if heading in NUMBERS else heading for heading in HEADINGS]
+    kinds = ["number" if heading in NUMBERS else "" for heading in HEADINGS]
+    rows = [f"<tr>{''.join(map(_cell, row, kinds))}</tr>" for row in exchange_rows(blueprint)]
+    said = "; ".join(" ".join(line.split()) for line in describe_order(blueprint))
+    notes = "".join(f'<p class="soft">{escape(line)}</p>' for line in setting_lines(blueprint))
+    text = f"Fabric {blueprint['fabric']}, and the axes whose exchanges reach each tier. {said[0].upper()}{said[1:]}."
+    return _section("Communication", text, draw_tiers(blueprint) + _table(headings, rows) + notes)
 
 
 def _refusals(plan: Json) -> str:

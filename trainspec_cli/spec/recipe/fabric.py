@@ -39,5 +39,8 @@ class FabricSpec:
     nic_wiring: NicWiring | None = None
     """How the NICs of a node with several are joined: rails, each number of NIC to a switch of its own; one_switch, all
     to the same one; null: not known."""
+    nccl_tuner: bool = False
+    """Workers are told where the run's table for NCCL's example tuner plugin is (`NCCL_TUNER_CONFIG_FILE`); only those
+    who have built and loaded that plugin have a use for it."""
     sources: dict[str, str] = field(default_factory=dict)
     """The source of each value by key; `default` for the rest."""
