@@ -1,4 +1,4 @@
-"""Tiers of a network that do not hold one another are refused, with the place and what fits."""
+"""Networks that cannot be are refused, with the place and what fits."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def test_whole_elements_inside_one_another_are_taken(make_spec: Callable[..., Ru
         (
             [DOMAIN, {"name": "leaf", "devices": 20}, SPINE],
             ".1.devices",
-            "is 20; `leaf` holds two or more whole elements of `nvlink`, which has 8",
+            "is 20; `leaf` holds more than one of `nvlink`, which has 8, and whole nodes of 8",
         ),
-        ([DOMAIN, LEAF, {"name": "spine", "devices": 72}], ".2.devices", "whole elements of `leaf`, which has 16"),
+        ([DOMAIN, {"name": "leaf", "devices": 64}, {"name": "spine", "devices": 64}], ".2.devices", "one of `leaf`"),
+        ([DOMAIN, {"name": "leaf", "devices": 8}, SPINE], ".1.devices", "more than one of `nvlink`, which has 8"),
         ([DOMAIN, LEAF, {"name": "spine", "devices": 32}], ".2.devices", "is 32, and the cluster has 64 devices"),
         ([{"name": "nvlink", "kind": "roce"}, SPINE], ".0.kind", "the first tier is the devices' own links"),
         ([DOMAIN, {"name": "spine", "oversubscription": 0.5}], ".1.oversubscription", "at least 1"),
@@ -53,3 +54,29 @@ def test_a_size_that_fits_is_named(make_spec: Callable[..., RunSpec]) -> None:
     tiers = [DOMAIN, {"name": "leaf", "devices": 20}, SPINE]
     [problem] = check(make_spec({"cluster.devices_per_node": 8, "cluster.fabric.tiers": tiers}))
     assert problem.hint == "type a multiple of 8, such as 16"
+
+
+@pytest.mark.parametrize(
+    ("planes", "path", "message"),
+    [
+        ({"planes": 8, "nic_gbit_per_s": 800, "switch_tbit_per_s": 51.2}, None, ""),
+        (
+            {"planes": 3, "nic_gbit_per_s": 800, "switch_tbit_per_s": 51.3},
+            "planes",
+            "a switch of 51.3 Tbit/s would have 192.375 ports of 266.667 Gbit/s; a whole, even number is needed",
+        ),
+        (
+            {"planes": 1, "nic_gbit_per_s": 800, "switch_tbit_per_s": 6.4},
+            "switch_tiers",
+            "is 2, which join 32 NICs, and the cluster has 64 devices",
+        ),
+        ({"planes": 1, "nic_gbit_per_s": 800, "switch_tbit_per_s": 6.4, "switch_tiers": 3}, None, ""),
+    ],
+)
+def test_planes_join_every_nic_by_whole_ports(
+    make_spec: Callable[..., RunSpec], planes: dict[str, Any], path: str | None, message: str
+) -> None:
+    spec = make_spec({"cluster.num_nodes": 8, "cluster.devices_per_node": 8, "cluster.fabric.planes": planes})
+    found = [(one.path, one.message) for one in check(spec) if one.path.startswith("cluster.fabric")]
+    assert [at for at, _ in found] == ([f"cluster.fabric.planes.{path}"] if path else [])
+    assert all(message in text for _, text in found)

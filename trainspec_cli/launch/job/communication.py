@@ -22,7 +22,7 @@ def communication_settings(plan: Plan, run: RunDir) -> tuple[Setting, ...]:
     """Return the variables that the plan's blueprint sets; where the table of a tuner is wanted, its place too."""
     if plan.blueprint is None:
         return ()
-    table = ()
+    table: tuple[Setting, ...] = ()
     if plan.blueprint.tuner and plan.spec.cluster.fabric.nccl_tuner:
         reason = "cluster.fabric.nccl_tuner: the planned algorithm for each size"
         table = (Setting(TUNER_FILE, str(run.nccl_tuner_csv), reason, EXAMPLE_TUNER),)

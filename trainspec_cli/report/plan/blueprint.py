@@ -63,9 +63,14 @@ def exchange_rows(blueprint: Json) -> Iterator[tuple[str, ...]]:
             format_bytes(one["message_bytes"]),
             f"{one['per_step']:,.0f}",
             one["algorithm"],
-            format_duration(one["time_s"]),
-            format_duration(one["ring_s"]) if has_ring else "",
+            _milliseconds(one["time_s"]),
+            _milliseconds(one["ring_s"]) if has_ring else "",
         )
+
+
+def _milliseconds(time_s: float) -> str:
+    """Three figures, where a duration would be rounded to whole milliseconds."""
+    return f"{1e3 * time_s:.3g} ms" if time_s < 0.1 else format_duration(time_s)
 
 
 def setting_lines(blueprint: Json) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from trainspec_cli.spec.field_types import NonNegativeFloat, PositiveFloat, PositiveInt, Range
+from trainspec_cli.spec.field_types import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Range
 
 NetworkKind = Literal["infiniband", "roce", "efa", "omnipath", "ethernet"]
 NicWiring = Literal["rails", "one_switch"]
@@ -31,6 +31,36 @@ class TierSpec:
 
 
 @dataclass(frozen=True)
+class PlanesSpec:
+    """A network of several planes (multipath reliable connection, arXiv:2605.04333).
+
+    Each plane is a whole fabric at a part of the NICs' speed, with one port of every NIC; queue pairs spray their
+    packets over paths of all planes.
+    """
+
+    planes: PositiveInt
+    """1: an ordinary fabric, to compare with."""
+    nic_gbit_per_s: PositiveFloat
+    """Of a NIC, all its ports together. Each device has one NIC."""
+    switch_tbit_per_s: PositiveFloat
+    """Of a switch, one direction: its ports times their speed."""
+    switch_tiers: Literal[2, 3] = 2
+    entropy_values: PositiveInt = 256
+    """Paths that a queue pair sprays over, spread evenly over the planes."""
+    detect_s: NonNegativeFloat = 0.001
+    """From a path's failure until its losses are taken for one, and other paths of its plane are used."""
+    probe_s: PositiveFloat = 1.0
+    """Between two probes of a path that is assumed bad."""
+    flap_s: PositiveFloat = 60.0
+    """How long a link that flaps is down."""
+    network_fraction: Fraction = 0.084
+    """Of the failures that end a job on an ordinary fabric, those of links and switches, which planes survive."""
+    fatal_fraction: Fraction = 0.0
+    """Of those, the failures of a NIC's own transceiver, which carries all of its ports: its queue pairs end, and the
+    job with them. No rate is published; 0 is the best case."""
+
+
+@dataclass(frozen=True)
 class FabricSpec:
     """Tiers of a network, innermost first. Without tiers one network reaches every device at the NICs' speed."""
 
@@ -39,6 +69,8 @@ class FabricSpec:
     nic_wiring: NicWiring | None = None
     """How the NICs of a node with several are joined: rails, each number of NIC to a switch of its own; one_switch, all
     to the same one; null: not known."""
+    planes: PlanesSpec | None = None
+    """null: an ordinary fabric, of one plane."""
     nccl_tuner: bool = False
     """Workers are told where the run's table for NCCL's example tuner plugin is (`NCCL_TUNER_CONFIG_FILE`); only those
     who have built and loaded that plugin have a use for it."""
