@@ -233,7 +233,11 @@ def test_the_command_line_stays_one_comment(render: Callable[..., str]) -> None:
 
 
 @pytest.mark.parametrize("sorts_nodes", [True, False])
-def test_tasks_are_numbered_by_a_hostfile_where_the_plan_places_nodes(make_plan, sorts_nodes: bool) -> None:
+def test_tasks_are_numbered_by_a_hostfile_where_the_plan_places_nodes(
+    make_plan, tmp_path: Path, sorts_nodes: bool
+) -> None:
     blueprint = Blueprint("leaves", (), ("dp",), (), 1.0, 1.0, (), sorts_nodes=sorts_nodes)
-    assert ("--distribution=arbitrary" in srun_command(replace(make_plan(), blueprint=blueprint))) == sorts_nodes
-    assert "--distribution=arbitrary" not in srun_command(make_plan())
+    plan = replace(make_plan(), blueprint=blueprint)
+    text = render_script(plan, [tmp_path / "run"], "tiny", ("sbatch",), tmp_path)
+    assert ("--distribution=arbitrary" in text) == sorts_nodes
+    assert "--distribution=arbitrary" not in srun_command(plan), "the doctor writes no hostfile"
