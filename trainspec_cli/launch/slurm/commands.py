@@ -97,6 +97,11 @@ def topology_addresses(num_nodes: int) -> dict[str, str]:
     return {node: addresses[node] for node in _names(os.environ["SLURM_JOB_NODELIST"]) if node in addresses}
 
 
+def show_topology() -> str:
+    """Return what Slurm says of its switches. Raises MachineError."""
+    return _run(["scontrol", "show", "topology"], hint="")
+
+
 def _run(command: Sequence[str], hint: str) -> str:
     """Run a command and return its output. Raises MachineError."""
     name = command[0]
