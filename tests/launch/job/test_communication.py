@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.launch.job.communication import communication_environment, write_communication
+from trainspec_cli.launch.job.job import build_node_job
+from trainspec_cli.rundir.generations import GenerationRecord
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.results.blueprint import Blueprint, Setting, TunerRow
 from trainspec_cli.spec.results.plan import Plan
 
@@ -71,3 +74,11 @@ def test_the_tuners_table_has_the_plugins_ten_columns(plan: Plan, run: RunDir) -
 def test_workers_are_told_of_the_table_only_where_that_is_wanted(plan: Plan, run: RunDir) -> None:
     found = communication_environment(with_tuner(plan), run)
     assert found == {"NCCL_CROSS_NIC": "0", "NCCL_TUNER_CONFIG_FILE": str(run.nccl_tuner_csv)}
+
+
+def test_the_workers_of_a_node_get_them(plan: Plan, run: RunDir, machine: Machine) -> None:
+    ways = {"at": 0.0, "host": "here", "head": "localhost", "hub_port": 1, "rendezvous": {}, "num_nodes": 2}
+    record = GenerationRecord(1, **ways, launch_id="id", logs=str(run.logs), worker=("-m", "w"), examine=())  # type: ignore[arg-type]
+    assert build_node_job(plan, run.root, machine, 1, record).environment["NCCL_CROSS_NIC"] == "0"
+    without = replace(plan, blueprint=None)
+    assert "NCCL_CROSS_NIC" not in build_node_job(without, run.root, machine, 1, record).environment

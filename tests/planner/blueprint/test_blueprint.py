@@ -66,6 +66,16 @@ def test_how_often_and_how_much_follows_from_the_layout() -> None:
     assert reduced.message_bytes * reduced.per_step == pytest.approx(weights * setup.software.reduce_bytes / 2)
 
 
+def test_parameters_are_those_of_the_pipeline_rank_that_has_most() -> None:
+    def gathered_bytes(*stage_layers: int) -> float:
+        layout = Layout(tp=8, pp=2, dp_shard=4, zero_stage=1, stage_layers=stage_layers)
+        found = {one.operation: one for one in draw(layout)[1].exchanges if one.axis == "dp"}
+        return found["all_gather"].message_bytes * found["all_gather"].per_step
+
+    assert gathered_bytes(28, 4) > 1.5 * gathered_bytes(16, 16)
+    assert gathered_bytes(4, 28) == pytest.approx(gathered_bytes(28, 4), rel=0.01)
+
+
 @pytest.mark.parametrize("layout", [Layout(dp_shard=64), Layout(dp_shard=8, dp_replicate=8), Layout(dp_replicate=64)])
 def test_the_exchanges_of_parameters_follow_the_sharding(layout: Layout) -> None:
     found = set(by_axis(draw(layout)[1]))
