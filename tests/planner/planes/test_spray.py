@@ -150,3 +150,11 @@ def test_a_plan_shows_one_failure_of_each_kind() -> None:
     assert [event.ends_job for event in plan.events] == [False] * 6 + [True, False]
     assert plan.t1_switches == 147 and plan.single.switch_tiers == 3
     assert plan_planes(ClusterSpec(), 75_000) is None
+
+
+def test_a_network_that_always_fails_is_simulated_for_a_shorter_while() -> None:
+    reliability = ReliabilitySpec(mtbf_device_hours=1e-6)
+    plan = plan_planes(ClusterSpec(reliability=reliability, fabric=FabricSpec(planes=PlanesSpec(8, 800, 51.2))), 64)
+    assert plan is not None
+    assert 250 < int(plan.events[-1].name.split("which ")[1].split(" ")[0].replace(",", "")) < 350
+    assert plan.dip_share == 1
