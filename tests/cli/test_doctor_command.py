@@ -11,12 +11,13 @@ import pytest
 
 from trainspec_cli.__main__ import run
 from trainspec_cli.cli import doctor
+from trainspec_cli.errors import MachineError, Problem
 from trainspec_cli.spec.results.doctor import Check, NodeReport
 
 
 class Examined:
     def __init__(self) -> None:
-        self.status = "ok"
+        self.status, self.topology = "ok", ""
         self.here: list[tuple[Any, Path]] = []
         self.nodes: list[tuple[Any, Any, Path]] = []
 
@@ -41,7 +42,8 @@ def examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Examined:
     monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
     monkeypatch.setattr(doctor, "examine_here", found.examine_here)
     monkeypatch.setattr(doctor, "examine_nodes", found.examine_nodes)
-    monkeypatch.setattr(doctor, "slurm", SimpleNamespace(own_address=lambda: "10.0.0.1"))
+    slurm = SimpleNamespace(own_address=lambda: "10.0.0.1", show_topology=lambda: found.topology)
+    monkeypatch.setattr(doctor, "slurm", slurm)
     return found
 
 
@@ -76,3 +78,20 @@ def test_every_node_of_a_slurm_job_is_examined(
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
     assert run(["doctor", "recipe=tiny", "--json"]) == 0
     assert len(examined.here) == 1
+
+
+def test_slurms_switches_are_shown_as_tiers(
+    examined: Examined, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    examined.topology = "SwitchName=a Level=0 Nodes=n[1-2]\nSwitchName=b Level=1 Nodes=n[1-8] Switches=a,c\n"
+    assert run(["doctor", "recipe=tiny", "cluster.devices_per_node=4", "--json"]) == 0
+    [check] = json.loads(capsys.readouterr().out)["between"]
+    assert check["name"] == "switches" and "{name: level0,devices: 8}" in check["found"]
+
+    def refuse() -> str:
+        raise MachineError(Problem("slurm_refused", "scontrol refused"))
+
+    monkeypatch.setattr(doctor.slurm, "show_topology", refuse)
+    assert run(["doctor", "recipe=tiny", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["between"][0]["found"] == "Slurm shows none: scontrol refused"

@@ -30,14 +30,14 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         return LINKS if tool is examine.LINKS else None
 
     monkeypatch.setattr(examine, "run_tool", run_tool)
-    monkeypatch.setattr(examine, "check_node", lambda folder, device: [FINE, Check("chips", "ok", device)])
+    monkeypatch.setattr(examine, "check_node", lambda folder, device, devices: [FINE, Check("chips", "ok", device)])
     monkeypatch.setattr(examine, "torchrun", lambda plan, machine: ("torchrun", plan, machine))
     monkeypatch.setattr(examine, "on_nodes", lambda plan, reach, wanted: ("nodes", plan, reach, wanted))
     return made
 
 
 def plan(world_size: int) -> Any:
-    return SimpleNamespace(device="cpu", compute="fp32", world_size=world_size)
+    return SimpleNamespace(device="cpu", compute="fp32", world_size=world_size, devices_per_node=1)
 
 
 def test_links_are_between_processes(runs: list[tuple[Any, ...]], tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_every_node_of_a_job_reports(runs: list[tuple[Any, ...]], tmp_path: Path
     ((tool, request, (_, of, by, wanted), shared),) = runs
     assert (tool, request, shared, links) == (examine.LINKS, LinksRequest("cpu"), tmp_path, LINKS)
     assert of is job and by is reach
-    assert wanted.command == (sys.executable, "-m", "trainspec_cli.doctor.examine", str(tmp_path), "cpu", "fp32")
+    assert wanted.command == (sys.executable, "-m", "trainspec_cli.doctor.examine", str(tmp_path), "cpu", "fp32", "1")
     wanted.judge(["a report"])
     assert reports == ["a report"], "none is refused"
 
@@ -68,7 +68,7 @@ def test_a_node_whose_chips_do_not_compute_fails_with_the_reason(
         raise MachineError("the tool ended with 1\nTraceback\nImportError: libcuda")
 
     monkeypatch.setattr(examine, "run_tool", fail)
-    report = examine.examine_node(tmp_path, "cpu", "fp32")
+    report = examine.examine_node(tmp_path, "cpu", "fp32", 1)
     found = [(check.name, check.status, check.found) for check in report.checks]
     assert found[-1] == ("speed", "fail", "the tool ended with 1: ImportError: libcuda")
     assert len(found) == 3 and report.checks[-1].advice and report.speed is None

@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -39,8 +39,16 @@ def lacking() -> str:
 
 
 class Cluster:
-    def __init__(self, folder: Path, nodes: int, hosts: Hosts | None = None, slurmd_timeout_s: int = 10):
-        self.folder, self.count, self.hosts = folder, nodes, hosts
+    def __init__(
+        self,
+        folder: Path,
+        nodes: int,
+        hosts: Hosts | None = None,
+        slurmd_timeout_s: int = 10,
+        switches: Sequence[str] = (),
+    ):
+        """`switches`: lines of topology.conf; none leaves Slurm without a topology."""
+        self.folder, self.count, self.hosts, self._switches = folder, nodes, hosts, switches
         self._slurmd_timeout_s = slurmd_timeout_s
         for name in ("state", "spool", "log", "dev"):
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -215,6 +223,8 @@ class Cluster:
         (self.folder / "slurm.conf").write_text("\n".join(self._settings()) + "\n")
         (self.folder / "gres.conf").write_text("\n".join(self._devices()) + "\n")
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        if self._switches:
+            (self.folder / "topology.conf").write_text("\n".join(self._switches) + "\n")
 
     def _devices(self) -> Iterator[str]:
         """Two GPUs a node, which are /dev/null by other names."""
@@ -266,6 +276,8 @@ class Cluster:
             "SlurmdLogFile": folder / "log" / "slurmd.%n.log",
             "SlurmdParameters": "config_overrides",
         }
+        if self._switches:
+            values = {**values, "TopologyPlugin": "topology/tree"}
         yield from (f"{key}={value}" for key, value in values.items())
         for node in range(1, self.count + 1):
             (folder / "spool" / f"node{node}").mkdir(exist_ok=True)

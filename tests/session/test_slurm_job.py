@@ -12,10 +12,13 @@ import pytest
 
 from trainspec_cli.errors import EXIT_DONE, Interrupted, MachineError, PlanError, Problem, Stopped, WorkerError
 from trainspec_cli.launch.signals import PatientRequests
+from trainspec_cli.launch.slurm.placing import HOSTFILE
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.generations import FENCED
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_plan
 from trainspec_cli.session import slurm_job
+from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.session import Session
 from trainspec_cli.spec.recipe.cluster import SlurmSpec
 
@@ -28,9 +31,16 @@ class Slurm:
     def __init__(self) -> None:
         self.requeued: list[str] = []
         self.job = {"Restarts": "0"}
+        self.addresses = {"a": "top.leaf1.a", "b": "top.leaf2.b", "c": "top.leaf1.c", "d": "top.leaf2.d"}
 
     def own_address(self) -> str:
         return "node1"
+
+    def own_name(self) -> str:
+        return "b"
+
+    def topology_addresses(self, num_nodes: int) -> dict[str, str]:
+        return dict(list(self.addresses.items())[:num_nodes])
 
     def show(self, job_id: str) -> dict[str, str]:
         return self.job
@@ -202,3 +212,30 @@ def test_a_start_that_slurm_has_overtaken_asks_for_nothing(job: Callable[..., An
     slurm.job = {"Restarts": "1", "PreemptTime": "now"}
     assert job(lambda session, requests: WorkerError.exit_code)[0] == WorkerError.exit_code
     assert slurm.requeued == []
+
+
+TIERS = "cluster.fabric.tiers=[{name: domain},{name: leaf,devices: 2},{name: spine}]"
+
+
+def test_nodes_are_numbered_by_their_switches_where_the_plan_depends_on_them(
+    make_run: MakeRun, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv(HOSTFILE, "before")
+    run = make_run("cluster.num_nodes=4", "cluster.devices_per_node=1", TIERS)
+    slurm_job.place_nodes(run, read_plan(run), PrintableConsole())
+    assert run.hosts_txt.read_text().split() == ["b", "d", "a", "c"]
+    assert os.environ[HOSTFILE] == str(run.hosts_txt)
+    assert capsys.readouterr().out == ""
+    slurm.addresses = dict.fromkeys("abcd", "")
+    slurm_job.place_nodes(run, read_plan(run), PrintableConsole())
+    assert run.hosts_txt.read_text().split() == ["b", "a", "c", "d"]
+    assert "it knows no switches above them" in capsys.readouterr().out
+
+
+def test_nodes_of_a_flat_network_are_left_alone(
+    make_run: MakeRun, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(HOSTFILE, raising=False)
+    run = make_run("cluster.num_nodes=2")
+    slurm_job.place_nodes(run, read_plan(run), PrintableConsole())
+    assert HOSTFILE not in os.environ and not run.hosts_txt.exists()

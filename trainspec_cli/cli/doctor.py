@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +14,7 @@ import typer
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.doctor.diagnosis import diagnose
 from trainspec_cli.doctor.examine import Examined, examine_here, examine_nodes
+from trainspec_cli.doctor.network import check_switches
 from trainspec_cli.errors import MachineError
 from trainspec_cli.launch.backend.nodes.backend import Reach, agent_command
 from trainspec_cli.launch.slurm import commands as slurm
@@ -21,6 +24,7 @@ from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.load import Loaded, load, plan_for, this_machine
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.results.doctor import Check
 from trainspec_cli.trust import private_files
 
 DEFAULT_RECIPE = "recipe=quickstart"
@@ -40,7 +44,10 @@ def doctor(arguments: Arguments = None, as_json: AsJson = False) -> int:
     """
     given = arguments or []
     named = any(argument.startswith("recipe=") for argument in given)
-    diagnosis = diagnose(*_examine([*([] if named else [DEFAULT_RECIPE]), *given]))
+    loaded = _load([*([] if named else [DEFAULT_RECIPE]), *given])
+    diagnosis = diagnose(*_examine(loaded))
+    if _nodes() > 1:
+        diagnosis = replace(diagnosis, between=(*diagnosis.between, *_switches(loaded)))
     if as_json:
         print(json_text(diagnosis.as_json()))
     else:
@@ -48,11 +55,25 @@ def doctor(arguments: Arguments = None, as_json: AsJson = False) -> int:
     return MachineError.exit_code if diagnosis.status == "fail" else 0
 
 
-def _examine(arguments: list[str]) -> Examined:
-    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
-    loaded = load([*arguments, *([f"cluster.num_nodes={nodes}"] if nodes > 1 else [])])
+def _switches(loaded: Loaded) -> Sequence[Check]:
+    try:
+        topology = slurm.show_topology()
+    except MachineError as error:
+        return [Check("switches", "ok", f"Slurm shows none: {error.problems[0].message}")]
+    return list(check_switches(topology, plan_for(loaded, this_machine(loaded.spec)).devices_per_node))
+
+
+def _nodes() -> int:
+    return int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+
+
+def _load(arguments: list[str]) -> Loaded:
+    return load([*arguments, *([f"cluster.num_nodes={_nodes()}"] if _nodes() > 1 else [])])
+
+
+def _examine(loaded: Loaded) -> Examined:
     machine = this_machine(loaded.spec)
-    if nodes > 1:
+    if _nodes() > 1:
         return _examine_job(loaded, machine)
     with tempfile.TemporaryDirectory(prefix="trainspec-doctor-") as folder:
         return examine_here(plan_for(loaded, machine).as_one_group, machine, Path(folder))

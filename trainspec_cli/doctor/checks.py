@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from trainspec_cli.doctor.network import check_nics
 from trainspec_cli.launch.job.machine import detect, visible_gpus
 from trainspec_cli.launch.job.provenance import versions
 from trainspec_cli.node import cpu_name
@@ -34,10 +35,10 @@ CLOCK_TOOLS = (("chronyc", "tracking"), ("timedatectl", "show", "--property=NTPS
 TOOL_TIMEOUT_S = 5.0
 
 
-def check_node(folder: Path, device: str) -> list[Check]:
-    """Make all checks, in the order they are shown; `folder` is where the run is kept."""
+def check_node(folder: Path, device: str, devices: int = 1) -> list[Check]:
+    """Make all checks, in the order they are shown; `folder` is where the run is kept, and `devices` are the node's."""
     chips = [*check_chips(device), *(check_gpus() if device == "cuda" else ())]
-    links = [*check_rdma(), *check_links(), *check_clock()]
+    links = [*check_rdma(), *check_nics(devices), *check_links(), *check_clock()]
     python = f"Python {platform.python_version()}, torch {versions().get('torch', 'unknown')}"
     system = [*check_shm(), *check_limits(), *check_disk(folder)]
     return [Check("versions", "ok", python), *chips, *check_memory(), *links, *system]

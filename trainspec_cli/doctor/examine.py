@@ -1,7 +1,7 @@
 """The examination of this node, or of all nodes of a job: their reports, and the links between the processes.
 
-`python -m trainspec_cli.doctor.examine FOLDER cpu|cuda bf16|fp32` examines one node and prints its report, one line of
-JSON.
+`python -m trainspec_cli.doctor.examine FOLDER cpu|cuda bf16|fp32 DEVICES` examines one node, which has so many devices,
+and prints its report, one line of JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Examined = tuple[Sequence[NodeReport], LinksResult | None]
 
 def examine_here(plan: Plan, machine: Machine, folder: Path) -> Examined:
     """`folder` is on the disk that is measured."""
-    report = examine_node(folder, plan.device, plan.compute)
+    report = examine_node(folder, plan.device, plan.compute, plan.devices_per_node)
     links = run_tool(LINKS, LinksRequest(plan.device), torchrun(plan, machine)) if plan.world_size > 1 else None
     return [report], links
 
@@ -47,11 +47,12 @@ def examine_nodes(plan: Plan, reach: Reach, folder: Path) -> Examined:
 
 def node_command(plan: Plan, folder: Path) -> tuple[str, ...]:
     """Return the command that examines one node; `folder` is where the run is kept."""
-    return (sys.executable, "-m", "trainspec_cli.doctor.examine", str(folder), plan.device, plan.compute)
+    what = (plan.device, plan.compute, str(plan.devices_per_node))
+    return (sys.executable, "-m", "trainspec_cli.doctor.examine", str(folder), *what)
 
 
-def examine_node(folder: Path, device: Device, compute: Compute) -> NodeReport:
-    checks = check_node(folder, device)
+def examine_node(folder: Path, device: Device, compute: Compute, devices: int) -> NodeReport:
+    checks = check_node(folder, device, devices)
     speed: SpeedResult | None = None
     try:
         speed = run_tool(SPEED, SpeedRequest(device, compute))
@@ -63,8 +64,8 @@ def examine_node(folder: Path, device: Device, compute: Compute) -> NodeReport:
 
 
 def main() -> None:
-    folder, device, compute = sys.argv[1:]
-    report = examine_node(Path(folder), device, compute)  # type: ignore[arg-type]  # as `node_command` has written them
+    folder, device, compute, devices = sys.argv[1:]
+    report = examine_node(Path(folder), device, compute, int(devices))  # type: ignore[arg-type]  # as in `node_command`
     print(json_text(to_plain(report), indent=None))
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner import workload
+from trainspec_cli.planner.blueprint.blueprint import draw_blueprint
 from trainspec_cli.planner.cut import cut_on_chip
 from trainspec_cli.planner.hardware.rates import Efficiency, peak_flops_per_s
-from trainspec_cli.planner.hardware.topology import Fabric
+from trainspec_cli.planner.hardware.topology import Fabric, NetworkTier
 from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
 from trainspec_cli.planner.memory.predict import layer_memory, predict_memory
 from trainspec_cli.planner.run.batches import main_size, predict_sizes
@@ -21,8 +22,10 @@ from trainspec_cli.planner.validation.prose import usual_gbit
 from trainspec_cli.policy.division import largest_that_fits
 from trainspec_cli.spec.field_types import AUTO, AutoInt
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, Machine
+from trainspec_cli.spec.recipe.fabric import TierSpec
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
 from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.blueprint import Blueprint
 from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
 from trainspec_cli.units import GIB, format_bytes
 
@@ -126,7 +129,7 @@ def describe_fabric(cluster: ClusterSpec, machine: Machine | None) -> Fabric:
         per_node = 8 if machine is None else len(machine.gpu_names) or min(2, machine.cpu_cores)
     check_accelerator(chip)
     devices = cluster.num_nodes * int(per_node)
-    return Fabric(
+    fabric = Fabric(
         chip=replace(chip, sources=None),
         num_devices=devices,
         devices_per_node=int(per_node),
@@ -135,6 +138,31 @@ def describe_fabric(cluster: ClusterSpec, machine: Machine | None) -> Fabric:
         nic_gbit_per_s=cluster.nic_gbit_per_s or usual_gbit(chip),
         nic_kind=cluster.nic_kind,
         host_link_gb_per_s=cluster.host_link_gb_per_s,
+        name=cluster.fabric.name,
+    )
+    return with_tiers(fabric, cluster.fabric.tiers)
+
+
+def with_tiers(fabric: Fabric, tiers: Sequence[TierSpec]) -> Fabric:
+    """Return the fabric with the tiers that a recipe describes; what they leave open is the cluster's own."""
+    if not tiers:
+        return fabric
+    domain, *network = tiers
+    return replace(
+        fabric,
+        scaleup_devices=domain.devices or fabric.scaleup_devices,
+        link_gb_per_s=(domain.gbit_per_s / 8 if domain.gbit_per_s else fabric.link_gb_per_s) / domain.oversubscription,
+        link_latency_s=None if domain.latency_us is None else domain.latency_us / 1e6,
+        described=tuple(
+            NetworkTier(
+                name=tier.name,
+                devices=tier.devices or fabric.num_devices,
+                gbit_per_s=(tier.gbit_per_s or fabric.nic_gbit_per_s) / tier.oversubscription,
+                kind=tier.kind or fabric.nic_kind,
+                latency_s=None if tier.latency_us is None else tier.latency_us / 1e6,
+            )
+            for tier in network
+        ),
     )
 
 
@@ -254,6 +282,11 @@ def setup_of(candidate: Candidate, spec: RunSpec, machine: Machine | None) -> Se
     return offloaded if is_offloaded else setup
 
 
+def blueprint_of(candidate: Candidate, spec: RunSpec, machine: Machine | None) -> Blueprint:
+    """Return the communication blueprint of a candidate of this spec."""
+    return draw_blueprint(setup_of(candidate, spec, machine), spec.cluster.fabric, efficiency_of(spec.cluster))
+
+
 def largest_micro_batch(candidate: Candidate, setup: Setup, wanted: AutoInt) -> int:
     """Return the samples of the largest micro-batch that fits, which the scheduler may give a fast rank: up to `wanted`
     (`scheduler.max_micro_batch_size`), for auto up to twice the candidate's."""
@@ -316,12 +349,19 @@ def assumptions(spec: RunSpec, fabric: Fabric) -> Iterator[str]:
         yield "the CPU's rates are those of a typical server core; nothing was measured here"
     elif not chip.matmul_bf16_tflops:
         yield f"{chip.name}: no measured matmul rate; a usual part of the peak is taken, by its board power"
-    if fabric.num_devices > fabric.scaleup_devices and not spec.cluster.nic_gbit_per_s:
+    if _assumes_network(spec.cluster, fabric):
         yield f"the cluster names no network between nodes: {fabric.nic_gbit_per_s:g} Gbit/s a device, as is usual"
     if main_size(spec) != spec.batching.global_batch_size:
         yield f"layouts are ranked by steps of {main_size(spec):,} samples, which train most of the run"
     if not spec.compile:
         yield "kernels are launched one by one (compile: false)"
+
+
+def _assumes_network(cluster: ClusterSpec, fabric: Fabric) -> bool:
+    """Whether the speed between nodes is one that nobody has stated."""
+    network = cluster.fabric.tiers[1:]
+    is_stated = cluster.nic_gbit_per_s or (network and all(tier.gbit_per_s for tier in network))
+    return fabric.num_devices > fabric.scaleup_devices and not is_stated
 
 
 def _length(spec: RunSpec) -> int:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner import workload
+from trainspec_cli.planner.blueprint.blueprint import draw_blueprint
 from trainspec_cli.planner.capacity import efficiency_of
 from trainspec_cli.planner.cut import cut, cut_on_chip, is_open, relative_times
 from trainspec_cli.planner.hardware.catalogue import find_accelerator
@@ -20,6 +21,7 @@ from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec, PipelineSchedule
 from trainspec_cli.spec.recipe.run import Recompute, RunSpec
+from trainspec_cli.spec.results.blueprint import Blueprint
 from trainspec_cli.spec.results.plan import Plan, PlannedLayout
 from trainspec_cli.spec.rules.batching import measurable_noise
 from trainspec_cli.spec.rules.elastic import wanted_groups, whole_hosts
@@ -62,11 +64,19 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
         peak_source=peak_source,
     )
     drafted = replace(drafted, layout=_cut_layers(drafted, machine))
-    drafted = replace(drafted, changes=tuple(_plan_changes(drafted, machine)))
+    drafted = replace(drafted, changes=tuple(_plan_changes(drafted, machine)), blueprint=_blueprint(drafted, machine))
     if all(layout.pp == 1 for layout in (drafted.layout, *(change.layout for change in drafted.changes))):
         return drafted
     times = relative_times(spec.model, micro_batch_tokens(drafted), spec.data.seq_len, drafted.layout)
     return replace(drafted, layer_flops=tuple(times.layers_s), head_flops=times.head_s)
+
+
+def _blueprint(plan: Plan, machine: Machine) -> Blueprint | None:
+    """Where nodes are placed and what their environment holds: of the whole run, its groups as replicas."""
+    cluster = plan.spec.cluster
+    if plan.num_nodes == 1 or not cluster.fabric.tiers:
+        return None
+    return draw_blueprint(setup_of(plan.as_one_group, machine), cluster.fabric, efficiency_of(cluster))
 
 
 def _plan_changes(plan: Plan, machine: Machine) -> Iterator[PlannedLayout]:

@@ -16,6 +16,8 @@ RUN/
   speeds.json     how fast the ranks compute, for the supervisor
   proposal.json   the layout that the supervisor proposes to the workers
   shortages/      one file a start in which the memory of a rank ran out
+  nccl.env        variables of the workers, with reasons     nccl_tuner.csv  a table for NCCL's example tuner
+  hosts.txt       the Slurm job's nodes by number, where the plan places them
   kernels.json    the kernels that were measured for `kernels=auto`, and which were chosen
 """
 
@@ -50,6 +52,9 @@ class RunDir:
         self.generations = self.root / "generations"
         self.job_sbatch = self.root / "job.sbatch"
         self.slurm_json = self.root / "slurm.json"
+        self.hosts_txt = self.root / "hosts.txt"
+        self.nccl_env = self.root / "nccl.env"
+        self.nccl_tuner_csv = self.root / "nccl_tuner.csv"
         self.logs = self.root / "logs"
         self.huggingface = self.root / "huggingface"
         self.checkpoints = self.root / "checkpoints"

@@ -19,16 +19,20 @@ from trainspec_cli.launch.backend.nodes.backend import Reach
 from trainspec_cli.launch.job.folder import storage
 from trainspec_cli.launch.signals import PatientRequests, interrupt, on_stop_signal
 from trainspec_cli.launch.slurm import commands as slurm
+from trainspec_cli.launch.slurm.placing import HOSTFILE, arrange, has_switches
 from trainspec_cli.launch.slurm.queue import decide, is_over, is_preempted, note_job, own_job
+from trainspec_cli.launch.slurm.script import places_nodes
 from trainspec_cli.printable import printing_safely
 from trainspec_cli.report.problems import render_problems
 from trainspec_cli.report.style import Style
+from trainspec_cli.rundir.files import write_text
 from trainspec_cli.rundir.generations import FENCED
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan
 from trainspec_cli.session.console import PrintableConsole, RunConsole
 from trainspec_cli.session.resume import prepare_unchanged
 from trainspec_cli.session.session import start
+from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.trust import check_tree
 
 FORCE = "--force"
@@ -52,6 +56,7 @@ def _main() -> None:
             check_tree(run.root)
             with storage(str(run.root)):
                 note_job(run, job_id)
+            place_nodes(run, read_plan(run), console)
             reach = Reach(slurm.own_address(), tuple(command))
             code = start(prepare_unchanged(run, reach, console, force=force), PatientRequests())
     except KeyboardInterrupt:
@@ -68,6 +73,19 @@ def _main() -> None:
         except MachineError as error:
             print(f"not requeued: {error}", file=sys.stderr)
     sys.exit(code)
+
+
+def place_nodes(run: RunDir, plan: Plan, console: PrintableConsole) -> None:
+    """Number the job's nodes by their switches, where the plan depends on that. Raises MachineError."""
+    if plan.blueprint is None or not places_nodes(plan):
+        return
+    addresses = slurm.topology_addresses(plan.num_nodes)
+    if not has_switches(addresses):
+        console.print("nodes are placed in Slurm's own order: it knows no switches above them (topology/tree)")
+    hosts = arrange(addresses, slurm.own_name(), plan.blueprint.node_places)
+    with storage(str(run.root)):
+        write_text(run.hosts_txt, "\n".join(hosts) + "\n")
+    os.environ[HOSTFILE] = str(run.hosts_txt.absolute())
 
 
 class TimeWarning:

@@ -60,7 +60,7 @@ LARGEST = 1e30
 """The limit of numbers that need not be whole."""
 
 _NAMES_BY_LARGEST = {
-    1_000: ("prediction_layers",),
+    1_000: ("prediction_layers", "planes"),
     10_000: (
         *("num_layers", "mamba_layers", "attention_layers", "mlp_layers", "expert_layers", "first_dense_layers"),
         *("blocks", "pp", "virtual_stages"),
@@ -68,6 +68,7 @@ _NAMES_BY_LARGEST = {
     65_536: ("num_experts", "top_k", "num_groups", "top_groups", "shared_experts"),
     10**5: ("devices_per_node",),
     10**6: (
+        "entropy_values",
         *("num_heads", "num_kv_heads", "head_dim", "widths", "input_size", "rank", "max_new_tokens"),
         *("num_nodes", "scaleup_devices", "spare_nodes", "replica_groups", "min_groups", "max_restarts_per_hour"),
         *("dp_replicate", "dp_shard", "cp", "tp", "ep", "etp"),

@@ -148,3 +148,12 @@ def test_a_nodes_own_address_is_slurms(cluster, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("SLURMD_NODENAME")
     answers["scontrol show hostnames"] = "n1\nn2\n"
     assert slurm.own_address() == "n1"
+
+
+def test_the_switches_above_each_node_come_in_slurms_order_of_the_nodes(cluster, monkeypatch) -> None:
+    commands, answers = cluster
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3]")
+    answers |= {"srun": "node3 top.leaf2.node3\nnode1 top.leaf1.node1\nnode2\n", "scontrol": "node1\nnode2\nnode3\n"}
+    found = slurm.topology_addresses(3)
+    assert list(found.items()) == [("node1", "top.leaf1.node1"), ("node2", ""), ("node3", "top.leaf2.node3")]
+    assert {"--nodes=3", "--ntasks=3", "--ntasks-per-node=1"} <= set(commands[0])

@@ -17,9 +17,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from trainspec_cli.errors import RecipeError
-from trainspec_cli.launch.slurm.script import check_folder, render_script
+from trainspec_cli.launch.slurm.script import check_folder, render_script, srun_command
 from trainspec_cli.printable import is_printable
 from trainspec_cli.spec.recipe.cluster import SlurmSpec
+from trainspec_cli.spec.results.blueprint import Blueprint
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.rules.values import slurm_text
 
@@ -229,3 +230,14 @@ def test_the_command_line_stays_one_comment(render: Callable[..., str]) -> None:
     assert text.split("\n")[1].startswith("# trainspec sbatch 'run.dir=a\\n#SBATCH")
     assert not [option for option in options(text) if "comment" in option]
     assert "--job-name=trainspec-x\\n#SBATCH --exclusive" in options(text)
+
+
+@pytest.mark.parametrize("sorts_nodes", [True, False])
+def test_tasks_are_numbered_by_a_hostfile_where_the_plan_places_nodes(
+    make_plan, tmp_path: Path, sorts_nodes: bool
+) -> None:
+    blueprint = Blueprint("leaves", (), ("dp",), (), 1.0, 1.0, (), sorts_nodes=sorts_nodes)
+    plan = replace(make_plan(), blueprint=blueprint)
+    text = render_script(plan, [tmp_path / "run"], "tiny", ("sbatch",), tmp_path)
+    assert ("--distribution=arbitrary" in text) == sorts_nodes
+    assert "--distribution=arbitrary" not in srun_command(plan), "the doctor writes no hostfile"

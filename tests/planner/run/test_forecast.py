@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainspec_cli.errors import RecipeError
+from trainspec_cli.planner.planes.spray import Failure, simulate
 from trainspec_cli.planner.run import forecast as forecast_module
 from trainspec_cli.planner.run import goodput
 from trainspec_cli.planner.run.cost import occupation
@@ -25,6 +26,7 @@ from trainspec_cli.planner.search.variants import in_replica_groups
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, CostSpec, ReliabilitySpec, SiteSpec
 from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.fabric import FabricSpec, PlanesSpec
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
@@ -394,3 +396,21 @@ def test_sources_of_an_accelerators_figures() -> None:
     assert [source(None), source({"default": "sheet"}), source({"default": "sheet", "tdp_w": "meter"})] == [
         "", "sheet", "meter"
     ]  # fmt: skip
+
+
+def test_on_several_planes_failures_of_the_network_cost_dips_and_end_nothing() -> None:
+    """Half of all failures are the network's: half as many end the job, and the others' dips are a part of the loss."""
+    often = replace(SPEC.cluster.reliability, mtbf_device_hours=20_000.0)
+    planes = PlanesSpec(8, 800, 51.2, network_fraction=0.5)
+    plain = replace(SPEC, cluster=replace(SPEC.cluster, reliability=often))
+    sprayed = replace(plain, cluster=replace(plain.cluster, fabric=FabricSpec(planes=planes)))
+    before, after = (expect_goodput(spec, PLAN, CANDIDATE, SPEC.resilience) for spec in (plain, sprayed))
+    assert before is not None and after is not None
+    assert after.mtbf_s == pytest.approx(2 * before.mtbf_s)
+    dips = PLAN.world_size * 0.5 / (20_000 * 3600) * simulate(planes, PLAN.world_size, [Failure("port", 0, 60)]).lost_s
+    assert after.lost["dip"] == pytest.approx(dips) and "dip" not in before.lost
+    assert after.goodput.value + sum(after.lost.values()) == pytest.approx(1)
+    assert after.goodput.value > before.goodput.value
+    assert {assumption.key for assumption in gather_assumptions(sprayed, CANDIDATE)} >= {
+        "cluster.fabric.planes.network_fraction", "cluster.fabric.planes.flap_s",
+    }  # fmt: skip

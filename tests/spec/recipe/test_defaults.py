@@ -108,6 +108,7 @@ DEFAULTS: dict[str, Any] = {
         "link_gb_per_s": None,
         "nic_gbit_per_s": 0.0,
         "nic_kind": "infiniband",
+        "fabric": {"name": "", "tiers": [], "nic_wiring": None, "planes": None, "nccl_tuner": False, "sources": {}},
         "host_link_gb_per_s": 50.0,
         "host_memory_gb": 2048.0,
         "storage_gb_per_s": 1.2,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from trainspec_cli import __version__
 from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.launch.job.communication import write_communication
 from trainspec_cli.launch.job.job import Job, render_command
 from trainspec_cli.launch.job.provenance import git_state, versions
 from trainspec_cli.rundir import memory
@@ -150,6 +151,7 @@ def _write_start(job: Job, plan: Plan, kernels: KernelTable | None) -> None:
     if kernels is not None:
         write_json(job.run.kernels_json, to_plain(kernels))
     write_json(job.run.plan_json, to_plain(plan))
+    write_communication(plan, job.run)
     write_text(job.run.command_txt, render_command(job.command, job.environment, Path.cwd()))
 
 

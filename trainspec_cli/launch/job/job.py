@@ -14,6 +14,7 @@ from pathlib import Path
 
 import trainspec_cli
 from trainspec_cli.environment_names import GENERATION, LAUNCH_ID
+from trainspec_cli.launch.job.communication import communication_environment
 from trainspec_cli.launch.job.place import NodePlace, interface_of, own_address
 from trainspec_cli.policy.recovery import FAILURE_GRACE_S
 from trainspec_cli.rundir.generations import GenerationRecord
@@ -87,7 +88,12 @@ def build_node_job(plan: Plan, root: Path, machine: Machine, node: int, record: 
         root=root,
         worker=worker,
         command=node_command(place, "workers", plan.devices_per_node, logs, worker),
-        environment={**environment, **record.rendezvous, GENERATION: str(record.generation)},
+        environment={
+            **environment,
+            **communication_environment(plan, RunDir(root)),
+            **record.rendezvous,
+            GENERATION: str(record.generation),
+        },
         world_size=plan.world_size,
         stop_grace_s=plan.spec.run.stop_grace_s,
         logs=logs,

@@ -78,9 +78,28 @@ def _names(node_list: str | None) -> list[str]:
 
 def own_address() -> str:
     """Return the address, as Slurm knows it, of the node that this process runs on: the job's first."""
-    hostname = os.environ.get("SLURMD_NODENAME") or _names(os.environ["SLURM_JOB_NODELIST"])[0]
+    hostname = own_name()
     found = re.search(r"NodeAddr=(\S+)", _run(["scontrol", "show", "node", hostname], hint=""))
     return found[1] if found else hostname
+
+
+def own_name() -> str:
+    """Return Slurm's name of the node that this process runs on."""
+    return os.environ.get("SLURMD_NODENAME") or _names(os.environ["SLURM_JOB_NODELIST"])[0]
+
+
+def topology_addresses(num_nodes: int) -> dict[str, str]:
+    """Return the switches above each node of this job, as SLURM_TOPOLOGY_ADDR names them. Raises MachineError."""
+    told = ["srun", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1", "--mpi=none"]
+    answer = _run([*told, "sh", "-c", 'echo "$SLURMD_NODENAME" "$SLURM_TOPOLOGY_ADDR"'], hint="")
+    lines = (line.split() for line in answer.splitlines())
+    addresses = {words[0]: words[1] if len(words) > 1 else "" for words in lines if words}
+    return {node: addresses[node] for node in _names(os.environ["SLURM_JOB_NODELIST"]) if node in addresses}
+
+
+def show_topology() -> str:
+    """Return what Slurm says of its switches. Raises MachineError."""
+    return _run(["scontrol", "show", "topology"], hint="")
 
 
 def _run(command: Sequence[str], hint: str) -> str:

@@ -47,7 +47,7 @@ def render_script(
         *_choose_root(roots),
         "# Begins or resumes the run, watches over it, requeues it at the time limit, and ends with its exit code.",
         f'exec {shlex.join([sys.executable, "-m", DRIVER, *(["--force"] if force else [])])} "$run" \\',
-        f"  {shlex.join(srun_command(plan))} \\",
+        f"  {shlex.join(srun_command(plan, by_hostfile=places_nodes(plan)))} \\",
         f"  {shlex.join(agent_command())}",
     ]
     return "\n".join(lines) + "\n"
@@ -130,17 +130,26 @@ def _choose_root(roots: Sequence[Path]) -> Iterator[str]:
     yield "run=${runs[$SLURM_ARRAY_TASK_ID]}"
 
 
-def srun_command(plan: Plan) -> list[str]:
-    """Return the srun command with one task per node. A failed task does not end the others; their agents report."""
+def srun_command(plan: Plan, *, by_hostfile: bool = False) -> list[str]:
+    """Return the srun command with one task per node. A failed task does not end the others; their agents report.
+
+    `by_hostfile`: tasks are numbered by the hostfile that the job writes (`placing.py`).
+    """
     slurm, nodes = plan.spec.cluster.slurm, plan.num_nodes
     container = {"container-image": slurm.container_image, "container-mounts": slurm.container_mounts}
     return [
         *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
         *([f"--cpus-per-task={slurm.cpus_per_task}"] if slurm.cpus_per_task else []),
         *_outliving(plan),
+        *(["--distribution=arbitrary"] if by_hostfile else []),
         *("--cpu-bind=none", "--kill-on-bad-exit=0", "--unbuffered", "--mpi=none"),
         *(f"--{name}={value}" for name, value in container.items() if value is not None),
     ]
+
+
+def places_nodes(plan: Plan) -> bool:
+    """Whether the plan's cost depends on which nodes stand together: the job then numbers them by a hostfile."""
+    return plan.blueprint is not None and plan.blueprint.sorts_nodes
 
 
 def _outliving(plan: Plan) -> Iterator[str]:

@@ -11,25 +11,25 @@ from trainspec_cli.planner.hardware.topology import Group
 
 
 def latency_s(group: Group, eff: Efficiency) -> float:
-    """Latency of one ring or tree pass, in seconds: hops inside a domain, and a tree across domains."""
+    """Latency of one ring or tree pass, in seconds: hops inside a domain, and a tree across each tier beyond."""
     if group.size <= 1:
         return 0.0
-    hops = min(group.per_domain, 8) - 1 + 2.0 * (group.domains - 1).bit_length()
-    return eff.collective_latency_s + hops * eff.hop_latency_s
+    hops, described_s = 0.0, 0.0
+    inside = ((min(group.per_domain, 8) - 1, group.link_latency_s),)
+    across = ((2.0 * (joined - 1).bit_length(), latency) for joined, latency in group.spans)
+    for passes, latency in (*inside, *across):
+        if latency is None:
+            hops += passes
+        else:
+            described_s += passes * latency
+    return eff.collective_latency_s + hops * eff.hop_latency_s + described_s
 
 
 def all_gather_s(group: Group, total_bytes: float, eff: Efficiency) -> float:
     """Every rank ends with `total_bytes`. A reduce-scatter of as much takes the same."""
     if group.size <= 1 or total_bytes <= 0:
         return 0.0
-    bandwidth = group.link_bytes_per_s
-    if group.crosses:
-        bandwidth = (
-            min(bandwidth, group.nic_bytes_per_s * group.per_domain)
-            if group.per_domain > 1
-            else (group.nic_bytes_per_s)
-        )
-    return latency_s(group, eff) + total_bytes * (group.size - 1) / group.size / bandwidth
+    return latency_s(group, eff) + total_bytes * (group.size - 1) / group.size / group.ring_bytes_per_s
 
 
 def all_reduce_s(group: Group, total_bytes: float, eff: Efficiency) -> float:
@@ -46,17 +46,26 @@ def all_to_all_s(group: Group, sent_bytes: float, copies: int, eff: Efficiency) 
     if group.size <= 1 or sent_bytes <= 0:
         return 0.0
     inside = sent_bytes * (group.per_domain - 1) / group.size / (group.link_bytes_per_s * eff.all_to_all)
-    crossings = (group.size - group.per_domain) / group.size * copies
-    domains = group.domains
+    outside = _crossing_bytes(group, sent_bytes, copies, group.per_domain) / group.nic_bytes_per_s
+    beyond = (_crossing_bytes(group, sent_bytes, copies, tier.ranks) / tier.bytes_per_s for tier in group.outer)
+    return latency_s(group, eff) + max(inside, outside, *beyond)
+
+
+def _crossing_bytes(group: Group, sent_bytes: float, copies: int, ranks: int) -> float:
+    """Bytes that a rank sends to beyond its own element of a tier, in which `ranks` of the group are."""
+    crossings = (group.size - ranks) / group.size * copies
+    domains, own = group.domains, max(1, ranks // group.per_domain)
     if copies > 1 and domains > 1:
-        crossings = min(crossings, (domains - 1) * (1 - (1 - 1 / domains) ** copies))
-    outside = sent_bytes / copies * crossings / group.nic_bytes_per_s
-    return latency_s(group, eff) + max(inside, outside)
+        crossings = min(crossings, (domains - own) * (1 - (1 - 1 / domains) ** copies))
+    return sent_bytes / copies * crossings
 
 
 def send_s(group: Group, message_bytes: float, eff: Efficiency) -> float:
-    """Seconds of sending `message_bytes` to a neighbour on the axis."""
+    """Seconds of sending `message_bytes` to a neighbour on the axis; over the narrowest tier beyond the first network
+    tier, where some neighbours are on both sides of it and all others wait for them."""
     if group.size <= 1:
         return 0.0
-    bandwidth = group.nic_bytes_per_s if group.crosses and group.per_domain == 1 else group.link_bytes_per_s
-    return eff.collective_latency_s + message_bytes / bandwidth
+    near = group.nic_bytes_per_s if group.crosses and group.per_domain == 1 else group.link_bytes_per_s
+    bandwidth = min([near, *(tier.bytes_per_s for tier in group.outer)])
+    slowest_s = max((tier.latency_s or 0.0 for tier in group.outer), default=0.0)
+    return eff.collective_latency_s + slowest_s + message_bytes / bandwidth

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from trainspec_cli.planner.hardware.rates import Efficiency, link_bytes_per_s
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec
@@ -10,6 +12,28 @@ from trainspec_cli.spec.recipe.layout import Layout
 
 NIC_KIND_RATIO = {"infiniband": 1.0, "roce": 0.92, "efa": 0.8, "omnipath": 0.8, "ethernet": 0.6}
 """What a collective reaches over each kind of network, over InfiniBand."""
+
+
+def network_bytes_per_s(gbit_per_s: float, kind: str, eff: Efficiency) -> float:
+    """What collectives achieve of a device's share of a network; never 0, to divide by."""
+    return max(eff.nic * NIC_KIND_RATIO.get(kind, 0.8) * gbit_per_s / 8 * 1e9, 1.0)
+
+
+@dataclass(frozen=True)
+class NetworkTier:
+    """A tier of the network beyond the scale-up domain."""
+
+    name: str
+    devices: int
+    """Below one element of it."""
+    gbit_per_s: float
+    """A device's share of it, one direction, oversubscription taken off."""
+    kind: str = "infiniband"
+    latency_s: float | None = None
+    """Of a message that crosses it; None: the planner's own hop."""
+
+    def bytes_per_s(self, eff: Efficiency) -> float:
+        return network_bytes_per_s(self.gbit_per_s, self.kind, eff)
 
 
 @dataclass(frozen=True)
@@ -26,6 +50,27 @@ class Fabric:
     """A device's share, one direction."""
     nic_kind: str = "infiniband"
     host_link_gb_per_s: float = 50.0
+    described: tuple[NetworkTier, ...] = ()
+    """The network's tiers, innermost first; the last reaches every device. Empty: the NICs reach every device."""
+    link_latency_s: float | None = None
+    """Of a message inside a scale-up domain; None: the planner's own hop."""
+    name: str = ""
+
+    @property
+    def network(self) -> tuple[NetworkTier, ...]:
+        """Tiers beyond the scale-up domain, innermost first."""
+        return self.described or (NetworkTier("network", self.num_devices, self.nic_gbit_per_s, self.nic_kind),)
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A tier beyond the first network tier, as a group of ranks uses it that lies on both sides."""
+
+    ranks: int
+    """Of the group, inside one element of the tier below."""
+    bytes_per_s: float
+    """Of one device."""
+    latency_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -38,6 +83,10 @@ class Group:
     link_bytes_per_s: float
     nic_bytes_per_s: float
     """Of one device."""
+    outer: tuple[Crossing, ...] = ()
+    """Tiers beyond the first network tier that the group crosses, innermost first."""
+    link_latency_s: float | None = None
+    nic_latency_s: float | None = None
 
     @property
     def domains(self) -> int:
@@ -47,14 +96,49 @@ class Group:
     def crosses(self) -> bool:
         return self.size > self.per_domain
 
+    @property
+    def ring_bytes_per_s(self) -> float:
+        """Rate of rings through all ranks, ordered by tiers: each element's ranks carry a ring each to the next one."""
+        if not self.crosses:
+            return self.link_bytes_per_s
+        network = self.nic_bytes_per_s * self.per_domain
+        first = min(self.link_bytes_per_s, network) if self.per_domain > 1 else network
+        return min([first, *(tier.ranks * tier.bytes_per_s for tier in self.outer)])
+
+    @property
+    def spans(self) -> tuple[tuple[int, float | None], ...]:
+        """For each network tier that the group crosses: elements of the tier below that one element joins, and the
+        latency of a message through it (None: the planner's own hop)."""
+        insides = (self.per_domain, *(tier.ranks for tier in self.outer))
+        latencies = (self.nic_latency_s, *(tier.latency_s for tier in self.outer))
+        joined = (-(-outside // inside) for inside, outside in pairwise((*insides, self.size)))
+        return tuple(zip(joined, latencies, strict=True))
+
 
 def group_of(fabric: Fabric, size: int, stride: int, eff: Efficiency) -> Group:
     """`size` ranks, `stride` apart in the rank order."""
-    per_domain = min(size, max(1, fabric.scaleup_devices // stride))
-    nic = eff.nic * NIC_KIND_RATIO.get(fabric.nic_kind, 0.8) * fabric.nic_gbit_per_s / 8 * 1e9
-    peers = min(size, per_domain)
-    link = link_bytes_per_s(fabric.chip, fabric.link_gb_per_s, peers, eff)
-    return Group(size, per_domain, link, max(nic, 1.0))
+    return group_with(fabric, size, lambda devices: ranks_inside(devices, size, stride), eff)
+
+
+def group_with(fabric: Fabric, size: int, inside: Callable[[int], int], eff: Efficiency) -> Group:
+    """`size` ranks; `inside` says how many of them an element of so many devices holds."""
+    per_domain = inside(fabric.scaleup_devices)
+    link = link_bytes_per_s(fabric.chip, fabric.link_gb_per_s, per_domain, eff)
+    if not fabric.described:
+        return Group(size, per_domain, link, network_bytes_per_s(fabric.nic_gbit_per_s, fabric.nic_kind, eff))
+    first, *others = fabric.described
+    below, outer = first, []
+    for tier in others:
+        ranks = inside(below.devices)
+        if size > ranks:
+            outer.append(Crossing(ranks, tier.bytes_per_s(eff), tier.latency_s))
+        below = tier
+    return Group(size, per_domain, link, first.bytes_per_s(eff), tuple(outer), fabric.link_latency_s, first.latency_s)
+
+
+def ranks_inside(devices: int, size: int, stride: int) -> int:
+    """Ranks of a group, `stride` apart, inside an element of so many devices."""
+    return min(size, max(1, devices // stride))
 
 
 def axis_groups(layout: Layout, fabric: Fabric, eff: Efficiency) -> dict[str, Group]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner.memory.frameworks import DEFAULT_MEMORY
+from trainspec_cli.planner.planes.plan import dip_share, ending_failures
 from trainspec_cli.planner.run import goodput
 from trainspec_cli.planner.run.batches import expect_work
 from trainspec_cli.planner.run.cost import expect_carbon, expect_energy, expect_money, occupation
@@ -96,11 +97,14 @@ def expect_goodput(
 
     None where failures leave nothing of the work in more than one in twenty of them.
     """
-    cluster = spec.cluster.reliability
+    planes, every = spec.cluster.fabric.planes, spec.cluster.reliability
+    dips = dip_share(planes, every, plan.world_size) if planes else 0.0
+    cluster = ending_failures(planes, every)
+    spec = replace(spec, cluster=replace(spec.cluster, reliability=cluster))
     job = describe_job(spec, plan, candidate, resilience)
     outcomes = goodput.simulate_many(job, cluster, resilience, SEEDS)
     parts = [{cause: lost / outcome.wall_s for cause, lost in outcome.lost_s.items()} for outcome in outcomes]
-    kept = [outcome.goodput for outcome in outcomes]
+    kept = [(1 - dips) * outcome.goodput for outcome in outcomes]
     if _quantile(kept, 0.05) <= 0:
         return None
     mtbf_s = reliability.job_mtbf_s(cluster, plan.world_size)
@@ -109,7 +113,7 @@ def expect_goodput(
     return Goodput(
         mode=resilience.mode,
         goodput=Interval(_quantile(kept, 0.5), _quantile(kept, 0.05), _quantile(kept, 0.95)),
-        lost=_scale_lost(parts, 1 - _quantile(kept, 0.5)),
+        lost=_scale_lost(parts, 1 - _quantile(kept, 0.5) - dips) | ({"dip": dips} if dips else {}),
         failures=job.work_s / _quantile(kept, 0.5) / mtbf_s,
         mtbf_s=mtbf_s,
         checkpoint_interval_s=job.interval_s,
@@ -210,6 +214,7 @@ def gather_assumptions(spec: RunSpec, candidate: Candidate) -> tuple[Assumption,
         Assumption("peak_memory_bytes", candidate.peak_memory_bytes, MEMORY_KNOWN_WITHIN, _memory_source()),
         Assumption("cluster.storage_gb_per_s", cluster.storage_gb_per_s, source=STORAGE_SOURCE),
         *_of("cluster.reliability", cluster.reliability, (*RESTART_KEYS, *spares, *elastic)),
+        *_of_planes(spec),
         *_of_accelerator(spec, "tdp_w"),
         *_of("cluster.power", cluster.power, ("busy", "waiting", "idle", "host")),
         *_of("cluster.site", cluster.site, ("pue", "carbon_g_per_kwh")),
@@ -237,6 +242,17 @@ def _of(path: str, spec: Any, keys: Iterable[str]) -> list[Assumption]:
             verified=key not in spec.unverified,
         )
         for key in keys
+    ]
+
+
+def _of_planes(spec: RunSpec) -> list[Assumption]:
+    fabric = spec.cluster.fabric
+    if fabric.planes is None:
+        return []
+    keys = ("network_fraction", "fatal_fraction", "flap_s")
+    found = ((key, fabric.sources.get(key, fabric.sources.get("default", ""))) for key in keys)
+    return [
+        Assumption(f"cluster.fabric.planes.{key}", getattr(fabric.planes, key), source=source) for key, source in found
     ]
 
 

@@ -43,6 +43,7 @@ LOST_PARTS = {
     "checkpoint": "writing checkpoints",
     "stall": "survivors waiting",
     "shrunk": "replica groups away",
+    "dip": "network slower while links flap",
 }
 MODES = {"restart": "restart from checkpoints", "elastic": "shrink and heal"}
 AXES = (

@@ -8,7 +8,23 @@ from pathlib import Path
 
 from trainspec_cli.printable import printable
 from trainspec_cli.report.plan import labels
+from trainspec_cli.report.plan.blueprint import (
+    HEADINGS,
+    NUMBERS,
+    describe_order,
+    draw_tiers,
+    exchange_rows,
+    setting_lines,
+)
 from trainspec_cli.report.plan.labels import Json, percent
+from trainspec_cli.report.plan.planes import (
+    EVENT_HEADINGS,
+    NO_PACKETS,
+    describe_dips,
+    event_rows,
+    figure_headings,
+    figure_rows,
+)
 from trainspec_cli.report.plan.simulation import decision_rows, describe_won_back, event_lines, pace_rows
 from trainspec_cli.report.plan.text import assumption_row, run_rows
 from trainspec_cli.report.svg import LineSeries, Segment, render_bar, render_legend, render_lines
@@ -68,6 +84,10 @@ def _body(plan: Json) -> Iterator[str]:
         yield _memory(plan["best"])
     if plan["candidates"]:
         yield _step_times(plan)
+    if plan.get("blueprint"):
+        yield _blueprint(plan["blueprint"])
+    if plan.get("planes"):
+        yield _planes(plan["planes"])
     if plan.get("simulation"):
         yield _simulation(plan["simulation"])
     if plan["run"]:
@@ -207,6 +227,29 @@ def _simulation(simulation: Json) -> str:
     )
     text = f"{'; '.join(event_lines(simulation))}. {describe_won_back(simulation)}."
     return _section(f"Disturbance {simulation['name']}, simulated", text, paces + decisions)
+
+
+def _blueprint(blueprint: Json) -> str:
+    headings = [f"#{heading}" if heading in NUMBERS else heading for heading in HEADINGS]
+    kinds = ["number" if heading in NUMBERS else "" for heading in HEADINGS]
+    rows = [f"<tr>{''.join(map(_cell, row, kinds))}</tr>" for row in exchange_rows(blueprint)]
+    said = "; ".join(" ".join(line.split()) for line in describe_order(blueprint))
+    notes = "".join(f'<p class="soft">{escape(line)}</p>' for line in setting_lines(blueprint))
+    text = f"Fabric {blueprint['fabric']}, and the axes whose exchanges reach each tier. {said[0].upper()}{said[1:]}."
+    return _section("Communication", text, draw_tiers(blueprint) + _table(headings, rows) + notes)
+
+
+def _planes(planes: Json) -> str:
+    first, *others = figure_headings(planes)
+    name, *numbers = EVENT_HEADINGS
+    tables = _table((first, *(f"#{other}" for other in others)), list(map(_number_row, figure_rows(planes))))
+    tables += _table((name, *(f"#{number}" for number in numbers)), list(map(_number_row, event_rows(planes))))
+    return _section("Planes of the network", f"{describe_dips(planes)} {NO_PACKETS}", tables)
+
+
+def _number_row(row: Sequence[str]) -> str:
+    """A name, and numbers."""
+    return f"<tr>{_cell(row[0])}{''.join(_cell(text, 'number') for text in row[1:])}</tr>"
 
 
 def _refusals(plan: Json) -> str:

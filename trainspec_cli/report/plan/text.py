@@ -10,7 +10,9 @@ from rich.padding import Padding
 from rich.table import Table
 
 from trainspec_cli.report.plan import labels
+from trainspec_cli.report.plan.blueprint import render_blueprint
 from trainspec_cli.report.plan.labels import Json, percent
+from trainspec_cli.report.plan.planes import render_planes
 from trainspec_cli.report.plan.simulation import render_simulation
 from trainspec_cli.report.plan.trace import render_trace
 from trainspec_cli.report.rich_text import Text
@@ -36,6 +38,10 @@ def render_plan(plan: Json, width: int = WIDE) -> RenderableType:
     best = plan["best"]
     if best:
         parts += [*_stages(best), _memory(best), _time(best)]
+    if plan.get("blueprint"):
+        parts.append(render_blueprint(plan["blueprint"]))
+    if plan.get("planes"):
+        parts.append(render_planes(plan["planes"]))
     if plan.get("simulation"):
         parts.append(render_simulation(plan["simulation"], min(width, WIDE)))
     if plan.get("trace"):

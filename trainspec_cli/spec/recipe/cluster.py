@@ -16,6 +16,7 @@ from trainspec_cli.spec.field_types import (
     PositiveInt,
     Range,
 )
+from trainspec_cli.spec.recipe.fabric import FabricSpec, NetworkKind
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,8 @@ class ClusterSpec:
     """One direction, per device; null: the accelerator's."""
     nic_gbit_per_s: NonNegativeFloat = 0.0
     """Between nodes, one direction, per device (a node's NICs over its devices)."""
-    nic_kind: Literal["infiniband", "roce", "efa", "omnipath", "ethernet"] = "infiniband"
+    nic_kind: NetworkKind = "infiniband"
+    fabric: FabricSpec = field(default_factory=FabricSpec)
     host_link_gb_per_s: PositiveFloat = 50.0
     """Device to host memory, one direction, for offload."""
     host_memory_gb: NonNegativeFloat = 2048.0

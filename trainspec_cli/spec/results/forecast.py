@@ -37,7 +37,8 @@ class Goodput:
     goodput: Interval
     """Time of kept work over wall time."""
     lost: dict[str, float]
-    """checkpoint, rework (undone by failures), restart, stall (survivors wait), shrunk (groups are away)."""
+    """checkpoint, rework (undone by failures), restart, stall (survivors wait), shrunk (groups are away), dip (a
+    network of several planes is slower while a link flaps)."""
     failures: float
     """Over the run."""
     mtbf_s: float

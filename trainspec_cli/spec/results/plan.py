@@ -8,6 +8,7 @@ from typing import Literal
 from trainspec_cli.spec.recipe.kernels import KernelSpec
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.run import Offload, Recompute, RunSpec
+from trainspec_cli.spec.results.blueprint import Blueprint
 from trainspec_cli.spec.results.memory import MemorySetting
 from trainspec_cli.spec.results.prediction import LocalPrediction
 
@@ -112,6 +113,9 @@ class Plan:
 
     prediction: LocalPrediction | None = None
     """Of a run on this machine's CPU; None where no probe speaks of it."""
+
+    blueprint: Blueprint | None = None
+    """Of a run on several nodes whose network is described; None elsewhere."""
 
     @property
     def memory_setting(self) -> MemorySetting:

@@ -52,7 +52,7 @@ CUT_OFF, UNFIT = 3, 4
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--node", type=int, default=os.environ.get("SLURM_NODEID"))
+    parser.add_argument("--node", type=int, default=os.environ.get("SLURM_PROCID"))
     parser.add_argument("run", type=RunDir)
     parser.add_argument("generation", type=int)
     options = parser.parse_args()
