@@ -38,8 +38,11 @@ class GroupState(NamedTuple):
     """When it was last seen to begin a step again, because an exchange had failed."""
     taken: MemorySetting | None = None
     """What it was last started with because its memory had run out."""
-    takes_less_memory: bool = False
-    """waiting: it ended for want of memory, so that its next start is no restart after a failure."""
+    is_planned: bool = False
+    """waiting: it ended for want of memory, or to leave a node out, so that its next start is no restart after a
+    failure."""
+    is_left_out: bool = False
+    """It is not started again, since the others are faster without it."""
 
 
 class RunState(NamedTuple):
@@ -70,6 +73,10 @@ class RunState(NamedTuple):
     """What the last group that ended has ended with."""
     memory_ladder: tuple[MemorySetting, ...] = ()
     """What may be taken in turn where memory runs out."""
+    leaving: NodeSlow | None = None
+    """Of one group: its workers were asked to write a checkpoint and end, and the next start is without this node."""
+    left_out: tuple[int, ...] = ()
+    """Nodes that were left out."""
 
     @property
     def is_alone(self) -> bool:
@@ -185,6 +192,25 @@ class NodeUnfit:
 
 
 @dataclass(frozen=True)
+class NodeSlow:
+    """The run is expected to go on faster without a node, by more than that costs (`leave_out.py`)."""
+
+    node: int
+    hostname: str
+    why: str
+    groups: tuple[int, ...]
+    """Those that run there, or partly."""
+
+
+@dataclass(frozen=True)
+class NodesSeen:
+    """Other nodes are there than before: those of the run, and those that stand by."""
+
+    hostnames: tuple[str, ...]
+    """By their places, of which the run's own come first; empty for a node that is not there."""
+
+
+@dataclass(frozen=True)
 class AgentsFailed:
     """The command that starts the nodes' agents has ended before any of them came."""
 
@@ -212,7 +238,8 @@ class RendezvousRestarted:
 
 Event = (
     Tick | PresenceChanged | Begun | Stepped | Retried | WorkerFailed | Orphaned | GroupEnded
-    | NodeLost | NodeBack | NodeUnfit | AgentsFailed | StopRequested | NodeStopRequested | RendezvousRestarted
+    | NodeLost | NodeBack | NodeUnfit | NodeSlow | NodesSeen | AgentsFailed | StopRequested | NodeStopRequested
+    | RendezvousRestarted
 )  # fmt: skip
 
 
@@ -251,6 +278,13 @@ class TakeSetting:
     shortage: Shortage
     taken: MemorySetting
     reason: str
+
+
+@dataclass(frozen=True)
+class LeaveOut:
+    """Let the next start be without a node: on a spare one where there is one, else on fewer."""
+
+    node: int
 
 
 @dataclass(frozen=True)
@@ -293,7 +327,7 @@ class Refuse:
 
 
 Action = (
-    Launch | Stop | Kill | BeginGeneration | TakeSetting | Inform
+    Launch | Stop | Kill | BeginGeneration | TakeSetting | LeaveOut | Inform
     | MarkFailure | ArchiveErrors | RecordLosses | Expect | Refuse
 )  # fmt: skip
 Decision = tuple[RunState, tuple[Action, ...]]
