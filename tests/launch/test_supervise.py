@@ -35,6 +35,7 @@ from trainspec_cli.policy.run_state import (
     Event,
     NodeBack,
     NodeLost,
+    NodeSlow,
     NodeStopRequested,
     NodeUnfit,
     Orphaned,
@@ -310,6 +311,23 @@ def test_a_run_that_cannot_begin_is_refused(tmp_path: Path, make_plan) -> None:
     assert run.world.backend.closed == 1
 
 
+class LeftOut:
+    """Counts the nodes that are left out; the tests say which are slow."""
+
+    def __init__(self, supervisor: Supervisor):
+        self.supervisor, self.nodes = supervisor, list[int]()
+
+    def open(self, job: Job, plan: Plan) -> None:
+        self.given = job, plan
+
+    def poll(self) -> tuple[()]:
+        return ()
+
+    def leave_out(self, node: int) -> tuple[Job, Plan]:
+        self.nodes.append(node)
+        return self.given
+
+
 class Histories(RuleBasedStateMachine):
     """Whatever happens, in whichever order."""
 
@@ -325,6 +343,7 @@ class Histories(RuleBasedStateMachine):
         resilience = {"max_restarts_per_hour": limit, "min_groups": min(min_groups, groups)}
         plan = with_resilience(PLAN, groups, **resilience)
         self.supervisor = Supervisor(a_job(self.folder), plan, self.world.open, self.reports.append)
+        self.supervisor._slow_nodes = self.slow_nodes = LeftOut(self.supervisor)  # type: ignore[assignment]
         self.supervisor.open()
         self.turn()
 
@@ -386,6 +405,18 @@ class Histories(RuleBasedStateMachine):
         group = self.a_group(data)
         self.happen(NodeBack(group), PresenceChanged(group, "there"))
 
+    @rule(data=st.data(), node=st.integers(0, 4))
+    def a_node_is_slow(self, data: st.DataObject, node: int) -> None:
+        group = self.a_group(data)
+        self.happen(NodeSlow(node, "node", "it is slow", (group,)))
+
+    @rule(data=st.data())
+    def workers_end_as_they_were_asked_to(self, data: st.DataObject) -> None:
+        if (group := self.a_group(data)) in self.world.live and self.world.stops:
+            self.world.checkpoint += 10
+            self.world.end(group, exit_code=6)
+            self.turn()
+
     @rule()
     def the_rendezvous_server_ends(self) -> None:
         self.happen(RendezvousRestarted())
@@ -412,7 +443,13 @@ class Histories(RuleBasedStateMachine):
         for group in range(self.world.groups):
             restarts = [at for at, _, started, number in self.starts_s if started == group and number > 1]
             for at in restarts:
-                assert sum(at <= other < at + RESTART_WINDOW_S for other in restarts) <= self.limit
+                recent = sum(at <= other < at + RESTART_WINDOW_S for other in restarts)
+                assert recent <= self.limit + len(self.slow_nodes.nodes)
+
+    @invariant()
+    def a_node_is_left_out_once(self) -> None:
+        assert len(set(self.slow_nodes.nodes)) == len(self.slow_nodes.nodes)
+        assert not (self.slow_nodes.nodes and self.world.groups > 1), "then its groups are"
 
     @invariant()
     def what_lives_is_known_to_live(self) -> None:

@@ -15,6 +15,7 @@ RUN/
   directives.jsonl  what the scheduler has changed, and what came of it
   speeds.json     how fast the ranks compute, for the supervisor
   shortages/      one file a start in which the memory of a rank ran out
+  plan_all_nodes.json  the plan before nodes were left out, which a resume goes back to
   kernels.json    the kernels that were measured for `kernels=auto`, and which were chosen
 """
 
@@ -33,6 +34,7 @@ class RunDir:
         self.composed_yaml = self.root / "composed.yaml"
         self.run_json = self.root / "run.json"
         self.plan_json = self.root / "plan.json"
+        self.plan_of_all_nodes = self.root / "plan_all_nodes.json"
         self.directives = self.root / "directives.jsonl"
         self.speeds_json = self.root / "speeds.json"
         self.kernels_json = self.root / "kernels.json"
