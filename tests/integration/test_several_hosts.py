@@ -15,6 +15,7 @@ from lab.ports import free_port
 
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_plan
 
 SMALL = ("recipe=tiny", "cluster.devices_per_node=1", "data.seq_len=16", "batching.global_batch_size=4")
 
@@ -191,3 +192,29 @@ def test_hosts_need_a_folder_that_they_share(trainspec):
     refused = trainspec("launch", *SMALL, "--nnodes", "2", "--rdzv-endpoint", "localhost:29500")
     assert refused.returncode == 2
     assert "`run.dir` is auto, and the nodes would each make a folder of their own" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_slow_host_is_left_out_and_the_run_ends_well_without_it(start_hosts, trainspec, tmp_path):
+    """One of three ranks becomes many times as slow, and has one of three samples: shares cannot help. Two hosts go on,
+    from the step that the three had reached; the losses are those of a run on one host, so each sample was used once."""
+    run = RunDir(tmp_path / "run")
+    recipe = ("recipe=tiny", "cluster.devices_per_node=1", "data.seq_len=16", "batching.global_batch_size=3")
+    recipe = (*recipe, "precision.compute=fp32", "run.preflight=false", "train.max_steps=100")
+    scheduler = ("scheduler=auto", "scheduler.change=0.5", "fault=throttle(step=10,rank=2,seconds=4,steps=1000)")
+    hosts = start_hosts("launch", *recipe, *scheduler, nnodes=3)
+    said = [host.communicate(timeout=900)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0, 0], said
+    assert "the run starts again without it" in said[0]
+    assert steps_of(run) == list(range(1, 101)), "no step twice, none left out"
+    given, achieved = (event for event in read_events(run.directives) if event["type"].startswith("nodes"))
+    assert (given["node"], given["num_nodes"], given["applied"]) == (2, 2, True)
+    assert given["expected_s"] < given["before_s"]
+    assert achieved["achieved_s"] < given["before_s"]
+    starts = [(event["step"], event["world_size"]) for event in run_events(run, "start")]
+    assert starts == [(0, 3), (given["step"], 2)]
+    assert read_plan(run).num_nodes == 2
+    assert f"step {given['step']}: node 2 is left out" in trainspec("report", "run").stdout
+    alone = trainspec("launch", *recipe, "run.dir=alone")
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    assert losses(run) == pytest.approx(losses(RunDir(tmp_path / "alone")), rel=1e-4)
