@@ -37,9 +37,10 @@ def test_a_slow_rank_is_known_again_in_another_layout_where_it_has_a_stage_to_it
     assert paces.note(DATA, [2.0] * 4) == (1.0,) * 4
 
 
-def test_a_later_start_goes_on_with_what_was_known() -> None:
-    assert PaceTracker(0.1, (1.0, 1.0, 1.0, 2.0)).note(PIPELINE, [8.0, 8.0, 8.0, 20.0]) == (1.0, 1.0, 1.0, 2.0)
-    assert PaceTracker(0.1, (2.0, 1.0)).note(PIPELINE, [8.0] * 4) == (1.0,) * 4
+def test_a_run_of_other_ranks_knows_nothing_of_the_ranks_before() -> None:
+    paces = PaceTracker(0.1)
+    paces.note(Layout(dp_shard=2), [2.0, 6.0])
+    assert paces.note(PIPELINE, [8.0] * 4) == (1.0,) * 4
 
 
 @pytest.mark.parametrize(("time_s", "pace"), [(2.19, 1.0), (2.25, 1.125), (1.75, 0.875)])

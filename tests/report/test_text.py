@@ -351,7 +351,14 @@ def test_a_change_of_layout_says_what_it_was_and_took() -> None:
     layouts = "pp=2 dp_shard=2 zero_stage=1, and was dp_shard=4 zero_stage=3"
     assert describe_event(RELAYOUT) == f"step 30: the layout is now {layouts}: the recipe plans it; {took}"
     gained = replace(RELAYOUT, before_s=1.0, expected_s=0.8)
-    assert describe_event(gained).endswith(f"{took}; 20% less computing is expected")
+    assert describe_event(gained).endswith(f"{took}; 20% shorter steps are expected")
+    achieved = AchievedEvent(step=60, number=1, before_s=1.0, expected_s=0.8, achieved_s=0.9)
+    assert describe_directive(gained, achieved).endswith("20% shorter steps are expected, 10% achieved")
+    advice = replace(gained, applied=False, pause_s=ABSENT, reason="advice: rank 3 is slow")
+    assert describe_event(advice) == (
+        "step 30: the layout is dp_shard=4 zero_stage=3; advice: scheduler=auto would make pp=2 dp_shard=2 "
+        "zero_stage=1 of it: rank 3 is slow; 20% shorter steps are expected"
+    )
     failed = replace(RELAYOUT, applied=False, pause_s=ABSENT, reason="the layout stays as it was: no memory")
     shown = "the layout is dp_shard=4 zero_stage=3 and could not become pp=2 dp_shard=2 zero_stage=1"
     assert describe_event(failed) == f"step 30: {shown}: the layout stays as it was: no memory"

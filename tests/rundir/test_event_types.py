@@ -105,7 +105,15 @@ DIRECTIVE = DirectiveEvent(
     group=1,
 )
 RELAYOUT = replace(
-    DIRECTIVE, kind="layout", before=Layout(), layout=Layout(pp=2), pause_s=0.3, moved_bytes=9, peak_bytes=12
+    DIRECTIVE,
+    kind="layout",
+    before=Layout(),
+    layout=Layout(pp=2),
+    pause_s=0.3,
+    moved_bytes=9,
+    peak_bytes=12,
+    largest_micro_batch_size=8,
+    largest_stage_layers=None,
 )
 ACHIEVED = AchievedEvent(step=9, number=1, before_s=2.0, expected_s=1.5, achieved_s=1.6, group=1)
 EVENTS: list[Event] = [

@@ -19,6 +19,7 @@ RUN = RunDir("run")
         (RUN.plan_json, "plan.json"),
         (RUN.directives, "directives.jsonl"),
         (RUN.speeds_json, "speeds.json"),
+        (RUN.proposal_json, "proposal.json"),
         (RUN.kernels_json, "kernels.json"),
         (RUN.versions_json, "versions.json"),
         (RUN.command_txt, "command.txt"),

@@ -66,12 +66,18 @@ def cut_on_chip(setup: Setup, recompute: str, eff: Efficiency) -> tuple[Setup, t
     groups = axis_groups(setup.layout, setup.fabric, eff)
     times = planned_times(micro_batch(setup, groups, eff), setup)
     limit_bytes = memory_limit_bytes(setup.fabric.chip)
-    for room in (None, _room(setup, limit_bytes * _fullest_bytes(estimate_memory(setup)) / _fullest_bytes(memory))):
-        other = replace(setup, layout=cut(times, setup.layout, room))
+    for bounded in (False, True):
+        other = replace(setup, layout=cut(times, setup.layout, rough_room(setup, memory) if bounded else None))
         taken = memory if other == setup else predict_memory(other, recompute)
         if _fullest_bytes(taken) <= limit_bytes:
             return other, taken
     return setup, memory
+
+
+def rough_room(setup: Setup, memory: Sequence[MemoryBreakdown]) -> Room:
+    """Return what each rank's layers may take by the estimate of memory, which is scaled to the predicted `memory`."""
+    scale = _fullest_bytes(estimate_memory(setup)) / _fullest_bytes(memory)
+    return _room(setup, memory_limit_bytes(setup.fabric.chip) * scale)
 
 
 def _fullest_bytes(stages: Sequence[MemoryBreakdown]) -> float:

@@ -6,15 +6,16 @@ since their ranks of one stage share its parameters; within what shares of the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median_low
 
 from trainspec_cli.policy.balance import best_division, compute_s
-from trainspec_cli.policy.division import Division
+from trainspec_cli.policy.division import Division, largest_that_fits
 from trainspec_cli.policy.partition import Counts, cut_by_times, cut_evenly, rank_times_s
 from trainspec_cli.policy.partition_problem import LayerTimes, Room
 from trainspec_cli.policy.speeds import Speed
+from trainspec_cli.spec.field_types import AUTO, AutoInt
 from trainspec_cli.spec.recipe.layout import Layout
 
 WORTHWHILE = 0.05
@@ -143,6 +144,22 @@ class LayerScheduler:
         if abs(paces[odd] / usual - 1) <= self._change:
             return "the stages' measured times are not as even as their cut was planned"
         return f"pipeline rank {odd} takes {paces[odd] / usual:.2g} times the usual time for its layers"
+
+
+def largest_stage(layout: Layout, num_layers: int, wanted: AutoInt, fits: Callable[[Layout], bool]) -> int | None:
+    """Return the layers of the fullest pipeline rank that `fits`, wherever in the pipeline it is, up to `wanted`
+    (`scheduler.max_stage_layers`); None where no layers move, for there is one rank, or each has several stages."""
+    if layout.pp == 1 or layout.num_stages > layout.pp:
+        return None
+    most = num_layers - layout.pp + 1
+
+    def all_fit(held: int) -> bool:
+        others = cut_evenly(num_layers - held, layout.pp - 1)
+        cuts = ((*others[:rank], held, *others[rank:]) for rank in range(layout.pp))
+        return all(fits(replace(layout, stage_layers=cut)) for cut in cuts)
+
+    usual = max(layout.stage_layers or cut_evenly(num_layers, layout.pp))
+    return largest_that_fits(usual, most if wanted == AUTO else min(most, int(wanted)), all_fit)
 
 
 def with_stages(layout: Layout, counts: Counts) -> Layout:

@@ -14,10 +14,10 @@ from trainspec_cli.spec.recipe.layout import Layout
 
 
 class PaceTracker:
-    def __init__(self, change: float, known: Sequence[float] = ()):
-        """`change`: a rank that differs from what is usual by no more than this fraction computes as usual. `known`:
-        the paces of an earlier start, by global rank."""
-        self._change, self._paces = change, tuple(known)
+    def __init__(self, change: float):
+        """`change`: a rank that differs from what is usual by no more than this fraction computes as usual."""
+        self._change = change
+        self._paces: tuple[float, ...] = ()
         self._layout: Layout | None = None
         self._usual_s: list[float] = []
         """Of each pipeline stage's ranks."""

@@ -10,6 +10,7 @@ from trainspec_cli.report.plan.labels import stages_label
 from trainspec_cli.report.progress import Progress
 from trainspec_cli.rundir.accounting import Recovery, recovery_of
 from trainspec_cli.rundir.event_types import (
+    ADVICE,
     AchievedEvent,
     CadenceEvent,
     CheckpointEvent,
@@ -92,22 +93,30 @@ def describe_directive(event: DirectiveEvent, achieved: AchievedEvent | None = N
     """`step 30: shares are now 9, 9, 5, 9 of 32: data-parallel rank 2 computes a sample in 44 ms, the median is 24 ms;
     38% less computing is expected`."""
     if event.kind in ("layers", "layout"):
-        return f"step {event.step}: {_describe_relayout(event)}"
-    saved = f"{_saving(event.before_s, event.expected_s)} less computing is expected"
-    if achieved is not None:
-        saved += f", {_saving(achieved.before_s, achieved.achieved_s)} achieved"
+        return f"step {event.step}: {_describe_relayout(event, achieved)}"
+    saved = _describe_saving(event, achieved)
     group = f"group {event.group}: " if isinstance(event.group, int) else ""
     verb = "shares are now" if event.applied else "advice: scheduler=auto would make shares"
     return f"step {event.step}: {group}{verb} {summarise_counts(event.counts)}: {event.reason}; {saved}"
 
 
-def _describe_relayout(event: DirectiveEvent) -> str:
+def _describe_saving(event: DirectiveEvent, achieved: AchievedEvent | None) -> str:
+    """`38% less computing is expected, 35% achieved`; of another layout the step itself is compared."""
+    what = "shorter steps are" if event.kind == "layout" else "less computing is"
+    saved = f"{_saving(event.before_s, event.expected_s)} {what} expected"
+    return saved if achieved is None else f"{saved}, {_saving(achieved.before_s, achieved.achieved_s)} achieved"
+
+
+def _describe_relayout(event: DirectiveEvent, achieved: AchievedEvent | None) -> str:
     """`the layout is now pp=2 dp_shard=2, and was dp_shard=4: the recipe plans it; 120 MiB moved in 310 ms, at most
     90 MiB of the state in a process meanwhile`."""
     before, after = event.before, event.layout
     assert isinstance(before, Layout) and isinstance(after, Layout), "both stand in it"
     what = "the stages' layers are" if event.kind == "layers" else "the layout is"
     now, was = (_cut(one) if event.kind == "layers" else _axes(one) for one in (after, before))
+    if not event.applied and event.reason.startswith(ADVICE):
+        reason, saved = event.reason.removeprefix(ADVICE), _describe_saving(event, None)
+        return f"{what} {was}; {ADVICE}scheduler=auto would make {now} of it: {reason}; {saved}"
     if not event.applied:
         return f"{what} {was} and could not become {now}: {event.reason}"
     parts = [event.reason]
@@ -116,7 +125,7 @@ def _describe_relayout(event: DirectiveEvent) -> str:
         took = f"{moved} moved in {format_duration(event.pause_s)}"
         parts.append(f"{took}, at most {peak} of the state in a process meanwhile")
     if event.before_s:
-        parts.append(f"{_saving(event.before_s, event.expected_s)} less computing is expected")
+        parts.append(_describe_saving(event, achieved))
     return f"{what} now {now}, and {'were' if event.kind == 'layers' else 'was'} {was}: {'; '.join(parts)}"
 
 

@@ -28,6 +28,8 @@ def _read_layout(value: Any) -> Layout:
 
 
 WrittenLayout = Annotated[Layout, ValueKind("a layout", _read_layout)]
+ADVICE = "advice: "
+"""So begins the reason of a layout that was not changed to because `scheduler.mode` is advise."""
 PARTS = ("data_wait", "forward", "backward", "exposed_comm", "optimizer", "checkpoint", "other")
 """What a step's time is divided into; the parts sum to `step_time_s`."""
 
@@ -217,7 +219,8 @@ class SchedulerEvent(Event):
     """Directives are numbered 1, 2, ... over the starts of a run; each replica group numbers its own, and group_shares
     have their step's."""
     before_s: Seconds
-    """The slowest rank's own computing in a step took so long, with the exchanges of its micro-batches."""
+    """The slowest rank's own computing in a step took so long, with the exchanges of its micro-batches; before another
+    layout, the step itself."""
     expected_s: Seconds
     """The same is expected to take so long after the change; both are 0 where the recipe asked for it."""
     group: Count | Absent | None = ABSENT
@@ -244,6 +247,9 @@ class DirectiveEvent(SchedulerEvent):
     """layers, layout: the layout up to now."""
     layout: WrittenLayout | Absent = ABSENT
     """The layout from here on."""
+    largest_micro_batch_size: Count | Absent | None = ABSENT
+    """layers, layout: what memory allows there, for shares; None where that is not known."""
+    largest_stage_layers: Count | Absent | None = ABSENT
     pause_s: Seconds | Absent = ABSENT
     """layers, layout: what the change took."""
     moved_bytes: Count | Absent = ABSENT
@@ -258,7 +264,7 @@ class AchievedEvent(SchedulerEvent):
 
     type: Literal["achieved"] = "achieved"
     achieved_s: Seconds
-    """The slowest rank's own computing in a step takes so long since then, with the exchanges of its micro-batches."""
+    """The same takes so long since then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,5 @@
-"""Files that are never seen half-written; `read_json` and `read_object` read what they hold."""
+"""Files that are never seen half-written; `read_json` and `read_object` read what they hold, and `FileWatch` tells when
+they are new."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 from trainspec_cli.reading.files import read_json, read_object
 from trainspec_cli.spec.json_text import json_text
 
-__all__ = ["read_json", "read_object", "write_json", "write_text"]
+__all__ = ["FileWatch", "read_json", "read_object", "write_json", "write_text"]
 
 
 def write_text(path: Path, text: str) -> None:
@@ -29,3 +30,26 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     write_text(path, json_text(content) + "\n")
+
+
+class FileWatch:
+    """Tells when a file is another one than before, at the cost of one `stat`: what is renamed into place is."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._seen = self._signature()
+
+    def has_changed(self) -> bool:
+        """Return whether the file was written since the last call, or since this watch was made."""
+        signature = self._signature()
+        if signature in (None, self._seen):
+            return False
+        self._seen = signature
+        return True
+
+    def _signature(self) -> tuple[int, int] | None:
+        try:
+            status = self._path.stat()
+        except FileNotFoundError:
+            return None
+        return status.st_ino, status.st_mtime_ns

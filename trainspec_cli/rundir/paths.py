@@ -14,6 +14,7 @@ RUN/
   slurm.json      the job it was last given to
   directives.jsonl  what the scheduler has changed, and what came of it
   speeds.json     how fast the ranks compute, for the supervisor
+  proposal.json   the layout that the supervisor proposes to the workers
   shortages/      one file a start in which the memory of a rank ran out
   plan_all_nodes.json  the plan before nodes were left out, which a resume goes back to
   kernels.json    the kernels that were measured for `kernels=auto`, and which were chosen
@@ -37,6 +38,7 @@ class RunDir:
         self.plan_of_all_nodes = self.root / "plan_all_nodes.json"
         self.directives = self.root / "directives.jsonl"
         self.speeds_json = self.root / "speeds.json"
+        self.proposal_json = self.root / "proposal.json"
         self.kernels_json = self.root / "kernels.json"
         self.versions_json = self.root / "versions.json"
         self.command_txt = self.root / "command.txt"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from trainspec_cli.reading.files import read_object, unreadable
 from trainspec_cli.rundir.event_types import WrittenLayout
 from trainspec_cli.rundir.fields import Count, FieldError, Seconds, read_record
-from trainspec_cli.rundir.files import write_json
+from trainspec_cli.rundir.files import FileWatch, write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import to_plain
 
@@ -74,21 +74,8 @@ class SpeedsWatch:
     """Looks for a newer report; `poll` is to be called again and again, and costs one `stat` where there is none."""
 
     def __init__(self, run: RunDir):
-        self._run = run
-        self._seen = self._signature()
+        self._run, self._file = run, FileWatch(run.speeds_json)
 
     def poll(self) -> SpeedsReport | None:
         """Return the report that was written since the last call, if any. Raises UnreadableFileError."""
-        signature = self._signature()
-        if signature in (None, self._seen):
-            return None
-        self._seen = signature
-        return read_speeds(self._run)
-
-    def _signature(self) -> tuple[int, int] | None:
-        """Every report is another file, renamed into place."""
-        try:
-            status = self._run.speeds_json.stat()
-        except FileNotFoundError:
-            return None
-        return status.st_ino, status.st_mtime_ns
+        return read_speeds(self._run) if self._file.has_changed() else None

@@ -20,11 +20,12 @@ from trainspec_cli.planner.this_machine import (
 )
 from trainspec_cli.policy.division import largest_that_fits
 from trainspec_cli.policy.memory import build_ladder, with_reliefs, with_setting
-from trainspec_cli.policy.partition import cut_evenly
+from trainspec_cli.policy.moved_layers import largest_stage
 from trainspec_cli.report.text import describe_prediction
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.memory import MemorySetting
 from trainspec_cli.spec.results.plan import Plan, PlannedLayout
 from trainspec_cli.spec.results.prediction import LocalPrediction
@@ -174,23 +175,15 @@ def _largest_micro_batch(plan: Plan, predictor: Predictor) -> int | None:
 
 
 def _largest_stage(plan: Plan, predictor: Predictor) -> int | None:
-    """Return the layers of the fullest pipeline rank that fits, wherever in the pipeline it is; None where the
-    scheduler moves none, or a rank has several stages."""
-    scheduler, layout, layers = plan.spec.scheduler, plan.layout, plan.spec.model.num_layers
-    if scheduler.mode == "off" or layout.pp == 1 or layout.num_stages > layout.pp:
+    """Return the layers of the fullest pipeline rank that fits; None where the scheduler moves none."""
+    if plan.spec.scheduler.mode == "off":
         return None
-    most, wanted = layers - layout.pp + 1, scheduler.max_stage_layers
 
-    def fits(held: int) -> bool:
-        for rank in range(layout.pp):
-            others = cut_evenly(layers - held, layout.pp - 1)
-            cut = replace(layout, stage_layers=(*others[:rank], held, *others[rank:]))
-            if predictor.predict(replace(plan.as_one_group, layout=cut)).needed_bytes > predictor.limit_bytes:
-                return False
-        return True
+    def fits(layout: Layout) -> bool:
+        prediction = predictor.predict(replace(plan.as_one_group, layout=layout))
+        return prediction.needed_bytes <= predictor.limit_bytes
 
-    usual = max(layout.stage_layers or cut_evenly(layers, layout.pp))
-    return largest_that_fits(usual, most if wanted == AUTO else min(most, int(wanted)), fits)
+    return largest_stage(plan.layout, plan.spec.model.num_layers, plan.spec.scheduler.max_stage_layers, fits)
 
 
 def _predictor(plan: Plan, machine: Machine, console: PrintableConsole, *, may_probe: bool) -> Predictor | None:

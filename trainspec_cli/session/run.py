@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from trainspec_cli.compose.origins import show_path
@@ -21,6 +22,7 @@ from trainspec_cli.report.render import render_summary
 from trainspec_cli.report.text import describe_recovery
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.scheduler.advisor import LayoutAdvisor
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
@@ -34,17 +36,19 @@ def run(
     console: RunConsole,
     limits: LimitsWatch | None = None,
     *,
+    advisor: LayoutAdvisor | None = None,
     as_json: bool = False,
     requests: StopRequests | None = None,
     replan: Replan | None = None,
 ) -> int:
     """Supervise the job until its run has ended, and report how it ended; return the exit code. `limits` remembers
-    what it learns of the machine's memory; `replan` is as of `supervise`.
+    what it learns of the machine's memory, and `advisor` proposes other layouts; `replan` is as of `supervise`.
 
     Raises WorkerError where it failed, or was begun anew by another start while it ran; BrokenPipeError where it ended
     well and nobody reads that.
     """
-    ending = _supervise(job, plan, backend, console, limits, requests or StopRequests(), replan)
+    watches = [watch for watch in (limits, advisor) if watch is not None]
+    ending = _supervise(job, plan, backend, console, watches, requests or StopRequests(), replan)
     job = ending.job
     if ending.left_behind:
         console.print(f"processes {', '.join(map(str, ending.left_behind))} hang in the kernel and could not be ended")
@@ -67,7 +71,7 @@ def _supervise(
     plan: Plan,
     backend: OpenBackend,
     console: RunConsole,
-    limits: LimitsWatch | None,
+    watches: Sequence[LimitsWatch | LayoutAdvisor],
     requests: StopRequests,
     replan: Replan | None,
 ) -> Ending:
@@ -75,8 +79,8 @@ def _supervise(
 
     def watch(stop_requested: bool) -> None:
         view.watch(stop_requested)
-        if limits:
-            limits.look(view.say)
+        for one in watches:
+            one.look(view.say)
 
     stopping = console.stopping_run_without_reader(requests.add)
     with stopping, on_stop_signal(requests.add), LiveView(job.run, plan, console) as view:

@@ -24,6 +24,7 @@ from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.memory import newest_copy
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan_of_all_nodes
+from trainspec_cli.scheduler.advisor import LayoutAdvisor, Layouts, decides_layouts
 from trainspec_cli.session.check_nodes import check_nodes
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.data import prepare_data
@@ -80,9 +81,24 @@ def start(session: Session, requests: StopRequests | None = None) -> int:
             if session.reach:
                 backend = partial(NodesBackend, reach=session.reach, examination=examination)
             limits = LimitsWatch(job.run, plan, machine)
-            replan = partial(plan_on_fewer, machine=machine)
-            as_json = session.as_json
-            return run(job, plan, backend, console, limits, as_json=as_json, requests=requests, replan=replan)
+            return run(
+                *(job, plan, backend, console, limits),
+                advisor=_advisor(job.run, plan, machine),
+                as_json=session.as_json,
+                requests=requests,
+                replan=partial(plan_on_fewer, machine=machine),
+            )
+
+
+def _advisor(run: RunDir, plan: Plan, machine: Machine) -> LayoutAdvisor | None:
+    """Return what proposes other layouts of the run while it goes on; None where none may be changed to."""
+
+    def layouts(home: Plan) -> Layouts:
+        from trainspec_cli.scheduler.other_layout import OtherLayouts  # loads numpy: where a rank is slow alone
+
+        return OtherLayouts.of_plan(home, machine)
+
+    return LayoutAdvisor(run, plan, layouts) if decides_layouts(plan) else None
 
 
 def rehearse(session: Session) -> tuple[Job, Plan]:

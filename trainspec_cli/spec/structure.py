@@ -245,6 +245,8 @@ def _hint(wanted: Any, value: Any, path: str) -> str:
         colon = isinstance(value, str) and ":" in value
         example = f"{path}.{key_of(dataclasses.fields(wanted)[0])}"
         return "put a space after the colon" if colon else f"its keys are set one by one, such as {example}"
+    if typing.get_origin(wanted) is tuple and choices_of(wanted):
+        return f"type {path}=[{', '.join(map(str, choices_of(wanted)))}], or some of them"
     if isinstance(value, str) and choices_of(wanted):
         meant = closest(value, [str(choice) for choice in choices_of(wanted)])
         if meant:
@@ -287,7 +289,8 @@ def _alternatives(wanted: Any, with_null: bool) -> Iterator[str]:
     elif dataclasses.is_dataclass(wanted):
         yield f"a section with the keys {', '.join(map(key_of, dataclasses.fields(wanted)))}"
     elif typing.get_origin(wanted) is tuple:
-        yield "a list"
+        words = [str(choice) for choice in choices_of(wanted)]
+        yield f"a list of {_join_or(words)}" if words else "a list"
     elif typing.get_origin(wanted) is dict:
         yield "a section of values by name"
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from trainspec_cli.policy.speeds import Speed, slowest
 from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent, Event, WarningEvent
 from trainspec_cli.rundir.events import EventWriter, read_events
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.proposals import ProposalRecord, write_proposal
 from trainspec_cli.rundir.speeds import SpeedsWatch, read_speeds
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.scheduler import SchedulerSpec
@@ -77,8 +79,8 @@ class Run:
         state: Any = SimpleNamespace(mesh=SimpleNamespace(axes=SimpleNamespace(mesh=axes)))
         self.folder, self.journal = RunDir(folder), Journal()
         self.directives = Directives(self.folder, self.journal, layout, recalls=follows_earlier(self.plan, group))  # type: ignore[arg-type]
-        link = SupervisorLink(self.folder, self.journal)  # type: ignore[arg-type]
-        self.scheduler = StepScheduler(self.plan, state, self.directives, group, link)
+        self.link = SupervisorLink(self.folder, self.journal, itertools.count(0.0).__next__)  # type: ignore[arg-type]
+        self.scheduler = StepScheduler(self.plan, state, self.directives, group, self.link)
         self.reported: list[float] = []
 
     def step(
@@ -96,12 +98,12 @@ class Run:
         self.reported = self.scheduler.figures(step)
         known = sample_s if speeds is None else speeds
         figures = [
-            [0.0, speed, 0.0, 0.0, count * own_s, own_waited_s]
+            [0.0, speed, 0.0, 0.0, count * own_s, own_waited_s, 0.0]
             for speed, count, own_s, own_waited_s in zip(
                 known, counts * self.plan.layout.pp, sample_s, waited_s, strict=False
             )
         ]
-        figures[0][3] = change_s
+        figures[0][3], figures[0][6] = change_s, self.reported[6] if self.reported else 0.0
         own = division.of_rank(0, 0, SAMPLES)
         compute_s = counts[0] * sample_s[0]
         parts_s = {
@@ -233,9 +235,17 @@ def test_nothing_is_measured_where_nothing_would_be_done(tmp_path: Path, changes
 def test_a_rank_reports_its_speed_and_its_last_step(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.step(0)
-    assert run.reported == [0.0, 0.0, 0.0, math.inf, 0.0, 0.0]
+    assert run.reported == [0.0, 0.0, 0.0, math.inf, 0.0, 0.0, 0.0]
     run.steps(1, 12)
-    assert run.reported == [0.0, 1.0, 0.0, 5.5, 8.0, 0.5]  # its first batch took 6 s to read, the others half a second
+    assert run.reported == [
+        0.0,
+        1.0,
+        0.0,
+        5.5,
+        8.0,
+        0.5,
+        0.0,
+    ]  # its first batch took 6 s to read, the others half a second
 
 
 def test_what_a_rank_waited_is_reported_for_each_micro_batch(tmp_path: Path) -> None:
@@ -244,7 +254,7 @@ def test_what_a_rank_waited_is_reported_for_each_micro_batch(tmp_path: Path) -> 
     division = Division((1.0,) * RANKS, 4)
     parts_s = {"data_wait": 0.0, "forward": 1.0, "backward": 2.0, "exposed_comm": 3.0}
     run.scheduler.note_step(2, division.of_rank(0, 0, SAMPLES), parts_s, SAMPLES, torch.zeros(RANKS, 0))
-    assert run.scheduler.figures(2)[4:] == [3.0, 1.5]
+    assert run.scheduler.figures(2)[4:] == [3.0, 1.5, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -569,3 +579,74 @@ def test_a_run_goes_on_where_the_supervisor_cannot_be_told(tmp_path: Path) -> No
     warnings = [event for event in run.journal.events if isinstance(event, WarningEvent)]
     assert len(warnings) == 2
     assert warnings[0].message.startswith("the supervisor is not told of new speeds: ")
+
+
+def proposal(number: int) -> ProposalRecord:
+    before, layout = Layout(dp_shard=RANKS, zero_stage=1), Layout(tp=RANKS)
+    sizes = {"micro_batch_size": 8, "grad_accum_steps": 1, "largest_micro_batch_size": 8, "largest_stage_layers": None}
+    return ProposalRecord(
+        number=number, before=before, layout=layout, before_s=2.0, expected_s=1.5, reason="rank 2 is slow", **sizes
+    )
+
+
+def test_a_proposal_is_known_in_the_step_after_it_and_taken_up_once(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.steps(0, 3)
+    assert not run.scheduler.is_proposed
+    write_proposal(run.folder, proposal(1))
+    run.step(3)
+    assert run.reported[6] == 1.0
+    assert run.scheduler.is_proposed
+    assert run.link.receive() == proposal(1)
+    run.steps(4, 6)
+    assert not run.scheduler.is_proposed
+    write_proposal(run.folder, proposal(2))
+    run.step(6)
+    assert run.scheduler.is_proposed
+    assert run.link.receive() == proposal(2)
+
+
+def test_a_proposal_of_an_earlier_start_is_void(tmp_path: Path) -> None:
+    write_proposal(RunDir(tmp_path), proposal(4))
+    run = Run(tmp_path)
+    run.steps(0, 3)
+    assert not run.scheduler.is_proposed
+    write_proposal(run.folder, proposal(5))
+    run.step(3)
+    assert run.scheduler.is_proposed
+
+
+def test_a_damaged_proposal_is_passed_over_with_a_warning(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.folder.proposal_json.write_text("{}")
+    run.steps(0, 3)
+    assert not run.scheduler.is_proposed
+    (warning,) = [event for event in run.journal.events if isinstance(event, WarningEvent)]
+    assert warning.message.startswith("a proposal of the supervisor is passed over: ")
+    write_proposal(run.folder, proposal(1))
+    run.step(3)
+    assert run.scheduler.is_proposed
+
+
+def test_a_run_that_follows_an_earlier_start_takes_up_no_proposal_before_the_last_of_its_directives(
+    tmp_path: Path, write: Callable[..., Path]
+) -> None:
+    write(directive(step=6))
+    run = Run(tmp_path)
+    write_proposal(run.folder, proposal(1))
+    run.steps(0, 6)
+    assert not run.scheduler.is_proposed
+    run.step(6)
+    assert run.scheduler.is_proposed
+
+
+def test_what_another_layout_has_come_to_is_the_step_itself_once_shares_have_followed(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.scheduler.watch(directive(kind="layout", step=0, before_s=20.0, expected_s=12.0))
+    run.steps(0, 40, *ONE_SLOW)
+    of_shares, of_layout = (line for line in run.written if line["type"] == "achieved")
+    assert (of_shares["step"], of_shares["before_s"]) == (9, pytest.approx(14.4))
+    assert (of_layout["step"], of_layout["before_s"]) == (17, 20.0)
+    assert of_layout["achieved_s"] == pytest.approx(
+        9.0 + 0.5 + 0.5
+    )  # the rank's batch, and what it waits, belong to it

@@ -20,7 +20,7 @@ from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent
 from trainspec_cli.rundir.events import read_log
 from trainspec_cli.rundir.fields import read_record
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.canonical import ABSENT, to_plain
+from trainspec_cli.spec.canonical import ABSENT, Absent, to_plain
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.plan import Plan, PlannedLayout
@@ -143,18 +143,20 @@ def largest_stage_layers(plan: Plan) -> int | None:
 
 
 def planned_by(directive: DirectiveEvent, plan: Plan) -> PlannedLayout:
-    """Return the layout that a directive changed to, with what memory allows in the one of these axes that `plan`
-    knows."""
+    """Return the layout that a directive changed to, with what memory allows there: as it says itself, or as `plan`
+    knows of the one of these axes."""
     assert isinstance(directive.micro_batch_size, int) and isinstance(directive.micro_batches, int)
-    layout = _layout_of(directive)
+    layout, sizes = _layout_of(directive), (directive.micro_batch_size, directive.micro_batches)
+    most, most_layers = directive.largest_micro_batch_size, directive.largest_stage_layers
+    if not isinstance(most, Absent) and not isinstance(most_layers, Absent):
+        return PlannedLayout(directive.step, layout, *sizes, most, most_layers)
     ways: list[Plan | PlannedLayout] = [plan, *plan.changes]
     alike = (one for one in ways if replace(one.layout, stage_layers=layout.stage_layers) == layout)
     known = next(alike, None)
     return PlannedLayout(
         directive.step,
         layout,
-        directive.micro_batch_size,
-        directive.micro_batches,
+        *sizes,
         None if known is None else known.largest_micro_batch_size,
         None if known is None else known.largest_stage_layers,
     )

@@ -25,7 +25,8 @@ from trainspec_cli.engine.run.directives import Directives, planned_by
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.policy.division import even_division_of
 from trainspec_cli.policy.moved_layers import LayerChange, with_stages
-from trainspec_cli.rundir.event_types import DirectiveEvent
+from trainspec_cli.rundir.event_types import ADVICE, DirectiveEvent
+from trainspec_cli.rundir.proposals import ProposalRecord
 from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.spec.recipe.layout import MESH_AXES, Layout
 from trainspec_cli.spec.results.plan import Plan, PlannedLayout
@@ -59,7 +60,8 @@ class DueLayout:
     """The directive of an earlier start that asked for it."""
     before_s: float = 0.0
     expected_s: float = 0.0
-    """What the slowest rank computes in a step as it is, and is expected to; 0 where nobody has measured it."""
+    """What the slowest rank computes in a step as it is, and is expected to; for another layout than the same with
+    other cuts, the step's own seconds. 0 where nobody has measured it."""
 
 
 class LayoutChanges:
@@ -69,32 +71,27 @@ class LayoutChanges:
         self._planned, self._directives = list(plan.changes), directives
         self._meshes = Meshes(state.mesh)
 
-    def due(self, step: int, plan: Plan, decided: LayerChange | None = None) -> DueLayout | None:
+    def due(
+        self, step: int, plan: Plan, decided: LayerChange | None = None, proposed: ProposalRecord | None = None
+    ) -> DueLayout | None:
         """Return the layout that the run changes to after `step` updates, if any. Of several that are due, as after a
-        resume, it is the last; `decided` is what the scheduler asks for."""
+        resume, it is the last; `decided` is what the scheduler asks for, and `proposed` the supervisor."""
         if followed := self._directives.due_layout(step):
             return DueLayout(planned_by(followed, plan), followed.reason, followed)
         due = [planned for planned in self._planned if planned.step <= step]
         self._planned = [planned for planned in self._planned if planned.step > step]
         if due and not self._directives.has_changed_layout(due[-1].step) and due[-1].layout != plan.layout:
             return DueLayout(due[-1], "the recipe plans it")
-        return None if decided is None else self._moved(step, plan, decided)
+        wanted = [_proposed(step, proposed)] if proposed is not None and proposed.before == plan.layout else []
+        wanted += [] if decided is None else [_moved(step, plan, decided)]
+        return next((due for due in wanted if self._takes(step, plan, due)), None)
 
-    def _moved(self, step: int, plan: Plan, decided: LayerChange) -> DueLayout | None:
-        """Return the plan's layout with another cut; None where that is advice alone, which is written down."""
-        planned = PlannedLayout(
-            step,
-            with_stages(plan.layout, decided.stage_layers),
-            plan.micro_batch_size,
-            plan.grad_accum_steps,
-            plan.largest_micro_batch_size,
-            plan.largest_stage_layers,
-        )
-        due = DueLayout(planned, decided.reason, None, decided.before_s, decided.after_s)
+    def _takes(self, step: int, plan: Plan, due: DueLayout) -> bool:
+        """Return whether a change that is wanted is made. What is advice alone is written down."""
         if plan.spec.scheduler.mode == "auto":
-            return due
-        self._directives.write(_directive(step, due, plan, f"advice: {decided.reason}"))
-        return None
+            return True
+        self._directives.write(_directive(step, due, plan, ADVICE + due.reason))
+        return False
 
     def change(
         self, step: int, due: DueLayout, before: Plan, after: Plan, state: TrainState, prepare: Prepare
@@ -111,6 +108,24 @@ class LayoutChanges:
             self._directives.follow_layout(due.followed)
             return done, due.followed
         return done, self._directives.write(_directive(step, due, before, due.reason, done))
+
+
+def _proposed(step: int, record: ProposalRecord) -> DueLayout:
+    wanted = record.proposal
+    return DueLayout(wanted.planned_from(step), wanted.reason, None, wanted.before_s, wanted.expected_s)
+
+
+def _moved(step: int, plan: Plan, decided: LayerChange) -> DueLayout:
+    """Return the plan's layout with another cut."""
+    planned = PlannedLayout(
+        step,
+        with_stages(plan.layout, decided.stage_layers),
+        plan.micro_batch_size,
+        plan.grad_accum_steps,
+        plan.largest_micro_batch_size,
+        plan.largest_stage_layers,
+    )
+    return DueLayout(planned, decided.reason, None, decided.before_s, decided.after_s)
 
 
 def _cannot_follow(followed: DirectiveEvent, error: RelayoutError) -> WorkerError:
@@ -134,6 +149,8 @@ def _directive(step: int, due: DueLayout, plan: Plan, reason: str, done: Relayou
         expected_s=due.expected_s,
         before=plan.layout,
         layout=planned.layout,
+        largest_micro_batch_size=planned.largest_micro_batch_size,
+        largest_stage_layers=planned.largest_stage_layers,
         pause_s=done.pause_s if done else ABSENT,
         moved_bytes=done.moved_bytes if done else ABSENT,
         peak_bytes=done.peak_bytes if done else ABSENT,

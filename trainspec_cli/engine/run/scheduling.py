@@ -8,15 +8,15 @@ computes the same bits.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from statistics import median
+from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.run.directives import Directives, largest_stage_layers, watches_speeds
+from trainspec_cli.engine.run.effects import Effects
 from trainspec_cli.engine.run.supervisor_link import SupervisorLink
 from trainspec_cli.policy.division import Division, OwnSamples, even_division_of
 from trainspec_cli.policy.moved_layers import LayerChange, LayerScheduler
@@ -29,27 +29,28 @@ from trainspec_cli.policy.scheduling import (
     reporting_interval,
     samples_per_s,
 )
-from trainspec_cli.policy.speeds import SETTLING_S, SKIPPED_STEPS, Speed, SpeedTracker, slowest
-from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent
+from trainspec_cli.policy.speeds import SETTLING_S, Speed, SpeedTracker, slowest
+from trainspec_cli.rundir.event_types import DirectiveEvent
 from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.results.plan import Plan
 
-FIGURES = 6
-"""Numbers that a rank reports in each step: its speed (fixed_s, per_sample_s, noise), what a change of shares was seen
-to cost it, and of its last step how long it computed and how long it waited for the exchanges of each micro-batch."""
-MEASURED_STEPS = 5
-"""The effect of a directive is the median over so many steps."""
 
+class Figures(NamedTuple):
+    """What a rank reports in each step."""
 
-@dataclass
-class Watched:
-    """A directive whose effect is being measured."""
-
-    directive: DirectiveEvent
-    before_s: float
-    seen_s: list[float] = field(default_factory=list)
-    """The first `SKIPPED_STEPS` still bring what was measured before it."""
+    fixed_s: float
+    per_sample_s: float
+    noise: float
+    """Its speed."""
+    change_s: float
+    """A change of shares was seen to cost it so much."""
+    last_s: float
+    """It computed so long in its last step."""
+    waited_s: float
+    """And waited so long for the exchanges of each micro-batch."""
+    proposal: float
+    """The number of the newest layout that the supervisor proposes, which rank 0 knows."""
 
 
 class StepScheduler:
@@ -76,18 +77,19 @@ class StepScheduler:
         self._total_steps = plan.total_steps
         self.decided_layers: LayerChange | None = None
         """Layers that are to move before the next step."""
+        self.is_proposed = False
+        """The supervisor proposes a layout that the ranks have not taken up."""
         self._rows, self._pipelines = ranks_of_data(state), ranks_of_pipelines(state)
         self._ranks, self._interval_steps = plan.group_size, reporting_interval(plan.group_size)
         self._tracker = SpeedTracker(spec.change, SETTLING_S)
         self._change_cost = ChangeCost()
         self._last_s = (0.0, 0.0)
-        self._slowest_s: deque[float] = deque(maxlen=MEASURED_STEPS)
         self.rate = 0.0
         """Samples that the replica group computes a second by its confirmed speeds, where shares of groups follow it; 0
         where they are not known."""
         self._decided: tuple[ShareChange, int] | None = None
         """The change that the next step begins with, and the samples of a step."""
-        self._watched: Watched | None = None
+        self._effects = Effects(self._directives)
         self._ahead = list[DirectiveEvent]()
         """Shares of an earlier start for steps that are now made again."""
         if self._mode != "off" and self._group is None:
@@ -113,18 +115,20 @@ class StepScheduler:
         self._shares.limit(micro_batch_size)
 
     def figures(self, step: int) -> list[float]:
-        """Return what this rank reports in the exchange of the step after update `step`: `FIGURES` numbers, or none."""
+        """Return what this rank reports in the exchange of the step after update `step`: `Figures`, or none."""
         if self._mode == "off" or step % self._interval_steps:
             return []
         speed = self._tracker.speed or Speed(0.0, 0.0)
-        return [speed.fixed_s, speed.per_sample_s, speed.noise, self._change_cost.seconds, *self._last_s]
+        proposal = self._link.look(step) if self._group is None else 0
+        change_s = self._change_cost.seconds
+        return list(Figures(speed.fixed_s, speed.per_sample_s, speed.noise, change_s, *self._last_s, proposal))
 
     # After it
 
     def note_step(
         self, step: int, own: OwnSamples, parts_s: Mapping[str, float], samples: int, figures: Tensor
     ) -> None:
-        """Take in where this rank's time of a step went, and the `figures` (ranks, `FIGURES`) of all ranks.
+        """Take in where this rank's time of a step went, and the `figures` (ranks, `Figures`) of all ranks.
 
         `samples` are those of the replica group. On a GPU the step after it has begun.
         """
@@ -136,19 +140,22 @@ class StepScheduler:
         self._last_s = compute_s, parts_s["exposed_comm"] / micro_batches
         if not figures.numel():
             return
-        reported = figures.tolist()
-        exchange_s = exchange_each_s(self._layout, min(waited_s for *_, waited_s in reported))
-        slowest_s = max(last_s for *_, last_s, _ in reported)
-        self._measure(step, slowest_s + micro_batches * exchange_s)
+        reported = [Figures(*one) for one in figures.tolist()]
+        exchange_s = exchange_each_s(self._layout, min(one.waited_s for one in reported))
+        slowest_s = max(one.last_s for one in reported)
+        whole_s = sum(seconds for part, seconds in parts_s.items() if part != "checkpoint")
         counts = self._shares.division.counts(samples)
-        known = [read_speed(*one[:3]) for one in reported]
+        known = [read_speed(one.fixed_s, one.per_sample_s, one.noise) for one in reported]
+        slowest_step_s = slowest_s + micro_batches * exchange_s
+        self._effects.note_step(step, slowest_step_s, whole_s, knows_speeds=None not in known)
         speeds = [slowest([known[rank] for rank in row], n) for row, n in zip(self._rows, counts, strict=True)]
         if self._mode == "auto" and self._group is not None and "shares" in self._may_change:
             self.rate = samples_per_s(speeds)
         if self._ahead or self._directives.has_layout_ahead:
             return
-        self._tell(step, slowest_s + micro_batches * exchange_s, micro_batches, counts, known)
-        steps, change_s = self._interval_steps, max(seconds for *_, seconds, _, _ in reported)
+        self._tell(step, slowest_step_s, micro_batches, counts, known)
+        self.is_proposed = self._link.is_news(int(reported[0].proposal))
+        steps, change_s = self._interval_steps, max(one.change_s for one in reported)
         self._interval_steps = reporting_interval(self._ranks, slowest_s)
         division = self._shares.division
         decides_shares = "shares" in self._may_change
@@ -192,33 +199,11 @@ class StepScheduler:
         )
         directive = self._directives.write(directive)
         if directive.applied:
-            self._watched = Watched(directive, median(self._slowest_s))
+            self._effects.watch(directive)
 
     def watch(self, directive: DirectiveEvent) -> None:
         """Measure what a directive of the layout has come to; it is in force."""
-        self._watched = Watched(directive, directive.before_s)
-
-    def _measure(self, step: int, slowest_s: float) -> None:
-        """Take in what the slowest rank took in the step before."""
-        self._slowest_s.append(slowest_s)
-        watched = self._watched
-        if watched is None:
-            return
-        watched.seen_s.append(slowest_s)
-        if len(watched.seen_s) < SKIPPED_STEPS + MEASURED_STEPS:
-            return
-        self._watched = None
-        given = watched.directive
-        self._directives.note_effect(
-            AchievedEvent(
-                step=step,
-                number=given.number,
-                before_s=watched.before_s,
-                expected_s=given.expected_s,
-                achieved_s=median(watched.seen_s[SKIPPED_STEPS:]),
-                group=given.group,
-            )
-        )
+        self._effects.watch(directive)
 
 
 def largest_micro_batch(plan: Plan) -> int:

@@ -1,26 +1,49 @@
-"""What rank 0 tells the supervisor of the run's speeds, by a file in the run folder."""
+"""What rank 0 tells the supervisor of the run's speeds, and hears from it of other layouts, by files in the run folder.
+
+The number of the newest proposal travels with the figures of the step's own exchange (`scheduling.py`), so that all
+ranks take it up before the same step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
+from trainspec_cli.engine.comm.json_collectives import broadcast_json
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
+from trainspec_cli.errors import MachineError
 from trainspec_cli.policy.speeds import Speed
 from trainspec_cli.rundir.event_types import WarningEvent
+from trainspec_cli.rundir.fields import read_record
+from trainspec_cli.rundir.files import FileWatch
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.proposals import ProposalRecord, read_proposal
 from trainspec_cli.rundir.speeds import SpeedsReport, write_speeds
+from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.layout import Layout
+
+LOOK_INTERVAL_S = 1.0
+"""Rank 0 looks for a proposal at most so often."""
 
 
 class SupervisorLink:
     """Every rank calls it; rank 0 alone touches files."""
 
-    def __init__(self, run_dir: RunDir, journal: Journal | GroupJournal):
-        self._run_dir, self._journal = run_dir, journal
-        self._told: tuple[object, ...] = ()
+    def __init__(self, run_dir: RunDir, journal: Journal | GroupJournal, now: Callable[[], float] = time.monotonic):
+        """Proposals that are there already were made to an earlier start."""
+        self._run_dir, self._journal, self._now = run_dir, journal, now
         self.writes = dist.get_rank() == 0
+        self._told: tuple[object, ...] = ()
+        self._file = FileWatch(run_dir.proposal_json) if self.writes else None
+        self._looked_s = now()
+        self._newest: ProposalRecord | None = None
+        self._received = 0
+        """The number of the last proposal that the ranks have taken up."""
+
+    # Up
 
     def tell(
         self,
@@ -50,4 +73,36 @@ class SupervisorLink:
         try:
             write_speeds(self._run_dir, report)
         except OSError as error:
-            self._journal.write(WarningEvent(step=step, message=f"the supervisor is not told of new speeds: {error}"))
+            self._warn(step, f"the supervisor is not told of new speeds: {error}")
+
+    # Down
+
+    def look(self, step: int) -> int:
+        """Return the number of the newest proposal of this start; 0 where there is none, and on other ranks."""
+        if self._file is None or self._now() - self._looked_s < LOOK_INTERVAL_S:
+            return self._newest.number if self._newest else 0
+        self._looked_s = self._now()
+        try:
+            if self._file.has_changed():
+                self._newest = read_proposal(self._run_dir)
+        except (MachineError, OSError) as error:
+            self._warn(step, f"a proposal of the supervisor is passed over: {error}")
+        return self._newest.number if self._newest else 0
+
+    def is_news(self, number: int) -> bool:
+        """Return whether the ranks have not taken up this proposal yet."""
+        return number > self._received
+
+    def receive(self) -> ProposalRecord:
+        """Return the newest proposal, which rank 0 knows. Called by every rank together."""
+        plain = to_plain(self._newest) if self._newest else None
+        record = broadcast_json(plain, _read)
+        self._received = record.number
+        return record
+
+    def _warn(self, step: int, message: str) -> None:
+        self._journal.write(WarningEvent(step=step, message=message))
+
+
+def _read(plain: Any) -> ProposalRecord:
+    return read_record(ProposalRecord, plain)

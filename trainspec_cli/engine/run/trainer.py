@@ -71,8 +71,8 @@ class Trainer:
         )
         recalls = follows_earlier(run.plan, coordinator.group)
         self.directives = Directives(run.run_dir, self.journal, run.plan.layout, recalls=recalls)
-        link = SupervisorLink(run.run_dir, self.journal)
-        self.scheduler = StepScheduler(run.plan, run.state, self.directives, coordinator.group, link)
+        self.link = SupervisorLink(run.run_dir, self.journal)
+        self.scheduler = StepScheduler(run.plan, run.state, self.directives, coordinator.group, self.link)
         self.layouts = LayoutChanges(run.plan, run.state, self.directives)
         self.relief = MemoryRelief(run, coordinator, self.checkpoints, self.watch, self.scheduler)
         self.restored_from: str | None = None
@@ -181,7 +181,8 @@ class Trainer:
     def _follow_layout(self, step: int) -> None:
         """Change the layout where that is due; the time belongs to no step."""
         decided, self.scheduler.decided_layers = self.scheduler.decided_layers, None
-        due = self.layouts.due(step, self.plan, decided)
+        proposed, self.scheduler.is_proposed = self.scheduler.is_proposed, False
+        due = self.layouts.due(step, self.plan, decided, self.link.receive() if proposed else None)
         if due is None:
             return
         self._record_unread()

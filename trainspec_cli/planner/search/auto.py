@@ -10,7 +10,7 @@ from trainspec_cli.planner.hardware.catalogue import find_accelerator
 from trainspec_cli.policy.division import micro_batches_of
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.recipe.layout import LayoutSpec
+from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
@@ -68,5 +68,10 @@ def as_plan(spec: RunSpec, candidate: Candidate, capacity: CapacityPlan, compute
 
 
 def is_run(candidate: Candidate, spec: RunSpec) -> bool:
-    pinned = {field.name: getattr(candidate.layout, field.name) for field in fields(LayoutSpec)}
-    return not check_built(replace(spec, layout=LayoutSpec(**pinned)))
+    return not check_built(pin_layout(spec, candidate.layout))
+
+
+def pin_layout(spec: RunSpec, layout: Layout) -> RunSpec:
+    """Return the recipe as it would be with this layout asked for."""
+    pinned = {field.name: getattr(layout, field.name) for field in fields(LayoutSpec)}
+    return replace(spec, layout=LayoutSpec(**pinned))

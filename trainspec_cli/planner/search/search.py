@@ -94,7 +94,7 @@ class Search:
     def _try(self, setup: Setup, recompute: str, best: list[tuple[float, int, Estimated]]) -> bool:
         """-> whether heavier recomputation is no use: this fits, or is already too slow."""
         self.considered += 1
-        known = self._parts.get(self._part_key(setup))
+        known = self._parts.get(part_key(setup))
         if known is not None and self._too_slow(setup, known, best):
             return True
         peak = peak_of(setup, self._layer_memory(setup, recompute))
@@ -134,27 +134,29 @@ class Search:
         work += own_work_s(once.embedding) + own_work_s(once.head)
         return setup.grad_accum * work / layout.pp * (1 + waiting_share(setup, self.eff))
 
-    def _part_key(self, setup: Setup) -> tuple[object, ...]:
-        layout = setup.layout
-        gathered = layout.shards_parameters
-        accum = setup.grad_accum if setup.matmul in EIGHT_BIT else setup.grad_accum > 1
-        return *_cut(layout), layout.pp == 1, gathered, setup.micro_batch_size, accum, id(setup.software)
-
     def _micro_batch(self, setup: Setup) -> MicroBatch:
-        key = self._part_key(setup)
+        key = part_key(setup)
         if key not in self._parts:
             groups = axis_groups(setup.layout, setup.fabric, self.eff)
             self._parts[key] = micro_batch(setup, groups, self.eff)
         return self._parts[key]
 
     def _layer_memory(self, setup: Setup, recompute: str) -> LayerMemory:
-        key = (*_cut(setup.layout), setup.micro_batch_size, recompute, id(setup.software))
+        key = (*axes_of_layer(setup.layout), setup.micro_batch_size, recompute, id(setup.software))
         if key not in self._memory:
             self._memory[key] = self.layer_memory(setup, recompute)
         return self._memory[key]
 
 
-def _cut(layout: Layout) -> tuple[object, ...]:
+def part_key(setup: Setup) -> tuple[object, ...]:
+    """Return what a micro-batch's time depends on, of setups that differ in layout and micro-batches alone."""
+    layout = setup.layout
+    accum = setup.grad_accum if setup.matmul in EIGHT_BIT else setup.grad_accum > 1
+    gathered = layout.shards_parameters
+    return *axes_of_layer(layout), layout.pp == 1, gathered, setup.micro_batch_size, accum, id(setup.software)
+
+
+def axes_of_layer(layout: Layout) -> tuple[object, ...]:
     """The axes that cut a layer."""
     return layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel
 

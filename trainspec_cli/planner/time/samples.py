@@ -73,8 +73,10 @@ def step_parts(setup: Setup, eff: Efficiency) -> StepParts:
     each_s, once_s = _each_and_once(lambda one: data_parallel_s(slowest, one, groups, eff), setup)
     once = micro_batch(setup, groups, eff)
     between_s = eff.step_graphed_s if setup.software.graphs else eff.step_s
+    pairs = list(zip(stages, larger, strict=True))
+    kinds = {pair: _stage_time(*pair, setup, groups, eff, scale) for pair in set(pairs)}
     return StepParts(
-        stages=tuple(_stage_time(*pair, setup, groups, eff, scale) for pair in zip(stages, larger, strict=True)),
+        stages=tuple(kinds[pair] for pair in pairs),
         bubble=eff.bubble * bubble_s(times, setup.layout) / waits_s if waits_s else 0.0,
         sends=_sends(setup, groups["pp"], eff).scaled(scale),
         sends_tier=_tier(groups["pp"]),

@@ -26,6 +26,38 @@ class PlannedLayout:
 
 
 @dataclass(frozen=True)
+class LayoutProposal:
+    """Another layout for a run whose ranks are not equally fast, and what it is expected to save.
+
+    Seconds are the planner's: where nothing measured stands behind them (on a CPU), their ratio alone counts.
+    """
+
+    layout: Layout
+    micro_batch_size: int
+    grad_accum_steps: int
+    """Micro-batches of each rank in a step, over ranks that are equally fast."""
+    largest_micro_batch_size: int
+    largest_stage_layers: int | None
+    """Layers that memory allows on a pipeline rank; None where none move."""
+    before_s: float
+    """A step in the present layout, with the shares and the cut into stages that are best for the measured speeds."""
+    expected_s: float
+    """A step in the proposed one, likewise."""
+    reason: str
+
+    def planned_from(self, step: int) -> PlannedLayout:
+        """Return the layout as one that the run has after `step` updates."""
+        return PlannedLayout(
+            step,
+            self.layout,
+            self.micro_batch_size,
+            self.grad_accum_steps,
+            self.largest_micro_batch_size,
+            self.largest_stage_layers,
+        )
+
+
+@dataclass(frozen=True)
 class Plan:
     """The plan that `launch` writes to `plan.json` and the workers run."""
 

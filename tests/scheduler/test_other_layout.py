@@ -1,0 +1,166 @@
+"""Which layout suits ranks of unequal speed: against every legal one of a small cluster, and what is never proposed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from scheduler.test_simulation_figures import CHIP, SPEC
+
+from trainspec_cli.planner.capacity import open_layout, plan_capacity
+from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
+from trainspec_cli.planner.memory.predict import predict_memory
+from trainspec_cli.planner.search.auto import pin_layout
+from trainspec_cli.planner.search.space import Space
+from trainspec_cli.scheduler.other_layout import WORTHWHILE, Found, OtherLayouts, axes_of, equalise_paces
+from trainspec_cli.scheduler.paced_step import Paces
+from trainspec_cli.spec.recipe.batching import BatchingSpec
+from trainspec_cli.spec.recipe.cluster import ClusterSpec
+from trainspec_cli.spec.recipe.layout import LayoutSpec
+from trainspec_cli.spec.recipe.resilience import ResilienceSpec
+from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.recipe.scheduler import SchedulerSpec
+from trainspec_cli.spec.rules.engine import check_built
+
+TENSOR = LayoutSpec(dp_shard=1, tp=8)
+PIPELINE = LayoutSpec(dp_shard=2, pp=4, zero_stage=1)
+DATA = LayoutSpec(dp_shard=8, zero_stage=3)
+
+
+def spec_of(layout: LayoutSpec, devices: int = 8, memory_gb: float = 80, **changes: object) -> RunSpec:
+    chip = replace(CHIP, memory_gb=memory_gb)
+    cluster = ClusterSpec(num_nodes=1, devices_per_node=devices, accelerator=chip)
+    batching = BatchingSpec(global_batch_size=24)
+    return replace(SPEC, cluster=cluster, layout=layout, batching=batching, **changes)  # type: ignore[arg-type]
+
+
+def others_of(spec: RunSpec) -> OtherLayouts:
+    return OtherLayouts.of_candidate(spec, plan_capacity(spec, None).candidates[0], None)
+
+
+def slow(ranks: int = 8, **paces: float) -> list[float]:
+    """`slow(r5=2.1)`: rank 5 takes 2.1 times as long."""
+    return [paces.get(f"r{rank}", 1.0) for rank in range(ranks)]
+
+
+def fastest_of_all(others: OtherLayouts, spec: RunSpec, paces: list[float]) -> Found | None:
+    """Look at every layout that the planner enumerates and the engine builds, one by one."""
+    paced = Paces(equalise_paces(paces, spec.scheduler.change))
+    before_s = others.in_present(paced).step.step_s
+    wide = replace(spec, layout=replace(open_layout(spec), stage_layers=None))
+    devices = spec.cluster.num_nodes * int(spec.cluster.devices_per_node)
+    legal = {
+        others.setup_of(layout, micro)
+        for layout, micro, _ in Space(wide, devices, devices).layouts()
+        if not check_built(pin_layout(spec, layout)) and axes_of(layout) != axes_of(others.present.layout)
+    }
+    found = [others.worth(setup, paced, before_s, float("inf")) for setup in legal]
+    return min((one for one in found if one is not None), key=lambda one: one.step.step_s, default=None)
+
+
+@pytest.mark.parametrize(
+    ("layout", "paces"),
+    [
+        (LayoutSpec(dp_shard=1, tp=4), slow(4, r2=2.1)),
+        (LayoutSpec(dp_shard=2, tp=2, zero_stage=1), slow(4, r0=1.6, r3=3.0)),
+        (LayoutSpec(dp_shard=1, pp=4), slow(4, r0=1.6, r1=1.6, r3=3.0)),
+        (LayoutSpec(dp_shard=4, zero_stage=3), slow(4, r2=2.1)),
+    ],
+    ids=["tp", "tp x dp", "pp", "dp"],
+)
+def test_no_legal_layout_is_faster(layout: LayoutSpec, paces: list[float]) -> None:
+    spec = spec_of(layout, devices=4)
+    others = others_of(spec)
+    proposal, best = others.propose(paces), fastest_of_all(others, spec, paces)
+    assert (proposal is None) == (best is None)
+    if proposal is not None and best is not None:
+        assert proposal.expected_s == pytest.approx(best.step.step_s, rel=1e-12)
+        assert proposal.expected_s < proposal.before_s * (1 - WORTHWHILE)
+
+
+def test_some_of_these_runs_change_their_layout_and_some_do_not() -> None:
+    proposals = [others_of(spec_of(layout)).propose(slow(r5=2.1)) for layout in (TENSOR, DATA)]
+    assert proposals[0] is not None and proposals[1] is None
+
+
+def test_a_slow_rank_of_a_tensor_parallel_group_is_given_samples_of_its_own() -> None:
+    """Eight ranks wait for one that takes 2.1 times as long; as data-parallel ranks, that one takes fewer samples."""
+    proposal = others_of(spec_of(TENSOR)).propose(slow(r5=2.1))
+    assert proposal is not None and proposal.layout.tp == 1 and proposal.layout.data_parallel_size == 8
+    assert proposal.reason.startswith("rank 5 computes 2.1 times as long as usual; as ")
+    assert "1 and not 8 ranks wait for it" in proposal.reason and "shrinks" in proposal.reason
+    assert proposal.micro_batch_size <= proposal.largest_micro_batch_size <= 2 * proposal.micro_batch_size
+    assert proposal.micro_batch_size * proposal.grad_accum_steps * 8 >= 24
+    planned = proposal.planned_from(7)
+    assert (planned.step, planned.layout) == (7, proposal.layout)
+
+
+def test_no_layout_takes_less_than_the_bound_by_which_it_is_left_out() -> None:
+    chance = random.Random(3)
+    others = others_of(spec_of(PIPELINE))
+    for _ in range(2):
+        paces = Paces([chance.choice([1.0, 1.0, 1.3, 2.0, 4.0]) for _ in range(8)])
+        for setup in chance.sample(others.others, 30):
+            found = others.in_layout(setup, paces)
+            most = others.memory.most_samples(setup)
+            assert found is None or others.steps.bound_s(setup, paces, most) <= found.step.step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("layout", [TENSOR, PIPELINE])
+@pytest.mark.parametrize("pace", [0.5, 1.0, 7.0])
+def test_ranks_that_are_equally_fast_change_nothing(layout: LayoutSpec, pace: float) -> None:
+    others = others_of(spec_of(layout))
+    assert others.propose([pace] * 8) is None
+    assert others.propose([pace * (1 + 0.06 * (rank % 2)) for rank in range(8)]) is None, "within scheduler.change"
+
+
+def test_only_the_ratio_of_paces_counts() -> None:
+    others = others_of(spec_of(TENSOR))
+    assert others.propose(slow(r5=2.0)) == others.propose([3 * pace for pace in slow(r5=2.0)])
+
+
+@pytest.mark.parametrize("memory_gb", [3, 3.6, 4.5, 6, 10])
+def test_what_memory_does_not_hold_is_never_proposed(memory_gb: float) -> None:
+    """Two layers' worth of memory more or less decides which layouts there are, and whether the state can move."""
+    spec = spec_of(TENSOR, memory_gb=memory_gb)
+    others = others_of(spec)
+    proposal = others.propose(slow(r5=3.0))
+    if proposal is not None:
+        setup = others.setup_of(proposal.layout, proposal.largest_micro_batch_size)
+        limit_bytes = memory_limit_bytes(setup.fabric.chip)
+        assert max(stage.total_bytes for stage in predict_memory(setup, "none")) <= limit_bytes
+        assert others.memory.may_move(others.present, setup)
+
+
+def test_less_memory_leaves_fewer_layouts() -> None:
+    """Both states together must fit while one becomes the other."""
+    found = [others_of(spec_of(TENSOR, memory_gb=size)).propose(slow(r5=3.0)) for size in (2.2, 80)]
+    assert found[0] is None and found[1] is not None
+
+
+def test_replica_groups_keep_their_layout() -> None:
+    spec = spec_of(LayoutSpec(dp_replicate=2, dp_shard=1, tp=4))
+    elastic = replace(spec, resilience=ResilienceSpec(mode="elastic", replica_groups=2))
+    candidate = plan_capacity(spec, None).candidates[0]
+    assert OtherLayouts.of_candidate(spec, candidate, None).propose(slow(r5=3.0)) is not None
+    assert OtherLayouts.of_candidate(elastic, candidate, None).propose(slow(r5=3.0)) is None
+
+
+def test_a_bounded_micro_batch_bounds_what_a_fast_rank_may_take() -> None:
+    spec = spec_of(TENSOR, scheduler=SchedulerSpec(max_micro_batch_size=96))
+    proposal = others_of(spec).propose(slow(r5=2.1))
+    assert proposal is not None and proposal.largest_micro_batch_size <= 96
+
+
+def test_when_all_ranks_are_equally_fast_again_the_planned_layout_is_gone_back_to() -> None:
+    """Data parallelism over slow links loses to tensor parallelism where no rank is slow."""
+    others = others_of(spec)
+    slower = next(
+        setup for setup in others.others if others.steps.planned_s(setup) > 1.2 * others.steps.planned_s(others.present)
+    )
+    changed = others.after(slower.layout, int(slower.micro_batch_size))
+    back = changed.propose([1.0] * 8)
+    assert back is not None and axes_of(back.layout) == axes_of(others.present.layout)
+    assert back.expected_s < back.before_s and back.reason.startswith("all ranks are equally fast again")
+    assert others.propose([1.0] * 8) is None

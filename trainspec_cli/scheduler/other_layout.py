@@ -1,0 +1,263 @@
+"""Find the layout in which a run with slow ranks is fastest, of all that the planner knows and the engine can change
+to.
+
+The search is exact by branch and bound: layouts are looked at in the order of a bound that no shares and no cut can
+beat, until that bound is no less than the fastest step found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from math import inf
+from statistics import median_low
+
+from trainspec_cli.planner import this_machine
+from trainspec_cli.planner.capacity import efficiency_of, open_layout, setup_of, software_of
+from trainspec_cli.planner.cut import cut_on_chip
+from trainspec_cli.planner.run.batches import main_size
+from trainspec_cli.planner.search.auto import pin_layout
+from trainspec_cli.planner.search.space import Space
+from trainspec_cli.planner.setup import Setup
+from trainspec_cli.policy.division import micro_batches_of
+from trainspec_cli.policy.moved_layers import with_stages
+from trainspec_cli.scheduler.layout_memory import LayoutMemory
+from trainspec_cli.scheduler.paced_step import PacedStep, PacedSteps, Paces
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.plan import LayoutProposal, Plan
+from trainspec_cli.spec.results.prediction import Candidate
+from trainspec_cli.spec.rules.batching import measurable_noise
+from trainspec_cli.spec.rules.engine import BUILT
+from trainspec_cli.spec.rules.kernels import KERNEL_RULES
+from trainspec_cli.units import format_duration
+
+WORTHWHILE = 0.1
+"""A layout is changed where that saves at least this fraction of a step: planned times of layouts are rough."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout with its step at measured speeds."""
+
+    step: PacedStep
+    largest_micro_batch: int
+
+
+class OtherLayouts:
+    """The layouts that a run may change to. Made once for a run, it keeps what does not depend on speeds."""
+
+    def __init__(self, spec: RunSpec, setup: Setup, recompute: str, samples: int | None = None):
+        """`setup` is of the layout in force; `samples`: of a step (by default of those that train most of the run)."""
+        self._spec, self._samples = spec, samples or main_size(spec)
+        self._keeps = spec.model.unit == "samples"
+        self._softwares = {sharded: software_of(spec, sharded) for sharded in (True, False)}
+        self._template = setup
+        self.memory = LayoutMemory(spec.scheduler, recompute)
+        self.steps = PacedSteps(efficiency_of(spec.cluster), self._samples, keeps_micro_batches=self._keeps)
+        self._legal: dict[tuple[Layout, int], bool] = {}
+        self._cut: dict[Setup, Setup] = {}
+        self.present = self.setup_of(setup.layout, int(setup.micro_batch_size))
+        self._home = self.present
+        """The layout that the run was planned in."""
+
+    @classmethod
+    def of_plan(cls, plan: Plan, machine: Machine, samples: int | None = None) -> OtherLayouts:
+        """Return the layouts of a run on this machine's devices, of which `plan` has the one in force."""
+        spec = replace(plan.spec, kernels=plan.kernels)
+        return cls(spec, this_machine.setup_of(plan, machine), plan.recompute, samples)
+
+    @classmethod
+    def of_candidate(cls, spec: RunSpec, candidate: Candidate, machine: Machine | None) -> OtherLayouts:
+        """Return the layouts of a planned run, of which `candidate` has the one in force."""
+        return cls(spec, setup_of(candidate, spec, machine), candidate.recompute)
+
+    def after(self, layout: Layout, micro_batch_size: int) -> OtherLayouts:
+        """Return the layouts of the same run, with this one in force. The one that the run was planned in is gone back
+        to when all ranks are equally fast."""
+        changed = copy(self)  # what is known of layouts is shared
+        changed.present = self.setup_of(layout, micro_batch_size)
+        return changed
+
+    def propose(self, paces: Sequence[float]) -> LayoutProposal | None:
+        """Return the layout in which a step is expected to be fastest, where it is worth the change; None where none
+        is, or all ranks are equally fast.
+
+        `paces`: how many times as long as usual each global rank computes, in the order of ranks; the median counts as
+        usual, and so do those within `scheduler.change` of it. What another layout would save on equally fast ranks
+        does not count: that was known when the run was planned.
+        """
+        if self._spec.resilience.mode == "elastic":
+            return None  # replica groups heal from one another, part by part
+        relative = equalise_paces(paces, self._spec.scheduler.change)
+        if set(relative) == {1.0}:
+            return self._go_home()
+        paced = Paces(relative)
+        before = self.in_present(paced)
+        if self.steps.planned_s(self.present) >= before.step.step_s * (1 - WORTHWHILE):
+            return None  # even a layout that the slow ranks do not slow saves too little
+        found = self._fastest(paced, before.step.step_s)
+        if found is None:
+            return None
+        return self._proposal(before, found, self._slowed_s(found.step), describe(relative, before.step, found.step))
+
+    def _go_home(self) -> LayoutProposal | None:
+        if axes_of(self._home.layout) == axes_of(self.present.layout):
+            return None
+        usual = Paces([1.0] * self._template.fabric.num_devices)
+        before, home = self.in_present(usual), self.in_layout(self._home, usual)
+        if home is None or home.step.step_s >= before.step.step_s:
+            return None
+        reason = f"all ranks are equally fast again, and the run was planned as {self._home.layout.describe()}"
+        return self._proposal(before, home, home.step.step_s, reason)
+
+    def _proposal(self, before: Found, found: Found, expected_s: float, reason: str) -> LayoutProposal:
+        setup = found.step.setup
+        return LayoutProposal(
+            layout=setup.layout,
+            micro_batch_size=int(setup.micro_batch_size),
+            grad_accum_steps=setup.grad_accum,
+            largest_micro_batch_size=found.largest_micro_batch,
+            largest_stage_layers=self.memory.largest_stage_layers(setup),
+            before_s=before.step.step_s,
+            expected_s=expected_s,
+            reason=reason,
+        )
+
+    # The search
+
+    @cached_property
+    def others(self) -> tuple[Setup, ...]:
+        """Every layout with every size of micro-batches that the planner's search looks at, that the engine builds and
+        that may fit; layers uncut."""
+        wanted = replace(open_layout(self._spec), stage_layers=None)
+        batching = replace(self._spec.batching, global_batch_size=self._samples)
+        fabric, method = self._template.fabric, wanted.context_method
+        space = Space(replace(self._spec, layout=wanted, batching=batching), fabric.num_devices, fabric.scaleup_devices)
+        setups = (self.setup_of(replace(layout, context_method=method), micro) for layout, micro, _ in space.layouts())
+        return tuple(setup for setup in dict.fromkeys(setups) if self.memory.may_fit(setup) and self.is_legal(setup))
+
+    def setup_of(self, layout: Layout, micro_batch_size: int) -> Setup:
+        return replace(
+            self._template,
+            layout=layout,
+            micro_batch_size=float(micro_batch_size),
+            grad_accum=micro_batches_of(layout, micro_batch_size, self._samples),
+            software=self._softwares[layout.shards_parameters],
+        )
+
+    def _fastest(self, paces: Paces, before_s: float) -> Found | None:
+        """Return the fastest of the other layouts that are worth the change from a step of `before_s`."""
+        best, enough_s = None, before_s * (1 - WORTHWHILE)
+        own = axes_of(self.present.layout)
+        others = [setup for setup in self.others if axes_of(setup.layout) != own]
+        bounds_s = [self.steps.bound_s(setup, paces, self.memory.most_samples(setup)) for setup in others]
+        for bound_s, setup in sorted(zip(bounds_s, others, strict=True), key=lambda pair: pair[0]):
+            if bound_s >= enough_s:
+                break
+            found = self.worth(setup, paces, before_s, enough_s)
+            if found is not None:
+                best, enough_s = found, found.step.step_s
+        return best
+
+    def worth(self, setup: Setup, paces: Paces, before_s: float, enough_s: float) -> Found | None:
+        """Return the step in another layout where that takes less than `enough_s`, the engine can change to it, and it
+        saves what is worthwhile of `before_s` beside what it would save on equally fast ranks."""
+        found = self.in_layout(setup, paces, enough_s)
+        if found is None or not self.memory.may_move(self.present, found.step.setup):
+            return None
+        return found if self._slowed_s(found.step) < before_s * (1 - WORTHWHILE) else None
+
+    def _slowed_s(self, step: PacedStep) -> float:
+        """Return what a step would take in another layout that is planned to be no faster than the present one."""
+        planned_s, present_s = self.steps.planned_s(step.setup), self.steps.planned_s(self.present)
+        return step.step_s * max(1.0, present_s / planned_s)
+
+    def is_legal(self, setup: Setup) -> bool:
+        """Return whether the engine builds the layout, as it checks for those of `scheduler.changes`."""
+        key = setup.layout, setup.grad_accum
+        if key not in self._legal:
+            spec = pin_layout(self._spec, setup.layout)
+            problems = (problem for rule in (*BUILT, *KERNEL_RULES) for problem in rule(spec))
+            self._legal[key] = not any(chain(problems, measurable_noise(spec, setup.layout, 1, key[1])))
+        return self._legal[key]
+
+    # A layout with its best cut and shares
+
+    def in_present(self, paces: Paces) -> Found:
+        """Return the step in the layout in force."""
+        found = self._best_cut(self.present, self.present, paces, inf)
+        assert found is not None, "it is in force, so that its cut fits"
+        return found
+
+    def in_layout(self, setup: Setup, paces: Paces, enough_s: float = inf) -> Found | None:
+        """Return the step in a layout whose layers are uncut; None where it does not fit, or takes `enough_s`."""
+        if setup not in self._cut:
+            self._cut[setup], _ = cut_on_chip(setup, self.memory.recompute, efficiency_of(self._spec.cluster))
+        return self._best_cut(self._cut[setup], None, paces, enough_s)
+
+    def _best_cut(self, planned: Setup, in_force: Setup | None, paces: Paces, enough_s: float) -> Found | None:
+        """Return the step of the fastest cut that fits: the planned one, or one by the paces where each rank has one
+        stage."""
+        setups = [planned]
+        if planned.layout.pp > 1 and planned.layout.num_stages == planned.layout.pp:
+            for counts in self.steps.cuts(planned, paces, self.memory.room(planned)):
+                setups.append(replace(planned, layout=with_stages(planned.layout, counts)))
+        tried = [self.steps.best(setup, paces, self.memory.most_samples(setup)) for setup in dict.fromkeys(setups)]
+        best = None
+        for hoped in sorted(tried, key=lambda step: step.step_s):
+            if hoped.step_s >= enough_s:
+                break
+            if hoped.setup != in_force and not self.memory.fits(hoped.setup):
+                continue
+            largest = self.memory.largest_micro_batch(hoped.setup)
+            step = self.steps.best(hoped.setup, paces, largest)
+            if step.step_s < enough_s:
+                best, enough_s = Found(step, largest), step.step_s
+        return best
+
+
+def axes_of(layout: Layout) -> Layout:
+    """Return the layout without its cut, and without what means nothing where an axis is 1."""
+    if layout.dp_shard == 1:
+        layout = replace(layout, zero_stage=1)
+    if layout.pp == 1:
+        layout = replace(layout, pipeline_schedule="1f1b", virtual_stages=1)
+    if layout.tp == 1:
+        layout = replace(layout, sequence_parallel=False)
+    return replace(layout, stage_layers=None)
+
+
+def equalise_paces(paces: Sequence[float], change: float) -> tuple[float, ...]:
+    """Return paces relative to the median one, with 1 for all that differ from it by no more than `change`."""
+    usual = median_low(paces)
+    return tuple(1.0 if abs(pace / usual - 1) <= change else pace / usual for pace in paces)
+
+
+def describe(paces: Sequence[float], before: PacedStep, found: PacedStep) -> str:
+    """`rank 5 computes 2.1 times as long as usual; as tp=2 dp_shard=4 ...`: why another layout is faster."""
+    odd = max(range(len(paces)), key=lambda rank: max(paces[rank], 1 / paces[rank]))
+    slow = sum(pace > 1 for pace in paces)
+    others = f", and {slow - 1:,} more are slow" if slow > 1 else ""
+    before_layout, layout = before.setup.layout, found.setup.layout
+    waiting = (before_layout.tp * before_layout.cp, layout.tp * layout.cp)
+    row = odd // (layout.tp * layout.cp) % layout.data_parallel_size
+    share = found.division.weights[row] * layout.data_parallel_size / sum(found.division.weights)
+    effects = []
+    if waiting[1] < waiting[0]:
+        effects.append(f"{waiting[1]} and not {waiting[0]} ranks wait for it in every layer")
+    if share < 1:
+        effects.append(f"its share of the samples shrinks to {share:.0%} of an even one")
+    if layout.stage_layers and layout.num_stages == layout.pp:
+        rank = odd // (layout.world_size // layout.pp)
+        effects.append(f"its stage has {layout.stage_layers[rank]} of {sum(layout.stage_layers)} layers")
+    found_s, before_s = format_duration(found.step_s), format_duration(before.step_s)
+    why = f" ({'; '.join(effects)})" if effects else ""
+    return (
+        f"rank {odd} computes {paces[odd]:.2g} times as long as usual{others}; "
+        f"as {layout.describe()} a step takes {found_s} and not {before_s}{why}"
+    )
