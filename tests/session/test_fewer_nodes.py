@@ -46,7 +46,7 @@ def test_the_layout_is_the_recipes_as_far_as_it_divides_the_nodes(
     assert fewer is not None
     assert replace(fewer.layout, stage_layers=None, sequence_parallel=layout.sequence_parallel) == layout
     assert (fewer.num_nodes, fewer.devices_per_node, fewer.layout.world_size) == (nodes, 2, 2 * nodes)
-    assert fewer.spec == before.spec, "it is as it was asked for"
+    assert (fewer.spec.cluster.num_nodes, fewer.spec.batching) == (nodes, before.spec.batching)
     batch = before.spec.batching.global_batch_size
     assert fewer.micro_batch_size * fewer.grad_accum_steps * fewer.layout.data_parallel_size >= batch
 

@@ -21,8 +21,8 @@ def plan_on_fewer(before: Plan, nodes: int, *, machine: Machine) -> Plan | None:
     """Return the plan of the same run on so many nodes; None where its recipe allows none, or none fits.
 
     The layout is the recipe's. Where that does not divide the nodes it has other data parallelism, then fewer pipeline
-    stages, and then whatever the search finds, if the prediction of memory says that it fits. The recipe stays as it
-    was asked for, and so do the kernels.
+    stages, and then whatever the search finds, if the prediction of memory says that it fits. Kernels stay as they were
+    chosen; changes of layout that the recipe plans are of all nodes, and are not made.
     """
     quiet = RunConsole(quiet=True)  # nobody has asked for the prediction of what may never be
     for spec, must_be_predicted in _on_fewer(before, nodes):
@@ -34,7 +34,7 @@ def plan_on_fewer(before: Plan, nodes: int, *, machine: Machine) -> Plan | None:
         except TrainspecError:
             continue
         if found.prediction is not None or not must_be_predicted:
-            return replace(found, spec=before.spec, kernels=before.kernels)
+            return replace(found, kernels=before.kernels)
     return None
 
 
