@@ -90,6 +90,7 @@ def test_layers_move_off_a_slow_pipeline_rank_and_back(trainspec, tmp_path: Path
     recipe = (
         *("recipe=tiny", "model.num_layers=6", "cluster.devices_per_node=2", "precision=fp32", "layout.pp=2"),
         *("layout.dp_shard=1", "batching.global_batch_size=8", "train.max_steps=80", "scheduler.max_stage_layers=5"),
+        "scheduler.may_change=[shares,layers]",
     )
     ended = trainspec("launch", *recipe, "scheduler=auto", f"fault={';'.join([*usual, slow])}", "run.dir=run")
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -103,3 +104,47 @@ def test_layers_move_off_a_slow_pipeline_rank_and_back(trainspec, tmp_path: Path
     achieved = [line for line in read_events(run.directives) if line["type"] == "achieved"]
     assert achieved[0]["number"] == away["number"]
     assert achieved[0]["achieved_s"] < away["before_s"]
+
+
+HELD_UP, KILLED = 30, 90
+ALONE = 16 * 2 * SAMPLE_S / 2 / 2
+"""Seconds that the slow stage of a pipeline of two computes in a step at least."""
+
+
+@pytest.mark.slow
+def test_a_slow_rank_leads_to_another_layout_and_a_killed_run_follows_it(trainspec, tmp_path: Path) -> None:
+    """Two stages of one layer each: no layer can move, and there is one data-parallel rank, so shares change nothing.
+    With the samples divided over both ranks the slow one gets fewer."""
+    usual = [f"throttle(step=0,rank={rank},seconds={SAMPLE_S / 2},steps=1000)" for rank in range(2)]
+    slow = f"throttle(step={HELD_UP},rank=1,seconds={SAMPLE_S / 2},steps=1000)"
+    recipe = (
+        *("recipe=tiny", "model.num_layers=2", "cluster.devices_per_node=2", "precision=fp32", "layout.pp=2"),
+        *("layout.dp_shard=1", "batching.global_batch_size=16", "train.max_steps=100"),
+        *("checkpoint.interval_steps=25", "checkpoint.mode=sync"),
+    )
+    faults = f"fault={';'.join([*usual, slow, f'kill(step={KILLED},rank=1)'])}"
+    for arguments in (("run.dir=plain",), ("scheduler=auto", faults, "run.dir=run")):
+        ended = trainspec("launch", *recipe, *arguments)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+    run = RunDir(tmp_path / "run")
+    changes = [line for line in directives(run) if line["kind"] == "layout"]
+    (away,) = changes
+    assert (away["before"]["pp"], away["layout"]["pp"], away["applied"]) == (2, 1, True)
+    assert HELD_UP + 3 <= away["step"] < KILLED
+    assert away["reason"].startswith("rank 1 computes ")
+    assert away["before_s"] >= ALONE
+    (came_to,) = [line for line in read_events(run.directives) if line["type"] == "achieved" and line["number"] == 1]
+    assert came_to["achieved_s"] < away["before_s"]
+
+    events = list(read_events(run.events(0)))
+    starts = [event["step"] for event in events if event["type"] == "start"]
+    assert starts == [0, 75]
+    made = [(event["step"], event["loss"]) for event in events if event["type"] == "step"]
+    first, again = dict(made[: KILLED + 1]), dict(made[-25:])
+    assert {step: first[step] for step in range(76, KILLED + 1)} == {
+        step: again[step] for step in range(76, KILLED + 1)
+    }
+    assert losses(run) == pytest.approx(losses(RunDir(tmp_path / "plain")), rel=1e-6)
+    said = " ".join(trainspec("report", "run").stdout.split())
+    assert f"step {away['step']}: the layout is now dp_" in said
+    assert " shorter steps are expected, " in said

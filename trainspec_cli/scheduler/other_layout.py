@@ -34,7 +34,6 @@ from trainspec_cli.spec.results.prediction import Candidate
 from trainspec_cli.spec.rules.batching import measurable_noise
 from trainspec_cli.spec.rules.engine import BUILT
 from trainspec_cli.spec.rules.kernels import KERNEL_RULES
-from trainspec_cli.units import format_duration
 
 WORTHWHILE = 0.1
 """A layout is changed where that saves at least this fraction of a step: planned times of layouts are rough."""
@@ -103,7 +102,7 @@ class OtherLayouts:
         found = self._fastest(paced, before.step.step_s)
         if found is None:
             return None
-        return self._proposal(before, found, self._slowed_s(found.step), describe(relative, before.step, found.step))
+        return self._proposal(before, found, self.slowed_s(found.step), describe(relative, before.step, found.step))
 
     def _go_home(self) -> LayoutProposal | None:
         if axes_of(self._home.layout) == axes_of(self.present.layout):
@@ -170,9 +169,9 @@ class OtherLayouts:
         found = self.in_layout(setup, paces, enough_s)
         if found is None or not self.memory.may_move(self.present, found.step.setup):
             return None
-        return found if self._slowed_s(found.step) < before_s * (1 - WORTHWHILE) else None
+        return found if self.slowed_s(found.step) < before_s * (1 - WORTHWHILE) else None
 
-    def _slowed_s(self, step: PacedStep) -> float:
+    def slowed_s(self, step: PacedStep) -> float:
         """Return what a step would take in another layout that is planned to be no faster than the present one."""
         planned_s, present_s = self.steps.planned_s(step.setup), self.steps.planned_s(self.present)
         return step.step_s * max(1.0, present_s / planned_s)
@@ -239,7 +238,8 @@ def equalise_paces(paces: Sequence[float], change: float) -> tuple[float, ...]:
 
 
 def describe(paces: Sequence[float], before: PacedStep, found: PacedStep) -> str:
-    """`rank 5 computes 2.1 times as long as usual; as tp=2 dp_shard=4 ...`: why another layout is faster."""
+    """`rank 5 computes 2.1 times as long as usual; as tp=2 dp_shard=4, 2 and not 8 ranks wait for it in every layer`:
+    why another layout is faster."""
     odd = max(range(len(paces)), key=lambda rank: max(paces[rank], 1 / paces[rank]))
     slow = sum(pace > 1 for pace in paces)
     others = f", and {slow - 1:,} more are slow" if slow > 1 else ""
@@ -255,9 +255,5 @@ def describe(paces: Sequence[float], before: PacedStep, found: PacedStep) -> str
     if layout.stage_layers and layout.num_stages == layout.pp:
         rank = odd // (layout.world_size // layout.pp)
         effects.append(f"its stage has {layout.stage_layers[rank]} of {sum(layout.stage_layers)} layers")
-    found_s, before_s = format_duration(found.step_s), format_duration(before.step_s)
-    why = f" ({'; '.join(effects)})" if effects else ""
-    return (
-        f"rank {odd} computes {paces[odd]:.2g} times as long as usual{others}; "
-        f"as {layout.describe()} a step takes {found_s} and not {before_s}{why}"
-    )
+    why = "; ".join(effects) or "less of a step waits for it"
+    return f"rank {odd} computes {paces[odd]:.2g} times as long as usual{others}; as {layout.describe()}, {why}"

@@ -42,7 +42,7 @@ class LayoutProposal:
     before_s: float
     """A step in the present layout, with the shares and the cut into stages that are best for the measured speeds."""
     expected_s: float
-    """A step in the proposed one, likewise."""
+    """A step in the proposed one, likewise, without what that would save on equally fast ranks too."""
     reason: str
 
     def planned_from(self, step: int) -> PlannedLayout:
