@@ -98,7 +98,7 @@ BACK_FROM_20 = Inform("it broke; the run starts again from step 20")
 AGAIN = "group 0: it broke; it starts again"
 TOO_OFTEN = "group 0: it broke; it stays away, it failed too often"
 LATE = NOW + 100
-SLOW = NodeSlow(1, "b", "it is slow", (1,))
+SLOW = NodeSlow(1, "b", "it is slow")
 LEAVING = a_run(RUNNING._replace(kill_at_s=NOW + GRACE_S), leaving=SLOW)
 
 TABLE: list[tuple[str, RunState, Event, list[str], tuple[Action, ...]]] = [
@@ -183,16 +183,7 @@ TABLE: list[tuple[str, RunState, Event, list[str], tuple[Action, ...]]] = [
     ("a person stops it meanwhile", LEAVING._replace(stop_requested=True), ended(), ["gone"], ()),
     ("some of its processes are left behind", LEAVING, ended(left_behind=(7,)), ["gone"], ()),
     ("other nodes stand by", ALONE, NodesSeen(("a", "b")), ["running"], ()),
-    # Several groups: a node is too slow
-    ("the group on a slow node is killed", PAIR, SLOW, ["running", "ending"], (Inform("it is slow"), Kill(1))),
-    ("and is not started again", a_run(RUNNING, RUNNING._replace(phase="ending", is_left_out=True)), ended(1),
-     ["running", "gone"], (ArchiveErrors(1), Expect(1))),
-    ("too few groups would be left", PAIR._replace(resilience=replace(ELASTIC, min_groups=2)), SLOW,
-     ["running", "running"], ()),
-    ("no group would be left", PAIR, replace(SLOW, groups=(0, 1)), ["running", "running"], ()),
-    ("only one that waits would be left", a_run(RUNNING, WAITING), replace(SLOW, groups=(0,)), ["running", "waiting"],
-     ()),
-    ("its group is away already", a_run(RUNNING, WAITING), SLOW, ["running", "waiting"], ()),
+    ("of several groups none is left out", PAIR, SLOW, ["running", "running"], ()),
     # Several groups: failures
     ("a worker failed: its group is killed", PAIR, WorkerFailed(0), ["ending", "running"], (Kill(0),)),
     ("it is killed once", a_run(RUNNING._replace(phase="ending"), RUNNING), WorkerFailed(0), ["ending", "running"], ()),

@@ -68,7 +68,7 @@ EVENTS = st.one_of(
     st.builds(NodeLost, st.integers(0, 2), st.just("b"), st.just("off"), st.sampled_from([(0,), (1,), (0, 1), ()])),
     st.builds(NodeBack, st.integers(0, 2)),
     st.builds(NodeUnfit, st.integers(0, 2), st.just("b"), st.just("no GPU")),
-    st.builds(NodeSlow, st.integers(0, 2), st.just("b"), st.just("slow"), st.sampled_from([(0,), (1,), (0, 1), ()])),
+    st.builds(NodeSlow, st.integers(0, 2), st.just("b"), st.just("slow")),
     st.just(RendezvousRestarted()),
 )
 ENDINGS = st.one_of(st.builds(StopRequested, st.just(1)), st.builds(NodeStopRequested, st.just(1)))
@@ -87,7 +87,7 @@ def fitted(event: Event, state: RunState) -> Event:
     """The same event of a run that has as many groups, and whose clock goes on."""
     if isinstance(event, Tick):
         return Tick(state.now_s + event.now_s)
-    if isinstance(event, (NodeLost, NodeSlow)):
+    if isinstance(event, NodeLost):
         return replace(event, groups=tuple(group for group in event.groups if group < len(state.groups)))
     return replace(event, group=event.group % len(state.groups)) if hasattr(event, "group") else event
 
@@ -136,7 +136,6 @@ def check_starts(before: RunState, after: RunState, actions: tuple[Action, ...])
         assert group.start_at_s == after.now_s + pause_s(group.failures_in_a_row)
         failed = before.groups[number].failures_in_a_row + 1
         assert group.failures_in_a_row == (0 if group.is_planned else failed)
-        assert not group.is_left_out
         assert group.needs_generation == after.is_alone
     if any(isinstance(action, BeginGeneration) for action in actions):
         assert after.is_alone and not after.has_begun and after.exit_code is None

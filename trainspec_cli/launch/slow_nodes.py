@@ -188,7 +188,7 @@ class SlowNodes:
             self._report(f"advice: scheduler=auto would leave a node out: {why}")
             return []
         self._decided, self._asked_s = gain, time.monotonic()
-        return [NodeSlow(node, host, f"{why}: the run starts again without it", ())]
+        return [NodeSlow(node, host, f"{why}: the run starts again without it")]
 
     # directives.jsonl
 

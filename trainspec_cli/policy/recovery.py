@@ -14,8 +14,8 @@ it starts again as a new generation, from its newest checkpoint, where that prom
 failed one is killed at once: the others hold the state, step on, and heal it when it is back. Where memory ran out, the
 next start has a setting that takes less (`memory.py`), and the run ends where there is none.
 
-A node that is too slow (`leave_out.py`) is left out: a run of one group writes a checkpoint, ends and starts again
-without it, of several the groups that run there are killed and stay away.
+A node that is too slow (`leave_out.py`) is left out of a run of one group, which writes a checkpoint, ends and starts
+again without it. Several groups keep theirs, and give it fewer samples.
 """
 
 from __future__ import annotations
@@ -260,8 +260,6 @@ def _comes_again(group: GroupState, event: GroupEnded) -> bool:
 def _after_failure_of_group(state: RunState, event: GroupEnded) -> Decision:
     """Start it again, go on without it, or end the run."""
     failure = f"group {event.group}: {event.headline}"
-    if state.groups[event.group].is_left_out:
-        return state, (ArchiveErrors(event.group),)
     if not state.is_ending and (taken := _less_memory(state, event)):
         state, actions, words = _take(state, event, taken)
         return state, (ArchiveErrors(event.group), *actions, Inform(f"{failure}; it starts again {words}"))
@@ -334,17 +332,12 @@ def _node_unfit(state: RunState, event: NodeUnfit) -> Decision:
 
 
 def _node_slow(state: RunState, event: NodeSlow) -> Decision:
-    """Leave a node out of a run that is well. What fails is made good first, and a run that ends is left alone."""
-    over = state.is_over or state.is_ending or state.stop_requested or state.resilience.mode == "none"
-    if over or not state.has_stepped or event.node in state.left_out or state.leaving is not None:
-        return state, ()
-    return (_leave_by_new_start if state.is_alone else _leave_groups_out)(state, event)
-
-
-def _leave_by_new_start(state: RunState, event: NodeSlow) -> Decision:
-    """Ask the workers to write a checkpoint and end, within the time that they have for a stop."""
+    """Leave a node out of a run of one group that is well: ask its workers to write a checkpoint and end, within the
+    time that they have for a stop. What fails is made good first, and a run that ends is left alone."""
     group = state.groups[0]
-    if group.phase != "running" or group.kill_at_s < math.inf:
+    over = state.is_over or state.is_ending or state.stop_requested or state.resilience.mode == "none"
+    over = over or not state.is_alone or event.node in state.left_out or state.leaving is not None
+    if over or not state.has_stepped or group.phase != "running" or group.kill_at_s < math.inf:
         return state, ()
     state = _change(state, 0, kill_at_s=state.now_s + state.stop_grace_s)
     return state._replace(leaving=event), (Inform(event.why), Stop())
@@ -364,17 +357,6 @@ def _after_leaving(state: RunState, event: GroupEnded) -> Decision:
     state = _change(state, 0, is_planned=True, needs_generation=True, failures_in_a_row=0)
     state, _ = _wait(state, 0)
     return state, (without,)
-
-
-def _leave_groups_out(state: RunState, event: NodeSlow) -> Decision:
-    """Kill the replica groups that run on a slow node: the others hold the state. Enough of them must be left."""
-    hit = [number for number in event.groups if state.groups[number].phase == "running"]
-    left = sum(group.phase == "running" for group in state.groups) - len(hit)
-    if not hit or not left or not enough_groups(state.resilience, left):
-        return state, ()
-    for number in hit:
-        state = _change(state, number, phase="ending", is_left_out=True)
-    return state._replace(left_out=(*state.left_out, event.node)), (Inform(event.why), *map(Kill, hit))
 
 
 def _nodes_seen(state: RunState, event: NodesSeen) -> Decision:

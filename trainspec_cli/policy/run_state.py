@@ -41,8 +41,6 @@ class GroupState(NamedTuple):
     is_planned: bool = False
     """waiting: it ended for want of memory, or to leave a node out, so that its next start is no restart after a
     failure."""
-    is_left_out: bool = False
-    """It is not started again, since the others are faster without it."""
 
 
 class RunState(NamedTuple):
@@ -74,7 +72,7 @@ class RunState(NamedTuple):
     memory_ladder: tuple[MemorySetting, ...] = ()
     """What may be taken in turn where memory runs out."""
     leaving: NodeSlow | None = None
-    """Of one group: its workers were asked to write a checkpoint and end, and the next start is without this node."""
+    """The workers were asked to write a checkpoint and end, and the next start is without this node."""
     left_out: tuple[int, ...] = ()
     """Nodes that were left out."""
 
@@ -198,8 +196,6 @@ class NodeSlow:
     node: int
     hostname: str
     why: str
-    groups: tuple[int, ...]
-    """Those that run there, or partly."""
 
 
 @dataclass(frozen=True)
