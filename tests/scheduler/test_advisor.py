@@ -19,8 +19,10 @@ from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.proposals import ProposalRecord, read_proposal
 from trainspec_cli.rundir.speeds import SpeedsReport, write_speeds
 from trainspec_cli.scheduler.advisor import LayoutAdvisor, decides_layouts
+from trainspec_cli.scheduler.other_layout import OtherLayouts
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.batching import BatchingSpec
+from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.model import DecoderModel
@@ -184,8 +186,10 @@ def test_one_that_recovers_in_time_leads_to_none(slowed: World) -> None:
 
 
 def test_the_last_measured_pause_is_what_a_change_costs(slowed: World) -> None:
-    slowed.apply(replace(PIPELINE, stage_layers=(3, 1)), pause_s=20 * SLOW_S * 0.25, kind="layers")
-    slowed.speeds(SLOW)
+    moved = replace(PIPELINE, stage_layers=(3, 1))
+    slowed.found[moved, False] = TO_DATA
+    slowed.apply(moved, pause_s=20 * SLOW_S * 0.25, kind="layers")
+    slowed.speeds(SLOW, moved)
     assert slowed.steps(19, SLOW_S) == []
     assert len(slowed.steps(1, SLOW_S)) == 1
 
@@ -206,6 +210,16 @@ def test_when_the_rank_recovers_the_planned_layout_is_gone_back_to_by_what_was_m
     slowed.apply(PIPELINE, DATA)
     slowed.speeds(USUAL)
     assert slowed.steps(50) == []
+
+
+def test_speeds_that_were_written_before_a_change_are_not_those_after_it(slowed: World) -> None:
+    (there,) = slowed.steps(COST_STEPS, SLOW_S)
+    slowed.happen(replace(stepped(slowed.at), step_time_s=SLOW_S))
+    slowed.apply(there.layout, pause_s=0.5)
+    slowed.speeds(SLOW, PIPELINE)
+    assert slowed.steps(50, 13.0) == []
+    assert slowed.said == []
+    assert len(slowed.asked) == 1
 
 
 def test_it_stays_where_the_planned_layout_was_measured_to_be_slower(slowed: World) -> None:
@@ -339,3 +353,10 @@ def test_a_damaged_report_ends_the_advice_and_not_the_run(tmp_path: Path) -> Non
 )
 def test_which_runs_may_have_another_layout(changes: dict[str, Any], decides: bool) -> None:
     assert decides_layouts(a_plan(**changes)) == decides
+
+
+def test_on_a_cpu_what_another_layout_is_expected_to_save_rests_on_the_paces_alone() -> None:
+    """Two stages of a layer each, one of them twice as slow: with the samples shared, a step takes 4/3 and not 2."""
+    found = OtherLayouts.of_plan(a_plan(), Machine("here", 2, 2**34)).propose(SLOW)
+    assert found is not None and (found.layout.pp, found.layout.data_parallel_size) == (1, 2)
+    assert found.expected_s / found.before_s == pytest.approx(2 / 3, rel=0.15)

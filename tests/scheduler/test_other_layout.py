@@ -75,7 +75,7 @@ def test_no_legal_layout_is_faster(layout: LayoutSpec, paces: list[float]) -> No
     proposal, best = others.propose(paces), fastest_of_all(others, spec, paces)
     assert (proposal is None) == (best is None)
     if proposal is not None and best is not None:
-        assert proposal.expected_s == pytest.approx(others.slowed_s(best.step), rel=1e-12)
+        assert proposal.expected_s == pytest.approx(best.step.step_s, rel=1e-12)
         assert proposal.expected_s < proposal.before_s * (1 - WORTHWHILE)
 
 
@@ -104,7 +104,8 @@ def test_no_layout_takes_less_than_the_bound_by_which_it_is_left_out() -> None:
         for setup in chance.sample(others.others, 30):
             found = others.in_layout(setup, paces)
             most = others.memory.most_samples(setup)
-            assert found is None or others.steps.bound_s(setup, paces, most) <= found.step.step_s * (1 + 1e-9)
+            bounds_s = others.steps.bound_s(setup, paces, most), others.steps.planned_s(setup)
+            assert found is None or max(bounds_s) <= found.step.step_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("layout", [TENSOR, PIPELINE])
@@ -154,8 +155,7 @@ def test_a_bounded_micro_batch_bounds_what_a_fast_rank_may_take() -> None:
 
 
 def test_when_all_ranks_are_equally_fast_again_the_planned_layout_is_gone_back_to() -> None:
-    """Data parallelism over slow links loses to tensor parallelism where no rank is slow."""
-    others = others_of(spec_of(TENSOR))
+    others = others_of(spec_of(LayoutSpec(dp_shard=2, tp=4, zero_stage=1)))
     slower = next(
         setup for setup in others.others if others.steps.planned_s(setup) > 1.2 * others.steps.planned_s(others.present)
     )

@@ -71,6 +71,8 @@ class LayoutAdvisor:
         self._paces = PaceTracker(self._plan.spec.scheduler.change)
         self._in_force: Layout | None = None
         """The layout that the last report speaks of; None from a change until the next report."""
+        self._changed_to: Layout | None = None
+        """The layout of the last change that the workers made in this start."""
         self._wanted: Callable[[], LayoutProposal | None] | None = None
         """The search that is to be made next."""
         self._searching: Future[LayoutProposal | None] | None = None
@@ -127,6 +129,7 @@ class LayoutAdvisor:
             self._watched = event if event.layout == self._proposed else None
             self._pause_s = event.pause_s or None
             self._in_force = self._wanted = self._searching = self._proposed = self._lost = None
+            self._changed_to, self._new_steps = event.layout or None, 0
             self._step_s.clear()
             self._timing.want(None)
         elif self._plan.spec.scheduler.mode == "auto" and event.layout == self._proposed:
@@ -143,6 +146,8 @@ class LayoutAdvisor:
     # What is best for them
 
     def _take_speeds(self, report: SpeedsReport) -> None:
+        if self._changed_to not in (None, report.layout):
+            return  # it was written before the change
         paces = self._paces.note(report.layout, report.even_s)
         self._in_force, self._is_usual = report.layout, set(paces) == {1.0}
         self._follow_plan(report.layout)

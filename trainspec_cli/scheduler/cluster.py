@@ -57,35 +57,47 @@ class Cluster:
         self._per_sample_s = np.array([[speed.per_sample_s for speed in stage] for stage in speeds])
         self._launch_s = np.array([[stage.launch_s] for stage in parts.stages])
 
-    def condition(self, events: Sequence[Event]) -> Condition:
-        """Return what these events at once amount to."""
-        shape = self._stages, self.ranks
-        compute, sends = np.ones(shape), np.ones(self.ranks)
-        links: dict[Tier, Floats] = {"scaleup": np.ones(shape), "network": np.ones(shape)}
-        gradients = 1.0
+    def paces(self, events: Sequence[Event]) -> Floats:
+        """Return how many times as long as usual each device computes; what is slow twice is slower yet."""
+        paces = np.ones(self._num_nodes * self._per_node)
         for event in events:
             if isinstance(event, SlowDevice):
-                self._slow(compute, range(event.device, event.device + 1), event.factor)
+                paces[event.device] *= event.factor
             elif isinstance(event, SlowNode):
-                self._slow(compute, self._devices_of(event.node), event.factor)
-            elif isinstance(event, NarrowLink):
+                paces[self._devices_of(event.node)] *= event.factor
+        return paces
+
+    def condition(self, events: Sequence[Event]) -> Condition:
+        """Return what these events at once amount to. Devices that compute one micro-batch together wait for the
+        slowest."""
+        shape = self._stages, self.ranks
+        sends, gradients = np.ones(self.ranks), 1.0
+        links: dict[Tier, Floats] = {"scaleup": np.ones(shape), "network": np.ones(shape)}
+        for event in events:
+            if isinstance(event, NarrowLink):
                 nodes = range(self._num_nodes) if event.node is None else [event.node]
-                devices = [device for node in nodes for device in self._devices_of(node)]
-                self._slow(links[event.tier], devices, event.factor)
+                places = {self._place(device) for node in nodes for device in self._devices_of(node)}
+                for place in places:
+                    links[event.tier][place] *= event.factor
                 if event.tier == self.parts.sends_tier:
-                    rows = list({self._place(device)[1] for device in devices})
+                    rows = list({row for _, row in places})
                     sends[rows] = np.maximum(sends[rows], event.factor)
                 if event.tier == self.parts.gradients_tier:
                     gradients = max(gradients, event.factor)
-        return Condition(compute, links["scaleup"], links["network"], sends, gradients)
+        return Condition(self._by_place(self.paces(events)), links["scaleup"], links["network"], sends, gradients)
 
     def _devices_of(self, node: int) -> range:
         return range(node * self._per_node, (node + 1) * self._per_node)
 
-    def _slow(self, factors: Floats, devices: Sequence[int], factor: float) -> None:
-        """Devices that compute one micro-batch together wait for the slowest; what is slow twice is slower yet."""
-        for place in {self._place(device) for device in devices}:
-            factors[place] *= factor
+    def _by_place(self, paces: Floats) -> Floats:
+        """Return the slowest device's pace of each stage and data-parallel rank."""
+        rows = paces.reshape(self._groups, self._stages, self.ranks // self._groups, -1).max(3)
+        return rows.swapaxes(0, 1).reshape(self._stages, self.ranks)
+
+    def of_devices(self, of_places: Floats) -> Floats:
+        """Return for each device what holds for its stage and data-parallel rank."""
+        own = of_places.reshape(self._stages, self._groups, -1).swapaxes(0, 1)
+        return np.repeat(own.ravel(), self._layout.cp * self._layout.tp)
 
     def _place(self, device: int) -> tuple[int, int]:
         """Return the stage and the data-parallel rank that a device works for."""

@@ -1,4 +1,5 @@
-"""A planned run as its simulation knows it, and a step of it with any division of the samples."""
+"""A planned run as its simulation knows it, in each layout that it may have, and a step with any division of the
+samples."""
 
 from __future__ import annotations
 
@@ -8,17 +9,24 @@ from math import inf
 
 import numpy as np
 
-from trainspec_cli.planner.capacity import describe_fabric, efficiency_of, largest_micro_batch, setup_of
+from trainspec_cli.planner.capacity import efficiency_of, largest_micro_batch, setup_of
+from trainspec_cli.planner.hardware.topology import group_of
 from trainspec_cli.planner.search.auto import replica_groups_of
+from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.samples import step_parts
 from trainspec_cli.policy.division import Division, Portion, even_division, take_portion
+from trainspec_cli.policy.moved_layers import PAUSE_STEPS, LayerScheduler, with_stages
+from trainspec_cli.policy.partition import Counts
 from trainspec_cli.policy.scheduling import reporting_interval
 from trainspec_cli.scheduler.cluster import Cluster, Condition, StepSeconds
 from trainspec_cli.scheduler.ideal import RankRows
+from trainspec_cli.scheduler.other_layout import OtherLayouts
+from trainspec_cli.scheduler.paced_step import Paces
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.plan import LayoutProposal
 from trainspec_cli.spec.results.prediction import Candidate
 
 READ_S = 1.0
@@ -27,7 +35,7 @@ READ_S = 1.0
 
 @dataclass(frozen=True)
 class DisturbedJob:
-    """A planned run as the simulation knows it."""
+    """A planned run as the simulation knows it, in one layout."""
 
     cluster: Cluster
     layout: Layout
@@ -44,6 +52,10 @@ class DisturbedJob:
     keeps_micro_batches: bool
     num_nodes: int
     devices_per_node: int
+    shares_change: bool = True
+    """The scheduler may change the ranks' and groups' shares."""
+    layouts: JobLayouts | None = None
+    """The cuts and layouts that it may change to; None where it keeps its own."""
 
     def interval(self, step_s: float) -> int:
         """Return how many steps of `step_s` lie between two exchanges of the ranks' speeds."""
@@ -57,30 +69,90 @@ class DisturbedJob:
 
 def describe_job(spec: RunSpec, candidate: Candidate, machine: Machine | None) -> DisturbedJob:
     """Return the job of a candidate that was planned for this spec."""
-    fabric, setup = describe_fabric(spec.cluster, machine), setup_of(candidate, spec, machine)
-    number, layout = replica_groups_of(spec, candidate), candidate.layout
-    own = replace(layout, dp_replicate=layout.dp_replicate // number)
-    size, most = own.data_parallel_size, largest_micro_batch(candidate, setup, spec.scheduler.max_micro_batch_size)
-    compiles = spec.compile and most > candidate.micro_batch_size
+    setup, number = setup_of(candidate, spec, machine), replica_groups_of(spec, candidate)
+    most = largest_micro_batch(candidate, setup, spec.scheduler.max_micro_batch_size)
+    job = _job_of(spec, setup, number, most)
+    if number > 1 or spec.resilience.mode == "elastic":
+        return job  # replica groups keep their layout
+    others = OtherLayouts.of_candidate(spec, candidate, machine)
+    return replace(job, layouts=JobLayouts(spec, others, others.memory.largest_stage_layers(setup)))
+
+
+def _job_of(spec: RunSpec, setup: Setup, replica_groups: int, largest: int) -> DisturbedJob:
+    layout, fabric = setup.layout, setup.fabric
+    own = replace(layout, dp_replicate=layout.dp_replicate // replica_groups)
+    size, keeps = own.data_parallel_size, spec.model.unit == "samples"
+    compiles = spec.compile and largest > setup.micro_batch_size
     return DisturbedJob(
         cluster=Cluster(
             step_parts(setup, efficiency_of(spec.cluster)),
             layout,
             spec.cluster.num_nodes,
             fabric.devices_per_node,
-            number,
+            replica_groups,
         ),
         layout=own,
-        even=even_division(own, candidate.micro_batch_size, keeps_micro_batches=spec.model.unit == "samples"),
+        even=even_division(own, int(setup.micro_batch_size), keeps_micro_batches=keeps),
         batching=spec.batching,
-        groups=tuple(RankRows(slice(group * size, (group + 1) * size), size) for group in range(number)),
-        largest_micro_batch=most,
+        groups=tuple(RankRows(slice(group * size, (group + 1) * size), size) for group in range(replica_groups)),
+        largest_micro_batch=largest,
         change=spec.scheduler.change,
-        change_s=inf if compiles or spec.model.unit == "samples" else READ_S,
-        keeps_micro_batches=spec.model.unit == "samples",
+        change_s=inf if compiles or keeps else READ_S,
+        keeps_micro_batches=keeps,
         num_nodes=spec.cluster.num_nodes,
         devices_per_node=fabric.devices_per_node,
+        shares_change="shares" in spec.scheduler.may_change,
     )
+
+
+@dataclass(frozen=True)
+class JobLayouts:
+    """The cuts and layouts that a simulated run may change to, from the one in force."""
+
+    spec: RunSpec
+    others: OtherLayouts
+    most_layers: int | None
+    """Layers that a pipeline rank may hold; None where none move."""
+
+    def layer_scheduler(self, job: DisturbedJob) -> LayerScheduler | None:
+        """Return what decides on moved layers in the layout in force."""
+        if self.most_layers is None or "layers" not in self.spec.scheduler.may_change:
+            return None
+        times = self.others.steps.layer_times(self.others.present)
+        return LayerScheduler(job.layout, times, self.most_layers, job.even, job.largest_micro_batch, job.change)
+
+    def propose(self, paces: Sequence[float]) -> LayoutProposal | None:
+        return self.others.propose(paces) if "layout" in self.spec.scheduler.may_change else None
+
+    def best_cut(self, paces: Sequence[float]) -> Counts | None:
+        """Return the cut into stages that is best at these paces; None where layers stay as they are."""
+        if self.most_layers is None:
+            return None
+        return self.others.in_present(Paces(paces)).step.setup.layout.stage_layers
+
+    def with_cut(self, counts: Counts) -> DisturbedJob:
+        """Return the job with other layers in its stages."""
+        present = self.others.present
+        layout = with_stages(present.layout, counts)
+        return self._job(replace(present, layout=layout), self.others.memory.largest_micro_batch(present))
+
+    def with_layout(self, proposal: LayoutProposal) -> DisturbedJob:
+        setup = self.others.setup_of(proposal.layout, proposal.micro_batch_size)
+        return self._job(setup, proposal.largest_micro_batch_size)
+
+    def _job(self, setup: Setup, largest: int) -> DisturbedJob:
+        others = self.others.after(setup.layout, int(setup.micro_batch_size))
+        layouts = JobLayouts(self.spec, others, others.memory.largest_stage_layers(setup))
+        return replace(_job_of(self.spec, setup, 1, largest), layouts=layouts)
+
+    def pause_s(self, after: JobLayouts, step_s: float) -> float:
+        """Return what the change to another cut or layout takes: the bytes of state that a rank gets, over the links
+        between all ranks, and steps that are slow because the new stages are built and warm up."""
+        before, setup = self.others.present, after.others.present
+        fabric = setup.fabric
+        links = group_of(fabric, fabric.num_devices, 1, efficiency_of(self.spec.cluster))
+        bytes_per_s = links.nic_bytes_per_s if links.crosses else links.link_bytes_per_s
+        return self.others.memory.moved_bytes(before, setup) / bytes_per_s + PAUSE_STEPS * step_s
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from trainspec_cli.planner.this_machine import MOVING_BYTES
 from trainspec_cli.policy.division import largest_that_fits
 from trainspec_cli.policy.moved_layers import largest_stage
 from trainspec_cli.policy.partition_problem import Room
+from trainspec_cli.policy.pipeline import cut_layers
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.scheduler import SchedulerSpec
@@ -94,6 +95,17 @@ class LayoutMemory:
             _kept_bytes(old) + _state_bytes(new) + MOVING_BYTES <= limit_bytes
             for old, new in _of_ranks(self.of_stages(before), self.of_stages(after))
         )
+
+    def moved_bytes(self, before: Setup, after: Setup) -> float:
+        """Return the bytes of state that a rank gets at most: of its new layers where the cut alone changes, else all
+        of it."""
+        old, new = before.layout, after.layout
+        states = [_state_bytes(stage) for stage in self.of_stages(after)]
+        if replace(old, stage_layers=new.stage_layers) != new or new.num_stages > new.pp:
+            return max(states)
+        layers = after.model.num_layers
+        pairs = zip(cut_layers(layers, old), cut_layers(layers, new), states, strict=True)
+        return max(size * len(set(then) - set(now)) / len(then) for now, then, size in pairs)
 
 
 def _kept_bytes(stage: MemoryBreakdown) -> float:

@@ -21,9 +21,10 @@ from trainspec_cli.policy.scheduling import (
     samples_per_s,
 )
 from trainspec_cli.policy.speeds import SETTLING_S, Speed, SpeedTracker, slowest
-from trainspec_cli.scheduler.cluster import StepSeconds
-from trainspec_cli.scheduler.disturbance import Disturbance
+from trainspec_cli.scheduler.cluster import Condition, StepSeconds
+from trainspec_cli.scheduler.disturbance import Disturbance, Event
 from trainspec_cli.scheduler.job import DisturbedJob, Taken, seconds_of, take
+from trainspec_cli.scheduler.live_layouts import LiveLayouts
 from trainspec_cli.scheduler.situation import Situation
 from trainspec_cli.spec.results.simulation import SimulatedDecision
 
@@ -54,23 +55,20 @@ class LiveGroup:
     def end_step(self, taken: Taken, measured_s: list[list[float]], exchanged_s: float, *, reports: bool) -> None:
         """Take in what each stage (inner) of each rank (outer) measured. The speeds that are exchanged in a step are
         those before it."""
-        speeds = self._speeds(taken.counts) if reports else []
+        stages = self.stage_speeds() if reports else []
         for trackers, samples, row_s in zip(self.trackers, taken.counts, measured_s, strict=True):
             for tracker, own_s in zip(trackers, row_s, strict=True):
                 tracker.note(samples, taken.micro_batches, own_s)
-        if reports:
+        if reports and self._job.shares_change:
+            speeds = [slowest(row, samples) for row, samples in zip(stages, taken.counts, strict=True)]
             self.rate = samples_per_s(speeds)
             each_s = exchange_each_s(self._job.layout, exchanged_s / taken.micro_batches)
             samples, steps, change_s = sum(taken.counts), self._interval, self._job.change_s
             self.due = self._scheduler.note_step(samples, speeds, each_s, steps, change_s)
 
-    def _speeds(self, counts: Sequence[int]) -> list[Speed | None]:
-        if len(self.trackers[0]) == 1:
-            return [tracker.speed for (tracker,) in self.trackers]
-        return [
-            slowest([tracker.speed for tracker in trackers], samples)
-            for trackers, samples in zip(self.trackers, counts, strict=True)
-        ]
+    def stage_speeds(self) -> list[list[Speed | None]]:
+        """Return the speed of each stage (inner) of each data-parallel rank (outer)."""
+        return [[tracker.speed for tracker in trackers] for trackers in self.trackers]
 
 
 class LiveRun:
@@ -81,21 +79,30 @@ class LiveRun:
         self._job, self._noise, self._interval = job, disturbance.noise, interval
         self._random = np.random.default_rng(disturbance.seed)
         self._groups = {group: LiveGroup(job, group, interval) for group in range(len(job.groups))}
+        self._layouts = LiveLayouts(job, disturbance) if job.layouts else None
         self._weights: tuple[float, ...] = ()
         self._present: tuple[int, ...] = tuple(self._groups)
+        self._conditions: dict[tuple[Event, ...], Condition] = {}
         self._made: tuple[tuple[object, ...], list[Taken], StepSeconds] | None = None
         self.decisions: list[SimulatedDecision] = []
 
     def make_step(self, step: int, situation: Situation) -> float:
         """Return the seconds that the step takes."""
-        job, present = self._job, situation.present
+        present = situation.present
         self._welcome(present)
+        moved = self._layouts.begin_step() if self._layouts else None
+        if moved is not None:
+            self._adopt(moved.job)
+        job = self._job
         portions = job.portions(self._weigh(step, situation))
         changes = {group: self._groups[group].begin_step() for group in present}
         divisions = [self._groups[group].division for group in present]
         taken, seconds = self._make(situation, portions, divisions)
-        self._measure(step, present, taken, seconds)
+        self._measure(step, situation, taken, seconds)
         paid_s = 0.0
+        if moved is not None:
+            self.decisions.append(moved.decision(step, seconds))
+            paid_s = moved.pause_s
         for group, own in zip(present, taken, strict=True):
             if change := changes[group]:
                 self._note(step, group, change, own, seconds)
@@ -107,6 +114,12 @@ class LiveRun:
         for group in set(present) - set(self._present):
             self._groups[group] = LiveGroup(self._job, group, self._interval)
         self._present = present
+
+    def _adopt(self, job: DisturbedJob) -> None:
+        """Go on in another cut or layout, in which speeds are learnt anew."""
+        self._job = job
+        self._groups = {0: LiveGroup(job, 0, self._interval)}
+        self._conditions, self._made = {}, None
 
     def _weigh(self, step: int, situation: Situation) -> tuple[float, ...]:
         """Return the shares of the groups that are there, as they agree on them."""
@@ -129,16 +142,21 @@ class LiveRun:
         """Return who processes what, and the step's true times; most steps are as the one before."""
         key = (id(situation), *portions, *map(id, divisions))
         if self._made is None or self._made[0] != key:
+            if situation.events not in self._conditions:
+                self._conditions[situation.events] = self._job.cluster.condition(situation.events)
             taken = take(portions, divisions)
-            self._made = key, taken, seconds_of(self._job, situation.condition, situation.present, taken)
+            condition = self._conditions[situation.events]
+            self._made = key, taken, seconds_of(self._job, condition, situation.present, taken)
         return self._made[1:]
 
-    def _measure(self, step: int, present: Sequence[int], taken: Sequence[Taken], seconds: StepSeconds) -> None:
+    def _measure(self, step: int, situation: Situation, taken: Sequence[Taken], seconds: StepSeconds) -> None:
         noise = self._random.normal(1.0, self._noise, seconds.passes_s.shape)
         measured_s = (seconds.passes_s * noise).T
-        for group, own in zip(present, taken, strict=True):
+        reports = step % self._interval == 0
+        if self._layouts is not None and reports:
+            self._layouts.note_step(step, self._groups[0], taken[0], seconds, self._interval)
+        for group, own in zip(situation.present, taken, strict=True):
             own_s = measured_s[self._job.groups[group].rows].tolist()
-            reports = step % self._interval == 0
             self._groups[group].end_step(own, own_s, seconds.exchanged_s, reports=reports)
 
     def _note(self, step: int, group: int, change: ShareChange, taken: Taken, seconds: StepSeconds) -> None:

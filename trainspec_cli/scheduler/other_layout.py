@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 from itertools import chain
 from math import inf
 from statistics import median_low
@@ -50,8 +51,12 @@ class Found:
 class OtherLayouts:
     """The layouts that a run may change to. Made once for a run, it keeps what does not depend on speeds."""
 
-    def __init__(self, spec: RunSpec, setup: Setup, recompute: str, samples: int | None = None):
-        """`setup` is of the layout in force; `samples`: of a step (by default of those that train most of the run)."""
+    def __init__(
+        self, spec: RunSpec, setup: Setup, recompute: str, samples: int | None = None, *, is_rough: bool = False
+    ):
+        """`setup` is of the layout in force; `samples`: of a step (by default of those that train most of the run).
+        `is_rough`: planned times of these devices are no more than a rough description, as of a CPU."""
+        self._is_rough = is_rough
         self._spec, self._samples = spec, samples or main_size(spec)
         self._keeps = spec.model.unit == "samples"
         self._softwares = {sharded: software_of(spec, sharded) for sharded in (True, False)}
@@ -68,7 +73,8 @@ class OtherLayouts:
     def of_plan(cls, plan: Plan, machine: Machine, samples: int | None = None) -> OtherLayouts:
         """Return the layouts of a run on this machine's devices, of which `plan` has the one in force."""
         spec = replace(plan.spec, kernels=plan.kernels)
-        return cls(spec, this_machine.setup_of(plan, machine), plan.recompute, samples)
+        is_rough = not this_machine.is_known(plan, machine)
+        return cls(spec, this_machine.setup_of(plan, machine), plan.recompute, samples, is_rough=is_rough)
 
     @classmethod
     def of_candidate(cls, spec: RunSpec, candidate: Candidate, machine: Machine | None) -> OtherLayouts:
@@ -102,7 +108,7 @@ class OtherLayouts:
         found = self._fastest(paced, before.step.step_s)
         if found is None:
             return None
-        return self._proposal(before, found, self.slowed_s(found.step), describe(relative, before.step, found.step))
+        return self._proposal(before, found, self._expected_s(found.step), describe(relative, before.step, found.step))
 
     def _go_home(self) -> LayoutProposal | None:
         if axes_of(self._home.layout) == axes_of(self.present.layout):
@@ -155,26 +161,38 @@ class OtherLayouts:
         own = axes_of(self.present.layout)
         others = [setup for setup in self.others if axes_of(setup.layout) != own]
         bounds_s = [self.steps.bound_s(setup, paces, self.memory.most_samples(setup)) for setup in others]
-        for bound_s, setup in sorted(zip(bounds_s, others, strict=True), key=lambda pair: pair[0]):
-            if bound_s >= enough_s:
-                break
-            found = self.worth(setup, paces, before_s, enough_s)
-            if found is not None:
+        queue = [(bound_s, place, False) for place, bound_s in enumerate(bounds_s)]
+        heapify(queue)
+        while queue and queue[0][0] < enough_s:
+            bound_s, place, is_planned = heappop(queue)
+            setup = others[place]
+            if not is_planned:  # the planned time bounds a step more closely, and takes longer to find
+                bound_s = max(bound_s, self.steps.planned_s(setup))
+                if bound_s < self._worthwhile_s(setup, before_s):
+                    heappush(queue, (bound_s, place, True))
+            elif found := self.worth(setup, paces, before_s, enough_s):
                 best, enough_s = found, found.step.step_s
         return best
 
     def worth(self, setup: Setup, paces: Paces, before_s: float, enough_s: float) -> Found | None:
-        """Return the step in another layout where that takes less than `enough_s`, the engine can change to it, and it
-        saves what is worthwhile of `before_s` beside what it would save on equally fast ranks."""
-        found = self.in_layout(setup, paces, enough_s)
-        if found is None or not self.memory.may_move(self.present, found.step.setup):
-            return None
-        return found if self.slowed_s(found.step) < before_s * (1 - WORTHWHILE) else None
+        """Return the step in another layout where that takes less than `enough_s`, is worth the change from a step of
+        `before_s`, and the engine can change to it."""
+        found = self.in_layout(setup, paces, min(enough_s, self._worthwhile_s(setup, before_s)))
+        return found if found and self.memory.may_move(self.present, found.step.setup) else None
 
-    def slowed_s(self, step: PacedStep) -> float:
-        """Return what a step would take in another layout that is planned to be no faster than the present one."""
-        planned_s, present_s = self.steps.planned_s(step.setup), self.steps.planned_s(self.present)
-        return step.step_s * max(1.0, present_s / planned_s)
+    def _worthwhile_s(self, setup: Setup, before_s: float) -> float:
+        """Return what a step may take in another layout that is worth the change."""
+        return before_s * (1 - WORTHWHILE) / self._faster_anyhow(setup)
+
+    def _expected_s(self, step: PacedStep) -> float:
+        """Return what a step in another layout is expected to take: where planned times are rough, as if that layout
+        were planned to be no faster than the present one."""
+        return step.step_s * (self._faster_anyhow(step.setup) if self._is_rough else 1.0)
+
+    def _faster_anyhow(self, setup: Setup) -> float:
+        """Return how many times as fast as the present layout another one is planned to be for ranks of the usual
+        speed, 1 at least. That is not counted: the present one was chosen for all that."""
+        return max(1.0, self.steps.planned_s(self.present) / self.steps.planned_s(setup))
 
     def is_legal(self, setup: Setup) -> bool:
         """Return whether the engine builds the layout, as it checks for those of `scheduler.changes`."""

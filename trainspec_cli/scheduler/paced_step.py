@@ -12,7 +12,7 @@ from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import axis_groups
 from trainspec_cli.planner.search.search import part_key
 from trainspec_cli.planner.setup import Setup
-from trainspec_cli.planner.time.samples import step_parts
+from trainspec_cli.planner.time.samples import assemble_parts
 from trainspec_cli.planner.time.step import (
     LayersPart,
     MicroBatch,
@@ -24,7 +24,7 @@ from trainspec_cli.planner.time.step import (
 from trainspec_cli.policy.balance import best_division
 from trainspec_cli.policy.division import Division, even_division
 from trainspec_cli.policy.partition import Counts, cut_by_times
-from trainspec_cli.policy.partition_problem import Room
+from trainspec_cli.policy.partition_problem import LayerTimes, Room
 from trainspec_cli.policy.speeds import Speed
 from trainspec_cli.scheduler.cluster import Cluster, Condition, Floats
 from trainspec_cli.spec.recipe.layout import Layout
@@ -82,9 +82,9 @@ class PacedSteps:
 
     def best(self, setup: Setup, paces: Paces, largest: int) -> PacedStep:
         """Return the step in the setup's layout and cut, with the best shares of micro-batches of `largest` samples at
-        most. It is not expected to take less than on ranks of the usual speed."""
+        most. It is not expected to take less than the planned cut does on ranks of the usual speed."""
         layout, fabric = setup.layout, setup.fabric
-        parts, grid = step_parts(setup, self._eff), paces.grid(layout)
+        parts, grid = assemble_parts(setup, *self._once_and_twice(setup), self._eff), paces.grid(layout)
         cluster = Cluster(parts, layout, fabric.num_devices // fabric.devices_per_node, fabric.devices_per_node, 1)
         usual, ranks = np.ones_like(grid), layout.data_parallel_size
         condition = Condition(grid, usual, usual, np.ones(ranks), 1.0)
@@ -98,15 +98,23 @@ class PacedSteps:
         counts = np.array(division.counts(self._samples), float)
         turns = np.full(ranks, float(division.count_micro_batches(self._samples)))
         step_s = cluster.seconds(condition, counts, turns, in_step=even.in_step).total_s
-        return PacedStep(setup, division, max(step_s, self.planned_s(setup)))
+        uncut = replace(setup, layout=replace(layout, stage_layers=None))
+        return PacedStep(setup, division, max(step_s, self.planned_s(uncut)))
 
     def cuts(self, setup: Setup, paces: Paces, room: Room) -> Iterator[Counts]:
         """Yield the best cuts into one stage a rank for the slowest rank of each stage, and for their mean."""
-        grid = paces.grid(setup.layout)
-        times = planned_times(self.micro_batch(setup), setup)
+        grid, times = paces.grid(setup.layout), self.layer_times(setup)
         for own in (grid.max(1), grid.mean(1)):
             if counts := cut_by_times(times, setup.layout, (1 / own).tolist(), room):
                 yield counts
+
+    def layer_times(self, setup: Setup) -> LayerTimes:
+        """Return the planned times of a micro-batch in each layer, the embedding and the head."""
+        return planned_times(self.micro_batch(setup), setup)
+
+    def _once_and_twice(self, setup: Setup) -> tuple[MicroBatch, MicroBatch]:
+        """Return a micro-batch of the setup's size, and one of twice that."""
+        return self.micro_batch(setup), self.micro_batch(replace(setup, micro_batch_size=2 * setup.micro_batch_size))
 
     def micro_batch(self, setup: Setup) -> MicroBatch:
         key = part_key(setup)
@@ -116,13 +124,11 @@ class PacedSteps:
 
     def bound_s(self, setup: Setup, paces: Paces, largest: int) -> float:
         """Return seconds that a step in the setup's layout takes at least, however its layers are cut and its samples
-        are shared: what all ranks compute together, without waiting, in micro-batches of `largest` samples; and what it
-        is planned to take."""
+        are shared: what all ranks compute together, without waiting, in micro-batches of `largest` samples."""
         compute_s, comm_s = self._least_each_s(setup, largest)
         speeds, least, numbers = paces.rows(setup.layout)
         rates = np.minimum(speeds / compute_s, setup.layout.pp / (least * compute_s + comm_s))
-        together_s = self._samples / float((numbers * rates).sum()) * (1 + waiting_share(setup, self._eff))
-        return max(together_s, self.planned_s(setup))
+        return self._samples / float((numbers * rates).sum()) * (1 + waiting_share(setup, self._eff))
 
     def planned_s(self, setup: Setup) -> float:
         """Return the seconds of a step on ranks of the usual speed, by the planner; its layers cut as if they were all
@@ -138,8 +144,7 @@ class PacedSteps:
 
     def _least_each_s(self, setup: Setup, largest: int) -> tuple[float, float]:
         """Return the least that a sample takes through the whole model and back: computing, and exchanges in layers."""
-        once = self.micro_batch(setup)
-        twice = self.micro_batch(replace(setup, micro_batch_size=2 * setup.micro_batch_size))
+        once, twice = self._once_and_twice(setup)
         size, most = setup.micro_batch_size, max(largest, setup.micro_batch_size)
         compute_s = comm_s = 0.0
         for number, one, two, again in _parts_of(once, twice):

@@ -10,6 +10,7 @@ from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import Group, axis_groups
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.step import (
+    MicroBatch,
     RankParts,
     bubble_s,
     data_parallel_s,
@@ -39,6 +40,10 @@ class StageTime:
     launch_s: float
     """Launching the kernels takes so long: the stage is never faster."""
 
+    def exchanges_s(self, samples: float, micro_batches: int) -> float:
+        """Return what its layers exchange in a step of so many samples and micro-batches."""
+        return self.scaleup.time_s(samples, micro_batches) + self.network.time_s(samples, micro_batches)
+
 
 @dataclass(frozen=True)
 class StepParts:
@@ -65,13 +70,18 @@ def step_parts(setup: Setup, eff: Efficiency) -> StepParts:
     The time of a micro-batch is taken to be linear in its samples, through the setup's own size and twice that.
     """
     groups = axis_groups(setup.layout, setup.fabric, eff)
-    stages, larger = _stages(setup, groups, eff), _stages(_twice(setup), groups, eff)
+    return assemble_parts(setup, micro_batch(setup, groups, eff), micro_batch(_twice(setup), groups, eff), eff)
+
+
+def assemble_parts(setup: Setup, once: MicroBatch, twice: MicroBatch, eff: Efficiency) -> StepParts:
+    """Return what `step_parts` does, from a micro-batch of the setup's size and one of twice that."""
+    groups = axis_groups(setup.layout, setup.fabric, eff)
+    stages, larger = rank_parts(once, setup.layout), rank_parts(twice, setup.layout)
     scale = 1 + waiting_share(setup, eff)
     times = [stage.time_s(setup) for stage in stages]
     slowest = stages[times.index(max(times))].whole
     waits_s = sum(times) - max(times)
     each_s, once_s = _each_and_once(lambda one: data_parallel_s(slowest, one, groups, eff), setup)
-    once = micro_batch(setup, groups, eff)
     between_s = eff.step_graphed_s if setup.software.graphs else eff.step_s
     pairs = list(zip(stages, larger, strict=True))
     kinds = {pair: _stage_time(*pair, setup, groups, eff, scale) for pair in set(pairs)}
@@ -90,10 +100,6 @@ def step_parts(setup: Setup, eff: Efficiency) -> StepParts:
 
 def _twice(setup: Setup) -> Setup:
     return replace(setup, micro_batch_size=2 * setup.micro_batch_size)
-
-
-def _stages(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> list[RankParts]:
-    return rank_parts(micro_batch(setup, groups, eff), setup.layout)
 
 
 def _stage_time(

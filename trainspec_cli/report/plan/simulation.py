@@ -12,6 +12,12 @@ from trainspec_cli.report.plan.labels import Json, percent
 from trainspec_cli.report.rich_text import Text
 from trainspec_cli.units import format_duration
 
+KINDS = {
+    "shares": "other shares",
+    "group_shares": "shares of the replica groups",
+    "layers": "other layers in the stages",
+    "layout": "another layout",
+}
 SHOWN_EVENTS = 8
 SHOWN_DECISIONS = 20
 CHART_ROWS = 8
@@ -75,13 +81,13 @@ def decision_rows(simulation: Json) -> Iterator[tuple[str, str, str, str]]:
     """(step, what is decided, why, what it was expected to bring and brought)"""
     for decision in simulation["decisions"]:
         group = "" if decision["group"] is None else f" in replica group {decision['group']}"
-        shares = "shares of the replica groups" if decision["kind"] == "group_shares" else f"other shares{group}"
+        what = KINDS[decision["kind"]] + group
         if decision["micro_batches"] is not None:
-            shares += f", {decision['micro_batch_size']} x {decision['micro_batches']} at most"
+            what += f", {decision['micro_batch_size']} x {decision['micro_batches']} at most"
         gain = " -> ".join(format_duration(decision[key]) for key in ("before_s", "expected_s"))
         yield (
             f"{decision['step']:,}",
-            shares,
+            what,
             decision["reason"],
             f"{gain}, was {format_duration(decision['achieved_s'])}",
         )

@@ -42,7 +42,8 @@ class LayoutProposal:
     before_s: float
     """A step in the present layout, with the shares and the cut into stages that are best for the measured speeds."""
     expected_s: float
-    """A step in the proposed one, likewise, without what that would save on equally fast ranks too."""
+    """A step in the proposed one, likewise; where planned times are rough, without what it would save on equally fast
+    ranks too."""
     reason: str
 
     def planned_from(self, step: int) -> PlannedLayout:

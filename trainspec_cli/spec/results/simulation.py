@@ -21,17 +21,19 @@ class SimulatedDecision:
     step: int
     """The first step that it holds for."""
     kind: str
-    """`shares` of the data-parallel ranks, or `group_shares` of the replica groups."""
+    """`shares` of the data-parallel ranks, `group_shares` of the replica groups, `layers` of the pipeline's stages, or
+    another `layout`."""
     group: int | None
     """The replica group, where there are several."""
     reason: str
     micro_batch_size: int | None
     micro_batches: int | None
     before_s: float
-    """The slowest rank's computing in a step as it was, by the confirmed speeds."""
+    """The slowest rank's computing in a step as it was, by the confirmed speeds; of another layout, the whole step."""
     expected_s: float
+    """As it is expected to be; with other layers or another layout, once speeds are known again and shares follow."""
     achieved_s: float
-    """As it then was."""
+    """As it was in the decision's first step."""
 
 
 @dataclass(frozen=True)
