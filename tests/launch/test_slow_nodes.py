@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lab.events import stepped, write_event
@@ -29,6 +31,28 @@ STEP_S = 5.0
 """Of which the slow node computes 4."""
 
 
+class AtOnce(Executor):
+    """Plans when it is asked to, or `later`."""
+
+    def __init__(self) -> None:
+        self.later: list[Callable[[], None]] = []
+        self.waits = False
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+
+        def make() -> None:
+            try:
+                done.set_result(work(*args, **kwargs))
+            except Exception as error:
+                done.set_exception(error)
+
+        self.later.append(make)
+        if not self.waits:
+            self.later.pop()()
+        return done
+
+
 class Lab:
     """Three nodes of a device each, and a spare one; every rank has one of three samples."""
 
@@ -45,7 +69,8 @@ class Lab:
         write_json(self.job.run.plan_json, to_plain(self.plan))
         self.asked: list[int] = []
         self.has_fewer, self.reports, self.step = True, list[str](), 0
-        self.slow_nodes = SlowNodes(self.job, self.plan, self.replan, self.reports.append)
+        self.executor = executor = AtOnce()
+        self.slow_nodes = SlowNodes(self.job, self.plan, self.replan, self.reports.append, executor)
 
     def replan(self, plan: Plan, nodes: int) -> Plan | None:
         self.asked.append(nodes)
@@ -202,6 +227,25 @@ def test_where_there_is_no_plan_for_fewer_nodes_none_is_left_out(make_lab) -> No
     assert lab.make_steps(500) == []
 
 
+def test_nothing_waits_for_the_plan(make_lab) -> None:
+    lab = make_lab()
+    lab.executor.waits = True
+    lab.open()
+    lab.become_slow()
+    assert lab.make_steps(500) == []
+    lab.executor.later.pop()()
+    assert lab.until_decided().node == 1
+
+
+def test_no_training_ends_for_a_fault_of_the_planner(make_lab) -> None:
+    lab = make_lab()
+    lab.replan = lab.slow_nodes._replan = lambda plan, nodes: 1 // 0
+    lab.open()
+    lab.become_slow()
+    assert (lab.make_steps(100), lab.make_steps(100)) == ([], [])
+    assert lab.reports == ["no plan for 2 nodes is found: ZeroDivisionError: integer division or modulo by zero"]
+
+
 def test_advice_is_written_and_reported_once(make_lab) -> None:
     lab = make_lab(mode="advise")
     lab.open()
@@ -277,6 +321,7 @@ def test_a_report_of_another_start_or_a_damaged_one_decides_nothing(make_lab) ->
     lab.job.run.speeds_json.unlink()
     lab.job.run.speeds_json.write_text("{")
     assert lab.make_steps(100) == []
-    assert "speeds.json" in lab.reports[0] and lab.reports[0].endswith("no node is left out")
+    assert lab.reports[0].startswith("no node is left out any more: UnreadableFileError: ")
+    assert "speeds.json" in lab.reports[0]
     lab.report_speeds(1.0, 4.0, 1.0)
     assert (lab.make_steps(100), len(lab.reports)) == ([], 1)

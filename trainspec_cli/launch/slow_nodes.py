@@ -8,6 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -26,7 +27,6 @@ from trainspec_cli.policy.leave_out import (
 from trainspec_cli.policy.paces import PaceTracker
 from trainspec_cli.policy.run_state import NodeSlow
 from trainspec_cli.policy.speeds import SKIPPED_STEPS, Speed
-from trainspec_cli.reading.files import UnreadableFileError
 from trainspec_cli.rundir.event_types import Event, NodesAchievedEvent, NodesEvent, StepEvent
 from trainspec_cli.rundir.events import EventTail, EventWriter, read_sound
 from trainspec_cli.rundir.speeds import SpeedsReport, SpeedsWatch
@@ -56,8 +56,17 @@ class _Learnt:
 class SlowNodes:
     """One run's, over its generations: `open` before each, then `poll` again and again."""
 
-    def __init__(self, job: Job, plan: Plan, replan: Replan | None, report: Callable[[str], None]):
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        replan: Replan | None,
+        report: Callable[[str], None],
+        executor: Executor | None = None,
+    ):
+        """`replan` is called in a thread, which nothing waits for."""
         scheduler, self._run = plan.spec.scheduler, job.run
+        self._executor = executor or ThreadPoolExecutor(1, "fewer nodes")
         self._mode, self._may_change, self._change = scheduler.mode, scheduler.may_change, scheduler.change
         self._replan, self._report = replan, report
         self._restart_s, self._asked_s = math.inf, math.inf
@@ -72,7 +81,9 @@ class SlowNodes:
         self._job, self._plan, self._hostnames = job, plan, ("",) * len(job.nodes)
         can_leave = plan.replica_groups == 1 and plan.num_nodes > 1 and plan.spec.resilience.mode == "restart"
         self._is_on = can_leave and self._mode != "off" and "nodes" in self._may_change
-        self._fewer = self._replan(plan, plan.num_nodes - 1) if self._is_on and self._replan else None
+        self._planning: Future[Plan | None] | None = None
+        if self._is_on and self._replan:
+            self._planning = self._executor.submit(self._plan_fewer, self._replan, plan)
         self._events, self._speeds = EventTail(self._run.events(0)), SpeedsWatch(self._run)
         self._paces = PaceTracker(self._change)
         self._learnt: _Learnt | None = None
@@ -86,16 +97,23 @@ class SlowNodes:
         self._hostnames = hostnames
 
     def poll(self) -> list[NodeSlow]:
-        """Return the node that is to be left out now, if any; advice is written down and reported."""
+        """Return the node that is to be left out now, if any; advice is written down and reported.
+
+        A run needs none of that to go on: where it fails, that is reported, and no node is left out.
+        """
         if not (self._is_on or self._given):
             return []
         made = self._take_steps(self._events.read())
         try:
-            report = self._speeds.poll()
-        except UnreadableFileError as error:
-            self._report(f"{error}; no node is left out")
+            return self._look(made)
+        except Exception as error:  # of a damaged file, say
+            self._report(f"no node is left out any more: {type(error).__name__}: {error}")
             self._is_on = False
             return []
+
+    def _look(self, made: int) -> list[NodeSlow]:
+        """Take in what is reported, after so many steps were made."""
+        report = self._speeds.poll()
         if report is not None and report.layout.world_size == self._plan.world_size:
             self._learn(report)
         if not made or not self._is_on or self._learnt is None or len(self._times_s) < MEASURED_STEPS:
@@ -122,6 +140,14 @@ class SlowNodes:
         job = replace(self._job, nodes=nodes, left_out=(*self._job.left_out, node), world_size=plan.world_size)
         return job, plan
 
+    def _plan_fewer(self, replan: Replan, plan: Plan) -> Plan | None:
+        """Return the plan of a run with one node less. No training ends for a fault of the planner."""
+        try:
+            return replan(plan, plan.num_nodes - 1)
+        except Exception as error:
+            self._report(f"no plan for {plan.num_nodes - 1} nodes is found: {type(error).__name__}: {error}")
+            return None
+
     @property
     def _spare(self) -> int | None:
         """Return the number of a node that stands by; those that were left out do not count."""
@@ -130,7 +156,10 @@ class SlowNodes:
 
     @property
     def _plan_without(self) -> Plan | None:
-        return self._fewer if self._spare is None else self._plan
+        """Return the plan of the run without a node; None where there is none, or not yet."""
+        if self._spare is not None:
+            return self._plan
+        return self._planning.result() if self._planning is not None and self._planning.done() else None
 
     # Learning
 
