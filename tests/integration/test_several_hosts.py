@@ -6,6 +6,7 @@ import json
 import signal
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import psutil
 import pytest
@@ -191,3 +192,39 @@ def test_hosts_need_a_folder_that_they_share(trainspec):
     refused = trainspec("launch", *SMALL, "--nnodes", "2", "--rdzv-endpoint", "localhost:29500")
     assert refused.returncode == 2
     assert "`run.dir` is auto, and the nodes would each make a folder of their own" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_slow_host_is_left_out_and_the_run_goes_on_without_it(start_hosts, trainspec, tmp_path):
+    """One of three ranks becomes many times as slow, and has one of three samples: shares cannot help. Two hosts go on
+    from the step that the three had reached. The losses are those of a run on one host: each sample was used once."""
+    run = RunDir(tmp_path / "run")
+    recipe = ("recipe=tiny", "cluster.devices_per_node=1", "data.seq_len=16", "batching.global_batch_size=3")
+    recipe = (*recipe, "precision.compute=fp32", "run.preflight=false", "optim.schedule.kind=constant")
+    scheduler = ("scheduler=auto", "scheduler.may_change=[nodes]", "scheduler.change=1")
+    slow = "fault=throttle(step=10,rank=2,seconds=8,steps=1000000)"
+    hosts = start_hosts("launch", *recipe, *scheduler, slow, ENDLESS, nnodes=3)
+    deadline = time.monotonic() + 500
+    while len(told := [event for event in directives_of(run) if event["type"].startswith("nodes")]) < 2:
+        assert hosts[0].poll() is None, hosts[0].communicate()[0]
+        assert time.monotonic() < deadline, f"no node was left out, or nothing measured after that: {told}"
+        time.sleep(0.1)
+    hosts[0].send_signal(signal.SIGINT)
+    said = [host.communicate(timeout=120)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [6, 6, 6], said
+    assert "the run starts again without it" in said[0]
+    given, achieved = told
+    assert (given["node"], given["num_nodes"], given["applied"]) == (2, 2, True)
+    assert max(given["expected_s"], achieved["achieved_s"]) < given["before_s"]
+    starts = [(event["step"], event["world_size"]) for event in run_events(run, "start")]
+    assert starts == [(0, 3), (given["step"], 2)]
+    last = max(steps_of(run))
+    assert steps_of(run) == list(range(1, last + 1)), "no step twice, none left out"
+    assert f"step {given['step']}: node 2 is left out" in trainspec("report", "run").stdout
+    alone = trainspec("launch", *recipe, f"train.max_steps={last}", "run.dir=alone")
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    assert losses(run) == pytest.approx(losses(RunDir(tmp_path / "alone")), rel=1e-4)
+
+
+def directives_of(run: RunDir) -> list[dict[str, Any]]:
+    return list(read_events(run.directives)) if run.directives.exists() else []

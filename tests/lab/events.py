@@ -9,11 +9,14 @@ from trainspec_cli.rundir.event_types import (
     DirectiveEvent,
     Event,
     MemoryEvent,
+    NodesAchievedEvent,
+    NodesEvent,
     RetryEvent,
     StartEvent,
     StepEvent,
 )
 from trainspec_cli.rundir.events import EventWriter
+from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.memory import MemorySetting
 
 DIRECTIVE = DirectiveEvent(
@@ -36,6 +39,21 @@ MEMORY = MemoryEvent(
     restarts=True,
     reason="rank 1 (h): memory ran out",
 )
+
+LEFT_OUT = NodesEvent(
+    step=120,
+    number=1,
+    applied=True,
+    node=3,
+    host="node3",
+    num_nodes=3,
+    layout=Layout(dp_replicate=3),
+    pace=4.1,
+    before_s=2.1,
+    expected_s=1.3,
+    cost_s=30.0,
+)
+LEFT_OUT_ACHIEVED = NodesAchievedEvent(step=130, number=1, achieved_s=1.4, restart_s=31.0)
 
 
 def write_event(path: Path, event: Event, rank: int = 0) -> None:

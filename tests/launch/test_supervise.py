@@ -35,6 +35,7 @@ from trainspec_cli.policy.run_state import (
     Event,
     NodeBack,
     NodeLost,
+    NodeSlow,
     NodeStopRequested,
     NodeUnfit,
     Orphaned,
@@ -49,7 +50,11 @@ from trainspec_cli.rundir.event_types import MemoryEvent
 from trainspec_cli.rundir.events import read_events, read_log
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.generations import note_stop
+from trainspec_cli.rundir.speeds import SpeedsReport, write_speeds
+from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
+from trainspec_cli.spec.recipe.scheduler import SchedulerSpec
 from trainspec_cli.spec.results.memory import MemorySetting, Shortage
 from trainspec_cli.spec.results.plan import Plan
 
@@ -168,6 +173,57 @@ def test_a_run_whose_memory_ran_out_leaves_its_next_start_what_to_take(tmp_path:
     assert (written.failed, written.taken, written.restarts, written.was_killed) == (four, two, True, False)
     assert (written.step, written.lost_steps, written.used_bytes, written.limit_bytes) == (5, 0, 9, 8)
     assert written.rank == -1, "the supervisor wrote it"
+
+
+def test_a_run_goes_on_without_a_slow_node(tmp_path: Path, make_plan) -> None:
+    """One of three is four times as slow: its workers stop with a checkpoint, and two start again from there."""
+    plan = with_resilience(make_plan(), max_restarts_per_hour=0)
+    sizes = {"train": replace(plan.spec.train, max_steps=1000), "scheduler": SchedulerSpec(mode="auto")}
+    spec = replace(plan.spec, batching=replace(plan.spec.batching, global_batch_size=3), **sizes)
+    plan = replace(plan, spec=spec, num_nodes=3, devices_per_node=1, layout=Layout(dp_replicate=3))
+    run, opened = Run(tmp_path, plan), list[Plan | None]()
+    run.job = replace(run.job, nodes=(0, 1, 2), worker=())
+    write_json(run.job.run.plan_json, to_plain(plan))
+    open_backend = run._open
+
+    def make_steps(*steps: int) -> None:
+        for step in steps:
+            write_event(run.job.run.events(0), replace(stepped(step), step_time_s=5.0))
+
+    def become_slow() -> None:
+        each = {"samples": (1, 1, 1), "fixed_s": (0.0,) * 3, "per_sample_s": (1.0, 4.0, 1.0), "micro_batches": 1}
+        write_speeds(run.job.run, SpeedsReport(step=3, step_s=4.0, layout=plan.layout, **each))  # type: ignore[arg-type]
+
+    def open_and_note(job: Job, plan: Plan | None):
+        opened.append(plan)
+        return open_backend(job, plan)
+
+    def stop() -> None:
+        run.world.checkpoint = 20
+        write_json(run.job.run.result_json, {"status": "stopped"})
+        run.world.end(0, exit_code=6)
+
+    def replan(plan: Plan, nodes: int) -> Plan:
+        return replace(plan, num_nodes=nodes, layout=Layout(dp_replicate=nodes))
+
+    run.script = [
+        run.happen(Begun(0), Stepped(0)),
+        lambda: (make_steps(1, 2, 3), become_slow()),
+        lambda: make_steps(4),
+        lambda: make_steps(*range(5, 20)),
+        stop,
+        lambda: run.world.end(0, done=True),
+    ]
+    ending = supervise(run.job, plan, open_and_note, run._watch, run.reports.append, run.requests, replan)
+    assert (ending.exit_code, ending.stop_requested, ending.generation) == (0, False, 2)
+    assert (run.world.stops, run.world.starts) == ([None], [(1, 0, 1), (2, 0, 2)])
+    assert [(job.nodes, job.left_out, job.world_size) for job in run.world.jobs] == [
+        ((0, 1, 2), (), 2),
+        ((0, 2), (1,), 2),
+    ]
+    assert [plan and plan.num_nodes for plan in opened] == [3, 2]
+    assert "the run starts again without it" in run.reports[0]
+    assert marks(run) == ["launch", "ended", "launch", "ended"], "that was no failure"
 
 
 def test_a_tool_is_never_started_again(tmp_path: Path) -> None:
@@ -310,6 +366,23 @@ def test_a_run_that_cannot_begin_is_refused(tmp_path: Path, make_plan) -> None:
     assert run.world.backend.closed == 1
 
 
+class LeftOut:
+    """Counts the nodes that are left out; the tests say which are slow."""
+
+    def __init__(self, supervisor: Supervisor):
+        self.supervisor, self.nodes = supervisor, list[int]()
+
+    def open(self, job: Job, plan: Plan) -> None:
+        self.given = job, plan
+
+    def poll(self) -> tuple[()]:
+        return ()
+
+    def leave_out(self, node: int) -> tuple[Job, Plan]:
+        self.nodes.append(node)
+        return self.given
+
+
 class Histories(RuleBasedStateMachine):
     """Whatever happens, in whichever order."""
 
@@ -325,6 +398,7 @@ class Histories(RuleBasedStateMachine):
         resilience = {"max_restarts_per_hour": limit, "min_groups": min(min_groups, groups)}
         plan = with_resilience(PLAN, groups, **resilience)
         self.supervisor = Supervisor(a_job(self.folder), plan, self.world.open, self.reports.append)
+        self.supervisor._slow_nodes = self.slow_nodes = LeftOut(self.supervisor)  # type: ignore[assignment]
         self.supervisor.open()
         self.turn()
 
@@ -386,6 +460,17 @@ class Histories(RuleBasedStateMachine):
         group = self.a_group(data)
         self.happen(NodeBack(group), PresenceChanged(group, "there"))
 
+    @rule(node=st.integers(0, 4))
+    def a_node_is_slow(self, node: int) -> None:
+        self.happen(NodeSlow(node, "node", "it is slow"))
+
+    @rule(data=st.data())
+    def workers_end_as_they_were_asked_to(self, data: st.DataObject) -> None:
+        if (group := self.a_group(data)) in self.world.live and self.world.stops:
+            self.world.checkpoint += 10
+            self.world.end(group, exit_code=6)
+            self.turn()
+
     @rule()
     def the_rendezvous_server_ends(self) -> None:
         self.happen(RendezvousRestarted())
@@ -412,7 +497,13 @@ class Histories(RuleBasedStateMachine):
         for group in range(self.world.groups):
             restarts = [at for at, _, started, number in self.starts_s if started == group and number > 1]
             for at in restarts:
-                assert sum(at <= other < at + RESTART_WINDOW_S for other in restarts) <= self.limit
+                recent = sum(at <= other < at + RESTART_WINDOW_S for other in restarts)
+                assert recent <= self.limit + len(self.slow_nodes.nodes)
+
+    @invariant()
+    def a_node_is_left_out_once(self) -> None:
+        assert len(set(self.slow_nodes.nodes)) == len(self.slow_nodes.nodes)
+        assert not (self.slow_nodes.nodes and self.world.groups > 1), "these keep theirs"
 
     @invariant()
     def what_lives_is_known_to_live(self) -> None:

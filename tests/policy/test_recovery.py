@@ -32,9 +32,12 @@ from trainspec_cli.policy.run_state import (
     Inform,
     Kill,
     Launch,
+    LeaveOut,
     MarkFailure,
     NodeBack,
     NodeLost,
+    NodeSlow,
+    NodesSeen,
     NodeStopRequested,
     NodeUnfit,
     Orphaned,
@@ -95,6 +98,8 @@ BACK_FROM_20 = Inform("it broke; the run starts again from step 20")
 AGAIN = "group 0: it broke; it starts again"
 TOO_OFTEN = "group 0: it broke; it stays away, it failed too often"
 LATE = NOW + 100
+SLOW = NodeSlow(1, "b", "it is slow")
+LEAVING = a_run(RUNNING._replace(kill_at_s=NOW + GRACE_S), leaving=SLOW)
 
 TABLE: list[tuple[str, RunState, Event, list[str], tuple[Action, ...]]] = [
     # Starting
@@ -158,6 +163,27 @@ TABLE: list[tuple[str, RunState, Event, list[str], tuple[Action, ...]]] = [
     ("an unfit node", a_run(WAITING._replace(presence="awaited")), NodeUnfit(1, "b", "no GPU"), ["gone"],
      (RecordLosses(),)),
     ("no agent could be started", a_run(WAITING._replace(presence="awaited")), AgentsFailed(3), ["gone"], ()),
+    # One group: a node is too slow
+    ("a slow node is left out by a stop", ALONE, SLOW, ["running"], (Inform("it is slow"), Stop())),
+    ("a second one waits", LEAVING, replace(SLOW, node=2), ["running"], ()),
+    ("one that was left out already", a_run(RUNNING, left_out=(1,)), SLOW, ["running"], ()),
+    ("a run that fails makes that good first", a_run(RUNNING._replace(kill_at_s=LATE)), SLOW, ["running"], ()),
+    ("a run that waits", a_run(WAITING), SLOW, ["waiting"], ()),
+    ("a run that stops", a_run(RUNNING, stopping=True), SLOW, ["running"], ()),
+    ("a run that is to stop", a_run(RUNNING, stop_requested=True), SLOW, ["running"], ()),
+    ("a run that has not stepped", a_run(RUNNING, has_stepped=False), SLOW, ["running"], ()),
+    ("slow, mode none", ALONE._replace(resilience=replace(RESTART, mode="none")), SLOW, ["running"], ()),
+    ("its workers have ended", LEAVING, ended(from_outside=False), ["waiting"], (LeaveOut(1),)),
+    ("its workers do not end in time", LEAVING, Tick(NOW + GRACE_S + 0.1), ["ending"], (Kill(0),)),
+    ("they were killed without a newer checkpoint", LEAVING, ended(checkpoint_step=10), ["waiting"],
+     (LeaveOut(1), Inform("it broke; the run starts again from step 10"))),
+    ("one fails meanwhile, with progress", LEAVING, ended(own_error=True), ["waiting"], (LeaveOut(1), BACK_FROM_20)),
+    ("one fails meanwhile, for good", LEAVING, ended(foreseen=True), ["gone"], ()),
+    ("the run was done before it could stop", LEAVING, ended(done=True), ["done"], ()),
+    ("a person stops it meanwhile", LEAVING._replace(stop_requested=True), ended(), ["gone"], ()),
+    ("some of its processes are left behind", LEAVING, ended(left_behind=(7,)), ["gone"], ()),
+    ("other nodes stand by", ALONE, NodesSeen(("a", "b")), ["running"], ()),
+    ("of several groups none is left out", PAIR, SLOW, ["running", "running"], ()),
     # Several groups: failures
     ("a worker failed: its group is killed", PAIR, WorkerFailed(0), ["ending", "running"], (Kill(0),)),
     ("it is killed once", a_run(RUNNING._replace(phase="ending"), RUNNING), WorkerFailed(0), ["ending", "running"], ()),
@@ -337,6 +363,27 @@ def test_a_start_with_less_memory_is_no_restart_after_a_failure() -> None:
     for event in (ended(), Tick(LATE + 1), PresenceChanged(0, "there")):
         state, _ = next_action(state, event)
     assert (state.groups[0].starts, state.groups[0].restarts_s) == (3, (LATE + 1,))
+
+
+def test_a_start_without_a_slow_node_is_no_restart_after_a_failure() -> None:
+    """Also of a run that may fail no more; and the node is not left out again."""
+    state = a_run(RUNNING._replace(restarts_s=(NOW - 9, NOW - 5), failures_in_a_row=3))
+    for event in (SLOW, ended(from_outside=False), Tick(NOW), PresenceChanged(0, "there")):
+        state, actions = next_action(state, event)
+    assert actions == (Launch(0, 2),)
+    assert (state.groups[0].restarts_s, state.groups[0].kill_at_s) == ((NOW - 9, NOW - 5), math.inf)
+    assert (state.leaving, state.left_out, state.groups[0].is_planned) == (None, (1,), False)
+    assert next_action(state, SLOW) == (state, ())
+    state, _ = next_action(state, ended())
+    assert state.is_over, "the failures that follow count as ever"
+
+
+def test_a_run_that_leaves_a_node_out_has_as_long_to_stop_as_at_a_request() -> None:
+    state, _ = next_action(ALONE, SLOW)
+    assert (state.groups[0].kill_at_s, state.stop_requested, state.stopping) == (NOW + GRACE_S, False, False)
+    assert next_action(state, Tick(NOW + GRACE_S)) == (state._replace(now_s=NOW + GRACE_S), ())
+    state, actions = next_action(state, StopRequested(1))
+    assert (actions, state.deadline_s) == ((Stop(),), NOW + GRACE_S)
 
 
 def test_a_step_ends_a_row_of_failures_and_a_retry_does_not() -> None:

@@ -22,6 +22,7 @@ from trainspec_cli.policy.run_state import (
     Launch,
     NodeBack,
     NodeLost,
+    NodeSlow,
     NodeStopRequested,
     NodeUnfit,
     Orphaned,
@@ -67,6 +68,7 @@ EVENTS = st.one_of(
     st.builds(NodeLost, st.integers(0, 2), st.just("b"), st.just("off"), st.sampled_from([(0,), (1,), (0, 1), ()])),
     st.builds(NodeBack, st.integers(0, 2)),
     st.builds(NodeUnfit, st.integers(0, 2), st.just("b"), st.just("no GPU")),
+    st.builds(NodeSlow, st.integers(0, 2), st.just("b"), st.just("slow")),
     st.just(RendezvousRestarted()),
 )
 ENDINGS = st.one_of(st.builds(StopRequested, st.just(1)), st.builds(NodeStopRequested, st.just(1)))
@@ -122,6 +124,7 @@ def check_starts(before: RunState, after: RunState, actions: tuple[Action, ...])
         assert (was.phase, now.phase, now.presence) == ("waiting", "running", "there")
         assert after.now_s >= was.start_at_s
         assert launched[number] == now.starts == was.starts + 1
+        assert was.is_planned == (was.starts > 0 and now.restarts_s == was.restarts_s)
         recent = [at for at in now.restarts_s if after.now_s - at < RESTART_WINDOW_S]
         assert len(recent) <= after.resilience.max_restarts_per_hour
         assert after.resilience.mode != "none" or now.starts == 1
@@ -131,7 +134,8 @@ def check_starts(before: RunState, after: RunState, actions: tuple[Action, ...])
     for number in waits:
         group = after.groups[number]
         assert group.start_at_s == after.now_s + pause_s(group.failures_in_a_row)
-        assert group.failures_in_a_row == before.groups[number].failures_in_a_row + 1
+        failed = before.groups[number].failures_in_a_row + 1
+        assert group.failures_in_a_row == (0 if group.is_planned else failed)
         assert group.needs_generation == after.is_alone
     if any(isinstance(action, BeginGeneration) for action in actions):
         assert after.is_alone and not after.has_begun and after.exit_code is None
@@ -146,7 +150,7 @@ def check_ends(before: RunState, after: RunState, actions: tuple[Action, ...]) -
         if before.groups[number].phase == "running" and group.phase == "ending"
     ]
     assert sum(isinstance(action, Stop) and action == Stop() for action in actions) == (
-        after.stopping and not before.stopping
+        (after.stopping and not before.stopping) or (after.leaving is not None and before.leaving is None)
     )
     if after.stopping:
         assert after.deadline_s <= after.now_s + after.stop_grace_s

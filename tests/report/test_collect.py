@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from lab.events import ACHIEVED, DIRECTIVE, MEMORY, write_event
+from lab.events import ACHIEVED, DIRECTIVE, LEFT_OUT, LEFT_OUT_ACHIEVED, MEMORY, write_event
 
 from trainspec_cli.report.collect import _ranks, collect
 from trainspec_cli.rundir.event_types import PARTS
@@ -130,6 +130,8 @@ def test_directives_are_those_of_the_runs_own_file(fake_run: Any) -> None:
     write_event(fake_run.dir.directives, replace(DIRECTIVE, group=1))
     write_event(fake_run.dir.directives, ACHIEVED)
     write_event(fake_run.dir.directives, MEMORY)
+    write_event(fake_run.dir.directives, LEFT_OUT)
+    write_event(fake_run.dir.directives, LEFT_OUT_ACHIEVED)
     write_event(fake_run.dir.events(0), DIRECTIVE)
     write_event(fake_run.dir.events(0), MEMORY)
     report = collect(fake_run.dir.root)
@@ -139,6 +141,8 @@ def test_directives_are_those_of_the_runs_own_file(fake_run: Any) -> None:
     assert plain["directives"][0]["counts"] == [9, 5]
     assert plain["achieved"][0]["number"] == 1
     assert [one["taken"]["micro_batch_size"] for one in plain["memory"]] == [4]
+    assert [one["node"] for one in plain["left_out"]] == [3]
+    assert [one["achieved_s"] for one in plain["left_out_achieved"]] == [1.4]
     json.dumps(plain, allow_nan=False)
 
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lab.events import ACHIEVED, DIRECTIVE, MEMORY, write_event
+from lab.events import ACHIEVED, DIRECTIVE, LEFT_OUT, LEFT_OUT_ACHIEVED, MEMORY, write_event
 from rich.console import Console, RenderableType
 
 from trainspec_cli.report.collect import collect
 from trainspec_cli.report.render import render_report, render_summary
-from trainspec_cli.report.text import describe_event
+from trainspec_cli.report.text import describe_event, describe_left_out
 from trainspec_cli.rundir.accounting import WallTime
 from trainspec_cli.rundir.event_types import PARTS
 from trainspec_cli.spec.results.prediction import LocalPrediction
@@ -88,8 +88,12 @@ def test_what_the_scheduler_did_has_a_section(fake_run: Any) -> None:
     write_event(fake_run.dir.directives, replace(DIRECTIVE, group=1))
     write_event(fake_run.dir.directives, replace(ACHIEVED, group=1))
     write_event(fake_run.dir.directives, MEMORY)
+    write_event(fake_run.dir.directives, LEFT_OUT)
+    write_event(fake_run.dir.directives, LEFT_OUT_ACHIEVED)
     lines = text_of(render_report(collect(fake_run.dir.root))).splitlines()
     at = lines.index("scheduler")
+    left_out = describe_left_out(LEFT_OUT, LEFT_OUT_ACHIEVED).split()
+    assert " ".join(lines[at + 4 : at + 6]).split() == left_out
     assert lines[at + 1 : at + 4] == [
         f"  {describe_event(MEMORY)}",
         "  step 4: shares are now 9, 5 of 14: rank 1 is slow; 25% less computing is expected",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from lab.events import MEMORY
+from lab.events import LEFT_OUT, LEFT_OUT_ACHIEVED, MEMORY
 from rich.console import Console, RenderableType
 
 from trainspec_cli.report.backtest import render_backtest
@@ -17,6 +17,7 @@ from trainspec_cli.report.progress import Progress
 from trainspec_cli.report.text import (
     describe_directive,
     describe_event,
+    describe_left_out,
     describe_plan,
     describe_progress,
     describe_saving,
@@ -302,6 +303,16 @@ def test_a_shortage_of_memory() -> None:
     killed = replace(MEMORY, lost_steps=2, was_killed=True, group=1, taken=MemorySetting(8, "full", "none"))
     assert describe_event(killed).startswith("step 3: group 1: recompute=full from here on (after a new start, 2 steps")
     assert "(in place, no step lost)" in describe_event(replace(MEMORY, restarts=False))
+
+
+def test_a_node_that_is_left_out() -> None:
+    pace = "its ranks compute 4.1 times as long; a step took 2.1 s and is expected to take 1.3 s"
+    assert describe_left_out(LEFT_OUT) == describe_event(LEFT_OUT) == f"step 120: node 3 is left out: {pace}"
+    spare, restart = replace(LEFT_OUT, spare=4), "takes 1.4 s (the new start took 31.0 s)"
+    shown = f"step 120: node 3 is left out, node 4 takes its place: {pace}, {restart}"
+    assert describe_left_out(spare, LEFT_OUT_ACHIEVED) == shown
+    advice = describe_left_out(replace(LEFT_OUT, applied=False))
+    assert advice == f"step 120: advice: scheduler=auto would leave node 3 out: {pace}"
 
 
 def test_a_directive_whose_times_are_damaged() -> None:

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from lab.events import MEMORY
+from lab.events import LEFT_OUT, LEFT_OUT_ACHIEVED, MEMORY
 
 from trainspec_cli.rundir.event_types import (
     EVENT_TYPES,
@@ -131,6 +131,8 @@ EVENTS: list[Event] = [
     RELAYOUT,
     ACHIEVED,
     replace(MEMORY, was_killed=True, lost_steps=2, used_bytes=9, limit_bytes=8, group=1),
+    replace(LEFT_OUT, spare=4),
+    LEFT_OUT_ACHIEVED,
     SampleEvent(step=4, prompt="once", text=" upon"),
     WarningEvent(step=4, message="hot"),
     RetryEvent(step=4),
@@ -148,6 +150,7 @@ OPTIONAL = {
     "end.weights_sha256": None,
     "directive.kind": "shares",
     "memory.kind": "memory",
+    "nodes.kind": "nodes",
     "memory.was_killed": False,
     "memory.lost_steps": 0,
     "ended.exit_code": None,

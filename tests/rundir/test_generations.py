@@ -41,6 +41,13 @@ def test_what_a_start_tells_of_itself_is_read_whole_or_not_at_all(tmp_path: Path
         generations.read(run, number)
 
 
+def test_a_node_has_the_place_that_a_start_gives_it() -> None:
+    whole = GenerationRecord(1, 0.0, "a", "a", 1, {}, 3, "id", "logs", (), ())
+    assert [whole.place_of(node) for node in range(3)] == [0, 1, 2]
+    without = GenerationRecord(2, 0.0, "a", "a", 1, {}, 2, "id", "logs", (), (), (0, 2, 1))
+    assert [without.place_of(node) for node in range(3)] == [0, 2, 1]
+
+
 def test_an_older_start_is_fenced_off(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     fence = Fence(run, generations.begin(run))

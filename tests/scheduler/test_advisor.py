@@ -14,11 +14,13 @@ from lab.events import ACHIEVED, DIRECTIVE, started, stepped, write_event
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.rundir.event_types import Event
+from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.proposals import ProposalRecord, read_proposal
 from trainspec_cli.rundir.speeds import SpeedsReport, write_speeds
 from trainspec_cli.scheduler.advisor import LayoutAdvisor, decides_layouts
 from trainspec_cli.scheduler.other_layout import OtherLayouts
+from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.data import DataSpec
@@ -166,6 +168,15 @@ def test_a_slow_rank_leads_to_one_proposal_once_waiting_has_cost_enough(slowed: 
     assert (found.before_s, found.expected_s) == pytest.approx((SLOW_S, SLOW_S * 0.75))
     assert slowed.asked == [(PIPELINE, 2, (1.0, 2.0))]
     assert slowed.homes == [PIPELINE]
+
+
+def test_where_a_node_was_left_out_the_plan_of_the_others_is_followed(tmp_path: Path) -> None:
+    world = World(tmp_path, a_plan(Layout(dp_replicate=3), devices_per_node=3))
+    write_json(world.run.plan_json, to_plain(a_plan()))
+    world.happen(started())
+    world.slow_down()
+    (found,) = world.steps(COST_STEPS, SLOW_S)
+    assert (found.before, world.homes, world.said) == (PIPELINE, [PIPELINE], [])
 
 
 def test_one_that_recovers_in_time_leads_to_none(slowed: World) -> None:

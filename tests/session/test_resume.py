@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.errors import MachineError, RecipeError
+from trainspec_cli.launch.job.folder import write_fewer_nodes
 from trainspec_cli.policy.memory import with_reliefs
 from trainspec_cli.reading.files import UnreadableFileError
 from trainspec_cli.rundir.files import read_json, write_json
@@ -210,6 +211,29 @@ def test_several_nodes_go_on_just_as_they_were(make_run: MakeRun, prepare: Prepa
     assert (session.reach.head, session.reach.rendezvous_port) == ("head", 29500)
     with pytest.raises(RecipeError, match=r"`train.max_steps=400` cannot be changed"):
         prepare(run, "train.max_steps=400", nodes=FIRST_OF_TWO)
+
+
+def test_a_run_that_left_a_node_out_goes_on_with_all_of_them(make_run: MakeRun, prepare: Prepare) -> None:
+    run = make_run("cluster.num_nodes=2")
+    whole = read_plan(run)
+    for nodes in (1, 1):
+        write_fewer_nodes(run, replace(whole, num_nodes=nodes))
+    assert read_plan(run).num_nodes == 1
+    session = prepare(run, nodes=FIRST_OF_TWO)
+    assert (session.plan, session.reach is not None) == (whole, True)
+
+
+@pytest.mark.parametrize(("rank", "is_allowed"), [(2, True), (3, True), (4, False)])
+def test_spare_nodes_have_numbers_after_the_others(make_run: MakeRun, rank: int, is_allowed: bool) -> None:
+    spec = read_plan(make_run("cluster.num_nodes=2", "cluster.reliability.spare_nodes=2")).spec
+    given = NodeOptions(2, rank, "head:1")
+    if is_allowed:
+        assert given.reach(spec, "/run") is not None
+        return
+    with pytest.raises(RecipeError) as refused:
+        given.reach(spec, "/run")
+    message = "--node-rank is 4; of 2 nodes and 2 that stand by (cluster.reliability.spare_nodes) it is 0 to 3"
+    assert refused.value.problems[0].message == message
 
 
 def test_one_node_does_not_become_several(make_run: MakeRun, prepare: Prepare) -> None:

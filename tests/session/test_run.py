@@ -43,8 +43,11 @@ class Run:
         self.watched = self.loses_reader = False
         monkeypatch.setattr(run_module, "supervise", self._supervise)
 
-    def _supervise(self, job: Job, plan: Any, backend: Any, watch: Any, report: Any, requests: StopRequests) -> Ending:
+    def _supervise(
+        self, job: Job, plan: Any, backend: Any, watch: Any, report: Any, requests: StopRequests, replan: Any
+    ) -> Ending:
         assert (job, plan, backend) == (self.job, self.plan, LocalBackend)
+        self.replan = replan
         self.watched = callable(watch) and callable(report) and requests.count == 0
         if self.loses_reader:
             self.console.on_broken_pipe()
@@ -90,6 +93,15 @@ def test_a_summary_goes_before_where_there_is_something_to_sum_up(
     run.ending = replace(run.ending, stop_requested=stopped)
     run()
     assert shown.getvalue().startswith(f"summary of {run.dir.root}\n") is has_summary
+
+
+def test_the_supervisor_may_plan_the_run_anew(run: Run) -> None:
+    def replan(plan: Any, nodes: int) -> None:
+        raise AssertionError("no node is slow")
+
+    with pytest.raises(WorkerError, match="without leaving a result"):
+        run(replan=replan)
+    assert run.replan is replan
 
 
 def test_a_run_whose_supervision_fails_goes_on_no_more(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,10 @@ from trainspec_cli.launch.memory_limits import Learned, LimitsWatch, MemoryLimit
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan
+from trainspec_cli.scheduler.advisor import LayoutAdvisor
 from trainspec_cli.session import session as session_module
 from trainspec_cli.session.console import RunConsole
+from trainspec_cli.session.fewer_nodes import plan_on_fewer
 from trainspec_cli.session.load import load, plan_on
 from trainspec_cli.session.session import Session, rehearse, start
 from trainspec_cli.spec.recipe.cluster import Machine
@@ -98,7 +100,11 @@ def test_a_new_run_takes_every_step_in_order_and_is_written_down(
     assert steps.taken == ["predict", "check_nodes", "select_kernels", "prepare_data", "run"]
     assert steps.options["predict"] == {"force": True}
     assert steps.options["check_nodes"] == {"folder": tmp_path / "mine", "force": True}
-    assert steps.options["run"] == {"as_json": True, "requests": None}
+    given = steps.options["run"]
+    assert (given.pop("as_json"), given.pop("requests")) == (True, None)
+    assert isinstance(given.pop("advisor"), LayoutAdvisor)
+    assert given.pop("replan").func is plan_on_fewer
+    assert not given
     assert steps.backend is LocalBackend
     assert steps.was_claimed, "nobody else may start it meanwhile"
     run = RunDir(tmp_path / "mine")

@@ -14,6 +14,7 @@ from trainspec_cli.launch.backend.observe import newest_checkpoint, newest_step
 from trainspec_cli.launch.backend.processes import POLL_S
 from trainspec_cli.launch.job.job import Job, torchrun_command
 from trainspec_cli.launch.signals import StopRequests, on_stop_signal
+from trainspec_cli.launch.slow_nodes import Replan, SlowNodes
 from trainspec_cli.policy import recovery, run_state
 from trainspec_cli.rundir.event_types import EndedMark, FailureMark, LaunchMark, MemoryEvent, RecoveryEvent
 from trainspec_cli.rundir.events import EventWriter, read_sound
@@ -55,11 +56,13 @@ def supervise(
     watch: Callable[[bool], None] = lambda _: None,
     report: Callable[[str], None] = lambda _: None,
     requests: StopRequests | None = None,
+    replan: Replan | None = None,
 ) -> Ending:
     """Run `job` until all its processes have ended, and start again what fails where `plan` wants that.
 
     `watch` is called about ten times a second, with whether a stop has been asked for; `report` hears of every failure
     that does not end the run, and what follows. Without a plan the job is a tool's, that is never started again.
+    `replan` finds the plan of a run that leaves a slow node out; without it only a spare node can take its place.
 
     A first request to stop asks the workers to write a checkpoint and end, within the job's `stop_grace_s`; before
     they have written an event there is nothing to save, and they are killed. A second request kills at once.
@@ -68,7 +71,7 @@ def supervise(
     """
     requests = requests or StopRequests()
     with on_stop_signal(requests.add):
-        supervisor = Supervisor(job, plan, backend, report)
+        supervisor = Supervisor(job, plan, backend, report, replan)
         supervisor.open()
         try:
             while not supervisor.state.is_over:
@@ -82,7 +85,14 @@ def supervise(
 
 
 class Supervisor:
-    def __init__(self, job: Job, plan: Plan | None, backend: OpenBackend, report: Callable[[str], None]):
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan | None,
+        backend: OpenBackend,
+        report: Callable[[str], None],
+        replan: Replan | None = None,
+    ):
         self._job, self._plan, self._open_backend, self._report = job, plan, backend, report
         self._first_logs = job.logs
         self.state = recovery.begin(
@@ -97,9 +107,12 @@ class Supervisor:
         self._generation: int | None = None
         self._left_behind: tuple[int, ...] = ()
         self._losses: dict[int, run_state.NodeLost | run_state.NodeUnfit] = {}
+        self._slow_nodes = SlowNodes(job, plan, replan, report) if plan else None
 
     def open(self) -> None:
         """Begin a generation of the run."""
+        if self._slow_nodes and self._plan:
+            self._slow_nodes.open(self._job, self._plan)
         self._marks = EventWriter(self._job.run.supervisor_events, SUPERVISOR)
         self._marks.write(LaunchMark())
         self._backend = self._open_backend(self._job, self._plan)
@@ -124,6 +137,8 @@ class Supervisor:
         if self._backend:
             for event in self._backend.poll():
                 self._take(event)
+        for event in self._slow_nodes.poll() if self._slow_nodes else ():
+            self._take(event)
         if requests.count:
             self._take(run_state.StopRequested(requests.count))
 
@@ -147,6 +162,8 @@ class Supervisor:
             self._losses[event.node] = event
         elif isinstance(event, run_state.NodeBack):
             self._losses.pop(event.node, None)
+        elif isinstance(event, run_state.NodesSeen) and self._slow_nodes:
+            self._slow_nodes.see(event.hostnames)
         self.state, actions = recovery.next_action(self.state, event)
         for action in actions:
             self._apply(action)
@@ -165,6 +182,9 @@ class Supervisor:
                 self._begin_generation()
             case run_state.TakeSetting():
                 self._take_setting(action)
+            case run_state.LeaveOut(node):
+                assert self._slow_nodes is not None, "it has found the node"
+                self._job, self._plan = self._slow_nodes.leave_out(node)
             case run_state.Inform(text):
                 self._report(text)
             case run_state.MarkFailure():
@@ -181,6 +201,7 @@ class Supervisor:
                 raise MachineError(Problem(code, message, hint=hint, environment=True))
 
     def _begin_generation(self) -> None:
+        self._job.run.result_json.unlink(missing_ok=True)  # other nodes take part until there is one
         self.close()
         self._note_restart()
         self._losses.clear()
@@ -194,7 +215,6 @@ class Supervisor:
     def _note_restart(self) -> None:
         """Move the failed start's error reports to its logs, and write to the run's events what is lost."""
         run = self._job.run
-        run.result_json.unlink(missing_ok=True)
         for path in run.errors_folder.glob("*.json"):
             path.rename(self._job.logs / path.name)
         step = newest_step(read_sound(run.events(0)))

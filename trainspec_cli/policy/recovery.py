@@ -13,6 +13,9 @@ A run of one group keeps its state in checkpoints alone. After a failure its wor
 it starts again as a new generation, from its newest checkpoint, where that promises progress. Of several groups a
 failed one is killed at once: the others hold the state, step on, and heal it when it is back. Where memory ran out, the
 next start has a setting that takes less (`memory.py`), and the run ends where there is none.
+
+A node that is too slow (`leave_out.py`) is left out of a run of one group, which writes a checkpoint, ends and starts
+again without it. Several groups keep theirs, and give it fewer samples.
 """
 
 from __future__ import annotations
@@ -36,9 +39,12 @@ from trainspec_cli.policy.run_state import (
     Inform,
     Kill,
     Launch,
+    LeaveOut,
     MarkFailure,
     NodeBack,
     NodeLost,
+    NodeSlow,
+    NodesSeen,
     NodeStopRequested,
     NodeUnfit,
     Orphaned,
@@ -142,14 +148,14 @@ def _start_if_due(state: RunState, number: int) -> Decision:
     if group.presence != "there":
         return state, ()
     starts, restarts_s = group.starts + 1, group.restarts_s
-    if group.starts and not group.takes_less_memory:
+    if group.starts and not group.is_planned:
         restarts_s = (*(at for at in restarts_s if state.now_s - at < RESTART_WINDOW_S), state.now_s)
     state = _change(
         *(state, number),
         phase="running",
         starts=starts,
         restarts_s=restarts_s,
-        takes_less_memory=False,
+        is_planned=False,
         kill_at_s=math.inf,
         checkpoint_step=state.checkpoint_step,
         stepped_s=0.0,
@@ -222,6 +228,8 @@ def _group_ended(state: RunState, event: GroupEnded) -> Decision:
     if event.done and (state.is_alone or group.phase == "running" or only_orphans_killed):
         return _drop_waiting(_change(state, event.group, phase="done")), ()
     state = _change(state, event.group, phase="gone", failures_in_a_row=group.failures_in_a_row + 1)
+    if state.leaving is not None:
+        return _after_leaving(state, event)
     state = state._replace(last_failure=event.headline)
     return (_after_failure_of_run if state.is_alone else _after_failure_of_group)(state, event)
 
@@ -280,7 +288,7 @@ def _less_memory(state: RunState, event: GroupEnded) -> MemorySetting | None:
 def _take(state: RunState, event: GroupEnded, taken: MemorySetting) -> tuple[RunState, tuple[Action, ...], str]:
     """Let a group wait for its next start, with less memory; -> how it then differs, for people."""
     assert event.shortage is not None, "its memory ran out"
-    state = _change(state, event.group, taken=taken, takes_less_memory=True, failures_in_a_row=0)
+    state = _change(state, event.group, taken=taken, is_planned=True, failures_in_a_row=0)
     state, _ = _wait(state, event.group)
     words = f"with {taken.describe(event.shortage.failed)}"
     return state, (TakeSetting(event.group, event.shortage, taken, event.headline),), words
@@ -321,6 +329,38 @@ def _node_unfit(state: RunState, event: NodeUnfit) -> Decision:
     if not any(group.starts for group in state.groups):
         return state._replace(killed=True), (Refuse("unfit_host", f"{name}: {event.why}"),)
     return state, (Inform(f"{name} came back and stays away: {event.why}"),)
+
+
+def _node_slow(state: RunState, event: NodeSlow) -> Decision:
+    """Leave a node out of a run of one group that is well: ask its workers to write a checkpoint and end, within the
+    time that they have for a stop. What fails is made good first, and a run that ends is left alone."""
+    group = state.groups[0]
+    over = state.is_over or state.is_ending or state.stop_requested or state.resilience.mode == "none"
+    over = over or not state.is_alone or event.node in state.left_out or state.leaving is not None
+    if over or not state.has_stepped or group.phase != "running" or group.kill_at_s < math.inf:
+        return state, ()
+    state = _change(state, 0, kill_at_s=state.now_s + state.stop_grace_s)
+    return state._replace(leaving=event), (Inform(event.why), Stop())
+
+
+def _after_leaving(state: RunState, event: GroupEnded) -> Decision:
+    """Start again without the slow node. That is a failure where the workers did not end as they were asked to."""
+    leaving, group = state.leaving, state.groups[0]
+    assert leaving is not None, "a node is being left out"
+    state = state._replace(leaving=None, left_out=(*state.left_out, leaving.node))
+    without = LeaveOut(leaving.node)
+    over = state.stop_requested or state.stopping or bool(event.left_behind)
+    failed = event.own_error or event.foreseen or event.checkpoint_step <= group.checkpoint_step
+    if over or failed:
+        state, actions = _after_failure_of_run(state._replace(last_failure=event.headline), event)
+        return state, (without, *actions) if state.groups[0].phase == "waiting" else actions
+    state = _change(state, 0, is_planned=True, needs_generation=True, failures_in_a_row=0)
+    state, _ = _wait(state, 0)
+    return state, (without,)
+
+
+def _nodes_seen(state: RunState, event: NodesSeen) -> Decision:
+    return state, ()
 
 
 def _agents_failed(state: RunState, event: AgentsFailed) -> Decision:
@@ -408,6 +448,8 @@ _HANDLERS: dict[type, Callable[[RunState, Any], Decision]] = {
     NodeLost: _node_lost,
     NodeBack: _node_back,
     NodeUnfit: _node_unfit,
+    NodeSlow: _node_slow,
+    NodesSeen: _nodes_seen,
     AgentsFailed: _agents_failed,
     StopRequested: _stop_requested,
     NodeStopRequested: _node_stop_requested,

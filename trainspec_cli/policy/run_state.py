@@ -38,8 +38,9 @@ class GroupState(NamedTuple):
     """When it was last seen to begin a step again, because an exchange had failed."""
     taken: MemorySetting | None = None
     """What it was last started with because its memory had run out."""
-    takes_less_memory: bool = False
-    """waiting: it ended for want of memory, so that its next start is no restart after a failure."""
+    is_planned: bool = False
+    """waiting: it ended for want of memory, or to leave a node out, so that its next start is no restart after a
+    failure."""
 
 
 class RunState(NamedTuple):
@@ -70,6 +71,10 @@ class RunState(NamedTuple):
     """What the last group that ended has ended with."""
     memory_ladder: tuple[MemorySetting, ...] = ()
     """What may be taken in turn where memory runs out."""
+    leaving: NodeSlow | None = None
+    """The workers were asked to write a checkpoint and end, and the next start is without this node."""
+    left_out: tuple[int, ...] = ()
+    """Nodes that were left out."""
 
     @property
     def is_alone(self) -> bool:
@@ -185,6 +190,23 @@ class NodeUnfit:
 
 
 @dataclass(frozen=True)
+class NodeSlow:
+    """The run is expected to go on faster without a node, by more than that costs (`leave_out.py`)."""
+
+    node: int
+    hostname: str
+    why: str
+
+
+@dataclass(frozen=True)
+class NodesSeen:
+    """Other nodes are there than before: those of the run, and those that stand by."""
+
+    hostnames: tuple[str, ...]
+    """By their places, of which the run's own come first; empty for a node that is not there."""
+
+
+@dataclass(frozen=True)
 class AgentsFailed:
     """The command that starts the nodes' agents has ended before any of them came."""
 
@@ -212,7 +234,8 @@ class RendezvousRestarted:
 
 Event = (
     Tick | PresenceChanged | Begun | Stepped | Retried | WorkerFailed | Orphaned | GroupEnded
-    | NodeLost | NodeBack | NodeUnfit | AgentsFailed | StopRequested | NodeStopRequested | RendezvousRestarted
+    | NodeLost | NodeBack | NodeUnfit | NodeSlow | NodesSeen | AgentsFailed | StopRequested | NodeStopRequested
+    | RendezvousRestarted
 )  # fmt: skip
 
 
@@ -251,6 +274,13 @@ class TakeSetting:
     shortage: Shortage
     taken: MemorySetting
     reason: str
+
+
+@dataclass(frozen=True)
+class LeaveOut:
+    """Let the next start be without a node: on a spare one where there is one, else on fewer."""
+
+    node: int
 
 
 @dataclass(frozen=True)
@@ -293,7 +323,7 @@ class Refuse:
 
 
 Action = (
-    Launch | Stop | Kill | BeginGeneration | TakeSetting | Inform
+    Launch | Stop | Kill | BeginGeneration | TakeSetting | LeaveOut | Inform
     | MarkFailure | ArchiveErrors | RecordLosses | Expect | Refuse
 )  # fmt: skip
 Decision = tuple[RunState, tuple[Action, ...]]

@@ -20,6 +20,8 @@ from trainspec_cli.rundir.event_types import (
     EvalEvent,
     Event,
     MemoryEvent,
+    NodesAchievedEvent,
+    NodesEvent,
     SampleEvent,
     StartEvent,
     StepEvent,
@@ -116,6 +118,10 @@ class Report:
     """What came of them: each names the number, and the replica group, of its directive."""
     memory: tuple[MemoryEvent, ...] = ()
     """What was changed because memory ran out."""
+    left_out: tuple[NodesEvent, ...] = ()
+    """Nodes that were left out, or would be."""
+    left_out_achieved: tuple[NodesAchievedEvent, ...] = ()
+    """What came of that, by number."""
     time_s: WallTime = field(default_factory=WallTime)
     """Where the wall time of all attempts went."""
     goodput: float | None = None
@@ -166,6 +172,8 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
         directives=tuple(event for event in scheduled if isinstance(event, DirectiveEvent)),
         achieved=tuple(event for event in scheduled if isinstance(event, AchievedEvent)),
         memory=tuple(event for event in scheduled if isinstance(event, MemoryEvent)),
+        left_out=tuple(event for event in scheduled if isinstance(event, NodesEvent)),
+        left_out_achieved=tuple(event for event in scheduled if isinstance(event, NodesAchievedEvent)),
         time_s=time_s,
         goodput=time_s.goodput,
         kernels=from_plain(KernelSpec, plan.get("kernels", {})),

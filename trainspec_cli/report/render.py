@@ -18,6 +18,7 @@ from trainspec_cli.report.text import (
     describe_directive,
     describe_evaluation,
     describe_event,
+    describe_left_out,
     describe_memory,
     describe_speed,
 )
@@ -135,6 +136,8 @@ def _directives(report: Report) -> list[str]:
         for event in report.directives
     ]
     given += [(event.step, describe_memory(event)) for event in report.memory]
+    of_nodes = {event.number: event for event in report.left_out_achieved}
+    given += [(event.step, describe_left_out(event, of_nodes.get(event.number))) for event in report.left_out]
     return [line for _, line in sorted(given, key=itemgetter(0))]
 
 

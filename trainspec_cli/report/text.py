@@ -18,6 +18,8 @@ from trainspec_cli.rundir.event_types import (
     EvalEvent,
     Event,
     MemoryEvent,
+    NodesAchievedEvent,
+    NodesEvent,
     RecoveryEvent,
     StartEvent,
     WarningEvent,
@@ -65,6 +67,8 @@ def describe_event(event: Event) -> str:
             return describe_directive(event)
         case MemoryEvent():
             return describe_memory(event)
+        case NodesEvent():
+            return describe_left_out(event)
         case WarningEvent():
             return f"step {event.step}: warning: {event.message}"
     return ""
@@ -141,6 +145,23 @@ def describe_memory(event: MemoryEvent) -> str:
     how = "after a new start" if event.restarts else "in place"
     taken = event.taken.describe(event.failed)
     return f"step {event.step}: {group}{taken} from here on ({how}, {lost}): {event.reason}"
+
+
+def describe_left_out(event: NodesEvent, achieved: NodesAchievedEvent | None = None) -> str:
+    """`step 120: node 3 is left out: its ranks compute 4.1 times as long; a step took 2.1 s and is expected to take
+    1.3 s`, and what it came to."""
+    spare = f", node {event.spare} takes its place" if isinstance(event.spare, int) else ""
+    if event.applied:
+        what = f"node {event.node} is left out{spare}"
+    else:
+        what = f"advice: scheduler=auto would leave node {event.node} out{spare}"
+    pace = f"its ranks compute {event.pace:.1f} times as long"
+    before, expected = format_duration(event.before_s), format_duration(event.expected_s)
+    text = f"step {event.step}: {what}: {pace}; a step took {before} and is expected to take {expected}"
+    if achieved is None:
+        return text
+    took, restart = format_duration(achieved.achieved_s), format_duration(achieved.restart_s)
+    return f"{text}, takes {took} (the new start took {restart})"
 
 
 def _saving(before_s: float, after_s: float) -> str:

@@ -294,6 +294,51 @@ class MemoryEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NodesEvent(Event):
+    """A node is left out of the run, or that is advised. A directive: also a line of `directives.jsonl`."""
+
+    type: Literal["nodes"] = "nodes"
+    kind: Literal["nodes"] = "nodes"
+    step: Count
+    """Updates made before it."""
+    number: Count
+    """These are numbered 1, 2, ... over the starts of a run, apart from other directives."""
+    applied: bool
+    """False: `scheduler.mode` is advise."""
+    node: Count
+    """As it was numbered when the run was started."""
+    host: str
+    spare: Count | Absent = ABSENT
+    """The node that takes its place."""
+    num_nodes: Count
+    """So many take part from here on."""
+    layout: WrittenLayout
+    """From here on."""
+    pace: Rate
+    """The slowest of its ranks computes so many times as long as usual."""
+    before_s: Seconds
+    """A step took so long."""
+    expected_s: Seconds
+    """A step is expected to take so long without the node."""
+    cost_s: Seconds
+    """The new start is expected to take so long, from the stop to its first step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodesAchievedEvent(Event):
+    """The effect of leaving a node out was measured."""
+
+    type: Literal["nodes_achieved"] = "nodes_achieved"
+    step: Count
+    number: Count
+    """Of the directive."""
+    achieved_s: Seconds
+    """A step takes so long since then."""
+    restart_s: Seconds
+    """The new start took so long, from the stop to its first step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EndEvent(Event):
     type: Literal["end"] = "end"
     step: Count
@@ -337,6 +382,8 @@ EVENT_TYPES: dict[str, type[Event]] = {
     "directive": DirectiveEvent,
     "achieved": AchievedEvent,
     "memory": MemoryEvent,
+    "nodes": NodesEvent,
+    "nodes_achieved": NodesAchievedEvent,
     "end": EndEvent,
     "launch": LaunchMark,
     "failure": FailureMark,

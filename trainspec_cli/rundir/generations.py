@@ -74,6 +74,13 @@ class GenerationRecord:
     worker: tuple[str, ...]
     examine: tuple[str, ...]
     """A command; empty: the nodes are not examined."""
+    nodes: tuple[int, ...] = ()
+    """The job's numbers of its nodes, in the order of their places: from `num_nodes` on they stand by. Empty: each has
+    the place of its number."""
+
+    def place_of(self, node: int) -> int:
+        """Return the place of the job's node with this number."""
+        return self.nodes.index(node) if node in self.nodes else node
 
 
 def describe(run: RunDir, record: GenerationRecord) -> None:

@@ -18,6 +18,7 @@ RUN/
   shortages/      one file a start in which the memory of a rank ran out
   nccl.env        variables of the workers, with reasons     nccl_tuner.csv  a table for NCCL's example tuner
   hosts.txt       the Slurm job's nodes by number, where the plan places them
+  plan_all_nodes.json  the plan before nodes were left out, which a resume goes back to
   kernels.json    the kernels that were measured for `kernels=auto`, and which were chosen
 """
 
@@ -36,6 +37,7 @@ class RunDir:
         self.composed_yaml = self.root / "composed.yaml"
         self.run_json = self.root / "run.json"
         self.plan_json = self.root / "plan.json"
+        self.plan_of_all_nodes = self.root / "plan_all_nodes.json"
         self.directives = self.root / "directives.jsonl"
         self.speeds_json = self.root / "speeds.json"
         self.proposal_json = self.root / "proposal.json"

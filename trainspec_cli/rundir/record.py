@@ -78,12 +78,22 @@ def read_data_dir(run: RunDir) -> str | None:
 
 def read_plan(run: RunDir) -> Plan:
     """Return the plan that the workers ran. Raises UnreadableFileError with everything that is wrong with plan.json."""
-    plain = read_object(run.plan_json, {"spec": dict})
+    return _read_plan(run.plan_json)
+
+
+def read_plan_of_all_nodes(run: RunDir) -> Plan:
+    """Return the plan that a start of the run begins with, before any node is left out. Raises as `read_plan`."""
+    all_nodes = run.plan_of_all_nodes
+    return _read_plan(all_nodes if all_nodes.is_file() else run.plan_json)
+
+
+def _read_plan(path: Path) -> Plan:
+    plain = read_object(path, {"spec": dict})
     try:
         return from_plain(Plan, plain)
     except RecipeError as error:
         hint = "it is damaged, or another version of trainspec wrote it"
-        raise unreadable(run.plan_json, f"is no plan of this version: {error}", hint) from error
+        raise unreadable(path, f"is no plan of this version: {error}", hint) from error
 
 
 def read_plain_plan(run: RunDir) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent, Even
 from trainspec_cli.rundir.events import EventTail
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.proposals import ProposalRecord, read_proposal, write_proposal
+from trainspec_cli.rundir.record import read_plan
 from trainspec_cli.rundir.speeds import SpeedsReport, SpeedsWatch
 from trainspec_cli.spec.canonical import Absent
 from trainspec_cli.spec.recipe.layout import Layout
@@ -111,6 +112,9 @@ class LayoutAdvisor:
     def _take(self, event: Event) -> None:
         match event:
             case StartEvent():
+                if event.world_size != self._plan.world_size:  # a node was left out
+                    self._plan = self._home = read_plan(self._run)
+                    self._layouts.clear()
                 self._begin()
             case StepEvent():
                 self._step, self._new_steps = event.step, self._new_steps + 1

@@ -53,8 +53,10 @@ class NodeOptions:
         host, _, port = self.endpoint.rpartition(":")
         if not host or not port.isdigit():
             raise RecipeError(Problem("usage", f"--rdzv-endpoint is `{self.endpoint}`; HOST:PORT is needed", hint=hint))
-        if not 0 <= self.node_rank < nodes:
-            message = f"--node-rank is {self.node_rank}; of {nodes} nodes it is 0 to {nodes - 1}"
+        spares = spec.cluster.reliability.spare_nodes or 0
+        if not 0 <= self.node_rank < nodes + spares:
+            beside = f" and {spares} that stand by (cluster.reliability.spare_nodes)" if spares else ""
+            message = f"--node-rank is {self.node_rank}; of {nodes} nodes{beside} it is 0 to {nodes + spares - 1}"
             raise RecipeError(Problem("usage", message, hint=hint))
         if run_dir == AUTO:
             message = "`run.dir` is auto, and the nodes would each make a folder of their own"

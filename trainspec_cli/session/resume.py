@@ -11,7 +11,7 @@ from trainspec_cli.launch.job.machine import detect
 from trainspec_cli.policy.memory import rank_setting, with_reliefs
 from trainspec_cli.reading.files import check_field, read_object
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_plan, read_run_record
+from trainspec_cli.rundir.record import read_plan_of_all_nodes, read_run_record
 from trainspec_cli.session.console import RunConsole, make_console
 from trainspec_cli.session.data import check_data_of
 from trainspec_cli.session.find import find_own_run
@@ -57,7 +57,7 @@ def prepare_resume(
 ) -> Session:
     """Return the session of the run's next start. Raises RecipeError for what cannot be changed, and where nothing is
     left to do, MachineError for what this node lacks."""
-    old = read_plan(run)
+    old = read_plan_of_all_nodes(run)
     loaded = _change(run, old, changes)
     check_unfinished(run, loaded.spec)
     check_data_of(run, loaded.spec.data)
@@ -74,7 +74,7 @@ def prepare_unchanged(
 ) -> Session:
     """Return the session of a run whose nodes are started by agents: it begins, or goes on, just as it was planned.
     Raises RecipeError where nothing is left to do."""
-    plan = read_plan(run)
+    plan = read_plan_of_all_nodes(run)
     check_unfinished(run, plan.spec)
     machine = detect(look_for_gpus=plan.device == "cuda")
     return Session(plan, machine, run, console, reach, force=force, as_json=as_json)

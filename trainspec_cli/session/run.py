@@ -14,6 +14,7 @@ from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.memory_limits import LimitsWatch
 from trainspec_cli.launch.outcome import RunOutcome, conclude
 from trainspec_cli.launch.signals import StopRequests, on_stop_signal
+from trainspec_cli.launch.slow_nodes import Replan
 from trainspec_cli.launch.supervise import Ending, supervise
 from trainspec_cli.report.collect import collect
 from trainspec_cli.report.live import LiveView
@@ -38,15 +39,16 @@ def run(
     advisor: LayoutAdvisor | None = None,
     as_json: bool = False,
     requests: StopRequests | None = None,
+    replan: Replan | None = None,
 ) -> int:
     """Supervise the job until its run has ended, and report how it ended; return the exit code. `limits` remembers
-    what it learns of the machine's memory, and `advisor` proposes other layouts.
+    what it learns of the machine's memory, and `advisor` proposes other layouts; `replan` is as of `supervise`.
 
     Raises WorkerError where it failed, or was begun anew by another start while it ran; BrokenPipeError where it ended
     well and nobody reads that.
     """
     watches = [watch for watch in (limits, advisor) if watch is not None]
-    ending = _supervise(job, plan, backend, console, watches, requests or StopRequests())
+    ending = _supervise(job, plan, backend, console, watches, requests or StopRequests(), replan)
     job = ending.job
     if ending.left_behind:
         console.print(f"processes {', '.join(map(str, ending.left_behind))} hang in the kernel and could not be ended")
@@ -71,6 +73,7 @@ def _supervise(
     console: RunConsole,
     watches: Sequence[LimitsWatch | LayoutAdvisor],
     requests: StopRequests,
+    replan: Replan | None,
 ) -> Ending:
     """Show what the job does until it ends; return how its last start ended."""
 
@@ -81,7 +84,7 @@ def _supervise(
 
     stopping = console.stopping_run_without_reader(requests.add)
     with stopping, on_stop_signal(requests.add), LiveView(job.run, plan, console) as view:
-        return supervise(job, plan, backend, watch, view.say, requests)
+        return supervise(job, plan, backend, watch, view.say, requests, replan)
 
 
 def _failure(job: Job, explanation: Explanation | None, console: RunConsole, *, as_json: bool) -> Problem:

@@ -23,11 +23,12 @@ from trainspec_cli.launch.signals import StopRequests
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.memory import newest_copy
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_plan
+from trainspec_cli.rundir.record import read_plan_of_all_nodes
 from trainspec_cli.scheduler.advisor import LayoutAdvisor, Layouts, decides_layouts
 from trainspec_cli.session.check_nodes import check_nodes
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.data import prepare_data
+from trainspec_cli.session.fewer_nodes import plan_on_fewer
 from trainspec_cli.session.load import Loaded
 from trainspec_cli.session.predict import predict, with_known_limits
 from trainspec_cli.session.run import run
@@ -80,8 +81,13 @@ def start(session: Session, requests: StopRequests | None = None) -> int:
             if session.reach:
                 backend = partial(NodesBackend, reach=session.reach, examination=examination)
             limits = LimitsWatch(job.run, plan, machine)
-            advisor = _advisor(job.run, plan, machine)
-            return run(job, plan, backend, console, limits, advisor=advisor, as_json=session.as_json, requests=requests)
+            return run(
+                *(job, plan, backend, console, limits),
+                advisor=_advisor(job.run, plan, machine),
+                as_json=session.as_json,
+                requests=requests,
+                replan=partial(plan_on_fewer, machine=machine),
+            )
 
 
 def _advisor(run: RunDir, plan: Plan, machine: Machine) -> LayoutAdvisor | None:
@@ -130,7 +136,7 @@ def _write(session: Session, job: Job, plan: Plan, data_folder: Path | None, ker
     if isinstance(session.begins, Loaded):
         write_launch(job, plan, session.begins.origin, data_folder, kernels)
         return
-    before = read_plan(job.run)
+    before = read_plan_of_all_nodes(job.run)
     goes_on = generations.newest(job.run) > 0 or plan.spec != before.spec
     write_resume(job, plan, sys.argv[1:], job.run.newest_step if goes_on else None, kernels)
     if goes_on:

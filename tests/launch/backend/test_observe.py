@@ -237,10 +237,17 @@ def test_a_group_of_several_is_done_when_all_of_its_nodes_have_ended_with_0(job:
 def test_a_lost_node_is_where_a_failure_of_its_group_began(job: Job, two_groups: Plan) -> None:
     write_error(job, 3, OWN_ERROR)
     start = GroupStart(job, two_groups, 1, 1, (2, 3))
-    start.lose(3, "far", "is off")
+    start.lose(3, 3, "far", "is off")
     assert not start.has_ended
     ended = exited(start, None, first=2)
     assert (ended.headline, ended.done, ended.foreseen) == ("node 3 (far) is off", False, False)
+
+
+def test_a_lost_node_is_named_by_its_number_in_the_job(job: Job, two_groups: Plan) -> None:
+    start = GroupStart(job, replace(two_groups, num_nodes=2, replica_groups=1), 0, 1, (0, 1))
+    start.hear(0, "here", GroupExited(0, 1, 1))
+    start.lose(1, 4, "far", "is off")
+    assert end_of(start).headline == "node 4 (far) is off"
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])
@@ -251,7 +258,7 @@ def test_a_run_of_one_group_ends_with_its_lost_node(job: Job, two_groups: Plan, 
         write_json(job.run.node_error(1), {"node": 1, "host": "far", "time": 1.0, "lost": True, "message": "is off"})
     start = GroupStart(job, replace(two_groups, num_nodes=2, replica_groups=1), 0, 1, (0, 1))
     start.hear(0, "here", GroupExited(0, 1, 1))
-    start.lose(1, "far", "is off")
+    start.lose(1, 1, "far", "is off")
     ended = end_of(start)
     assert (ended.foreseen, ended.own_error, ended.exit_code) == (True, False, 1)
     assert ended.headline == "node 1 (far) is off"

@@ -14,10 +14,19 @@ import pytest
 from trainspec_cli import __version__
 from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.launch.backend.spawn import start
-from trainspec_cli.launch.job.folder import LaunchOrigin, check_free, make_folder, storage, write_launch, write_resume
+from trainspec_cli.launch.job.folder import (
+    LaunchOrigin,
+    check_free,
+    make_folder,
+    storage,
+    write_fewer_nodes,
+    write_launch,
+    write_resume,
+)
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_plan, read_plan_of_all_nodes
 from trainspec_cli.spec.canonical import digest, from_plain
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.run import InitSpec
@@ -87,6 +96,19 @@ def test_a_resume_clears_away_how_the_run_ended_and_is_written_down(
     (resume,) = read_json(job.run.run_json)["resumes"]
     assert (resume["argv"], resume["from_step"]) == (["resume", "last"], 10)
     assert read_json(job.run.plan_json)["spec"]["run"]["stop_grace_s"] == 5.0
+
+
+def test_the_first_plan_is_kept_while_nodes_are_left_out_and_a_resume_ends_that(
+    make_job: MakeJob, make_plan: MakePlan, tmp_path: Path
+) -> None:
+    job, plan = make_job("train"), replace(make_plan(), num_nodes=3)
+    write_launch(job, plan, ORIGIN, tmp_path)
+    for nodes in (2, 1):
+        write_fewer_nodes(job.run, replace(plan, num_nodes=nodes))
+        assert (read_plan(job.run).num_nodes, read_plan_of_all_nodes(job.run)) == (nodes, plan)
+    write_resume(job, plan, ["resume", "last"], from_step=10)
+    assert read_plan(job.run) == plan
+    assert not job.run.plan_of_all_nodes.exists()
 
 
 def test_a_full_disk_is_the_machines_fault(tmp_path: Path) -> None:

@@ -60,9 +60,10 @@ class GroupStart:
             return []
         return [run_state.Orphaned(self.group)]
 
-    def lose(self, node: int, hostname: str, why: str) -> None:
-        """A lost node ends by itself what it runs. A run of one group cannot go on without it."""
-        self._failure = WorkerFailure(node, hostname, why, time=0.0, whole_node=True, foreseen=self._is_alone)
+    def lose(self, node: int, number: int, hostname: str, why: str) -> None:
+        """A lost node ends by itself what it runs. A run of one group cannot go on without it. `number`: by which the
+        job knows it."""
+        self._failure = WorkerFailure(number, hostname, why, time=0.0, whole_node=True, foreseen=self._is_alone)
         self._running.discard(node)
 
     def poll(self) -> Iterator[run_state.Event]:

@@ -45,6 +45,10 @@ class Job:
     """What torchrun starts on every device."""
     ranks: range | None = None
     """Those of a replica group, among all of the run's; None: all."""
+    nodes: tuple[int, ...] = ()
+    """Of several nodes their numbers, in the order of their places; those beyond the plan's nodes stand by."""
+    left_out: tuple[int, ...] = ()
+    """Numbers of nodes that take no part any more, since they were too slow."""
 
     @property
     def run(self) -> RunDir:

@@ -76,7 +76,8 @@ class ReliabilitySpec:
     repair_s: NonNegativeFloat = 86_400.0
     """The time until a failed node is a spare again."""
     spare_nodes: NonNegativeInt | None = None
-    """Nodes on standby; null: one whenever it is needed."""
+    """Nodes on standby; null: one whenever it is needed. A run that is started node by node, without Slurm, takes so
+    many nodes more, which stand by until one is left out; null: none."""
     shrink_stall_s: NonNegativeFloat = 30.0
     """Elastic: how long the survivors stall, from the failure until they continue without the failed replica group."""
     rejoin_stall_s: NonNegativeFloat = 15.0

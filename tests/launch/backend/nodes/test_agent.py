@@ -116,6 +116,20 @@ def test_an_agent_does_as_the_hub_asks_and_reports_until_it_is_ended(lab: Lab) -
     assert lab.hub.receive() == [GroupExited(0, 1, 3), unknown_start, Goodbye()]
 
 
+def test_an_agent_that_stands_by_runs_nothing_until_it_is_ended(lab: Lab) -> None:
+    lab.script = [StartGroup(0, 1), StopWorkers(None), EndAgent()]
+    assert lab.agent.stand_by() == 0
+    assert (lab.processes.calls, lab.hub.receive()) == ([], [Goodbye()])
+
+
+def test_an_agent_that_stands_by_leaves_where_it_is_asked_to_or_cut_off(lab: Lab) -> None:
+    lab.script = [lab.requests.add]
+    assert lab.agent.stand_by() == 0
+    assert lab.hub.receive() == [Goodbye()], "the run is not asked to stop"
+    lab.requests.count, lab.script = 0, [lab.hub.close]
+    assert lab.agent.stand_by() == CUT_OFF
+
+
 def test_an_agent_that_is_asked_to_stop_says_so_once_and_stops_its_workers(lab: Lab) -> None:
     lab.script = [lab.requests.add, lab.requests.add, StopWorkers(None), EndAgent()]
     assert lab.agent.work() == 0
@@ -295,3 +309,21 @@ def test_an_agent_of_one_replica_group_serves_once(tmp_path: Path, make_plan, mo
     monkeypatch.setattr(agent, "_serve", lambda run, plan, record, node, requests: CUT_OFF if node == 5 else 0)
     monkeypatch.setattr(agent, "_keep_serving", lambda *_: pytest.fail("a step cannot go on without it"))
     assert agent.run_agent(run, 1, 5) == CUT_OFF
+
+
+def test_a_node_has_its_place_in_each_start_or_stands_by(
+    tmp_path: Path, make_plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the nodes 0 to 3 two take part; node 3 has the place of node 1, which was left out."""
+    run = RunDir(tmp_path)
+    write_json(run.plan_json, to_plain(make_plan()))
+    record = GenerationRecord(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(tmp_path), ("worker",), (), (0, 3, 2, 1))
+    generations.describe(run, replace(record, generation=generations.begin(run)))
+    found: list[tuple[str, int]] = []
+    monkeypatch.setattr(agent, "read_secret", lambda path: b"")
+    monkeypatch.setattr(agent, "connect", lambda record, secret, place: socket.socket())
+    monkeypatch.setattr(Agent, "work", lambda self: found.append(("works", self._node)))
+    monkeypatch.setattr(Agent, "stand_by", lambda self: found.append(("stands by", self._node)))
+    for node in range(4):
+        agent.run_agent(run, 1, node)
+    assert found == [("works", 0), ("stands by", 3), ("stands by", 2), ("works", 1)]

@@ -38,6 +38,7 @@ from trainspec_cli.policy.run_state import (
     GroupEnded,
     NodeBack,
     NodeLost,
+    NodesSeen,
     NodeStopRequested,
     NodeUnfit,
     Orphaned,
@@ -63,8 +64,17 @@ def plan(make_plan) -> Plan:
 class Lab:
     """A backend, and agents that are called one by one."""
 
-    def __init__(self, root: Path, plan: Plan, start: tuple[str, ...] = NOBODY, **more: object):
-        self.job = Job(root, start, {LAUNCH_ID: "secret"}, world_size=8, stop_grace_s=1.0, logs=root / "logs")
+    def __init__(
+        self,
+        root: Path,
+        plan: Plan,
+        start: tuple[str, ...] = NOBODY,
+        nodes: tuple[int, ...] = (),
+        left_out: tuple[int, ...] = (),
+        **more: object,
+    ):
+        about = {"stop_grace_s": 1.0, "logs": root / "logs", "nodes": nodes, "left_out": left_out}
+        self.job = Job(root, start, {LAUNCH_ID: "secret"}, world_size=8, **about)  # type: ignore[arg-type]
         reach = Reach("127.0.0.1", start, return_timeout_s=60.0)
         self.backend = NodesBackend(self.job, plan, **{"reach": reach, **more})  # type: ignore[arg-type]
         self.wires: list[Wire] = []
@@ -143,6 +153,41 @@ def test_a_group_starts_on_all_of_its_nodes_once_they_are_there(lab: Lab) -> Non
     lab.wait_for(PresenceChanged(0, "awaited"), PresenceChanged(1, "awaited"), PresenceChanged(1, "there"))
     lab.backend.start(1, 1)
     assert [lab.receive(wire) for wire in (third, fourth)] == [StartGroup(1, 1)] * 2
+
+
+def test_nodes_that_stand_by_are_seen_and_nothing_else(open_lab: Callable[..., Lab], plan: Plan) -> None:
+    """Two of the nodes 0 to 3 take part: 2 and 0; 3 is a spare one, 1 was left out."""
+    lab = open_lab(replace(plan, num_nodes=2, replica_groups=1), nodes=(2, 0, 3), left_out=(1,))
+    record = generations.read(lab.job.run, lab.backend.generation)
+    assert record is not None and (record.num_nodes, record.nodes) == (2, (2, 0, 3, 1))
+    agents = lab.call(0, 1, 3)
+    lab.wait_for(NodesSeen(("host0", "host1", "", "host3")), PresenceChanged(0, "there"))
+    lab.backend.start(0, 1)
+    assert [lab.receive(wire) for wire in agents[:2]] == [StartGroup(0, 1)] * 2
+    assert agents[2].receive() == []
+    agents[2].close()
+    lab.wait_until(lambda: lab.events)
+    assert lab.events == [NodesSeen(("host0", "host1", "", ""))], "it is not lost to the run"
+    lab.events.clear()
+    agents[1].close()
+    lab.wait_until(lambda: any(isinstance(event, NodeLost) for event in lab.events))
+    (lost,) = (event for event in lab.events if isinstance(event, NodeLost))
+    assert (lost.node, lost.hostname) == (0, "host1"), "by its number"
+
+
+def test_a_spare_node_that_never_came_is_not_waited_for_in_the_end(
+    open_lab: Callable[..., Lab], plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = open_lab(replace(plan, num_nodes=1, replica_groups=1), nodes=(0, 1))
+    (agent,) = lab.call(0)
+    lab.wait_for(PresenceChanged(0, "there"))
+    ended: list[bool] = []
+    monkeypatch.setattr(lab.backend, "_end_starter", lambda in_order: ended.append(in_order))
+    agent.send(Goodbye())
+    lab.backend.kill()
+    assert ended == [True]
+    lab.wires.clear()
+    lab.backend.kill = lambda: ()  # type: ignore[method-assign]
 
 
 def test_a_presence_is_reported_when_it_changes_and_not_again(lab: Lab) -> None:

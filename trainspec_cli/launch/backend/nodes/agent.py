@@ -1,6 +1,7 @@
 """`python -m trainspec_cli.launch.backend.nodes.agent [--node I] RUN GENERATION`: the agent of one node of a job.
 
-It runs the workers of this node as the hub asks it to, and reports what becomes of them. When the hub is silent for too
+It runs the workers of this node as the hub asks it to, and reports what becomes of them. The agent of a node that takes
+no part, as a spare one or since it was too slow, is there and runs nothing. When the hub is silent for too
 long this node is cut off: what runs here is ended, since the job goes on elsewhere; to a run of replica groups it comes
 back when it can. Under Slurm the node's number is the task's.
 """
@@ -67,7 +68,7 @@ def run_agent(run: RunDir, generation: int, node: int) -> int:
     record = await_record(run, generation)
     plan = from_plain(Plan, read_json(run.plan_json))
     requests = PatientRequests()
-    serve = partial(_serve, run, plan, record, node, requests)
+    serve = partial(_serve, run, plan, record, record.place_of(node), requests)
 
     def goes_on() -> bool:
         return not requests.count and not run.result_json.is_file() and generations.newest(run) == generation
@@ -89,10 +90,11 @@ def _keep_serving(serve: Callable[[], int], goes_on: Callable[[], bool]) -> int:
     return code
 
 
-def _serve(run: RunDir, plan: Plan, record: GenerationRecord, node: int, requests: PatientRequests) -> int:
-    wire = connect(record, read_secret(run.secret(record.generation)), node)
+def _serve(run: RunDir, plan: Plan, record: GenerationRecord, place: int, requests: PatientRequests) -> int:
+    wire = connect(record, read_secret(run.secret(record.generation)), place)
     try:
-        return Agent(wire, run, plan, record, node, requests).work()
+        agent = Agent(wire, run, plan, record, place, requests)
+        return agent.work() if place < record.num_nodes else agent.stand_by()
     except MachineError as error:
         wire.send(messages.NodeRefuses(" ".join(str(error).split())))
         wire.send(messages.Goodbye())
@@ -156,6 +158,15 @@ class Agent:
         finally:
             running.close()
         self._take_in()
+        if self._is_cut_off:
+            return CUT_OFF
+        self._wire.send(messages.Goodbye())
+        return 0
+
+    def stand_by(self) -> int:
+        """Be there until the hub ends this start, or somebody here asks the agent to stop."""
+        while self._listen() and not self._requests.count:
+            self._received.clear()
         if self._is_cut_off:
             return CUT_OFF
         self._wire.send(messages.Goodbye())

@@ -79,6 +79,7 @@ def build_nodes_job(plan: Plan, root: Path, reach: Reach) -> Job:
         world_size=plan.world_size,
         stop_grace_s=plan.spec.run.stop_grace_s,
         logs=next_log_folder(RunDir(root).logs),
+        nodes=tuple(range(plan.num_nodes + (plan.spec.cluster.reliability.spare_nodes or 0))),
     )
 
 
@@ -105,6 +106,8 @@ class NodesBackend:
         """Own the run, open the hub and the rendezvous server, start the agents."""
         assert plan is not None, "a job of several nodes has a plan"
         self._job, self._plan, self._reach, self._examination = job, plan, reach, examination
+        self._places = (*job.nodes, *job.left_out)
+        """The numbers of the job's nodes; those beyond the plan's stand by."""
         job.logs.mkdir(parents=True, exist_ok=True)
         self.generation = generations.begin(job.run)
         self._fence = Fence(job.run, self.generation)
@@ -119,6 +122,7 @@ class NodesBackend:
         self._starter = _start_agents(job, self.generation)
         self._starts: dict[int, GroupStart] = {}
         self._presence: dict[int, run_state.Presence] = {}
+        self._hostnames: tuple[str, ...] = ()
         self._lost: set[int] = set()
         self._agents_failed = False
 
@@ -132,7 +136,7 @@ class NodesBackend:
         elsewhere."""
         self._fence.check_now_and_then()
         events = [event for news in self._hub.poll() for event in self._handle(news)]
-        events += [*self._admit(), *self._find_failed_starter(), *self._find_presence()]
+        events += [*self._admit(), *self._find_failed_starter(), *self._find_presence(), *self._find_nodes()]
         return events + poll_starts(self._starts) + self._rendezvous_watch.poll()
 
     def stop(self, group: int | None = None) -> None:
@@ -153,18 +157,20 @@ class NodesBackend:
 
     def _handle(self, news: News) -> list[run_state.Event]:
         node, message = news
+        if node.node >= self._plan.num_nodes:  # it stands by: whether it is there is all that counts
+            return []
         if isinstance(message, Came):
             returned = node.node in self._lost
             self._lost.discard(node.node)
-            return [run_state.NodeBack(node.node)] if returned else []
+            return [run_state.NodeBack(self._number(node))] if returned else []
         if isinstance(message, Lost):
             return [self._lose(node, node.loss)]
         if isinstance(message, messages.NodeRefuses):
             node.refusal = message.why
             lost = [self._lose(node, message.why)] if self._starts_on(node) else []
-            return [*lost, run_state.NodeUnfit(node.node, node.hostname, message.why)]
+            return [*lost, run_state.NodeUnfit(self._number(node), node.hostname, message.why)]
         if isinstance(message, messages.StopAsked):
-            return [run_state.NodeStopRequested(node.node)]
+            return [run_state.NodeStopRequested(self._number(node))]
         if isinstance(message, messages.ProcessMessage):
             start = self._starts.get(message.group)
             if start and start.number == message.number:  # else it belongs to an earlier start
@@ -175,15 +181,19 @@ class NodesBackend:
         self._lost.add(node.node)
         there = self._starts_on(node)
         for start in there:
-            start.lose(node.node, node.hostname, why)
-        return run_state.NodeLost(node.node, node.hostname, why, tuple(start.group for start in there))
+            start.lose(node.node, self._number(node), node.hostname, why)
+        return run_state.NodeLost(self._number(node), node.hostname, why, tuple(start.group for start in there))
+
+    def _number(self, node: RemoteNode) -> int:
+        """Return the job's number of a node, by which people know it; the hub knows it by its place."""
+        return self._places[node.node] if self._places else node.node
 
     def _starts_on(self, node: RemoteNode) -> list[GroupStart]:
         return [start for start in self._starts.values() if node.node in self._plan.nodes_of_group(start.group)]
 
     def _admit(self) -> list[run_state.Event]:
         """Let workers start once every node that is there has been examined; later, on one that came back."""
-        here = [node for node in self._hub.nodes if not node.is_gone and not node.refusal]
+        here = [node for node in self._hub.nodes[: self._plan.num_nodes] if not node.is_gone and not node.refusal]
         new = [node for node in here if node.wire and not node.admitted]
         if self._examination and any(node.report is None for node in here):
             return []
@@ -203,7 +213,7 @@ class NodesBackend:
     def _refuse(self, node: RemoteNode, error: MachineError) -> run_state.Event:
         node.refusal = str(error)
         node.send(messages.EndAgent())
-        return run_state.NodeUnfit(node.node, node.hostname, node.refusal)
+        return run_state.NodeUnfit(self._number(node), node.hostname, node.refusal)
 
     def _find_failed_starter(self) -> list[run_state.Event]:
         if self._agents_failed or any(node.wire for node in self._hub.nodes) or not self._starter.poll():
@@ -217,6 +227,13 @@ class NodesBackend:
         self._presence = found
         return [run_state.PresenceChanged(group, found[group]) for group in changed]
 
+    def _find_nodes(self) -> list[run_state.Event]:
+        hostnames = tuple(node.hostname if node.is_connected else "" for node in self._hub.nodes)
+        if hostnames == self._hostnames or not self._places:
+            return []
+        self._hostnames = hostnames
+        return [run_state.NodesSeen(hostnames)]
+
     def _presence_of(self, group: int) -> run_state.Presence:
         nodes = [self._hub.nodes[node] for node in self._plan.nodes_of_group(group)]
         if all(node.admitted and not node.is_gone for node in nodes):
@@ -229,11 +246,11 @@ class NodesBackend:
     # Opening and closing
 
     def _open_hub(self, secret: bytes, address: str) -> Hub:
-        plan = self._plan
-        allow_connections(max_knocks(plan.num_nodes) + plan.num_nodes)
+        plan, nodes = self._plan, max(self._plan.num_nodes, len(self._places))
+        allow_connections(max_knocks(nodes) + nodes)
         welcomes_back = plan.replica_groups > 1
         timeout_s = plan.spec.run.node_timeout_s
-        return Hub(plan.num_nodes, secret, listen(address), timeout_s, JOIN_TIMEOUT_S, welcomes_back=welcomes_back)
+        return Hub(nodes, secret, listen(address), timeout_s, JOIN_TIMEOUT_S, welcomes_back=welcomes_back)
 
     def _record(self, worker: Sequence[str]) -> GenerationRecord:
         return GenerationRecord(
@@ -248,6 +265,7 @@ class NodesBackend:
             logs=str(self._job.logs),
             worker=tuple(worker),
             examine=self._examination.command if self._examination else (),
+            nodes=self._places,
         )
 
     def _send(self, group: int, message: messages.StartGroup | messages.StopWorkers | messages.KillGroup) -> None:
@@ -261,7 +279,8 @@ class NodesBackend:
         while time.monotonic() < deadline_s and any(node.is_connected for node in self._hub.nodes):
             self._hub.poll()
             time.sleep(POLL_S)
-        in_order = all(node.has_left for node in self._hub.nodes)
+        own, others = self._hub.nodes[: self._plan.num_nodes], self._hub.nodes[self._plan.num_nodes :]
+        in_order = all(node.has_left for node in [*own, *(node for node in others if node.wire)])
         self._hub.close()
         self._rendezvous.close()
         self._end_starter(in_order=in_order)
