@@ -89,7 +89,7 @@ class Measured:
 
     @cached_property
     def weights(self) -> dict[str, np.ndarray]:
-        """Those after the last step."""
+        """Return the weights after the last step."""
         return self._parameters("weights")
 
     def _parameters(self, what: str) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""What this node and Slurm show of the network: NICs with rate and NUMA node, and the switches above the nodes."""
+"""Read what this node and Slurm show of the network: NICs with rate and NUMA node, and the switches above."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs on this machine have learned of its memory: settings that did not fit, for the launches that follow.
+"""The limits of memory that runs on this machine have learned: settings that did not fit, for the launches that follow.
 
 One file for each plan, in the cache. Its name changes with all that decides a plan's memory but for the settings
 themselves: the machine, the model, the layout, formats and versions.

@@ -45,7 +45,7 @@ Replan = Callable[[Plan, int], Plan | None]
 
 @dataclass(frozen=True)
 class _Learnt:
-    """What a report of the workers says, until the next."""
+    """The content of the workers' latest report."""
 
     report: SpeedsReport
     times: RankTimes

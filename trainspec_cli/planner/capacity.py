@@ -358,7 +358,7 @@ def assumptions(spec: RunSpec, fabric: Fabric) -> Iterator[str]:
 
 
 def _assumes_network(cluster: ClusterSpec, fabric: Fabric) -> bool:
-    """Whether the speed between nodes is one that nobody has stated."""
+    """Return whether nobody has stated the speed between nodes."""
     network = cluster.fabric.tiers[1:]
     is_stated = cluster.nic_gbit_per_s or (network and all(tier.gbit_per_s for tier in network))
     return fabric.num_devices > fabric.scaleup_devices and not is_stated

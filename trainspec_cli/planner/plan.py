@@ -72,7 +72,7 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
 
 
 def _blueprint(plan: Plan, machine: Machine) -> Blueprint | None:
-    """Where nodes are placed and what their environment holds: of the whole run, its groups as replicas."""
+    """Return where the nodes of the whole run are placed and what their environment holds; its groups are replicas."""
     cluster = plan.spec.cluster
     if plan.num_nodes == 1 or not cluster.fabric.tiers:
         return None

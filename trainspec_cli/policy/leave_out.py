@@ -23,7 +23,7 @@ measured."""
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What the ranks of a run compute in a step, without waiting for one another; by global rank."""
+    """The seconds that ranks compute in a step, without waiting for one another; by global rank."""
 
     in_force_s: tuple[float, ...]
     """With the samples that each has."""
@@ -35,7 +35,7 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class Gain:
-    """What a run is expected to win without a node."""
+    """The seconds that a run is expected to win without a node."""
 
     node: int
     """Its place: its ranks are those from `place` times the ranks of a node on."""

@@ -1,4 +1,4 @@
-"""What a run changes when its memory runs out: a smaller micro-batch, then recomputation, then offloading.
+"""The changes of a run whose memory runs out: a smaller micro-batch, then recomputation, then offloading.
 
 The global batch stays as it is, and with it the loss and the gradients, up to rounding: only the number of passes and
 the place of the optimizer state change. Settings are ordered by the memory that they leave free, and each shortage

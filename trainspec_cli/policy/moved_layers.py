@@ -119,7 +119,7 @@ class LayerScheduler:
         return [self._equalised(one) for one in (list(map(max, paces)), list(map(mean, paces)))]
 
     def _paces(self, speeds: Sequence[Sequence[Speed]], samples: int) -> list[list[float]]:
-        """For each pipeline rank, measured time over planned time on each data-parallel rank."""
+        """Return for each pipeline rank the measured time over the planned one on each data-parallel rank."""
         planned = rank_times_s(self._times, self._counts, self._layout)
         share = samples / len(speeds)
         return [[row[rank].time_s(share, 1) / planned[rank] for row in speeds] for rank in range(self._layout.pp)]

@@ -81,7 +81,7 @@ class NoiseAverage:
 
     @property
     def settled(self) -> bool:
-        """Whether at least as many steps were measured as the averages are smoothed over.
+        """Return whether at least as many steps were measured as the averages are smoothed over.
 
         After n of them, each weighing 1/n, the weight is 1 - (1 - 1/n)^n, which is 1 - 1/e or a little more.
         """

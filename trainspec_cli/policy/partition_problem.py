@@ -1,4 +1,4 @@
-"""What a cut into pipeline stages has to divide: the layers' times and bytes, and the ranks that take them."""
+"""A cut into pipeline stages as a problem: the layers' times and bytes, and the ranks that take them."""
 
 from __future__ import annotations
 

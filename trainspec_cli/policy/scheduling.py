@@ -40,8 +40,8 @@ class ShareChange:
 
 
 class ChangeCost:
-    """What a change of shares costs a rank, as its own steps show: the first one of a start reads its batch, compiles
-    and warms up as the first one with other shares does."""
+    """The cost of a change of shares to a rank, as its own steps show: the first one of a start reads its batch,
+    compiles and warms up as the first one with other shares does."""
 
     def __init__(self) -> None:
         self.seconds = inf
@@ -84,7 +84,7 @@ class ShareScheduler:
         self.division, self._known, self._wanted, self._lost_s = division, None, None, 0.0
 
     def limit(self, micro_batch_size: int) -> None:
-        """From now on no rank holds more samples at a time; the shares stay as they are, in more micro-batches."""
+        """Let no rank hold more samples at a time from now on; the shares stay as they are, in more micro-batches."""
         self._even = _limited(self._even, micro_batch_size)
         self._largest = min(self._largest, micro_batch_size)
         self.follow(_limited(self.division, micro_batch_size))

@@ -1,4 +1,4 @@
-"""What the supervisor tells the workers: another layout that their run would be faster in.
+"""Proposals of the supervisor to the workers: another layout that their run would be faster in.
 
 It writes RUN/proposal.json, which rank 0 looks for; the ranks agree at which step they take it up.
 """

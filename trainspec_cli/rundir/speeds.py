@@ -1,4 +1,4 @@
-"""What the workers tell the supervisor: how fast the ranks compute, as their scheduler has confirmed it.
+"""Reports of the workers to the supervisor: how fast the ranks compute, as their scheduler has confirmed it.
 
 Rank 0 writes RUN/speeds.json anew when confirmed speeds or the division of samples change, and not otherwise.
 """

@@ -162,7 +162,7 @@ class LayoutAdvisor:
         return self._in_force is not None and _is_alike(self._in_force, self._home.layout)
 
     def _follow_plan(self, layout: Layout) -> None:
-        """Where the recipe has changed the layout, that is the one to go back to."""
+        """Go back to the layout that the recipe has changed to, if it has."""
         planned = [change for change in self._plan.changes if _is_alike(change.layout, layout)]
         if planned and not self._is_home:
             self._home, self._home_s = self._plan.with_layout(planned[-1]), math.inf

@@ -1,4 +1,4 @@
-"""What memory allows of other layouts of a run: the layouts themselves, the way to them, and what ranks may hold."""
+"""The limits of memory for other layouts of a run: the layouts themselves, the way to them, and the ranks' layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainspec_cli.spec.results.prediction import MemoryBreakdown
 
 
 class LayoutMemory:
-    """Of setups that differ in layout and micro-batches alone."""
+    """The memory of setups that differ in layout and micro-batches alone."""
 
     def __init__(self, scheduler: SchedulerSpec, recompute: str):
         self._scheduler, self.recompute = scheduler, recompute

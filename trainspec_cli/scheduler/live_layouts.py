@@ -1,4 +1,4 @@
-"""What the simulated live run decides on its layout: layers that move between stages, and other layouts.
+"""The decisions of the simulated live run on its layout: layers that move between stages, and other layouts.
 
 The decisions are those of `policy` and of the planner's search, as in `scheduler/advisor.py` and the engine, on
 measured speeds. Each device knows how long it computes itself, without waiting for those that work on the same samples:
@@ -25,7 +25,7 @@ from trainspec_cli.spec.results.plan import LayoutProposal
 from trainspec_cli.spec.results.simulation import SimulatedDecision
 
 STEP = 0.05
-"""Paces are told in steps of this size: a search for each refined digit would find the same layout."""
+"""Paces are rounded to steps of this size: a search for each refined digit would find the same layout."""
 
 
 class Measures(Protocol):

@@ -12,7 +12,7 @@ from trainspec_cli.scheduler.situation import Situations
 from trainspec_cli.spec.results.simulation import SimulatedPace, Simulation
 
 WORTH_TELLING = 1e-3
-"""Where less than this part of the time can be won back, no share of it is told."""
+"""Where less than this part of the time can be won back, no share of it is reported."""
 
 
 def simulate(job: DisturbedJob, disturbance: Disturbance, name: str) -> Simulation:

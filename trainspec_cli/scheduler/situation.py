@@ -1,4 +1,4 @@
-"""What each step of a disturbed run meets, whoever decides, and the best that could be made of it."""
+"""The situation that each step of a disturbed run meets, whoever decides, and the best that could be made of it."""
 
 from __future__ import annotations
 

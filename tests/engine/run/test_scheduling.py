@@ -578,7 +578,7 @@ def test_a_run_goes_on_where_the_supervisor_cannot_be_told(tmp_path: Path) -> No
     run.steps(0, 10, *ONE_SLOW)
     warnings = [event for event in run.journal.events if isinstance(event, WarningEvent)]
     assert len(warnings) == 2
-    assert warnings[0].message.startswith("the supervisor is not told of new speeds: ")
+    assert warnings[0].message.startswith("the supervisor does not get the new speeds: ")
 
 
 def proposal(number: int) -> ProposalRecord:

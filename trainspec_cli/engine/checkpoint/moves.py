@@ -1,6 +1,6 @@
 """Which rank sends which slice to which, so that the state of one layout becomes that of another.
 
-Parts are told apart as in a checkpoint: by the name of the whole tensor and where they lie in it. Tenplex
+Parts are distinguished as in a checkpoint: by the name of the whole tensor and where they lie in it. Tenplex
 (arXiv:2312.05181) derives its exchanges from such coordinates too.
 """
 

@@ -40,7 +40,7 @@ class ReshardError(Exception):
 
 @dataclass(frozen=True)
 class Resharded:
-    """What a change of layout took."""
+    """The bytes that a change of layout took."""
 
     moved_bytes: int
     """Sent from one rank to another, over all ranks."""

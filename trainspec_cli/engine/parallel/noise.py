@@ -1,4 +1,4 @@
-"""What the gradient noise scale needs of a step: squared norms of the gradients of parts of its samples.
+"""Measure, for the gradient noise scale, squared norms of the gradients of parts of a step's samples.
 
 A part is what one data-parallel rank computes between two exchanges: a micro-batch, or its whole step. Its gradient G
 is seen as it is about to be summed with others'. Where the part is w of the step's samples, its mean gradient is

@@ -1,4 +1,4 @@
-"""What directives have come to: measured in the steps after them, and written down beside what was expected."""
+"""Measure the effect of directives in the steps after them, and write it down beside what was expected."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Watched:
 
 
 class Effects:
-    """Of the directives that were given in one layout, and of the one that led to it."""
+    """The effects of the directives that were given in one layout, and of the one that led to it."""
 
     def __init__(self, directives: Directives):
         self._directives = directives

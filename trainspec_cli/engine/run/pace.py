@@ -88,7 +88,7 @@ class StepPace:
 
     def warning(self, samples: int) -> str | None:
         """Return what to tell of a step of `samples` whose batch has outgrown the noise; None where it has not, or
-        it was told before."""
+        it was said before."""
         batching, noise = self._spec.batching, self.state.noise
         if self._warned or not outgrows_noise(batching, samples, noise):
             return None

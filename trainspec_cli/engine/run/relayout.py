@@ -178,7 +178,7 @@ class Meshes:
 
 
 def _shape(layout: Layout) -> tuple[int, ...]:
-    """What the groups depend on: the axes, and the rank of the last stage."""
+    """Return what the groups depend on: the axes, and the rank of the last stage."""
     axes = (getattr(layout, axis) for axis in (*MESH_AXES, "ep"))
     return (*axes, layout.rank_of_stage(layout.num_stages - 1))
 

@@ -37,7 +37,7 @@ from trainspec_cli.spec.results.plan import Plan
 
 
 class Figures(NamedTuple):
-    """What a rank reports in each step."""
+    """The figures that a rank reports in each step."""
 
     fixed_s: float
     per_sample_s: float
@@ -58,7 +58,7 @@ class StepScheduler:
 
     def __init__(self, plan: Plan, state: TrainState, directives: Directives, group: int | None, link: SupervisorLink):
         """`group`: the replica group, where there are several; their runs are not resumed to the bit, so none of their
-        directives is followed again, and the supervisor is told of none of their speeds.
+        directives is followed again, and the supervisor learns none of their speeds.
         """
         self._group, self._directives, self._link = group, directives, link
         self.adopt(plan, state)
@@ -109,7 +109,7 @@ class StepScheduler:
         return self._shares.division if self._mode == "auto" else self._even
 
     def limit(self, micro_batch_size: int) -> None:
-        """From now on no rank processes more samples together: memory has run out."""
+        """Let no rank process more samples together from now on: memory has run out."""
         self._even = replace(self._even, micro_batch_size=min(self._even.micro_batch_size, micro_batch_size))
         self._largest = min(self._largest, micro_batch_size)
         self._shares.limit(micro_batch_size)

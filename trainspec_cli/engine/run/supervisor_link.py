@@ -1,4 +1,4 @@
-"""What rank 0 tells the supervisor of the run's speeds, and hears from it of other layouts, by files in the run folder.
+"""Report the run's speeds to the supervisor, and receive other layouts from it, by files in the run folder.
 
 The number of the newest proposal travels with the figures of the step's own exchange (`scheduling.py`), so that all
 ranks take it up before the same step.
@@ -73,7 +73,7 @@ class SupervisorLink:
         try:
             write_speeds(self._run_dir, report)
         except OSError as error:
-            self._warn(step, f"the supervisor is not told of new speeds: {error}")
+            self._warn(step, f"the supervisor does not get the new speeds: {error}")
 
     # Down
 

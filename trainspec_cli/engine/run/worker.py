@@ -1,4 +1,4 @@
-"""What a worker does: join the others, build its part of the model, train."""
+"""A worker: it joins the others, builds its part of the model, and trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a blueprint leaves in the run folder and in the workers' environment, each line with its reason and source."""
+"""Write a blueprint into the run folder and the workers' environment, each line with its reason and source."""
 
 from __future__ import annotations
 

@@ -90,8 +90,8 @@ def own_name() -> str:
 
 def topology_addresses(num_nodes: int) -> dict[str, str]:
     """Return the switches above each node of this job, as SLURM_TOPOLOGY_ADDR names them. Raises MachineError."""
-    told = ["srun", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1", "--mpi=none"]
-    answer = _run([*told, "sh", "-c", 'echo "$SLURMD_NODENAME" "$SLURM_TOPOLOGY_ADDR"'], hint="")
+    srun = ["srun", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1", "--mpi=none"]
+    answer = _run([*srun, "sh", "-c", 'echo "$SLURMD_NODENAME" "$SLURM_TOPOLOGY_ADDR"'], hint="")
     lines = (line.split() for line in answer.splitlines())
     addresses = {words[0]: words[1] if len(words) > 1 else "" for words in lines if words}
     return {node: addresses[node] for node in _names(os.environ["SLURM_JOB_NODELIST"]) if node in addresses}

@@ -1,7 +1,7 @@
-"""Where a job's nodes stand: beside their neighbours on the same switch, in the places that the plan gives them.
+"""Place a job's nodes beside their neighbours on the same switch, as the plan wants them.
 
-Slurm numbers tasks by the hostfile where it is told to (`srun --distribution=arbitrary` with SLURM_HOSTFILE), and tells
-each task the switches above its node (SLURM_TOPOLOGY_ADDR, under topology/tree); both are documented in srun(1).
+Slurm numbers tasks by the hostfile where it is asked to (`srun --distribution=arbitrary` with SLURM_HOSTFILE), and
+tells each task the switches above its node (SLURM_TOPOLOGY_ADDR, under topology/tree); both are documented in srun(1).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def sort_by_switch(addresses: Mapping[str, str], first: str) -> list[str]:
 
 
 def has_switches(addresses: Mapping[str, str]) -> bool:
-    """Whether Slurm knows what its nodes are joined by."""
+    """Return whether Slurm knows what its nodes are joined by."""
     return any(_switches(address, node) for node, address in addresses.items())
 
 

@@ -148,7 +148,7 @@ def srun_command(plan: Plan, *, by_hostfile: bool = False) -> list[str]:
 
 
 def places_nodes(plan: Plan) -> bool:
-    """Whether the plan's cost depends on which nodes stand together: the job then numbers them by a hostfile."""
+    """Return whether the plan's cost depends on which nodes stand together: the job then numbers them by a hostfile."""
     return plan.blueprint is not None and plan.blueprint.sorts_nodes
 
 

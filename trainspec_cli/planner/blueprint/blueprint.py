@@ -88,7 +88,7 @@ def _tiers(fabric: Fabric) -> Iterator[BlueprintTier]:
 
 
 def _sorts_nodes(fabric: Fabric) -> bool:
-    """Whether some element of a tier holds several nodes, but not all."""
+    """Return whether some element of a tier holds several nodes, but not all."""
     sizes = (fabric.scaleup_devices, *(tier.devices for tier in fabric.network))
     return any(fabric.devices_per_node < size < fabric.num_devices for size in sizes)
 

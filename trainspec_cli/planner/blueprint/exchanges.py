@@ -16,7 +16,7 @@ from trainspec_cli.spec.results.blueprint import Exchange, Operation
 
 @dataclass(frozen=True)
 class Need:
-    """What an axis has to exchange, whatever the fabric."""
+    """An exchange that an axis has to make, whatever the fabric."""
 
     axis: str
     group: str

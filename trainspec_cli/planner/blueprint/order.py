@@ -92,7 +92,7 @@ def _inside(order: Sequence[Extent], members: Sequence[str], devices: int) -> in
 
 
 def node_places(usual: Sequence[Extent], order: Sequence[Extent], per_node: int) -> tuple[int, ...]:
-    """For each node by its number, its place among nodes sorted by tier; both orders have the same inside of a node."""
+    """Return for each node by its number its place among nodes sorted by tier; both orders are the same in a node."""
     outside = _outside(usual, per_node)
     strides, stride = {}, 1
     for extent in _outside(order, per_node):

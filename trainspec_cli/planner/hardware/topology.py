@@ -15,7 +15,7 @@ NIC_KIND_RATIO = {"infiniband": 1.0, "roce": 0.92, "efa": 0.8, "omnipath": 0.8, 
 
 
 def network_bytes_per_s(gbit_per_s: float, kind: str, eff: Efficiency) -> float:
-    """What collectives achieve of a device's share of a network; never 0, to divide by."""
+    """Return what collectives achieve of a device's share of a network; never 0, to divide by."""
     return max(eff.nic * NIC_KIND_RATIO.get(kind, 0.8) * gbit_per_s / 8 * 1e9, 1.0)
 
 
@@ -107,7 +107,7 @@ class Group:
 
     @property
     def spans(self) -> tuple[tuple[int, float | None], ...]:
-        """For each network tier that the group crosses: elements of the tier below that one element joins, and the
+        """Return for each network tier that the group crosses the elements of the tier below that one joins, and the
         latency of a message through it (None: the planner's own hop)."""
         insides = (self.per_domain, *(tier.ranks for tier in self.outer))
         latencies = (self.nic_latency_s, *(tier.latency_s for tier in self.outer))

@@ -52,10 +52,10 @@ def single_plane(spec: PlanesSpec) -> PlanesSpec:
 
 
 def t0_switches(spec: PlanesSpec, nics: int) -> int:
-    """In each plane, for a job of so many NICs."""
+    """The switches of a plane's lowest tier, for a job of so many NICs."""
     return max(1, math.ceil(nics / (radix_of(spec) // 2)))
 
 
 def t1_switches(spec: PlanesSpec, nics: int) -> int:
-    """In each plane: half as many as T0, whose ports half go up; one where a single T0 switch joins all."""
+    """The next tier's: half as many as T0, whose ports half go up; one where a single T0 switch joins all."""
     return max(1, math.ceil(t0_switches(spec, nics) / 2))

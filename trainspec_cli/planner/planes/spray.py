@@ -57,8 +57,8 @@ class SprayedFabric:
 
     @property
     def speed(self) -> float:
-        """Of the slowest NIC. A plane without a way is left to the others, which share the load alike, so that the one
-        with the fewest links up sets the pace."""
+        """Return the speed of the slowest NIC. A plane without a way is left to the others, which share the load alike,
+        so that the one with the fewest links up sets the pace."""
         whole = {plane for part, plane, _ in self._down if part == "plane"}
         missing: dict[int, set[int]] = {}
         for part, plane, which in self._down:

@@ -72,7 +72,7 @@ class FabricSpec:
     planes: PlanesSpec | None = None
     """null: an ordinary fabric, of one plane."""
     nccl_tuner: bool = False
-    """Workers are told where the run's table for NCCL's example tuner plugin is (`NCCL_TUNER_CONFIG_FILE`); only those
+    """Workers learn where the run's table for NCCL's example tuner plugin is (`NCCL_TUNER_CONFIG_FILE`); only those
     who have built and loaded that plugin have a use for it."""
     sources: dict[str, str] = field(default_factory=dict)
     """The source of each value by key; `default` for the rest."""

@@ -9,7 +9,7 @@ from trainspec_cli.spec.recipe.run import Offload, Recompute
 
 @dataclass(frozen=True)
 class MemorySetting:
-    """What decides a step's peak memory and leaves its result the same."""
+    """The settings that decide a step's peak memory and leave its result the same."""
 
     micro_batch_size: int
     """Samples of a rank that are processed together, at most."""

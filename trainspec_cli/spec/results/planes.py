@@ -32,7 +32,7 @@ class PlanesFigures:
 
 @dataclass(frozen=True)
 class SprayedEvent:
-    """What a failure of some parts does to a job whose queue pairs spray over every plane, simulated by counts."""
+    """The effect of a failure of some parts on a job whose queue pairs spray over every plane, simulated by counts."""
 
     name: str
     lowest_speed: float
