@@ -2,7 +2,8 @@
 
 `loss` trains a tiny llama on the bytes of Python's standard library, with two ranks' halves of each batch computed one
 after the other in one process and their gradients summed as the ranks would sum them, in each format, on the same
-samples from the same seed. It prints held-out losses, and their ratios to those of full sums.
+samples from the same seed. It prints held-out losses, and their ratios to those of full sums. `nudged` are full sums in
+which one rank's gradients are larger by a millionth: what rounding alone does to a loss.
 
 `step --rank R --file F` is one of two processes that train a llama of some million parameters by data parallelism, and
 prints the time of a step in each format, in turns. Start them where the link between them is what is to be tried:
@@ -105,6 +106,7 @@ class TwoHalves:
 
     def __init__(self, name: str, pool: ThreadPoolExecutor):
         self.codec, self.pool, self.hall = GRADIENT_CODECS.get(name), pool, Hall()
+        self.nudge = 1 + 1e-6 * (name == "nudged")
         self.feedbacks: list[Feedback] = []
         self.other: list[MicroBatch] = []
         self.tokens = 0
@@ -123,7 +125,7 @@ class TwoHalves:
 
     def _sum(self, own: list[Tensor]) -> Tensor:
         if self.codec is None:
-            return own[0] + own[1]
+            return own[0] * self.nudge + own[1]
         codec = self.codec
         self.feedbacks = self.feedbacks or [Feedback(len(own[0]), own[0].device) for _ in own]
 
@@ -171,12 +173,13 @@ def compare_losses(options: argparse.Namespace) -> None:
     windows = read_windows()
     chosen = torch.from_numpy(np.random.default_rng(7).permutation(len(windows)))
     held_out, windows = windows[chosen[:HELD_OUT]], windows[chosen[HELD_OUT:]]
-    ratios: dict[str, list[float]] = {name: [] for name in FORMATS}
+    formats = tuple(options.formats.split(","))
+    ratios: dict[str, list[float]] = {name: [] for name in formats}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(RANKS) as pool:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
         for seed in range(options.seeds):
             plan = plan_of(TINY, options, seed, Layout(), WireFormats())
-            losses = {name: train(plan, name, windows, held_out, pool) for name in FORMATS}
+            losses = {name: train(plan, name, windows, held_out, pool) for name in formats}
             for name, loss in losses.items():
                 ratios[name].append(loss / losses["full"] - 1)
             print(
@@ -230,6 +233,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=16, help="samples of 64 tokens")
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--formats", default="full,nudged,bf16,int8,int4", help="for the loss")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--file", help="where the two processes meet; there must be none yet")

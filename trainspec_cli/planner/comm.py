@@ -22,9 +22,9 @@ def choose_formats(plan: Plan, machine: Machine) -> WireFormats:
     """Return the formats of the plan's exchanges, with no `auto` left."""
     comm = plan.spec.comm
     if AUTO not in (comm.gradients, comm.across_nodes):
-        return next(_candidates(comm))
+        return comm.fixed
     if hindrance := _hindrance(plan, machine):
-        return replace(next(_candidates(comm)), reason=hindrance)
+        return replace(comm.fixed, reason=hindrance)
     setup, eff = setup_of(plan, machine), efficiency_of(plan.spec.cluster)
 
     def step_s(formats: WireFormats) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trainspec_cli.spec.field_types import Auto
+from trainspec_cli.spec.field_types import AUTO, Auto
 
 WireFormat = Literal["full", "bf16", "int8", "int4"]
 
@@ -24,6 +24,16 @@ class CommSpec:
     """Parameters, as dp_shard's ranks gather them. Norms and biases always travel in full."""
     across_nodes: WireFormat | Auto | None = None
     """Gradients, where the ranks of an exchange lie on several nodes; null: as `gradients`."""
+
+    @property
+    def fixed(self) -> WireFormats:
+        """The formats, with `auto` as full."""
+        across = self.gradients if self.across_nodes is None else self.across_nodes
+        return WireFormats(_fixed(self.gradients), self.parameters, _fixed(across))
+
+
+def _fixed(chosen: WireFormat | Auto) -> WireFormat:
+    return "full" if chosen == AUTO else chosen
 
 
 @dataclass(frozen=True)
