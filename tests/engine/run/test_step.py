@@ -132,7 +132,9 @@ def test_an_update_is_clipped_by_the_norm_of_all_ranks_together(monkeypatch, cli
     """This rank's gradient has the norm 3, the other's 4."""
     monkeypatch.setattr(step, "dist", TwoRanks([0.5, 16.0, 1.0, 1.0, *[0.0] * 5]))
     share = share_with_gradient("w", torch.tensor([3.0]))
-    found = step._update(state_of(share), torch.tensor(1.0), clip_norm, (1.0, 0.0), ())
+    state = state_of(share)
+    found = step._update(state, torch.tensor(1.0), clip_norm, (1.0, 0.0), ())
+    assert state.compression.feedbacks["exchange"].settled.tolist() == [1.0, 1.0]
     assert [float(value) for value in (found.loss, found.grad_norm, found.skipped)] == [1.5, 5.0, 0.0]
     assert (float(found.stop), float(found.writing)) == (2.0, 1.0)
     assert share.local.item() == pytest.approx(-3.0 * scale)
@@ -141,7 +143,9 @@ def test_an_update_is_clipped_by_the_norm_of_all_ranks_together(monkeypatch, cli
 def test_a_loss_that_is_not_finite_on_another_rank_skips_the_update_here(monkeypatch):
     monkeypatch.setattr(step, "dist", TwoRanks([float("nan"), 16.0, 0.0, 0.0, *[0.0] * 5]))
     share = share_with_gradient("w", torch.tensor([3.0]))
-    found = step._update(state_of(share), torch.tensor(1.0), None, (0.0, 1.0), ())
+    state = state_of(share)
+    found = step._update(state, torch.tensor(1.0), None, (0.0, 1.0), ())
+    assert state.compression.feedbacks["exchange"].newest.tolist() == [0.0, 0.0]
     assert float(found.skipped) == 1.0
     assert share.local.item() == 0.0
     assert (float(found.stop), float(found.writing)) == (0.0, 1.0)

@@ -1,9 +1,10 @@
 """Numbers in fewer bits for the wire: bf16, and integers of 8 or 4 bits in blocks with one scale each.
 
-A block's scale is its largest magnitude over the largest integer, rounded up to bf16, so that no value is cut off and
-each is wrong by half a scale at most. bf16 and not fp16, whose smallest number, 6e-8, is above many gradients of a mean
-loss. Four bits are taken of rotated values (a Hadamard matrix of 32 x 32, as SDP4Bit does, arXiv:2410.15526), which
-spreads an outlier over its neighbours; the rotation is its own inverse and keeps Euclidean norms.
+A block's scale is its largest magnitude over the largest integer, in bf16. Each value is wrong by half a scale at most;
+where the scale was rounded down, the largest value is cut off by 127 / 2**9 of it. bf16 and not fp16, whose smallest
+number, 6e-8, is above many gradients of a mean loss. Four bits are taken of rotated values (a Hadamard matrix of
+32 x 32, as SDP4Bit does, arXiv:2410.15526), which spreads an outlier over its neighbours; the rotation is its own
+inverse and keeps Euclidean norms.
 
 Shapes: R rows, one for each rank; N values; K blocks; B bytes.
 """
@@ -22,6 +23,8 @@ ROTATED = 32
 GRADIENT_BLOCK, WEIGHT_BLOCK = 128, 2048
 SCALE_BYTES = 2
 NIBBLE = 15
+TOO_SMALL = torch.finfo(torch.float32).tiny
+"""A smaller scale is none: dividing by it may overflow."""
 
 
 class Codec(Protocol):
@@ -84,7 +87,8 @@ class Integers:
         rows, values = x_RN.shape
         whole_RN = pad(x_RN, (0, -values % self.block))
         x_RKV = (_rotate(whole_RN) if self.rotates else whole_RN).view(rows, -1, self.block)
-        scale_RK = _at_least_in_bf16(x_RKV.abs().amax(-1) / self.largest)
+        scale_RK = (x_RKV.abs().amax(-1) / self.largest).to(torch.bfloat16)
+        scale_RK = torch.where(scale_RK < TOO_SMALL, 0.0, scale_RK)
         steps = scale_RK.float()
         per_step = torch.where(steps > 0, 1 / steps, 0.0)
         codes_RKV = (x_RKV * per_step[..., None]).round_().clamp_(-self.largest, self.largest).to(torch.int8)
@@ -116,13 +120,6 @@ GRADIENT_CODECS: dict[str, Codec] = {
 }
 """By the value of `comm.gradients`."""
 PARAMETER_CODECS: dict[str, Codec] = {"bf16": Bf16(), "int8": Integers(8, WEIGHT_BLOCK, feeds_back=False)}
-
-
-def _at_least_in_bf16(x: Tensor) -> Tensor:
-    """Round up to bf16; what is too small to divide by becomes 0. Infinity and NaN stay."""
-    nearest = x.to(torch.bfloat16)
-    raised = (nearest.view(torch.int16) + (nearest.float() < x).to(torch.int16)).view(torch.bfloat16)
-    return torch.where(x < torch.finfo(torch.float32).tiny, torch.zeros_like(raised), raised)
 
 
 def _pack(codes: Tensor) -> Tensor:
