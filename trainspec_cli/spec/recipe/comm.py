@@ -18,8 +18,8 @@ class CommSpec:
     """
 
     gradients: WireFormat | Auto = "full"
-    """Gradients, as they are summed over data-parallel ranks and replica groups. auto: the format with the least
-    predicted time, encoding counted, and full where none saves anything."""
+    """Gradients, as they are summed over data-parallel ranks and replica groups. auto: full, bf16 or
+    int8, whichever is predicted to take the least time, encoding counted."""
     parameters: WireFormat = "full"
     """Parameters, as dp_shard's ranks gather them. Norms and biases always travel in full."""
     across_nodes: WireFormat | Auto | None = None
