@@ -230,6 +230,7 @@ def software_of(spec: RunSpec, sharded: bool) -> Software:
         fused_loss=spec.compile,
         fused_accumulation=False,
         reduce_bytes=gradient,
+        wire=spec.comm.fixed,
         grad_bytes=gradient,
         moment_bytes=moments,
         weight_bytes=4.0 if sharded else 2.0,

@@ -11,6 +11,7 @@ from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner import workload
 from trainspec_cli.planner.blueprint.blueprint import draw_blueprint
 from trainspec_cli.planner.capacity import efficiency_of
+from trainspec_cli.planner.comm import choose_formats
 from trainspec_cli.planner.cut import cut, cut_on_chip, is_open, relative_times
 from trainspec_cli.planner.hardware.catalogue import find_accelerator
 from trainspec_cli.planner.search.auto import best_candidate, is_searched, replica_groups_of
@@ -24,6 +25,7 @@ from trainspec_cli.spec.recipe.run import Recompute, RunSpec
 from trainspec_cli.spec.results.blueprint import Blueprint
 from trainspec_cli.spec.results.plan import Plan, PlannedLayout
 from trainspec_cli.spec.rules.batching import measurable_noise
+from trainspec_cli.spec.rules.comm import exchanged
 from trainspec_cli.spec.rules.elastic import wanted_groups, whole_hosts
 from trainspec_cli.spec.rules.layout import size_of
 from trainspec_cli.spec.rules.relayout import changed_specs
@@ -40,7 +42,7 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
     device = resolve_device(spec.cluster, machine)
     devices_per_node = resolve_devices_per_node(spec, device, machine)
     layout, groups, micro_batch_size, grad_accum_steps, recompute = _choose(spec, machine, device, devices_per_node)
-    if problems := list(measurable_noise(spec, layout, groups, grad_accum_steps)):
+    if problems := [*measurable_noise(spec, layout, groups, grad_accum_steps), *exchanged(spec, layout, groups)]:
         raise RecipeError(problems)
     compute = resolve_compute(spec, machine)
     peak_flops, peak_source = known_peak(spec.cluster, machine, device, compute)
@@ -64,6 +66,7 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
         peak_source=peak_source,
     )
     drafted = replace(drafted, layout=_cut_layers(drafted, machine))
+    drafted = replace(drafted, comm=choose_formats(drafted, machine))
     drafted = replace(drafted, changes=tuple(_plan_changes(drafted, machine)), blueprint=_blueprint(drafted, machine))
     if all(layout.pp == 1 for layout in (drafted.layout, *(change.layout for change in drafted.changes))):
         return drafted

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trainspec_cli.planner.hardware.topology import Fabric
+from trainspec_cli.spec.recipe.comm import WireFormats
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import ModelSpec
@@ -62,7 +63,9 @@ class Software:
     grad_bytes: float = 4.0
     """Of a gradient while it is accumulated."""
     reduce_bytes: float = 4.0
-    """Of a gradient on the wire."""
+    """Of a gradient on the wire, in full."""
+    wire: WireFormats = field(default_factory=WireFormats)
+    """The formats in which gradients and parameters travel."""
     master_bytes: float = 4.0
     """Of the parameter that the optimizer updates, when weights are kept in the compute format beside it."""
     moment_bytes: float = 8.0

@@ -10,6 +10,7 @@ from trainspec_cli.planner.capacity import describe_fabric, efficiency_of, softw
 from trainspec_cli.planner.hardware.catalogue import find_accelerator
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import axis_groups
+from trainspec_cli.planner.memory.feedback import feedback_bytes
 from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
 from trainspec_cli.planner.memory.local import peak_memory
 from trainspec_cli.planner.memory.predict import predict_memory
@@ -94,6 +95,7 @@ def predict_device(plan: Plan, machine: Machine) -> LocalPrediction:
             "activations": memory.activations_bytes,
             "logits": memory.logits_bytes,
             "collectives": memory.comm_buffers_bytes,
+            **({"error feedback": kept} if (kept := feedback_bytes(plan)) else {}),
         },
         beside={"fragmentation": memory.fragmentation_bytes, "context": memory.context_bytes},
     )
@@ -118,7 +120,7 @@ def setup_of(plan: Plan, machine: Machine) -> Setup:
         recompute=RECOMPUTE[plan.recompute],
         offload_optimizer=plan.offload == "optimizer",
         matmul=plan.compute if plan.spec.precision.matmul == "compute" else template.matmul,
-        software=software_of(plan.spec, sharded=layout.shards_parameters),
+        software=replace(software_of(plan.spec, sharded=layout.shards_parameters), wire=plan.comm),
     )
 
 

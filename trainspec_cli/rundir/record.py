@@ -152,6 +152,9 @@ class RunResult:
     samples_per_s: float | Absent | None = ABSENT
     mfu: float | None = None
     peak_memory_bytes: Count | None = None
+    wire_bytes: dict[str, Count] | Absent = ABSENT
+    """What the ranks (of one replica group) have written to one another's connections in the last start, by purpose:
+    gradients, parameters, other. Counted by the kernel at their sockets; absent for GPUs, which have other ways."""
     weights_sha256: str | None = None
     goodput: float | None = None
     time_s: WallTime | Absent = ABSENT

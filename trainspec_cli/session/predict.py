@@ -53,6 +53,8 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
 
     Without `may_probe` nothing is started: a machine that was never probed gives no prediction, and this says so.
     """
+    if plan.comm.reason:
+        console.report(f"gradients travel in {plan.comm.describe()}: {plan.comm.reason}")
     predictor = _predictor(plan, machine, console, may_probe=may_probe)
     plan = replace(plan, memory_ladder=_memory_ladder(plan, predictor))
     if predictor is None:

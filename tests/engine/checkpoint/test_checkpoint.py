@@ -686,6 +686,23 @@ def test_weights_alone_leave_the_optimizer_as_it_is_and_new_adapters_too(tmp_pat
         load_weights(RunDir(tmp_path).checkpoint(3), Held([*held.shares, other], held.modules, held.optimizer))
 
 
+def with_feedback(held, **feedback):
+    return replace(held, feedback={f"feedback.{name}": tensor for name, tensor in feedback.items()})
+
+
+def test_error_feedback_comes_back_to_the_layout_that_it_is_of_alone(tmp_path):
+    lost = torch.tensor([0.5, -3.0], dtype=torch.bfloat16)
+    save(RunDir(tmp_path), with_feedback(trained(), rank0=lost, rank1=lost), 3)
+    held = with_feedback(
+        trained(1), rank0=torch.zeros_like(lost), rank1=lost.new_ones(3), other_layout=lost.new_ones(2)
+    )
+    restored = load_newest(RunDir(tmp_path), held, CPU)
+    assert restored.feedback == 1, "of three"
+    assert [tensor.tolist() for tensor in held.feedback.values()] == [[0.5, -3.0], [1.0] * 3, [1.0] * 2]
+    assert load_newest(RunDir(tmp_path), trained(1), CPU).feedback == 0, "a run without compression reads it too"
+    assert not any(part.name.startswith("feedback") for part in held.parts()), "it moves to no other layout or group"
+
+
 def test_where_a_batch_stands_comes_back_to_the_bit(tmp_path):
     pace = BatchPace(12, NoiseAverage(trace=0.1 + 0.2, square=-1e-17, weight=1 / 3))
     Saver(RunDir(tmp_path), trained(), CPU, 2).save(replace(about(3), pace=pace))

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from trainspec_cli.engine.comm.codec import GRADIENT_CODECS
+from trainspec_cli.engine.comm.compressed import CompressedSum, Feedback
 from trainspec_cli.engine.elastic import cross_group
 from trainspec_cli.engine.elastic.cross_group import LARGE_BYTES, CrossGroupComm, packets, sum_as_one, sum_in_packets
 
@@ -49,6 +51,19 @@ def test_sums_and_gathers_are_over_all_groups(meet: Callable[..., list[Any]]) ->
         return own.tolist(), [tensor.tolist() for tensor in gathered]
 
     assert meet(act) == [([3.0, 30.0], [[1.0, 10.0], [2.0, 20.0]])] * 2
+
+
+def test_compressed_sums_are_the_same_in_all_groups(meet: Callable[..., list[Any]]) -> None:
+    own = [torch.randn(1000, generator=torch.Generator().manual_seed(group)) for group in range(2)]
+
+    def act(comm: CrossGroupComm) -> Any:
+        summed = own[comm.rank].clone()
+        CompressedSum(GRADIENT_CODECS["int8"], Feedback(1000, torch.device("cpu"))).all_reduce_(summed, comm)
+        return summed
+
+    first, second = meet(act)
+    assert torch.equal(first, second)
+    assert float((first - sum(own)).norm() / sum(own).norm()) < 0.02  # type: ignore[union-attr]
 
 
 def test_the_state_is_copied_in_place_bit_for_bit(meet: Callable[..., list[Any]]) -> None:

@@ -26,6 +26,7 @@ from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.shares import unique_shares
 from trainspec_cli.engine.tools.certify_worker import drawn_batch
 from trainspec_cli.policy.division import Division, OwnSamples, even_division_of
+from trainspec_cli.spec.recipe.comm import WireFormats
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.results.plan import Plan
@@ -82,6 +83,17 @@ OF_FOUR = {
 }
 """Layouts of four ranks, with the shares of their data-parallel ones."""
 
+COMPRESSED = {
+    "bf16 experts": (Case("latent", Layout(dp_shard=2, ep=2), micro_batch_size=2), WireFormats("bf16")),
+    "int8 zero 3": (Case("dense", Layout(dp_shard=2), micro_batch_size=2), WireFormats("int8")),
+    "int4 zero 1": (Case("dense", Layout(dp_shard=2, zero_stage=1), micro_batch_size=2), WireFormats("int4")),
+    "int4 replicas": (Case("hybrid", Layout(dp_replicate=2), micro_batch_size=2), WireFormats("int4")),
+    "int8 resnet": (Case("resnet", Layout(dp_replicate=2)), WireFormats("int8")),
+    "int8 parameters": (Case("dense", Layout(dp_shard=2), micro_batch_size=2), WireFormats(parameters="int8")),
+    "bf16 parameters": (Case("dense", Layout(dp_shard=2), micro_batch_size=2), WireFormats(parameters="bf16")),
+}
+"""Gradients, or parameters, travel in fewer bits; the first rank has three quarters of the samples."""
+
 NOISY = {
     *OF_FOUR,
     *("zero 2", "zero 1", "uneven zero 3", "uneven replicas", "empty zero 3"),
@@ -98,13 +110,14 @@ class Run:
     case: Case
     lora: LoraSpec = field(default_factory=LoraSpec)
     weights: tuple[float, ...] = ()
+    comm: WireFormats = field(default_factory=WireFormats)
 
 
 def found_in(run: Run) -> tuple[float, float, dict[str, Tensor], list[float]]:
     """Return the loss, this rank's share of the squared norm, the gradients by name, and this rank's share of what
     `NoiseProbe` adds up."""
     plan = build_plan(run.case, "cpu")
-    plan = replace(plan, spec=replace(plan.spec, lora=run.lora))
+    plan = replace(plan, spec=replace(plan.spec, lora=run.lora), comm=run.comm)
     if run.weights and FAMILIES[run.case.family].unit == "samples":
         plan = replace(plan, micro_batch_size=SAMPLES)  # batch norm speaks of all samples of one micro-batch
     state = build_train_state(plan, torch.device("cpu"))
@@ -170,7 +183,8 @@ def runs() -> dict[str, Run]:
     whole = {name: Run(case) for name, case in CASES.items()}
     adapted = {f"adapters, {name}": Run(CASES[name], LoraSpec(rank=4)) for name in CASES if name in ADAPTED}
     divided = {name: Run(case, weights=weights) for name, (case, weights) in (UNEVEN | OF_FOUR).items()}
-    return whole | adapted | divided
+    compressed = {name: Run(case, weights=(3.0, 1.0), comm=comm) for name, (case, comm) in COMPRESSED.items()}
+    return whole | adapted | divided | compressed
 
 
 def norm_of(tensors: Iterable[Tensor]) -> Tensor:

@@ -31,10 +31,12 @@ CPU = torch.device("cpu")
 
 
 ALONE: Any = SimpleNamespace(size=1)
+COMPRESSED: Any = SimpleNamespace()
 
 
 def how(replicas: int = 1, *, offload: bool = False) -> DataParallel:
-    peers: Any = SimpleNamespace(size=replicas)
+    group = SimpleNamespace(size=lambda: replicas)
+    peers: Any = SimpleNamespace(size=replicas, group=group)
     probe = NoiseProbe(CPU, ALONE, ALONE, ALONE)
     return DataParallel(torch.float32, torch.float32, True, offload, peers, nullcontext, probe, lambda name: "own")
 
@@ -42,11 +44,11 @@ def how(replicas: int = 1, *, offload: bool = False) -> DataParallel:
 def test_gradients_are_looked_at_before_replicas_sum_them() -> None:
     gradient, seen = torch.tensor([3.0]), list[float]()
     replicas: Any = SimpleNamespace(size=2, sum_=lambda x: x.mul_(2))
-    _sum_over_replicas(replicas, lambda x: seen.append(x.item()), gradient)
+    _sum_over_replicas(replicas, lambda x: seen.append(x.item()), None, gradient)
     assert (gradient.item(), seen) == (6.0, [3.0])
-    _sum_over_replicas(ALONE, lambda x: seen.append(x.item()), gradient)
+    _sum_over_replicas(ALONE, lambda x: seen.append(x.item()), None, gradient)
     assert (gradient.item(), seen) == (6.0, [3.0, 6.0]), "one replica alone sums nothing"
-    _sum_over_replicas(replicas, None, gradient)
+    _sum_over_replicas(replicas, None, None, gradient)
     assert gradient.item() == 12.0
 
 
@@ -109,7 +111,7 @@ def test_gradients_are_sums_and_are_looked_at_once(shards: int, replicas: int, p
     def look(gradients: torch.Tensor) -> None:
         raise AssertionError("nothing is reduced here")
 
-    data_parallel._sum_gradients(module, SimpleNamespace(size=lambda: shards), given, look)  # type: ignore[arg-type]
+    data_parallel._sum_gradients(module, SimpleNamespace(size=lambda: shards), given, look, COMPRESSED)  # type: ignore[arg-type]
     told = dict(module.told)
     sums = {"set_gradient_divide_factor": 1.0, "set_force_sum_reduction_for_comms": True}
     assert {name: value for name, value in told.items() if name in sums} == (sums if shards > 1 else {})
@@ -117,7 +119,7 @@ def test_gradients_are_sums_and_are_looked_at_once(shards: int, replicas: int, p
     assert (hook is None) == (probed is None)
     if hook is not None:
         assert hook.func is _sum_over_replicas
-        assert hook.args == (given.replicas, look if probed else None)
+        assert hook.args == (given.replicas, look if probed else None, COMPRESSED)
 
 
 def test_a_backward_that_exchanges_nothing_is_not_the_last() -> None:

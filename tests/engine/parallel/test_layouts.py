@@ -26,6 +26,16 @@ UNEVEN = (
     *("uneven zero 3", "uneven zero 1", "uneven replicas", "uneven experts", "uneven replicas of experts"),
     *("empty zero 3", "empty experts", "even resnet", "uneven resnet", "even unet", "uneven unet"),
 )
+COMPRESSED = {
+    "bf16 experts": 2**-8,
+    "int8 zero 3": 0.02,
+    "int4 zero 1": 0.25,
+    "int4 replicas": 0.25,
+    "int8 resnet": 0.02,
+    "bf16 parameters": 0.02,
+    "int8 parameters": 0.05,
+}
+"""The most that all gradients together may be wrong by, of their norm; what the formats state is in `comm/codec.py`."""
 NOISY = (
     *("zero 2", "zero 1", "uneven zero 3", "uneven replicas", "empty zero 3"),
     *("ring", "ulysses", "plain tensor", "tensor of a hybrid", "tensor of latent attention", "interleaved"),
@@ -56,7 +66,7 @@ def computed_by(ranks: int, file: Path) -> list[dict[str, Any]]:
 
 
 def test_every_layout_is_judged(ranks: list[dict[str, Any]]) -> None:
-    assert all(set(rank) == {*NAMES, *UNEVEN} for rank in ranks)
+    assert all(set(rank) == {*NAMES, *UNEVEN, *COMPRESSED} for rank in ranks)
 
 
 @pytest.mark.parametrize("name", NAMES + UNEVEN)
@@ -69,6 +79,15 @@ def test_two_ranks_compute_what_one_computes(ranks: list[dict[str, Any]], name: 
     limit = UNEVEN_FP32 if name in UNEVEN and not name.endswith("net") else FP32
     assert {one: error for one, error in errors.items() if not error < limit} == {}
     assert max(rank["error"] for rank in found) < UNEVEN_FP32
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_gradients_that_travel_in_fewer_bits_are_nearly_those_of_one(ranks: list[dict[str, Any]], name: str) -> None:
+    found, bound = [rank[name] for rank in ranks], COMPRESSED[name]
+    assert UNEVEN_FP32 < max(rank["error"] for rank in found) < bound
+    assert sum(rank["squared"] for rank in found) == pytest.approx(1.0, abs=2 * bound)
+    loss = sum(rank["loss"] for rank in found)
+    assert loss == pytest.approx(1.0, abs=1e-3 if name.endswith("parameters") else 1e-6)
 
 
 @pytest.mark.parametrize("name", NOISY)

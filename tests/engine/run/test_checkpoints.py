@@ -12,6 +12,7 @@ from trainspec_cli.engine.checkpoint.manifest import MANIFEST, About
 from trainspec_cli.engine.checkpoint.memory import CopyLocation
 from trainspec_cli.engine.checkpoint.parts import Held, TensorPart
 from trainspec_cli.engine.checkpoint.saver import Saved
+from trainspec_cli.engine.comm.compressed import Compression
 from trainspec_cli.engine.run import checkpoints as module
 from trainspec_cli.engine.run.checkpoints import MEASURING_STEPS, Cadence, Checkpoints
 from trainspec_cli.errors import MachineError
@@ -58,7 +59,7 @@ def plan_of(checkpoint, mtbf_device_hours=1000.0, world_size=1, replica_groups=1
 
 
 def make(tmp_path, spec, journal=None):
-    state = SimpleNamespace(held=OneTensor([], [], None), device=CPU)
+    state = SimpleNamespace(held=OneTensor([], [], None), device=CPU, compression=Compression())
     write_json(RunDir(tmp_path).run_json, {"memory_secret": "s"})
     return Checkpoints(plan_of(spec), RunDir(tmp_path), state, "digest", journal or Kept())
 

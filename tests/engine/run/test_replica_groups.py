@@ -19,6 +19,8 @@ import torch
 from lab.quorum import DiedError, Network
 
 from trainspec_cli.engine.batch import MicroBatch
+from trainspec_cli.engine.comm.compressed import Compression
+from trainspec_cli.engine.comm.wire_bytes import WireMeter
 from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of
 from trainspec_cli.engine.data.staging import Staging
 from trainspec_cli.engine.elastic.membership import GroupRank, HealFailedError
@@ -85,9 +87,16 @@ class Group:
             stages=SimpleNamespace(noise=SimpleNamespace(sums=self.noise)),
             held=SimpleNamespace(tensors=lambda: [self.weights]),
             mesh=SimpleNamespace(data_rank=0),
+            compression=Compression(),
+            wire=WireMeter(),
         )
         plan = SimpleNamespace(
-            spec=lab.spec, replica_groups=lab.groups, layout=Layout(), micro_batch_size=1, grad_accum_steps=1
+            spec=lab.spec,
+            replica_groups=lab.groups,
+            layout=Layout(),
+            micro_batch_size=1,
+            grad_accum_steps=1,
+            num_nodes=1,
         )
         run = RunContext(plan, lab.run, Numbered(), state, "", self.stop)  # type: ignore[arg-type]
         self.coordinator = ReplicaGroups(run, GroupRank(number, 0, 1))

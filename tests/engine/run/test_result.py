@@ -129,7 +129,7 @@ def test_steps_of_earlier_starts_count_where_this_one_updated_nothing(tmp_path, 
         assert "of 4 steps" in refusal(lambda: check_end(tmp_path, own, step=4)).message
 
 
-def finished(tmp_path, *, unit="tokens", status="done", heldout=None, events=None):
+def finished(tmp_path, *, unit="tokens", status="done", heldout=None, events=None, on_gpu=False):
     """The result of 40 steps of half a second, by four devices of a made-up peak."""
     run = run_with(tmp_path)
     figures = {"grad_norm": 1.0, "samples": 8, "step_time_s": 0.5, "time_s": {"forward": 0.5}}
@@ -147,7 +147,11 @@ def finished(tmp_path, *, unit="tokens", status="done", heldout=None, events=Non
         spec=SimpleNamespace(data=SimpleNamespace(unit=unit)),
     )
     state = SimpleNamespace(
-        shares=[], mesh=SimpleNamespace(group=lambda axis: dist.group.WORLD), device=torch.device("cpu")
+        shares=[],
+        mesh=SimpleNamespace(group=lambda axis: dist.group.WORLD),
+        device=torch.device("cpu"),
+        clock=SimpleNamespace(on_gpu=on_gpu),
+        wire=SimpleNamespace(totals=lambda: {"gradients": 7, "other": 2**40}),
     )
     sha256 = write_result(run, state, plan, tally, status=status, step=40, heldout=heldout or {})
     return run, sha256
@@ -164,6 +168,12 @@ def test_mfu_is_of_the_peak_of_all_devices_whatever_they_share(tmp_path):
     assert (result.final_loss, result.weights_sha256) == (42.0, sha256)
     assert result.peak_memory_bytes > 50 * 2**20
     assert result.goodput == result.time_s.goodput
+
+
+def test_bytes_on_the_wire_are_those_of_all_ranks_where_they_are_counted(tmp_path):
+    counted = read_result(finished(tmp_path / "cpu")[0]).wire_bytes
+    assert counted == {"gradients": 7, "parameters": 0, "other": 2**40}
+    assert read_result(finished(tmp_path / "gpu", on_gpu=True)[0]).wire_bytes is ABSENT
 
 
 def test_pictures_are_counted_by_the_sample(tmp_path):
@@ -205,6 +215,7 @@ def test_a_worker_of_an_older_start_leaves_no_result(tmp_path, monkeypatch):
 def test_other_ranks_write_no_result_and_agree_on_the_largest_peak(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(module.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(module, "_sum_wire_bytes", lambda state: ABSENT)
     monkeypatch.setattr(module.dist, "all_reduce", lambda memory, how: asked.append((int(memory) > 0, how)))
     run, _ = finished(tmp_path)
     assert not run.result_json.exists()

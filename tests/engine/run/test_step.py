@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from trainspec_cli.engine.build.train_state import LateSum
+from trainspec_cli.engine.comm.compressed import Compression, Feedback
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.parallel.noise import Columns, NoiseProbe, SampleParts
 from trainspec_cli.engine.run import step
@@ -31,10 +32,14 @@ def test_a_step_that_is_not_committed_leaves_no_gradient_and_no_visit(monkeypatc
         return torch.ones(())
 
     monkeypatch.setattr(step, "compute_gradients", compute_gradients)
-    state = SimpleNamespace(shares=[share], routers=[router])
+    feedback = Feedback(2, torch.device("cpu"))
+    feedback.keep(torch.ones(2))
+    compression = Compression(feedbacks={"exchange": feedback})
+    state = SimpleNamespace(shares=[share], routers=[router], compression=compression)
     assert step.train_step(state, [], global_tokens=4, clip_norm=None, groups=Refused()) is None
     assert share.parameter.grad is None
     assert router.tokens_per_expert_E.tolist() == [0, 0, 0, 0]
+    assert feedback.newest.tolist() == [0.0, 0.0]
 
 
 class Peer:
@@ -112,7 +117,14 @@ def state_of(share):
         routers=[],
         spread_experts=(),
         stages=SimpleNamespace(noise=noise),
+        compression=Compression(feedbacks={"exchange": kept_feedback()}),
     )
+
+
+def kept_feedback():
+    feedback = Feedback(2, torch.device("cpu"))
+    feedback.keep(torch.ones(2))
+    return feedback
 
 
 @pytest.mark.parametrize(("clip_norm", "scale"), [(None, 1.0), (2.5, 0.5), (10.0, 1.0)])
@@ -120,7 +132,9 @@ def test_an_update_is_clipped_by_the_norm_of_all_ranks_together(monkeypatch, cli
     """This rank's gradient has the norm 3, the other's 4."""
     monkeypatch.setattr(step, "dist", TwoRanks([0.5, 16.0, 1.0, 1.0, *[0.0] * 5]))
     share = share_with_gradient("w", torch.tensor([3.0]))
-    found = step._update(state_of(share), torch.tensor(1.0), clip_norm, (1.0, 0.0), ())
+    state = state_of(share)
+    found = step._update(state, torch.tensor(1.0), clip_norm, (1.0, 0.0), ())
+    assert state.compression.feedbacks["exchange"].settled.tolist() == [1.0, 1.0]
     assert [float(value) for value in (found.loss, found.grad_norm, found.skipped)] == [1.5, 5.0, 0.0]
     assert (float(found.stop), float(found.writing)) == (2.0, 1.0)
     assert share.local.item() == pytest.approx(-3.0 * scale)
@@ -129,7 +143,9 @@ def test_an_update_is_clipped_by_the_norm_of_all_ranks_together(monkeypatch, cli
 def test_a_loss_that_is_not_finite_on_another_rank_skips_the_update_here(monkeypatch):
     monkeypatch.setattr(step, "dist", TwoRanks([float("nan"), 16.0, 0.0, 0.0, *[0.0] * 5]))
     share = share_with_gradient("w", torch.tensor([3.0]))
-    found = step._update(state_of(share), torch.tensor(1.0), None, (0.0, 1.0), ())
+    state = state_of(share)
+    found = step._update(state, torch.tensor(1.0), None, (0.0, 1.0), ())
+    assert state.compression.feedbacks["exchange"].newest.tolist() == [0.0, 0.0]
     assert float(found.skipped) == 1.0
     assert share.local.item() == 0.0
     assert (float(found.stop), float(found.writing)) == (0.0, 1.0)

@@ -195,6 +195,7 @@ DEFAULTS: dict[str, Any] = {
         "context_method": "ring",
     },
     "precision": {"compute": "auto", "reduce": "fp32", "matmul": "compute"},
+    "comm": {"gradients": "full", "parameters": "full", "across_nodes": None},
     "kernels": {
         "attention": "torch",
         "rms_norm": "torch",

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainspec_cli.engine.build.kernel_loading import apply_kernels, load_kernel
 from trainspec_cli.engine.checkpoint.parts import Held
-from trainspec_cli.engine.comm.exchange import Peers
+from trainspec_cli.engine.comm.codec import PARAMETER_CODECS, Codec
+from trainspec_cli.engine.comm.compressed import Compression
+from trainspec_cli.engine.comm.exchange import Peers, TimeCollective
+from trainspec_cli.engine.comm.wire_bytes import WireMeter
 from trainspec_cli.engine.mesh import Mesh, build_mesh
 from trainspec_cli.engine.models.experts import sort_by_expert
 from trainspec_cli.engine.models.lora import apply_lora
@@ -107,6 +113,8 @@ class TrainState:
     """Those of the experts that are to be kept evenly visited."""
     spread_experts: Collection[str] = ()
     """Names of the parameters that ep spreads."""
+    compression: Compression = field(default_factory=Compression)
+    wire: WireMeter = field(default_factory=WireMeter)
 
     @property
     def parts(self) -> list[Any]:
@@ -114,24 +122,64 @@ class TrainState:
 
     @property
     def held(self) -> Held:
-        return Held(self.shares, self.parts, self.optimizer)
+        return Held(self.shares, self.parts, self.optimizer, self.compression.saved)
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """How exchanges of data parallelism travel, and what times and counts them."""
+
+    clock: StepClock
+    wire: WireMeter
+    compression: Compression
+
+    @contextmanager
+    def gradients(self) -> Iterator[None]:
+        with self.clock.collective(), self.wire.purpose("gradients"):
+            yield
+
+    @contextmanager
+    def parameters(self) -> Iterator[None]:
+        with self.clock.collective(), self.wire.purpose("parameters"):
+            yield
+
+
+def build_compression(plan: Plan, device: torch.device) -> Compression:
+    """Of several replica groups one alone writes checkpoints, and the feedback of the others is not in them."""
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return Compression(
+        inside=plan.comm.gradients,
+        across=plan.comm.across_nodes,
+        is_inside=lambda group: len({rank // per_node for rank in dist.get_process_group_ranks(group)}) == 1,
+        device=device,
+        saved_as=f"{plan.layout.describe()}.rank{dist.get_rank()}" if plan.replica_groups == 1 else "",
+    )
 
 
 def build_train_state(
-    plan: Plan, device: torch.device, mesh: Mesh | None = None, clock: StepClock | None = None, *, fill: bool = True
+    plan: Plan,
+    device: torch.device,
+    mesh: Mesh | None = None,
+    clock: StepClock | None = None,
+    wire: WireMeter | None = None,
+    *,
+    fill: bool = True,
 ) -> TrainState:
     """Each stage on meta: kernels -> fp8 -> cut -> recompute -> compile -> shard -> materialise; then the optimizer.
 
-    `clock` is that of the state which this one takes the place of. Not `fill`: parameters have no values yet, and
-    moments no memory either, since `reshard` brings both.
+    `clock` and `wire` are those of the state which this one takes the place of. Not `fill`: parameters have no values
+    yet, and moments no memory either, since `reshard` brings both.
     """
     mesh, clock = mesh or build_mesh(plan.layout, device.type), clock or StepClock(device)
     positions_S = _positions(plan, mesh)
     parts, shares, partials = {}, [], []
     cp, tp, ends = (Peers(group, clock.collective) for group in (mesh.group("cp"), mesh.group("tp"), mesh.ends))
     queue, noise = WeightQueue(), NoiseProbe(device, cp, tp, ends)
+    wire, compression = wire or WireMeter(), build_compression(plan, device)
+    wire.find_connections()
+    exchanges = Exchanges(clock, wire, compression)
     for stage in plan.layout.stages_of_rank(mesh.rank("pp")):
-        part, cuts, partial = _spread_stage(plan, mesh, clock, noise, stage)
+        part, cuts, partial = _spread_stage(plan, mesh, exchanges, noise, stage)
         if plan.layout.splits_backward:
             queue.apply(part)
         parts[stage] = part
@@ -165,15 +213,17 @@ def build_train_state(
             load_kernel("adamw", plan.kernels.adamw),
             torch.zeros_like if fill else without_memory,
         ),
-        late_sums=_late_sums(plan, mesh, clock, shares, partials),
+        late_sums=_late_sums(plan, mesh, exchanges.gradients, shares, partials),
         positions_S=positions_S,
         routers=routers_of(list(parts.values())),
         spread_experts=_spread_experts(mesh, shares),
+        compression=compression,
+        wire=wire,
     )
 
 
 def _spread_stage(
-    plan: Plan, mesh: Mesh, clock: StepClock, noise: NoiseProbe, stage: int
+    plan: Plan, mesh: Mesh, exchanges: Exchanges, noise: NoiseProbe, stage: int
 ) -> tuple[Any, dict[str, Cut], list[str]]:
     """One stage of the model, spread over the mesh's other axes.
 
@@ -185,6 +235,7 @@ def _spread_stage(
     apply_kernels(part, plan.kernels)
     if plan.spec.precision.matmul == "fp8":
         apply_float8(part.block_modules(), emulate=plan.device == "cpu")
+    clock = exchanges.clock
     cuts, partial = _cut(part, plan.layout, mesh, clock)
     for norm in part.norm_modules():
         norm.ranks = Peers(mesh.stage.get_group(), clock.collective)
@@ -195,7 +246,7 @@ def _spread_stage(
     experts = [module.experts for module in part.expert_modules()]
     expert_shard = mesh.experts["expert_shard"] if mesh.experts else None
     held = {name: _held(plan, name, cuts, partial) for name, _ in part.named_parameters()}
-    how = _data_parallel(plan, mesh, clock, noise, held)
+    how = _data_parallel(plan, mesh, exchanges, noise, held, f"stage{stage}")
     apply_data_parallel(part, experts, mesh.shard, expert_shard, how)
     return part, cuts, partial
 
@@ -242,18 +293,28 @@ def _cut(part: Any, layout: Layout, mesh: Mesh, clock: StepClock) -> tuple[dict[
 
 
 def _data_parallel(
-    plan: Plan, mesh: Mesh, clock: StepClock, noise: NoiseProbe, held: Mapping[str, HeldGradient]
+    plan: Plan, mesh: Mesh, exchanges: Exchanges, noise: NoiseProbe, held: Mapping[str, HeldGradient], name: str
 ) -> DataParallel:
     return DataParallel(
         compute=DTYPES[plan.compute],
         reduce=DTYPES[plan.spec.precision.reduce],
         free_after_forward=plan.layout.zero_stage == 3,
         offload=plan.offload != "none",
-        replicas=Peers(mesh.group("dp_replicate"), clock.collective),
-        time_collective=clock.collective,
+        replicas=Peers(mesh.group("dp_replicate"), exchanges.gradients),
+        time_gradients=exchanges.gradients,
         noise=noise,
         held_by=held.__getitem__,
+        time_parameters=exchanges.parameters,
+        compression=exchanges.compression,
+        parameter_codec=_parameter_codec(plan),
+        name=name,
     )
+
+
+def _parameter_codec(plan: Plan) -> Codec | None:
+    """Return None where parameters travel as they are computed with."""
+    chosen = plan.comm.parameters
+    return None if chosen in ("full", plan.compute) else PARAMETER_CODECS[chosen]
 
 
 def _share(plan: Plan, name: str, parameter: nn.Parameter, cuts: dict[str, Cut]) -> Share:
@@ -288,11 +349,11 @@ def _hidden(plan: Plan) -> Hidden:
 
 
 def _late_sums(
-    plan: Plan, mesh: Mesh, clock: StepClock, shares: Sequence[Share], partials: Sequence[Share]
+    plan: Plan, mesh: Mesh, time_gradients: TimeCollective, shares: Sequence[Share], partials: Sequence[Share]
 ) -> list[LateSum]:
     twins = [share for share in shares if _is_twin(plan, share.name) and share.is_trained]
     sums = ((partials, mesh.group("tp")), (twins, mesh.ends))
-    return [LateSum(summed, Peers(group, clock.collective)) for summed, group in sums if summed]
+    return [LateSum(summed, Peers(group, time_gradients)) for summed, group in sums if summed]
 
 
 def build_model(model: ModelSpec, seq_len: int, layers: range | None = None) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -73,10 +73,16 @@ class Held:
     shares: Sequence[Share]
     modules: Sequence[nn.Module]
     optimizer: torch.optim.Optimizer
+    feedback: Mapping[str, Tensor] = field(default_factory=dict)
+    """What compressed exchanges of gradients have lost on this rank, by a name that no other rank or layout has. It is
+    saved and loaded, and stays behind where the state moves to another layout or replica group."""
 
     def parts(self) -> list[TensorPart]:
         """Return the live tensors as parts `model.*` and `optimizer.*`, without empty ones."""
         return [part for part in self._parts() if part.tensor.numel()]
+
+    def feedback_parts(self) -> list[TensorPart]:
+        return [TensorPart.whole(name, tensor) for name, tensor in self.feedback.items()]
 
     def tensors(self) -> list[Tensor]:
         """Return the parts' tensors in an order that depends on the layout alone, the same on ranks with the same

@@ -205,7 +205,7 @@ class Saver:
         return [now[part.name, part.offsets] for part in self._image.parts]
 
     def _all_parts(self) -> list[TensorPart]:
-        return [*self._held.parts(), *rng_parts(self._rank, self._device)]
+        return [*self._held.parts(), *self._held.feedback_parts(), *rng_parts(self._rank, self._device)]
 
     @cached_property
     def _image(self) -> Image:

@@ -39,6 +39,8 @@ class Restored:
     folder: Path
     slot: int | None = None
     """The slot in the nodes' memory that it came from; None: from disk."""
+    feedback: int = 0
+    """How many of this rank's parts of error feedback it held; the others stay as they are."""
 
 
 def load_newest(
@@ -54,7 +56,7 @@ def load_newest(
         parts = _parts(found.manifest, held, device)
         fetch(memory, found, files_needed(found.manifest, parts))
         _restore(found.folder, found.manifest, parts, held, device)
-        return Restored(found.manifest, found.folder, found.slot)
+        return Restored(found.manifest, found.folder, found.slot, len(_kept_feedback(found.manifest, held)))
     return _load(run_dir.checkpoint(newest), held, device) if newest >= 0 else None
 
 
@@ -64,13 +66,20 @@ def _load(folder: Path, held: Held, device: torch.device) -> Restored:
         manifest = read_manifest(folder)
         verify_files(folder, manifest.files[dist.get_rank() :: dist.get_world_size()])
     _restore(folder, manifest, _parts(manifest, held, device), held, device)
-    return Restored(manifest, folder)
+    return Restored(manifest, folder, feedback=len(_kept_feedback(manifest, held)))
 
 
 def _parts(manifest: CheckpointManifest, held: Held, device: torch.device) -> list[TensorPart]:
-    """Return the parts to restore; random generators among them if the world size is unchanged."""
+    """Return the parts to restore; random generators among them if the world size is unchanged, and error feedback if
+    the layout is."""
     generators = rng_parts(dist.get_rank(), device) if manifest.world_size == dist.get_world_size() else []
-    return [*held.parts(), *generators]
+    return [*held.parts(), *_kept_feedback(manifest, held), *generators]
+
+
+def _kept_feedback(manifest: CheckpointManifest, held: Held) -> list[TensorPart]:
+    """Return the parts of this rank's feedback that the checkpoint has in the same shape."""
+    entries = ((part, manifest.tensors.get(part.name)) for part in held.feedback_parts())
+    return [part for part, entry in entries if entry is not None and entry.shape == part.full_shape]
 
 
 def _restore(

@@ -44,6 +44,16 @@ class CrossGroupComm:
         if tensor.device.type != "cpu":
             tensor.copy_(on_host)
 
+    def swap_rows(self, sent_RB: Tensor) -> Tensor:
+        """Send row i to peer i, and return what the peers have sent to this one, by peer."""
+        on_host = sent_RB.cpu().contiguous()
+        received = torch.empty_like(on_host)
+        self._group.alltoall_base(received, on_host, [], []).wait()
+        return received.to(sent_RB.device)
+
+    def gather_rows(self, own_B: Tensor) -> Tensor:
+        return torch.stack(self.gather(own_B)).to(own_B.device)
+
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Return every peer's tensor, in order, on the host."""
         on_host = tensor.detach().cpu()

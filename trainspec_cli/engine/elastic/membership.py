@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainspec_cli.engine.comm.compressed import CompressedSum
 from trainspec_cli.engine.comm.json_collectives import broadcast_json
 from trainspec_cli.engine.comm.rendezvous import connect
 from trainspec_cli.engine.elastic.cross_group import CrossGroupComm
@@ -110,10 +111,13 @@ class Membership:
             quorum = self._client.join(step, self._failures)
         return broadcast_json(quorum and asdict(quorum), lambda plain: from_plain(Quorum, plain))
 
-    def sum_(self, tensor: Tensor) -> None:
+    def sum_(self, tensor: Tensor, compressed: CompressedSum | None = None) -> None:
         """Sum over all groups, in place; after an error do nothing, until the next `agree`."""
         if self._comm is not None and self._comm.size > 1:
-            self._try(lambda comm: comm.sum_(tensor))
+            if compressed is None:
+                self._try(lambda comm: comm.sum_(tensor))
+            else:
+                self._try(lambda comm: compressed.all_reduce_(tensor, comm))
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Return every group's tensor, in order; an empty list after an error."""

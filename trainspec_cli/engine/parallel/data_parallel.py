@@ -1,7 +1,8 @@
 """Data parallelism: FSDP2 over the shard axes, an all-reduce of our own across replicas.
 
 One mechanism serves every data-parallel layout: dp_shard=1 is plain DDP, dp_replicate=1 plain FSDP, else HSDP. The hook
-is ours so that it can be timed, compressed or replaced by another transport.
+is ours so that it can be timed, compressed or replaced by another transport. `comm.gradients` compresses both exchanges
+(`comm/compressed.py`).
 
 Gradients are sums, never means: the loss is divided by the global number of tokens before the backward, which is
 exact however samples are divided over ranks.
@@ -10,7 +11,8 @@ exact however samples are divided over ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -21,8 +23,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from trainspec_cli.engine.comm.codec import Codec
+from trainspec_cli.engine.comm.compressed import CompressedSum, Compression, GroupWire
 from trainspec_cli.engine.comm.exchange import Peers, TimeCollective, all_gather, reduce_scatter
-from trainspec_cli.engine.parallel.noise import Columns, HeldBy, NoiseProbe, columns_of
+from trainspec_cli.engine.parallel.noise import (
+    Columns,
+    HeldBy,
+    NoiseProbe,
+    columns_of,
+    gathered_columns,
+    trained_columns,
+)
 
 Look = Callable[[Tensor], None]
 
@@ -38,9 +49,15 @@ class DataParallel:
     offload: bool
     """Shards, gradients and optimizer state live in host memory; the update runs there."""
     replicas: Peers
-    time_collective: TimeCollective
+    time_gradients: TimeCollective
     noise: NoiseProbe
     held_by: HeldBy
+    time_parameters: TimeCollective = nullcontext
+    compression: Compression = field(default_factory=Compression)
+    parameter_codec: Codec | None = None
+    """None: parameters are gathered as they are computed with."""
+    name: str = "stage0"
+    """What tells the exchanges of this module from those of others on the same rank."""
 
     def offload_policy(self, device_type: str) -> OffloadPolicy:
         return CPUOffloadPolicy(pin_memory=device_type == "cuda") if self.offload else OffloadPolicy()
@@ -51,16 +68,24 @@ def apply_data_parallel(
 ) -> None:
     """Shard `model` (on meta) in place; `experts`, where they are spread, over what their spreading leaves."""
     if expert_shard is not None:
-        for module in experts:
+        for number, module in enumerate(experts):
             dim = _shardable_dim(module, expert_shard)
-            _shard(module, expert_shard, how, free=how.free_after_forward, dim=dim, experts=True)
-    for block in model.block_modules():
-        _shard(block, shard, how, free=how.free_after_forward)
-    _shard(model, shard, how, free=False)
+            name = f"experts{number}"
+            _shard(module, name, expert_shard, how, free=how.free_after_forward, dim=dim, experts=True)
+    for number, block in enumerate(model.block_modules()):
+        _shard(block, f"block{number}", shard, how, free=how.free_after_forward)
+    _shard(model, "rest", shard, how, free=False)
 
 
 def _shard(
-    module: nn.Module, mesh: DeviceMesh, how: DataParallel, *, free: bool, dim: int = 0, experts: bool = False
+    module: nn.Module,
+    name: str,
+    mesh: DeviceMesh,
+    how: DataParallel,
+    *,
+    free: bool,
+    dim: int = 0,
+    experts: bool = False,
 ) -> None:
     fully_shard(
         module,
@@ -72,13 +97,53 @@ def _shard(
     )
     assert isinstance(module, FSDPModule)
     look = _Look(module, mesh.size(), how, experts)
-    _sum_gradients(module, mesh, how, look)
+    row = sum(trained_columns(module, mesh.size()))
+    replicas = how.compression.of_group(f"{how.name}.{name}.replicas", row, how.replicas.group)
+    _sum_gradients(module, mesh, how, look, replicas)
     if mesh.size() == 1:
         module.set_custom_reduce_scatter(_NothingToReduce())  # type: ignore[arg-type]
         return
-    module.set_custom_reduce_scatter(_TimedCollective(reduce_scatter, how.time_collective, look))  # type: ignore[arg-type]
+    shards = how.compression.of_group(f"{how.name}.{name}.shards", row * mesh.size(), mesh.get_group())
+    reduce = reduce_scatter if shards is None else partial(_reduce_compressed, shards)
+    module.set_custom_reduce_scatter(_TimedCollective(reduce, how.time_gradients, look))  # type: ignore[arg-type]
     if mesh.device_type == "cpu":
-        module.set_custom_all_gather(_TimedCollective(all_gather, how.time_collective))  # type: ignore[arg-type]
+        module.set_custom_all_gather(_TimedCollective(all_gather, how.time_parameters))  # type: ignore[arg-type]
+    if how.parameter_codec is not None:
+        gather = partial(_gather_compressed, how.parameter_codec, gathered_columns(module, mesh.size()))
+        module.set_custom_all_gather(_TimedCollective(gather, how.time_parameters))  # type: ignore[arg-type]
+
+
+def _reduce_compressed(
+    exchange: CompressedSum, output: Tensor, gradients: Tensor, group: dist.ProcessGroup, **_options: Any
+) -> None:
+    """Sum as FSDP2's reduce-scatter does."""
+    output.copy_(exchange.reduce_scatter(gradients.view(group.size(), -1), GroupWire(group)))
+
+
+def _gather_compressed(
+    codec: Codec,
+    columns: Sequence[tuple[int, bool]],
+    output: Tensor,
+    own: Tensor,
+    group: dist.ProcessGroup,
+    **_options: Any,
+) -> None:
+    """Gather as FSDP2's all-gather does: matrices encoded, this rank's own too, so that all compute with the same
+    values; norms and biases as they are. `columns`: (number, whether they are a matrix's), by parameter."""
+    sizes = [size for size, _ in columns]
+    parts = list(zip(own.split(sizes), columns, strict=True))
+    matrices = torch.cat([part for part, (_, is_matrix) in parts if is_matrix] or [own[:0]])
+    others = torch.cat([part for part, (_, is_matrix) in parts if not is_matrix] or [own[:0]])
+    encoded_1B = codec.encode(matrices.float()[None])
+    gathered_RB = GroupWire(group).gather_rows(torch.cat([encoded_1B[0], others.view(torch.uint8)]))
+    encoded_RB, others_RB = gathered_RB.split([encoded_1B.shape[1], others.nbytes], dim=1)
+    of_matrices = codec.decode(encoded_RB.contiguous(), len(matrices)).to(own.dtype)
+    of_others = others_RB.contiguous().view(own.dtype)
+    starts = {True: 0, False: 0}
+    for part, (size, is_matrix) in zip(output.view(group.size(), -1).split(sizes, dim=1), columns, strict=True):
+        source = of_matrices if is_matrix else of_others
+        part.copy_(source[:, starts[is_matrix] : starts[is_matrix] + size])
+        starts[is_matrix] += size
 
 
 class _Look:
@@ -101,19 +166,25 @@ def _shardable_dim(module: nn.Module, mesh: DeviceMesh) -> int:
     return 0 if all(parameter.shape[0] % mesh.size() == 0 for parameter in module.parameters()) else 1
 
 
-def _sum_gradients(module: FSDPModule, mesh: DeviceMesh, how: DataParallel, look: Look) -> None:
+def _sum_gradients(
+    module: FSDPModule, mesh: DeviceMesh, how: DataParallel, look: Look, compressed: CompressedSum | None
+) -> None:
     if mesh.size() > 1:  # over one rank there is nothing to divide by, and setting it costs a pass
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     if mesh.size() == 1 or how.replicas.size > 1:
-        module.set_all_reduce_hook(partial(_sum_over_replicas, how.replicas, look if mesh.size() == 1 else None))
+        first = look if mesh.size() == 1 else None
+        module.set_all_reduce_hook(partial(_sum_over_replicas, how.replicas, first, compressed))
 
 
-def _sum_over_replicas(replicas: Peers, look: Look | None, gradient: Tensor) -> None:
+def _sum_over_replicas(replicas: Peers, look: Look | None, compressed: CompressedSum | None, gradient: Tensor) -> None:
     """Sum `gradient` over the replicas, in place; `look` where this is the first sum that it goes into."""
     if look is not None:
         look(gradient)
-    if replicas.size > 1:
+    if replicas.size > 1 and compressed is not None:
+        with replicas.time():
+            compressed.all_reduce_(gradient, GroupWire(replicas.group))
+    elif replicas.size > 1:
         replicas.sum_(gradient)
     _keep_for_this_stream(gradient)
 

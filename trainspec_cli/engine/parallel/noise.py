@@ -75,16 +75,30 @@ def columns_of(module: nn.Module, ranks: int, held_by: HeldBy, *, experts: bool)
 
     FSDP2 has no public call for it; this is how it copies gradients together as of torch 2.13.
     """
+    held = tuple(held_by(parameter._param_fqn) for parameter in _trained(module))
+    return Columns(ranks, trained_columns(module, ranks), held, experts)
+
+
+def trained_columns(module: nn.Module, ranks: int) -> tuple[int, ...]:
+    """Return the columns of each parameter that `module`, sharded over `ranks` by FSDP2, trains."""
+    return tuple(_columns(parameter, ranks) for parameter in _trained(module))
+
+
+def gathered_columns(module: nn.Module, ranks: int) -> tuple[tuple[int, bool], ...]:
+    """Return (columns, whether it is a matrix) of each parameter of `module`, in the order in which it gathers them."""
+    return tuple((_columns(parameter, ranks), len(parameter._orig_size) > 1) for parameter in _sharded(module))
+
+
+def _trained(module: nn.Module) -> list[Any]:
+    return [parameter for parameter in _sharded(module) if parameter.sharded_param.requires_grad]
+
+
+def _sharded(module: nn.Module) -> list[Any]:
+    """Return FSDP2's records of the parameters that `module` shards itself; a stage may have none beside its blocks."""
     state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
     groups = getattr(state, "_fsdp_param_groups", None)
-    (group,) = [state._fsdp_param_group] if groups is None else groups
-    trained = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
-    return Columns(
-        ranks,
-        tuple(_columns(parameter, ranks) for parameter in trained),
-        tuple(held_by(parameter._param_fqn) for parameter in trained),
-        experts,
-    )
+    groups = [state._fsdp_param_group] if groups is None else groups
+    return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
 
 
 def _columns(parameter: Any, ranks: int) -> int:

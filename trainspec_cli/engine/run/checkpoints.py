@@ -64,6 +64,7 @@ class Checkpoints:
         """Restore the newest whole checkpoint; None where there is none."""
         restored = load_newest(self._run_dir, self._state.held, self._state.device, self._memory)
         if restored:
+            self._warn_of_feedback(restored)
             self._cadence.start_at(restored.manifest.step)
             if restored.slot is None:
                 self._saved_step = restored.manifest.step
@@ -72,6 +73,11 @@ class Checkpoints:
         if self._plan.spec.checkpoint.mode == "async" and self._plan.spec.checkpoint.interval_steps is not None:
             self._saver.prepare()
         return restored
+
+    def _warn_of_feedback(self, restored: Restored) -> None:
+        if len(self._state.compression.feedbacks) > restored.feedback:
+            message = "what compressed gradients had lost is not in the checkpoint for this layout: it starts from zero"
+            self._warn(restored.manifest.step, message)
 
     def agree(self) -> None:
         """Agree on who writes what, for `save_where_it_stands`."""

@@ -206,7 +206,7 @@ def _build(state: TrainState, plan: Plan, mesh: Mesh) -> TrainState:
     """Build the new stages, which no rank waits for; agree that all of them stand."""
     new, failure = None, ""
     try:
-        new = build_train_state(plan, state.device, mesh, state.clock, fill=False)
+        new = build_train_state(plan, state.device, mesh, state.clock, state.wire, fill=False)
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
     if reason := agree_on_failure(failure):

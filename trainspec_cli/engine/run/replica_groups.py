@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from statistics import median
 
 import torch
@@ -96,6 +97,7 @@ class ReplicaGroups:
             self._go_on_from(progress)
             self._taking_part = self._membership.agree(progress.step)
             if self._taking_part.healed:
+                self._run.state.compression.clear()
                 progress = TrainProgress(self._taking_part.step, int(self._samples))
                 self._go_on_from(progress)
             elif not self._taking_part.step and not self._has_restored:  # every group has died
@@ -199,10 +201,22 @@ class ReplicaGroups:
 
     def reduce(self, state: TrainState, loss: Tensor) -> None:
         gradients = [share.gradient for share in state.shares]
+        state.wire.find_connections()  # those to the groups are new whenever the groups change
         with state.clock.collective():
-            sum_in_packets([gradient for gradient in gradients if gradient is not None], self._membership.sum_)
+            with state.wire.purpose("gradients"):
+                sum_in_packets([gradient for gradient in gradients if gradient is not None], self._sum_packets(state))
             visits = (router.tokens_per_expert_E for router in state.routers)
             sum_as_one([loss, state.stages.noise.sums, *visits], self._membership.sum_)
+
+    def _sum_packets(self, state: TrainState) -> Callable[[Tensor], None]:
+        """Return what sums a step's packets one after another, always in the same order."""
+        numbers, inside = count(), self._run.plan.num_nodes == 1
+
+        def sum_(packet: Tensor) -> None:
+            name = f"groups.{next(numbers)}.{packet.numel()}"
+            self._membership.sum_(packet, state.compression.of(name, packet.numel(), inside=inside))
+
+        return sum_
 
     def commit(self) -> bool:
         with self._run.state.clock.collective():

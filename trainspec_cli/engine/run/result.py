@@ -19,6 +19,7 @@ import torch.distributed as dist
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.checkpoint.parts import Held
 from trainspec_cli.engine.comm.json_collectives import raise_together
+from trainspec_cli.engine.comm.wire_bytes import OTHER
 from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.finite import REMEDY, is_finite
 from trainspec_cli.engine.observe.device import Peak, peak_memory_bytes
@@ -30,9 +31,10 @@ from trainspec_cli.rundir.events import read_sound
 from trainspec_cli.rundir.generations import Fence, may_stop
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import RunResult
-from trainspec_cli.spec.canonical import ABSENT
+from trainspec_cli.spec.canonical import ABSENT, Absent
 from trainspec_cli.spec.results.plan import Plan
 
+WIRE_PURPOSES = ("gradients", "parameters", OTHER)
 EXIT_CODES = {"done": EXIT_DONE, "stopped": Stopped.exit_code}
 Steps = Sequence[StepEvent]
 """`step` events, in order."""
@@ -127,6 +129,7 @@ def write_result(
     sha256 = weights_sha256(state.shares, state.mesh.group("pp"))
     memory = torch.tensor(peak_memory_bytes(state.device), dtype=torch.int64, device=state.device)
     dist.all_reduce(memory, dist.ReduceOp.MAX)
+    wire_bytes = _sum_wire_bytes(state)
     throughput = measure_throughput(
         tally.steps, flops_per_token=plan.flops_per_token, peak_flops=tally.peak.flops, world_size=plan.world_size
     )
@@ -143,6 +146,7 @@ def write_result(
             samples_per_s=ABSENT if is_text else throughput.tokens_per_s,
             mfu=throughput.mfu,
             peak_memory_bytes=int(memory),
+            wire_bytes=wire_bytes,
             weights_sha256=sha256,
             goodput=time_s.goodput,
             time_s=time_s,
@@ -150,3 +154,13 @@ def write_result(
         )
         record.write_result(run_dir, result)
     return sha256
+
+
+def _sum_wire_bytes(state: TrainState) -> dict[str, int] | Absent:
+    """Return what all ranks have written to one another in this start; nothing where it cannot be counted."""
+    if state.clock.on_gpu:
+        return ABSENT
+    own = state.wire.totals()
+    summed = torch.tensor([own.get(purpose, 0) for purpose in WIRE_PURPOSES], dtype=torch.int64)
+    dist.all_reduce(summed)
+    return dict(zip(WIRE_PURPOSES, summed.tolist(), strict=True))

@@ -83,6 +83,7 @@ def train_step(
         groups.reduce(state, loss)
         if not groups.commit():
             clear_gradients(state.shares)
+            state.compression.discard()
             forget_visits(state.routers)
             return None
     return _update(state, loss, clip_norm, (float(stop_requested), float(writing)), figures)
@@ -109,6 +110,7 @@ def _update(
     mean_loss, norm = agreed[0].float(), agreed[1].sqrt().float()
     with state.clock.part("optimizer"):
         skipped = guarded_update(state.optimizer, state.shares, norm, mean_loss, clip_norm)
+    state.compression.settle(skipped)
     if state.routers:
         update_balance(state.routers, Peers(state.mesh.stage.get_group(), state.clock.collective))
     noise, figures_of_all = agreed[len(sums) :].split([len(noise), reported.numel()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trainspec_cli.planner.memory.feedback import feedback_bytes
 from trainspec_cli.planner.time.local import COMPUTE_BYTES, micro_tokens, unit_params
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.model_parts import loss_chunk_tokens
@@ -24,6 +25,7 @@ def peak_memory(plan: Plan, model: DecoderModel, probe: MachineProbe) -> dict[st
         "speed test": SPEED_TEST_BYTES[plan.compute],
         **step,
         "checkpoint copy": copy_bytes(plan),
+        **({"error feedback": kept} if (kept := feedback_bytes(plan)) else {}),
         "fragmentation": fragmentation(probe) * sum(step.values()),
     }
 

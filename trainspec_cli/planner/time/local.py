@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainspec_cli.planner.time.wire import ENCODING_BYTES, GRADIENT_BYTES
+from trainspec_cli.spec.recipe.comm import WireFormat
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.model_parts import loss_chunk_tokens
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.probe import PROBED_HEAD_SIZES, PROBED_HEADS, PROBED_TOKENS, Curve, MachineProbe
 
 COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
+CAST_BYTES = 6.0
+"""That a cast from fp32 to bf16 moves through memory, a value."""
 
 
 def block_matrices(model: DecoderModel) -> tuple[int, ...]:
@@ -167,7 +171,17 @@ def _unit_collectives_s(plan: Plan, params: int, probe: MachineProbe, *, is_bloc
             plan.grad_accum_steps * (2 if again else 1) * probe.all_gather.at(params * COMPUTE_BYTES[plan.compute])
         )
         exchanges = plan.grad_accum_steps if layout.exchanges_every_backward else 1
-        seconds += exchanges * probe.reduce_scatter.at(reduced_bytes)
-    if layout.dp_replicate > 1:
+        seconds += exchanges * _reduce_s(plan.comm.gradients, params, reduced_bytes, probe)
+    if layout.dp_replicate > 1 and plan.comm.gradients == "full":
         seconds += probe.all_reduce.beyond_call(reduced_bytes / layout.dp_shard)
+    elif layout.dp_replicate > 1:
+        seconds += 2 * _reduce_s(plan.comm.gradients, params / layout.dp_shard, 0.0, probe)
     return seconds
+
+
+def _reduce_s(chosen: WireFormat, values: float, full_bytes: float, probe: MachineProbe) -> float:
+    """Seconds of a reduce-scatter. An all-to-all moves as much as a gathering; encoding moves memory as casts do."""
+    if chosen == "full":
+        return probe.reduce_scatter.at(full_bytes)
+    encoding_s = ENCODING_BYTES[chosen] / CAST_BYTES * probe.cast.beyond_call(values)
+    return probe.all_gather.at(values * GRADIENT_BYTES[chosen]) + encoding_s

@@ -13,6 +13,7 @@ from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import Group, axis_groups
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.compute import LayerTime, Rates, layer_time, rates_of, ungrouped
+from trainspec_cli.planner.time.wire import gather_s, scatter_s, sum_s
 from trainspec_cli.planner.workload import embedding_work, head_work, layer_works
 from trainspec_cli.planner.workload.work import Work
 from trainspec_cli.policy.pipeline import cut_layers
@@ -292,12 +293,14 @@ def data_parallel_s(part: LayersPart, setup: Setup, groups: dict[str, Group], ef
     software = setup.software
     dense, experts = part.params, part.expert_params
     gradients = setup.trainable * software.reduce_bytes
-    reduce = all_gather_s(groups["dp"], dense * gradients, eff)
-    reduce += all_gather_s(groups["expert_dp"], experts * gradients, eff)
-    gather = all_gather_s(groups["dp"], dense * setup.trainable * 2.0, eff)
-    gather += all_gather_s(groups["expert_dp"], experts * setup.trainable * 2.0, eff)
     if setup.layout.dp_shard == 1:  # DDP: all of the all-reduce runs beside the backward
-        reduce, gather = 2 * reduce, 0.0
+        reduce = sum_s(groups["dp"], dense * gradients, setup, eff)
+        reduce += sum_s(groups["expert_dp"], experts * gradients, setup, eff)
+        return exposed_s(reduce, backward, setup, eff)
+    reduce = scatter_s(groups["dp"], dense * gradients, setup, eff)
+    reduce += scatter_s(groups["expert_dp"], experts * gradients, setup, eff)
+    gather = gather_s(groups["dp"], dense * setup.trainable * 2.0, setup, eff)
+    gather += gather_s(groups["expert_dp"], experts * setup.trainable * 2.0, setup, eff)
     return exposed_s(reduce, backward, setup, eff) + exposed_s(gather, forward, setup, eff)
 
 
@@ -307,11 +310,11 @@ def fully_sharded_s(
     """ZeRO-3: each micro-batch gathers parameters forward and backward and scatters gradients."""
     shard, software = groups["dp_shard"], setup.software
     expert = groups["expert_dp"]
-    gather = all_gather_s(shard, 2.0 * part.params, eff) + all_gather_s(expert, 2.0 * part.expert_params, eff)
-    scatter = setup.trainable * all_gather_s(shard, software.reduce_bytes * part.params, eff)
-    scatter += setup.trainable * all_gather_s(expert, software.reduce_bytes * part.expert_params, eff)
+    gather = gather_s(shard, 2.0 * part.params, setup, eff) + gather_s(expert, 2.0 * part.expert_params, setup, eff)
+    scatter = setup.trainable * scatter_s(shard, software.reduce_bytes * part.params, setup, eff)
+    scatter += setup.trainable * scatter_s(expert, software.reduce_bytes * part.expert_params, setup, eff)
     replicas = groups["dp_replicate"]
-    across = all_reduce_s(replicas, setup.trainable * software.reduce_bytes * part.params / shard.size, eff)
+    across = sum_s(replicas, setup.trainable * software.reduce_bytes * part.params / shard.size, setup, eff)
     each = exposed_s(gather, forward, setup, eff) + exposed_s(gather + scatter, backward, setup, eff)
     return setup.grad_accum * each + exposed_s(across, backward / 2, setup, eff)
 

@@ -18,6 +18,7 @@ from trainspec_cli.spec.field_types import (
 )
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec
+from trainspec_cli.spec.recipe.comm import CommSpec
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.kernels import KernelSpec
 from trainspec_cli.spec.recipe.layout import LayoutSpec
@@ -150,6 +151,7 @@ class RunSpec:
     cluster: ClusterSpec = field(default_factory=ClusterSpec)
     layout: LayoutSpec = field(default_factory=LayoutSpec)
     precision: PrecisionSpec = field(default_factory=PrecisionSpec)
+    comm: CommSpec = field(default_factory=CommSpec)
     kernels: KernelSpec = field(default_factory=KernelSpec)
     compile: bool = False
     """torch.compile each block."""

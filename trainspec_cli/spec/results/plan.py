@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from trainspec_cli.spec.recipe.comm import WireFormats
 from trainspec_cli.spec.recipe.kernels import KernelSpec
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.run import Offload, Recompute, RunSpec
@@ -103,6 +104,8 @@ class Plan:
 
     kernels: KernelSpec = field(default_factory=KernelSpec)
     """The kernel of each operation; `auto` is resolved by measuring, just before the launch."""
+
+    comm: WireFormats = field(default_factory=WireFormats)
 
     steps: int | None = None
     """Steps of the run, where its batch changes; at most so many where it follows what is measured. None:

@@ -20,6 +20,7 @@ from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.layout import MESH_AXES
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.rules.batching import BATCHING_RULES
+from trainspec_cli.spec.rules.comm import COMM_RULES
 from trainspec_cli.spec.rules.elastic import ELASTIC_RULES, fixed_groups
 from trainspec_cli.spec.rules.fabric import FABRIC_RULES
 from trainspec_cli.spec.rules.kernels import KERNEL_RULES, check_kernels, find_compiler
@@ -52,7 +53,7 @@ def check(spec: RunSpec) -> list[Problem]:
         ownership,
         largest_micro_batch,
     ]
-    rules += [memory_copies, *BATCHING_RULES, *ELASTIC_RULES, *FABRIC_RULES, *KERNEL_RULES]
+    rules += [memory_copies, *BATCHING_RULES, *COMM_RULES, *ELASTIC_RULES, *FABRIC_RULES, *KERNEL_RULES]
     rules += [*RELAYOUT_RULES, *TEXT_RULES]
     return [*forget_out_of_range(spec)[1], *apply(rules, spec)]
 

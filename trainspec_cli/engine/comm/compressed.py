@@ -1,0 +1,187 @@
+"""Sums of gradients over ranks that travel in few bits, and are never added up in them.
+
+Each rank encodes what every other rank is to sum; all-to-all; each decodes what it got and adds it up in fp32, in the
+order of ranks, so that the same gradients give the same bits. For an all-reduce the sums are encoded and gathered
+likewise (ZeRO++, arXiv:2306.10209). What the encoding loses is added to the rank's next gradient (error feedback, LoCo,
+arXiv:2407.04480): with e of the step before, q = Q(g + e) is sent, and e becomes g + e - q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from trainspec_cli.engine.comm.codec import GRADIENT_CODECS, Codec
+from trainspec_cli.engine.comm.exchange import all_gather
+
+
+class Wire(Protocol):
+    """What carries bytes between the ranks of a group."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    def swap_rows(self, sent_RB: Tensor) -> Tensor:
+        """Send row i to rank i, and return what the ranks have sent to this one, by rank."""
+        ...
+
+    def gather_rows(self, own_B: Tensor) -> Tensor:
+        """Return the ranks' rows."""
+        ...
+
+
+@dataclass(frozen=True)
+class GroupWire:
+    """A process group of torch."""
+
+    group: dist.ProcessGroup
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    def swap_rows(self, sent_RB: Tensor) -> Tensor:
+        received_RB = torch.empty_like(sent_RB)
+        dist.all_to_all_single(received_RB, sent_RB.contiguous(), group=self.group)
+        return received_RB
+
+    def gather_rows(self, own_B: Tensor) -> Tensor:
+        gathered_B = own_B.new_empty(self.size * len(own_B))
+        all_gather(gathered_B, own_B.contiguous(), group=self.group)
+        return gathered_B.view(self.size, -1)
+
+
+class Feedback:
+    """What encoding has lost of one rank's gradients in one exchange, in bf16, to be added to the next ones.
+
+    A step that does not count (not finite, or not agreed on) leaves it as it was before: what the step's exchanges lose
+    lies beside it until the step is settled.
+    """
+
+    def __init__(self, values: int, device: torch.device):
+        self.settled = torch.zeros(values, dtype=torch.bfloat16, device=device)
+        """As of the last update: what a checkpoint holds."""
+        self._running = torch.zeros_like(self.settled)
+        self._is_running = False
+
+    @property
+    def newest(self) -> Tensor:
+        return self._running if self._is_running else self.settled
+
+    def keep(self, lost: Tensor) -> None:
+        self._running.copy_(lost)
+        self._is_running = True
+
+    def add(self, start: int, lost: Tensor) -> None:
+        """Add to what `keep` was given last, from `start` on; what lies beyond the end is padding."""
+        place = self._running[start : start + len(lost)]
+        place += lost[: len(place)].to(place.dtype)
+
+    def settle(self, skipped: Tensor) -> None:
+        """The step is over; `skipped` (a number on any device) is not 0 where it has updated nothing."""
+        if self._is_running:
+            stays = skipped.to(self.settled.device).bool()
+            self.settled.copy_(torch.where(stays, self.settled, self._running))
+        self._is_running = False
+
+    def discard(self) -> None:
+        """The step is made again."""
+        self._is_running = False
+
+    def clear(self) -> None:
+        self.settled.zero_()
+        self._is_running = False
+
+
+@dataclass(frozen=True)
+class CompressedSum:
+    """One exchange of a step, always of as many values."""
+
+    codec: Codec
+    feedback: Feedback | None
+    """None for formats that lose too little."""
+
+    def reduce_scatter(self, x_RN: Tensor, wire: Wire) -> Tensor:
+        """Return the sum over the ranks of the row of this one, (N,) in fp32; `x_RN` is a row for each rank."""
+        return self._sum_rows(x_RN, x_RN.numel(), wire)
+
+    def all_reduce_(self, x: Tensor, wire: Wire) -> None:
+        """Sum over the ranks, in place; all get the same bits."""
+        values = x.numel()
+        row = -(-values // (wire.size * self.codec.block)) * self.codec.block
+        sum_N = self._sum_rows(pad(x.flatten(), (0, wire.size * row - values)).view(wire.size, row), values, wire)
+        sent_1B = self.codec.encode(sum_N[None])
+        if self.feedback is not None:
+            self.feedback.add(wire.rank * row, sum_N - self.codec.decode(sent_1B, row)[0])
+        x.copy_(self.codec.decode(wire.gather_rows(sent_1B[0]), row).view(-1)[:values].view_as(x))
+
+    def _sum_rows(self, x_RN: Tensor, values: int, wire: Wire) -> Tensor:
+        """`values`: how many of `x_RN` are no padding."""
+        rows, row = x_RN.shape
+        wanted_RN = x_RN.float()
+        if self.feedback is not None:
+            wanted_RN = wanted_RN + pad(self.feedback.newest, (0, rows * row - values)).view(rows, row)
+        sent_RB = self.codec.encode(wanted_RN)
+        if self.feedback is not None:
+            self.feedback.keep((wanted_RN - self.codec.decode(sent_RB, row)).view(-1)[:values])
+        return self.codec.sum(wire.swap_rows(sent_RB), row)
+
+
+@dataclass(frozen=True)
+class Compression:
+    """The formats of a rank's exchanges of gradients, and what they have lost."""
+
+    inside: str = "full"
+    """Where all ranks are of one node."""
+    across: str = "full"
+    is_inside: Callable[[dist.ProcessGroup], bool] = lambda group: True
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    feedbacks: dict[str, Feedback] = field(default_factory=dict)
+    """By the exchange's name, which is the same in every start of the same layout."""
+    saved_as: str = ""
+    """What a checkpoint's names of this rank's feedback begin with: they hold the layout, in which alone it means
+    something. Empty where checkpoints do not hold it."""
+
+    @property
+    def saved(self) -> dict[str, Tensor]:
+        """Return what a checkpoint holds, by name."""
+        names = self.feedbacks if self.saved_as else ()
+        return {f"feedback.{self.saved_as}.{name}": self.feedbacks[name].settled for name in names}
+
+    def of_group(self, name: str, values: int, group: dist.ProcessGroup) -> CompressedSum | None:
+        """Return the exchange `name` of `values` gradients over `group`; None where they travel as they are, or not."""
+        return None if group.size() == 1 else self.of(name, values, inside=self.is_inside(group))
+
+    def of(self, name: str, values: int, *, inside: bool) -> CompressedSum | None:
+        chosen = self.inside if inside else self.across
+        if chosen == "full" or not values:
+            return None
+        codec = GRADIENT_CODECS[chosen]
+        if codec.feeds_back and name not in self.feedbacks:
+            self.feedbacks[name] = Feedback(values, self.device)
+        return CompressedSum(codec, self.feedbacks.get(name))
+
+    def settle(self, skipped: Tensor) -> None:
+        for feedback in self.feedbacks.values():
+            feedback.settle(skipped)
+
+    def discard(self) -> None:
+        for feedback in self.feedbacks.values():
+            feedback.discard()
+
+    def clear(self) -> None:
+        for feedback in self.feedbacks.values():
+            feedback.clear()
