@@ -88,7 +88,7 @@ class Trail:
 
     steps: dict[int, MadeStep] = field(default_factory=dict)
     """By the updates made before; a step that is made again stands in the place of the first."""
-    losses: dict[int, float] = field(default_factory=dict)
+    losses: dict[int, float | None] = field(default_factory=dict)
     starts: list[int] = field(default_factory=list)
     written_bytes: int = 0
     """Bytes by which the run's folder has grown, logs apart, between a step's end and the passes of the next."""
