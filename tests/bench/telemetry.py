@@ -26,7 +26,7 @@ from trainspec_cli.engine.run.directives import Directives
 from trainspec_cli.engine.run.scheduling import StepScheduler
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.run.supervisor_link import SupervisorLink
-from trainspec_cli.engine.tools.certify_worker import drawn_batch
+from trainspec_cli.engine.tools.certify_batches import drawn_batch
 from trainspec_cli.policy.division import OwnSamples
 from trainspec_cli.rundir.paths import RunDir
 

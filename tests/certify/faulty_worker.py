@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 from pytest import MonkeyPatch
 
-from trainspec_cli.engine.checkpoint import store
+from trainspec_cli.engine.checkpoint import reshard, store
 from trainspec_cli.engine.comm import exchange
 from trainspec_cli.engine.optim.optimizer import squared_norm
 from trainspec_cli.engine.parallel import context, data_parallel
-from trainspec_cli.engine.run import pipeline_run, step
+from trainspec_cli.engine.run import pipeline_run, relayout, step
+from trainspec_cli.engine.run.checkpoints import Checkpoints
+from trainspec_cli.engine.run.directives import Directives
+from trainspec_cli.engine.run.trainer import Trainer
 from trainspec_cli.engine.tools import certify_worker
 from trainspec_cli.engine.tools.__main__ import main
 
@@ -51,18 +55,22 @@ def lost_last_backward(patch: MonkeyPatch) -> None:
     patch.setattr(data_parallel, "exchange_in_backward", too_early)
 
 
+def without_moments(held) -> None:
+    for part in held.parts():
+        if "exp_avg" in part.name:
+            part.tensor.zero_()
+
+
 def forgotten_moments(patch: MonkeyPatch) -> None:
     """Begin a resumed run with fresh moments."""
     right = certify_worker.load_newest
 
-    def without_moments(run_dir, held, device):
+    def loaded(run_dir, held, device):
         restored = right(run_dir, held, device)
-        for part in held.parts():
-            if "exp_avg" in part.name:
-                part.tensor.zero_()
+        without_moments(held)
         return restored
 
-    patch.setattr(certify_worker, "load_newest", without_moments)
+    patch.setattr(certify_worker, "load_newest", loaded)
 
 
 def local_norm(patch: MonkeyPatch) -> None:
@@ -129,6 +137,70 @@ def steps_of_one_size(patch: MonkeyPatch) -> None:
     patch.setattr(certify_worker, "own_samples", misplaced)
 
 
+def moments_left_behind(patch: MonkeyPatch) -> None:
+    """Move the weights into another layout, and begin with fresh moments there."""
+    right = relayout.reshard
+
+    def moved(old, new, *others):
+        done = right(old, new, *others)
+        without_moments(new)
+        return done
+
+    patch.setattr(relayout, "reshard", moved)
+
+
+def state_on_disk(patch: MonkeyPatch) -> None:
+    """Write the state down for a change of layout."""
+    right = Trainer._follow_layout
+
+    def written(self, step):
+        before = self.plan
+        right(self, step)
+        if self.plan is not before:
+            self.checkpoints._saver.save(self.checkpoints._about(step, self.progress.samples))
+
+    patch.setattr(Trainer, "_follow_layout", written)
+
+
+def forgotten_layouts(patch: MonkeyPatch) -> None:
+    """Follow no layout of an earlier start."""
+    patch.setattr(Directives, "due_layout", lambda self, step: None)
+
+
+def not_moved_back(patch: MonkeyPatch) -> None:
+    """Take the memory of the layout before again, and leave part of it empty."""
+    right = reshard._move_back
+
+    def partly(buckets, by_name, before, after):
+        right(buckets, by_name, before, after)
+        for name in before.parts.keys() & set(buckets[-1]):
+            before.parts[name].tensor.zero_()
+
+    patch.setattr(reshard, "_move_back", partly)
+
+
+def moments_not_saved(patch: MonkeyPatch) -> None:
+    """Save a step's beginning without moments."""
+    right = Checkpoints.save_where_it_stands
+
+    def saved(self, step, samples, kept):
+        without_moments(self._state.held)
+        right(self, step, samples, kept)
+
+    patch.setattr(Checkpoints, "save_where_it_stands", saved)
+
+
+def lost_batch(patch: MonkeyPatch) -> None:
+    """Go on after the samples of the step in which memory ran out."""
+    right = Trainer._restore
+
+    def restored(self):
+        progress = right(self)
+        return replace(progress, samples=progress.samples + 8) if progress.samples else progress
+
+    patch.setattr(Trainer, "_restore", restored)
+
+
 FAULTS = {
     fault.__name__: fault
     for fault in (
@@ -144,6 +216,12 @@ FAULTS = {
         mean_of_ranks,
         first_batch_size,
         steps_of_one_size,
+        moments_left_behind,
+        state_on_disk,
+        forgotten_layouts,
+        not_moved_back,
+        moments_not_saved,
+        lost_batch,
     )
 }
 

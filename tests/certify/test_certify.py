@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.certify import runs
-from trainspec_cli.certify.cases import Case
+from trainspec_cli.certify.cases import Case, cases
 from trainspec_cli.certify.judge import ClauseCheck, Finding, Results, judge
 from trainspec_cli.certify.runs import Run
 from trainspec_cli.launch.job.machine import detect
@@ -83,6 +83,18 @@ INTO = Run(Case("tied", Layout(pp=2, pipeline_schedule="zbv"), optimizer="adamw"
 RESUMED = Run(Case("dense", Layout(dp_shard=2), optimizer="adamw"), gradients=False, resume=True)
 UNEQUAL = ClauseCheck("NUM-7", Run(Case("dense", Layout(dp_shard=2), unequal_shares=True)))
 GROWING = ClauseCheck("NUM-8", Run(Case("dense", Layout(dp_shard=2), ramp=True), gradients=False))
+PIPELINE = Layout(pp=2)
+
+
+def live_check(clause: str, family: str, layout: Layout) -> ClauseCheck:
+    """The check of the matrix."""
+    (found,) = [case for case in cases(2)[clause] if (case.family, case.layout) == (family, layout)]
+    return ClauseCheck(clause, Run(found))
+
+
+MOVED, FAILING = (live_check(clause, "tied", PIPELINE) for clause in ("LIVE-1", "LIVE-4"))
+CHANGED, KILLED, SHORT = (live_check(clause, "dense", SHARDED.layout) for clause in ("LIVE-2", "LIVE-3", "LIVE-5"))
+IN_PLACE = live_check("LIVE-5", "dense", Layout())
 BREAKING = [
     ("local_norm", ClauseCheck("NUM-2", Run(SHARDED))),
     ("local_norm", ClauseCheck("NUM-2", Run(CUT))),
@@ -96,13 +108,23 @@ BREAKING = [
     ("mean_of_ranks", UNEQUAL),
     ("first_batch_size", GROWING),
     ("steps_of_one_size", GROWING),
+    ("moments_left_behind", MOVED),
+    ("state_on_disk", CHANGED),
+    ("forgotten_layouts", KILLED),
+    ("not_moved_back", FAILING),
+    ("moments_not_saved", SHORT),
+    ("lost_batch", SHORT),
 ]
 SPARED = [
     *(("mean_of_ranks", check) for check in (ClauseCheck("NUM-1", Run(SHARDED)), GROWING)),
     *(("first_batch_size", check) for check in (ClauseCheck("NUM-2", Run(SHARDED)), UNEQUAL)),
     *(("steps_of_one_size", check) for check in (ClauseCheck("NUM-2", Run(SHARDED)), UNEQUAL)),
+    ("moments_left_behind", FAILING),
+    ("state_on_disk", SHORT),
+    ("not_moved_back", MOVED),
+    ("moments_not_saved", IN_PLACE),
 ]
-"""Faults of how a batch is divided, and clauses that they leave as they are."""
+"""Faults of how a batch is divided and of changes, and clauses that they leave as they are."""
 IN_FP8 = [
     ClauseCheck("NUM-3", Run(Case("dense", layout, compute="fp8"), losses=False))
     for layout in (SHARDED.layout, CUT.layout)
@@ -113,8 +135,8 @@ EVERY_FAULT = [*BREAKING, *SPARED]
 
 
 def planted_in(check: ClauseCheck, number: int) -> ClauseCheck:
-    """Each fault has a run of its own."""
-    return replace(check, run=replace(check.run, take=number))
+    """Each fault has a run of its own, of no more steps than its clause asks for."""
+    return replace(check, run=replace(check.run, take=number, losses=check.clause != "NUM-1"))
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -80,21 +83,33 @@ def test_a_run_without_the_memory_for_a_change_keeps_its_layout(trainspec, tmp_p
 
 SAMPLE_S = 0.1
 """Of all layers together, on every rank; the slow one takes twice as long."""
-SLOWED, RECOVERED = 14, 44
+SLOWED, RECOVERED = 14, 60
+
+
+def wait_for_directives(process: subprocess.Popen[str], run: RunDir, count: int) -> None:
+    while len(directives(run)) < count:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
 
 
 @pytest.mark.slow
-def test_layers_move_off_a_slow_pipeline_rank_and_back(trainspec, tmp_path: Path) -> None:
-    usual = [f"throttle(step=0,rank={rank},seconds={SAMPLE_S},steps=1000)" for rank in range(2)]
+def test_layers_move_off_a_slow_pipeline_rank_and_back(start_trainspec, tmp_path: Path) -> None:
+    """The run has no end of its own: on a busy machine speeds are known later, and a change that once took long is
+    made again only where the steps that are left win as much back. Its work is small, so that its times are those of
+    the throttle."""
+    usual = [f"throttle(step=0,rank={rank},seconds={SAMPLE_S},steps=100000)" for rank in range(2)]
     slow = f"throttle(step={SLOWED},rank=1,seconds={SAMPLE_S},steps={RECOVERED - SLOWED})"
     recipe = (
         *("recipe=tiny", "model.num_layers=6", "cluster.devices_per_node=2", "precision=fp32", "layout.pp=2"),
-        *("layout.dp_shard=1", "batching.global_batch_size=8", "train.max_steps=80", "scheduler.max_stage_layers=5"),
-        "scheduler.may_change=[shares,layers]",
+        *("layout.dp_shard=1", "batching.global_batch_size=8", "train.max_steps=100000", "data.seq_len=16"),
+        *("scheduler.max_stage_layers=5", "scheduler.may_change=[shares,layers]"),
     )
-    ended = trainspec("launch", *recipe, "scheduler=auto", f"fault={';'.join([*usual, slow])}", "run.dir=run")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
     run = RunDir(tmp_path / "run")
+    process = start_trainspec("launch", *recipe, "scheduler=auto", f"fault={';'.join([*usual, slow])}", "run.dir=run")
+    wait_for_directives(process, run, 2)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate()[0]
+    assert process.returncode == 6, output
     away, back = directives(run)[:2]
     assert (away["kind"], away["layout"]["stage_layers"], away["before"]["stage_layers"]) == ("layers", [4, 2], None)
     assert SLOWED + 3 <= away["step"] < RECOVERED < back["step"]

@@ -5,17 +5,21 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from trainspec_cli.certify.families import FAMILIES, SAMPLES, SEQ_LEN
+from trainspec_cli.certify.live import SAVE_EVERY_STEPS, Live, live_runs
+from trainspec_cli.certify.live import STEPS as LIVE_STEPS
 from trainspec_cli.errors import Problem
 from trainspec_cli.policy.division import count_micro_batches, turns_of, weighted_counts
+from trainspec_cli.policy.memory import build_ladder
 from trainspec_cli.spec.recipe.batching import BatchingSpec, BatchScheduleSpec, RampStage
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
 from trainspec_cli.spec.recipe.optim import OptimSpec, ScheduleSpec
-from trainspec_cli.spec.recipe.run import Offload, PrecisionSpec, Recompute, RunSpec, TrainSection
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.recipe.run import CheckpointSpec, Offload, PrecisionSpec, Recompute, RunSpec, TrainSection
+from trainspec_cli.spec.results.plan import Plan, PlannedLayout
 from trainspec_cli.spec.rules.engine import check_engine
 
 Compute = Literal["fp32", "bf16", "fp64", "fp8"]
@@ -40,11 +44,13 @@ class Case:
     compile: bool = False
     micro_batch_size: int = 4
     """At most: a rank's samples where they are fewer."""
-    optimizer: Literal["sgd", "adamw"] = "sgd"
+    optimizer: Literal["sgd", "adamw", "even_adamw"] = "sgd"
     unequal_shares: bool = False
     """The first data-parallel rank takes nearly all samples, so that the others have empty micro-batches."""
     ramp: bool = False
     """The batch grows while the run goes on."""
+    live: Live | None = None
+    """The trainer makes the run, as in a launch, and this is what happens to it."""
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -59,12 +65,18 @@ class Case:
             self.recompute: self.recompute != "none",
             "offload": self.offload != "none",
             "compiled": self.compile,
-            self.optimizer: self.optimizer != "sgd",
+            self.optimizer: self.optimizer != "sgd" and not self.live,
             "shares": self.unequal_shares,
             "ramp": self.ramp,
         }
         shown = [extra for extra, wanted in extras.items() if wanted]
+        shown += self.live.words if self.live else []
         return "-".join([self.family, self.compute, name_layout(self.layout), *shown])
+
+    @property
+    def kept(self) -> Case:
+        """The same run of the trainer, to which nothing happens."""
+        return replace(self, live=Live())
 
     @property
     def reference(self) -> Case:
@@ -169,11 +181,27 @@ def cases(max_processes: int) -> dict[str, list[Case]]:
         by_clause["NUM-4"].append(Case(family, spread, offload="optimizer"))
         if spread.pp == 1 or spread.pipeline_schedule == "1f1b":
             by_clause["NUM-5"].append(Case(family, spread, compile=True))
+    for family, model in FAMILIES.items():
+        is_legal = partial(_runs_in, family, max_processes)
+        for clause, layout, live in live_runs(
+            model.num_layers, is_legal, keeps_micro_batches=_shares_statistics(family)
+        ):
+            by_clause[clause].append(Case(family, layout, optimizer="even_adamw", live=live))
     return {clause: [case for case in found if not refusals(case)] for clause, found in by_clause.items()}
 
 
-OWN_CASES = ("NUM-1", "NUM-3", "NUM-4", "NUM-5", "NUM-7", "NUM-8")
+LIVE_CLAUSES = ("LIVE-1", "LIVE-2", "LIVE-3", "LIVE-4", "LIVE-5")
+OWN_CASES = ("NUM-1", "NUM-3", "NUM-4", "NUM-5", "NUM-7", "NUM-8", *LIVE_CLAUSES)
 FP8_FAMILY = "dense"
+
+
+def _runs_in(family: str, max_processes: int, layout: Layout) -> bool:
+    return layout.world_size <= max_processes and not refusals(Case(family, layout))
+
+
+def _shares_statistics(family: str) -> bool:
+    """Return whether the samples of a micro-batch do, over all ranks: batch normalisation."""
+    return FAMILIES[family].unit == "samples"
 
 
 def spreads(family: str, max_processes: int) -> list[Layout]:
@@ -202,6 +230,10 @@ def refusals(case: Case) -> list[Problem]:
 _OPTIMIZERS = {
     "sgd": OptimSpec(name="sgd", lr=0.1, weight_decay=0.0, grad_clip_norm=None, schedule=ScheduleSpec(kind="constant")),
     "adamw": OptimSpec(name="adamw", lr=1e-3, schedule=ScheduleSpec(kind="constant")),
+    # AdamW turns a gradient of nearly 0 into a whole update. Beside this eps it stays a small one, and moments count.
+    "even_adamw": OptimSpec(
+        name="adamw", lr=1e-3, eps=1e-2, weight_decay=0.0, grad_clip_norm=1.0, schedule=ScheduleSpec(kind="constant")
+    ),
 }
 
 
@@ -215,13 +247,25 @@ def build_spec(case: Case) -> RunSpec:
         data=DataSpec(source="phantom" if images else "python_stdlib", seq_len=seq_len),
         optim=_OPTIMIZERS[case.optimizer],
         batching=_ramp(seq_len) if case.ramp else BatchingSpec(global_batch_size=SAMPLES),
-        train=TrainSection(max_steps=sum(RAMP_SIZES) // RAMP_SIZES[0] if case.ramp else STEPS),
+        train=TrainSection(max_steps=_max_steps(case)),
         layout=LayoutSpec(**wanted),
         precision=PrecisionSpec(compute="fp32", matmul="fp8" if case.compute == "fp8" else "compute"),
         compile=case.compile,
         recompute=case.recompute,
         offload=case.offload,
+        checkpoint=CheckpointSpec(SAVE_EVERY_STEPS, "sync") if _is_killed(case) else CheckpointSpec(),
+        fault=case.live.fault(case.layout.world_size) if case.live else "",
     )
+
+
+def _is_killed(case: Case) -> bool:
+    return case.live is not None and case.live.disturbance == "killed"
+
+
+def _max_steps(case: Case) -> int:
+    if case.live:
+        return LIVE_STEPS
+    return sum(RAMP_SIZES) // RAMP_SIZES[0] if case.ramp else STEPS
 
 
 def _ramp(seq_len: int) -> BatchingSpec:
@@ -235,9 +279,9 @@ def build_plan(case: Case, device: Literal["cpu", "cuda"]) -> Plan:
     largest = RAMP[-1][1] if case.ramp else SAMPLES
     most = max(weighted_counts(largest, case.weights or (1.0,) * layout.data_parallel_size))
     # Batch norm speaks of all samples of a micro-batch, over all ranks: there has to be one of them.
-    images = FAMILIES[case.family].unit == "samples"
-    micro = most if images else min(case.micro_batch_size, most)
-    return Plan(
+    keeps_micro_batches = _shares_statistics(case.family)
+    micro = most if keeps_micro_batches else min(case.micro_batch_size, most)
+    plan = Plan(
         spec=build_spec(case),
         layout=replace(layout, sequence_parallel=layout.sequence_parallel and layout.tp > 1),
         device=device,
@@ -251,3 +295,16 @@ def build_plan(case: Case, device: Literal["cpu", "cuda"]) -> Plan:
         params=0,
         flops_per_token=0.0,
     )
+    if case.live is None:
+        return plan
+    return replace(
+        plan,
+        peak_flops=1.0,
+        memory_ladder=build_ladder(plan.memory_setting, keeps_micro_batches=keeps_micro_batches, may_offload=False),
+        changes=tuple(_planned(step, replace(case, layout=layout)) for step, layout in case.live.steps_of_changes()),
+    )
+
+
+def _planned(step: int, case: Case) -> PlannedLayout:
+    plan = build_plan(replace(case, live=None), "cpu")
+    return PlannedLayout(step, plan.layout, plan.micro_batch_size, plan.grad_accum_steps)

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-from trainspec_cli.certify.cases import CLIP_NORM, RAMP_SIZES, SAVE_AT, Case, cases, refused
+from trainspec_cli.certify.cases import CLIP_NORM, LIVE_CLAUSES, RAMP_SIZES, SAVE_AT, Case, cases, refused
 from trainspec_cli.certify.families import FAMILIES
+from trainspec_cli.certify.judge_live import LIVE_JUDGES, beside
 from trainspec_cli.certify.runs import Measured, Run, gradient_errors, loss_error, whole_error
 from trainspec_cli.spec.recipe.layout import Layout
 
@@ -55,6 +56,8 @@ class ClauseCheck:
             return (self.run, replace(self.run, take=1))
         if self.clause == "CKPT-1":
             return (self.run,)
+        if self.run.case.live:
+            return (self.run, replace(self.run, case=beside(self.run.case), take=0))
         reference = Run(self.run.case.reference, gradients=not self.run.case.ramp)
         return (self.run, *([self.run.continues] if self.run.continues else []), reference)
 
@@ -73,7 +76,7 @@ def _all_checks(max_processes: int) -> Iterator[ClauseCheck]:
     by_clause = cases(max_processes)
     for clause, found in by_clause.items():
         for case in found:
-            trains = clause in ("NUM-1", "NUM-7", "NUM-8")
+            trains = clause in ("NUM-1", "NUM-7", "NUM-8", *LIVE_CLAUSES)
             yield ClauseCheck(clause, Run(case, gradients=not case.ramp, losses=trains))
             if clause == "NUM-1":
                 yield ClauseCheck("NUM-2", Run(case))
@@ -202,6 +205,12 @@ def _judge_move(check: ClauseCheck, results: Results) -> Finding:
     return _finding(check, error, LOSS_BOUND, {"worst_loss_error": error})
 
 
+def _judge_live(check: ClauseCheck, results: Results) -> Finding:
+    case, (found, reference) = check.run.case, (results[run] for run in check.runs)
+    kept = LIVE_JUDGES[check.clause](case, found, reference)
+    return Finding(check.clause, check.run.name, kept.passed, kept.figures, kept.bound)
+
+
 _JUDGES = {
     "NUM-1": _judge_gradients,
     "NUM-2": _judge_losses,
@@ -213,6 +222,7 @@ _JUDGES = {
     "NUM-8": _judge_ramp,
     "CKPT-1": _judge_resume,
     "CKPT-2": _judge_move,
+    **dict.fromkeys(LIVE_CLAUSES, _judge_live),
 }
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 
 from trainspec_cli.certify.cases import CLIP_FROM, CLIP_NORM, SAVE_AT, STEPS, Case, build_plan
+from trainspec_cli.certify.live import KILLED_AT
 from trainspec_cli.errors import MachineError
 from trainspec_cli.launch.tools import CERTIFY, Tool, run_tool, torchrun
 from trainspec_cli.rundir.files import read_json
@@ -52,6 +53,7 @@ class Run:
         return self.losses and self.case.optimizer == "sgd" and not self.case.ramp
 
     def request(self, device: Literal["cpu", "cuda"]) -> CertifyRun:
+        live = self.case.live
         return CertifyRun(
             build_plan(self.case, device),
             steps=STEPS if self.losses else 0,
@@ -62,6 +64,8 @@ class Run:
             resume=self.resume,
             continues=self.continues.name if self.continues else None,
             weights=self.case.weights,
+            live=live is not None,
+            killed_at=KILLED_AT if live and live.disturbance == "killed" else None,
         )
 
 

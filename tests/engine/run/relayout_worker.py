@@ -10,7 +10,6 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,14 +20,14 @@ from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.certify.families import SAMPLES
 from trainspec_cli.engine.build.train_state import TrainState, build_train_state
 from trainspec_cli.engine.checkpoint import reshard
-from trainspec_cli.engine.checkpoint.moves import fill_buckets
+from trainspec_cli.engine.checkpoint.moves import BUCKET_BYTES
 from trainspec_cli.engine.comm.joining import leave_processes
 from trainspec_cli.engine.comm.json_collectives import gather_json
 from trainspec_cli.engine.optim.optimizer import set_learning_rate
 from trainspec_cli.engine.run import relayout
-from trainspec_cli.engine.run.relayout import Meshes, RelayoutError, change_layout
+from trainspec_cli.engine.run.relayout import Meshes, Prepare, RelayoutError, change_layout
 from trainspec_cli.engine.run.step import train_step
-from trainspec_cli.engine.tools.certify_worker import drawn_batch
+from trainspec_cli.engine.tools.certify_batches import drawn_batch
 from trainspec_cli.policy.division import even_division_of
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
@@ -36,6 +35,8 @@ from trainspec_cli.spec.results.plan import Plan
 
 BEFORE, AFTER = 2, 2
 """Steps."""
+SMALL_BUCKET_BYTES = 40_000
+"""Several of them hold the state."""
 PIPELINE = Layout(pp=2)
 SHARDED = Layout(dp_shard=2)
 CHANGES = {
@@ -106,7 +107,9 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor], prefix: str) -> f
     return float(apart.norm() / torch.cat([other[name].flatten() for name in names]).norm())
 
 
-def judge(name: str, optimizer: str, prepare: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+def judge(
+    name: str, optimizer: str, prepare: Prepare = lambda bucket, buckets: None, bucket_bytes: int = SMALL_BUCKET_BYTES
+) -> dict[str, Any]:
     family, before, after = CHANGES[name]
     lora = ADAPTED.get(name)
     plan, other = (plan_of(family, layout, optimizer, lora) for layout in (before, after))
@@ -116,7 +119,7 @@ def judge(name: str, optimizer: str, prepare: Callable[[int, int], None] | None 
     wanted, clock = whole_state(state), state.clock
     error = ""
     try:
-        done = change_layout(state, other, meshes, **({"prepare": prepare} if prepare else {}))
+        done = change_layout(state, other, meshes, prepare, bucket_bytes)
         state, plan = done.state, other
         assert state.clock is clock
         assert state.mesh.layout == other.layout
@@ -185,13 +188,12 @@ def main() -> None:
     found: dict[str, Any] = {}
     for name in names:
         optimizer = "sgd" if name in PLAIN_DESCENT else "adamw"
-        one = judge(name, optimizer)
+        one = judge(name, optimizer, bucket_bytes=BUCKET_BYTES)
         losses, wanted = undisturbed(name, optimizer)
         state = one.pop("state")
         weights, moments = (distance(state, wanted, kind) for kind in ("model.", "optimizer."))
         found[name] = one | {"wanted": losses, "weights": weights, "moments": moments}
 
-    reshard.fill_buckets = partial(fill_buckets, limit_bytes=40_000)
     meter = Meter()
     one = judge(FAILING, "adamw")
     found["buckets"] = {key: one[key] for key in ("changed", "peak_bytes")} | {"measured_bytes": meter.peak_bytes}

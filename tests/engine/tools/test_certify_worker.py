@@ -16,8 +16,9 @@ from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.certify.runs import Run
 from trainspec_cli.engine.run.coordinator import TrainProgress
 from trainspec_cli.engine.tools import __main__ as entry
-from trainspec_cli.engine.tools import certify_worker
-from trainspec_cli.engine.tools.certify_worker import drawn_batch, drawn_samples, own_samples
+from trainspec_cli.engine.tools import certify_batches, certify_worker
+from trainspec_cli.engine.tools.certify_batches import drawn_batch, drawn_samples
+from trainspec_cli.engine.tools.certify_worker import own_samples
 from trainspec_cli.policy.division import OwnSamples
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.plan import Plan
@@ -93,8 +94,8 @@ class Steps:
     def drawn_batch(self, spec: Any, state: Any, own: OwnSamples) -> None:
         self.drawn.append(own.starts[0])
 
-    def taken_by_all(self, mesh: Any, taken: Any) -> Any:
-        return tuple(map(tuple, taken))
+    def taken_by_all(self, taken: Any) -> Any:
+        return tuple(positions for _, positions in taken)
 
     def train_step(self, state: Any, batch: Any, *, global_tokens: int, clip_norm: float | None) -> Any:
         self.clipped.append(clip_norm)
@@ -167,10 +168,17 @@ def test_a_batch_that_grows_goes_on_where_the_step_before_it_ended(
 
 def test_what_the_ranks_took_is_told_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks of tp took the same, and one of two others another sample than it should have."""
-    said = [[0, [[0, 1], [4]]], [0, [[0, 1], [4]]], [1, [[2, 3], [5, 6]]], [1, [[2, 3], [5, 5]]]]
-    monkeypatch.setattr(certify_worker, "gather_json", lambda own, read: [read(one) for one in said])
-    mesh: Any = SimpleNamespace(data_rank=0)
-    assert certify_worker.taken_by_all(mesh, [[0, 1], [4]]) == ((0, 1, 2, 2, 3, 3), (4, 5, 5, 5, 6))
+    first = [[0, [0, 1]], [0, [4]]]
+    said = [first, first, [[1, [2, 3]], [1, [5, 6]]], [[1, [2, 3]], [1, [5, 5]]]]
+    monkeypatch.setattr(certify_batches, "gather_json", lambda own, read: [read(one) for one in said])
+    assert certify_batches.taken_by_all([(0, (0, 1)), (0, (4,))]) == ((0, 1, 2, 3), (4, 5, 5, 5, 6))
+
+
+def test_ranks_may_be_of_another_data_rank_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks read their own samples, and then the same."""
+    said = [[[0, [0, 1]], [0, [4, 5]]], [[1, [2, 3]], [0, [4, 5]]]]
+    monkeypatch.setattr(certify_batches, "gather_json", lambda own, read: [read(one) for one in said])
+    assert certify_batches.taken_by_all([]) == ((0, 1, 2, 3), (4, 5))
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -179,9 +187,10 @@ def test_a_run_is_made_once_or_again_from_its_own_checkpoint(
 ) -> None:
     asked: list[Any] = []
     built = iter(["first", "second"])
-    monkeypatch.setattr(certify_worker, "mesh_of", lambda layout, device_type: (layout, device_type))
+    monkeypatch.setattr(certify_worker.MESHES, "of", lambda layout, device_type: (layout, device_type))
     monkeypatch.setattr(certify_worker, "build_train_state", lambda plan, device, mesh: next(built))
-    monkeypatch.setattr(certify_worker, "leave_first_gradients", lambda *given: asked.append(("gradients", *given[1:])))
+    monkeypatch.setattr(certify_worker, "own_samples", lambda *given: given[2:])
+    monkeypatch.setattr(certify_worker, "leave_gradients", lambda *given: asked.append(("gradients", *given[1:])))
     monkeypatch.setattr(certify_worker, "write_parameters", lambda *given: asked.append(("left", *given[:3])))
 
     def train(run: CertifyRun, state: Any, folder: Path, source: Path | None) -> Any:
@@ -191,7 +200,7 @@ def test_a_run_is_made_once_or_again_from_its_own_checkpoint(
     monkeypatch.setattr(certify_worker, "train", train)
     run = wanted(resume=resume, gradients=True, continues="another")
     found = certify_worker.run_one(run, tmp_path, "this", CPU)
-    assert asked[:2] == [("gradients", "first", tmp_path / "this"), ("first", "this", "another", 2)]
+    assert asked[:2] == [("gradients", "first", tmp_path / "this", (0, 8)), ("first", "this", "another", 2)]
     assert asked[2] == ("left", "first", tmp_path / "this", "weights"), "before the second run"
     assert asked[3:] == ([("second", "this", "this", None)] if resume else [])
     assert (found.trained, found.resumed) == ("trained by first", "trained by second" if resume else None)

@@ -108,7 +108,7 @@ def _filling(place: PartPlace, target: int, chunks: Iterable[list[tuple[int, Par
             yield Move(place.name, place.dtype, tuple(spans), source, target)
 
 
-def fill_buckets(old: Places, new: Places, limit_bytes: int = BUCKET_BYTES) -> list[list[str]]:
+def fill_buckets(old: Places, new: Places, limit_bytes: int) -> list[list[str]]:
     """Divide the names of all tensors, in order, so that of each bucket no rank holds more than the limit in both
     layouts together; a tensor of which one does has a bucket of its own."""
     sizes: dict[str, Counter[int]] = defaultdict(Counter)
@@ -118,7 +118,8 @@ def fill_buckets(old: Places, new: Places, limit_bytes: int = BUCKET_BYTES) -> l
     buckets: list[list[str]] = []
     taken: Counter[int] = Counter()
     for name in sorted(sizes):
-        if not buckets or any(taken[rank] + size > limit_bytes for rank, size in sizes[name].items()):
+        together = taken + sizes[name]
+        if not buckets or max(together.values()) > limit_bytes:
             buckets.append([])
             taken = Counter()
         buckets[-1].append(name)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainspec_cli.engine.checkpoint.moves import (
+    BUCKET_BYTES,
     Move,
     PartPlace,
     Places,
@@ -99,18 +100,20 @@ def reshard(
     new: Held,
     prepare: Callable[[int, int], None] = lambda bucket, buckets: None,
     room_bytes: Callable[[], float] = lambda: math.inf,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> Resharded:
     """Fill `new`, whose memory this allocates anew, from `old`, whose memory it lets go of.
 
     Called by every rank together. `prepare` is called with (bucket, number of buckets) where this rank can still say
     that it cannot go on, by raising. `room_bytes` says what this rank may take beside what it holds; where that is too
-    little, nothing moves. Raises ReshardError, on all ranks, where one of them could not.
+    little, nothing moves. `bucket_bytes`: the limit of `fill_buckets`. Raises ReshardError, on all ranks, where one of
+    them could not.
     """
     before, after = Storages(old.parts()), Storages(new.parts())
     after.give_back(list(after.parts))
     held = _places(before), _places(after)
     try:
-        moves, buckets = plan_moves(*held), fill_buckets(*held)
+        moves, buckets = plan_moves(*held), fill_buckets(*held, bucket_bytes)
     except ValueError as error:
         raise ReshardError(str(error)) from error  # every rank has computed the same
     own = dist.get_rank()

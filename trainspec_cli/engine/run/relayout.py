@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from trainspec_cli.engine.build.train_state import TrainState, build_train_state
+from trainspec_cli.engine.checkpoint.moves import BUCKET_BYTES
 from trainspec_cli.engine.checkpoint.reshard import ReshardError, agree_on_failure, reshard
 from trainspec_cli.engine.mesh import Mesh, build_mesh
 from trainspec_cli.engine.observe.device import free_bytes
@@ -69,7 +70,7 @@ class LayoutChanges:
 
     def __init__(self, plan: Plan, state: TrainState, directives: Directives):
         self._planned, self._directives = list(plan.changes), directives
-        self._meshes = Meshes(state.mesh)
+        self.meshes, self.bucket_bytes = Meshes(state.mesh), BUCKET_BYTES
 
     def due(
         self, step: int, plan: Plan, decided: LayerChange | None = None, proposed: ProposalRecord | None = None
@@ -98,7 +99,7 @@ class LayoutChanges:
     ) -> tuple[Relayout, DirectiveEvent] | None:
         """Change to the layout of `after`, and write that down; None where a rank could not, and all is as it was."""
         try:
-            done = change_layout(state, after, self._meshes, prepare)
+            done = change_layout(state, after, self.meshes, prepare, self.bucket_bytes)
         except RelayoutError as error:
             if due.followed is not None:
                 raise _cannot_follow(due.followed, error) from error
@@ -166,8 +167,8 @@ class Meshes:
     """The process groups of the layouts that a run has had. They are kept: a run goes back to a layout, and each group
     has connections and threads, which torch does not give back while anything refers to it."""
 
-    def __init__(self, first: Mesh):
-        self._known = {_shape(first.layout): first}
+    def __init__(self, *known: Mesh):
+        self._known = {_shape(mesh.layout): mesh for mesh in known}
 
     def of(self, layout: Layout, device_type: str) -> Mesh:
         """Return the groups of `layout`, made now where they are new. Called by every rank together."""
@@ -184,17 +185,22 @@ def _shape(layout: Layout) -> tuple[int, ...]:
 
 
 def change_layout(
-    state: TrainState, plan: Plan, meshes: Meshes, prepare: Prepare = lambda bucket, buckets: None
+    state: TrainState,
+    plan: Plan,
+    meshes: Meshes,
+    prepare: Prepare = lambda bucket, buckets: None,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> Relayout:
     """Return the state in the layout of `plan`; that of `state` is gone then. Called by every rank together.
 
-    `prepare`: as of `reshard`. Raises RelayoutError, and leaves `state` as it was, where a rank could not go on.
+    `prepare` and `bucket_bytes`: as of `reshard`. Raises RelayoutError, and leaves `state` as it was, where a rank
+    could not go on.
     """
     started = time.perf_counter()
     new = _build(state, plan, meshes.of(plan.layout, state.device.type))
     try:
         where = state.device if plan.offload == "none" else torch.device("cpu")
-        moved = reshard(state.held, new.held, prepare, partial(free_bytes, where))
+        moved = reshard(state.held, new.held, prepare, partial(free_bytes, where), bucket_bytes)
     except ReshardError as error:
         raise RelayoutError(str(error)) from error
     _forget(state)

@@ -1,43 +1,39 @@
 """The runs that `trainspec certify` judges: plans trained on samples that are drawn from their seed.
 
-Each leaves gradients.stage*.npz (every parameter's full gradient of the first step), weights.stage*.npz (every whole
-parameter after the last) and result.json (losses, digests, which samples were taken).
+Each leaves gradients.stage*.npz (every parameter's full gradient of the first step; of a run of the trainer, of the one
+after the last), weights.stage*.npz (every whole parameter after the last) and result.json (losses, digests, which
+samples were taken).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainspec_cli.engine.batch import MicroBatch, held_part
 from trainspec_cli.engine.build.train_state import TrainState, build_train_state
 from trainspec_cli.engine.checkpoint.manifest import About
 from trainspec_cli.engine.checkpoint.saver import Saver
 from trainspec_cli.engine.checkpoint.store import load_newest
 from trainspec_cli.engine.comm.joining import join_processes
-from trainspec_cli.engine.comm.json_collectives import gather_json
-from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of
 from trainspec_cli.engine.digest import weights_sha256
-from trainspec_cli.engine.mesh import Mesh, build_mesh
 from trainspec_cli.engine.optim.optimizer import clear_gradients, set_learning_rate
 from trainspec_cli.engine.run.coordinator import TrainProgress
 from trainspec_cli.engine.run.pace import StepPace
+from trainspec_cli.engine.run.relayout import Meshes
 from trainspec_cli.engine.run.step import compute_gradients, train_step
 from trainspec_cli.engine.shares import Share, unique_shares
+from trainspec_cli.engine.tools.certify_batches import drawn_batch, taken_by_all, taken_positions
+from trainspec_cli.engine.tools.certify_live import run_live
 from trainspec_cli.policy.division import OwnSamples, even_division_of
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.tools import CertifyRequest, CertifyResult, CertifyRun, CertifyRunResult, TrainedSteps
 
@@ -56,10 +52,13 @@ def run(request: CertifyRequest) -> CertifyResult:
 def run_one(wanted: CertifyRun, folder: Path, name: str, device: torch.device) -> CertifyRunResult:
     torch.compiler.reset()
     plan, own = wanted.plan, folder / name
-    mesh = mesh_of(plan.layout, device.type)
+    if wanted.live:
+        return run_and_leave(wanted, own, device)
+    mesh = MESHES.of(plan.layout, device.type)
     state = build_train_state(plan, device, mesh)
     if wanted.gradients:
-        leave_first_gradients(wanted, state, own)
+        first = own_samples(wanted, state, 0, plan.spec.batching.global_batch_size)
+        leave_gradients(plan, state, own, first)
     source = folder / wanted.continues if wanted.continues else None
     trained = train(wanted, state, own, source)
     if wanted.steps:
@@ -70,17 +69,24 @@ def run_one(wanted: CertifyRun, folder: Path, name: str, device: torch.device) -
     return CertifyRunResult(trained, resumed)
 
 
-@lru_cache
-def mesh_of(layout: Layout, device_type: str) -> Mesh:
-    """Build one mesh for all runs of a layout: each group keeps threads, and some hundred meshes have thousands."""
-    return build_mesh(layout, device_type)
+def run_and_leave(wanted: CertifyRun, own: Path, device: torch.device) -> CertifyRunResult:
+    """Make a run of the trainer, and leave its last weights and the gradients that the next step would have."""
+    trainer, trained, live = run_live(wanted, RunDir(own / "run"), device, MESHES)
+    state, division, samples = trainer.state, trainer.coordinator.batches.division, trainer.progress.samples
+    write_parameters(state, own, "weights", lambda share: share.parameter)
+    if wanted.gradients:
+        following = division.of_rank(state.mesh.data_rank, samples, wanted.plan.spec.batching.global_batch_size)
+        leave_gradients(wanted.plan, state, own, following)
+    return CertifyRunResult(trained, None, live)
 
 
-def leave_first_gradients(wanted: CertifyRun, state: TrainState, folder: Path) -> None:
-    """Write the gradients of the first step's batch."""
-    plan = wanted.plan
-    micro_batches = drawn_batch(plan.spec, state, own_samples(wanted, state, 0, plan.spec.batching.global_batch_size))
-    compute_gradients(state, micro_batches, plan.tokens_per_step)
+MESHES = Meshes()
+"""The groups of all runs: each group keeps threads, and some hundred meshes have thousands."""
+
+
+def leave_gradients(plan: Plan, state: TrainState, folder: Path, own: OwnSamples) -> None:
+    """Write the gradients of a batch, of which `own` is this rank's part."""
+    compute_gradients(state, drawn_batch(plan.spec, state, own), plan.tokens_per_step)
     write_parameters(state, folder, "gradients", lambda share: share.parameter.grad)
     clear_gradients(state.shares)
 
@@ -106,12 +112,12 @@ def train(wanted: CertifyRun, state: TrainState, folder: Path, source: Path | No
         assert outcome is not None, "a step of one replica group always counts"
         losses.append(outcome.loss.item())
         norms += [outcome.grad_norm.item()] if clips else []
-        taken.append(taken_positions(own))
+        taken.append((state.mesh.data_rank, taken_positions(own)))
         progress = TrainProgress(progress.step + 1, progress.samples + batch.samples)
         if progress.step == wanted.save_at:
             _save(wanted.plan, state, RunDir(folder), progress)
     sha256 = weights_sha256(state.shares, state.mesh.group("pp"))
-    return TrainedSteps(tuple(losses), min(norms, default=None), sha256, taken_by_all(state.mesh, taken))
+    return TrainedSteps(tuple(losses), min(norms, default=None), sha256, taken_by_all(taken))
 
 
 def _save(plan: Plan, state: TrainState, run_dir: RunDir, progress: TrainProgress) -> None:
@@ -126,47 +132,6 @@ def own_samples(wanted: CertifyRun, state: TrainState, start: int, samples: int)
     if wanted.weights:
         division = replace(division, weights=wanted.weights)
     return division.of_rank(state.mesh.data_rank, start, samples)
-
-
-def taken_positions(own: OwnSamples) -> list[int]:
-    runs = (range(start, start + size) for start, size in zip(own.starts, own.sizes, strict=True))
-    return [position for run in runs for position in run]
-
-
-def taken_by_all(mesh: Mesh, taken: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Return what all ranks together took in each step; ranks that work on the same samples are to take the same."""
-    of_ranks = gather_json([mesh.data_rank, taken], _read_taken)
-    steps = zip(*(steps for _, steps in dict.fromkeys(of_ranks)), strict=True)
-    return tuple(tuple(sorted(position for own in step for position in own)) for step in steps)
-
-
-def _read_taken(received: list[Any]) -> tuple[int, tuple[tuple[int, ...], ...]]:
-    data_rank, steps = received
-    return int(data_rank), tuple(tuple(map(int, step)) for step in steps)
-
-
-def drawn_batch(spec: RunSpec, state: TrainState, own: OwnSamples) -> list[MicroBatch]:
-    """Return the micro-batches of `own`; the sample at a position is the same for every layout and division.
-
-    Samples are drawn in blocks of the first step's batch, each from a generator of its own.
-    """
-    positions, block_size = positions_of(own), spec.batching.global_batch_size
-    blocks = range(int(positions.min()) // block_size, int(positions.max()) // block_size + 1)
-    seeds = (spec.train.seed * 1_000_003 + block for block in blocks)
-    drawn = zip(*(drawn_samples(spec, torch.Generator().manual_seed(seed)) for seed in seeds), strict=True)
-    mine = tuple(torch.cat(tensors)[positions - blocks[0] * block_size].to(state.device) for tensors in drawn)
-    return [held_part(part, state.positions_S) for part in cut_micro_batches(mine, own)]
-
-
-def drawn_samples(spec: RunSpec, generator: torch.Generator) -> MicroBatch:
-    """A global batch of tokens and those that follow, or of images and labels."""
-    model, samples = spec.model, spec.batching.global_batch_size
-    if model.unit == "samples":
-        images = torch.randn((samples, model.in_channels, *model.input_size), generator=generator)
-        labelled = model.input_size if model.segments else ()
-        return images, torch.randint(model.num_classes, (samples, *labelled), generator=generator)
-    drawn = torch.randint(model.vocab_size, (samples, spec.data.seq_len + 1), generator=generator)
-    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
 def write_parameters(state: TrainState, folder: Path, name: str, tensor_of: Callable[[Share], Tensor | None]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainspec_cli.spec.recipe.kernels import KernelTrials
+from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.plan import Plan
 
 Device = Literal["cpu", "cuda"]
@@ -156,6 +157,11 @@ class CertifyRun:
     """The run whose checkpoint this one begins with."""
     weights: tuple[float, ...] = ()
     """The shares of the data-parallel ranks of each batch, in any unit; none: they are equal."""
+    live: bool = False
+    """The trainer makes it, as in a launch, with the plan's changes of layout and faults; its gradients are those of
+    the batch after the last step."""
+    killed_at: int | None = None
+    """A live run is ended in the middle of its change of layout after so many updates, and started again."""
 
 
 @dataclass(frozen=True)
@@ -179,9 +185,24 @@ class TrainedSteps:
 
 
 @dataclass(frozen=True)
+class LiveSteps:
+    """What became of a run of the trainer."""
+
+    starts: tuple[int, ...]
+    """The updates made when each start of the run began."""
+    layouts: tuple[Layout, ...]
+    """The layout of each step."""
+    largest_micro_batches: tuple[int, ...]
+    """Samples that the first rank processed together in each step, at most."""
+    written_bytes: int
+    """Bytes by which the run's folder grew, logs apart, while no checkpoint was due."""
+
+
+@dataclass(frozen=True)
 class CertifyRunResult:
     trained: TrainedSteps
     resumed: TrainedSteps | None
+    live: LiveSteps | None = None
 
 
 @dataclass(frozen=True)
