@@ -1,4 +1,4 @@
-"""What runs of the trainer that change while they go on are held against, clause by clause."""
+"""Judge runs of the trainer that change while they go on, clause by clause."""
 
 from __future__ import annotations
 

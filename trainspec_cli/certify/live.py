@@ -22,7 +22,7 @@ Disturbance = Literal["none", "killed", "move_oom", "oom"]
 
 @dataclass(frozen=True)
 class Live:
-    """What happens to a run of the trainer."""
+    """The changes that a run of the trainer meets."""
 
     changes: tuple[Layout, ...] = ()
     """Its layouts after the first, in turn, each for `EVERY_STEPS` steps and the last one to the end."""
@@ -30,7 +30,7 @@ class Live:
 
     @property
     def words(self) -> list[str]:
-        """What tells its name from that of a run which keeps its layout."""
+        """Return what distinguishes its name from that of a run which keeps its layout."""
         undisturbed = "changed" if self.changes else "kept"
         return ["live", undisturbed if self.disturbance == "none" else self.disturbance]
 

@@ -145,7 +145,7 @@ class Exchanges:
 
 
 def build_compression(plan: Plan, device: torch.device) -> Compression:
-    """Of several replica groups one alone writes checkpoints, and the feedback of the others is not in them."""
+    """Build the codecs. Of several replica groups one alone writes checkpoints, without the feedback of the others."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     return Compression(
         inside=plan.comm.gradients,

@@ -119,7 +119,7 @@ def fill_buckets(old: Places, new: Places, limit_bytes: int) -> list[list[str]]:
     taken: Counter[int] = Counter()
     for name in sorted(sizes):
         together = taken + sizes[name]
-        if not buckets or max(together.values()) > limit_bytes:
+        if not buckets or max(together.values(), default=0) > limit_bytes:
             buckets.append([])
             taken = Counter()
         buckets[-1].append(name)

@@ -37,7 +37,7 @@ class Codec(Protocol):
 
     @property
     def feeds_back(self) -> bool:
-        """What it loses of a gradient is worth adding to the next one."""
+        """Return whether what it loses of a gradient is worth adding to the next one."""
         ...
 
     def encode(self, x_RN: Tensor) -> Tensor:

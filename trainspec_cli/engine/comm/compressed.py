@@ -21,8 +21,8 @@ from trainspec_cli.engine.comm.codec import GRADIENT_CODECS, Codec
 from trainspec_cli.engine.comm.exchange import all_gather
 
 
-class Wire(Protocol):
-    """What carries bytes between the ranks of a group."""
+class RowExchange(Protocol):
+    """A carrier of rows of bytes between the ranks of a group."""
 
     @property
     def size(self) -> int: ...
@@ -65,7 +65,7 @@ class GroupWire:
 
 
 class Feedback:
-    """What encoding has lost of one rank's gradients in one exchange, in bf16, to be added to the next ones.
+    """The part that encoding has lost of one rank's gradients in one exchange, in bf16, to be added to the next ones.
 
     A step that does not count (not finite, or not agreed on) leaves it as it was before: what the step's exchanges lose
     lies beside it until the step is settled.
@@ -114,11 +114,11 @@ class CompressedSum:
     feedback: Feedback | None
     """None for formats that lose too little."""
 
-    def reduce_scatter(self, x_RN: Tensor, wire: Wire) -> Tensor:
+    def reduce_scatter(self, x_RN: Tensor, wire: RowExchange) -> Tensor:
         """Return the sum over the ranks of the row of this one, (N,) in fp32; `x_RN` is a row for each rank."""
         return self._sum_rows(x_RN, x_RN.numel(), wire)
 
-    def all_reduce_(self, x: Tensor, wire: Wire) -> None:
+    def all_reduce_(self, x: Tensor, wire: RowExchange) -> None:
         """Sum over the ranks, in place; all get the same bits."""
         values = x.numel()
         row = -(-values // (wire.size * self.codec.block)) * self.codec.block
@@ -128,7 +128,7 @@ class CompressedSum:
             self.feedback.add(wire.rank * row, sum_N - self.codec.decode(sent_1B, row)[0])
         x.copy_(self.codec.decode(wire.gather_rows(sent_1B[0]), row).view(-1)[:values].view_as(x))
 
-    def _sum_rows(self, x_RN: Tensor, values: int, wire: Wire) -> Tensor:
+    def _sum_rows(self, x_RN: Tensor, values: int, wire: RowExchange) -> Tensor:
         """`values`: how many of `x_RN` are no padding."""
         rows, row = x_RN.shape
         wanted_RN = x_RN.float()

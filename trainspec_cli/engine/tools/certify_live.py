@@ -84,7 +84,7 @@ class MadeStep:
 
 @dataclass
 class Trail:
-    """What has become of a run, over all its starts."""
+    """The figures of a run, over all its starts."""
 
     steps: dict[int, MadeStep] = field(default_factory=dict)
     """By the updates made before; a step that is made again stands in the place of the first."""

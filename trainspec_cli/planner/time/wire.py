@@ -1,4 +1,4 @@
-"""What data parallelism's exchanges cost in each format: bytes on the wire, and the encoding of what goes there.
+"""The costs of data parallelism's exchanges in each format: bytes on the wire, and the encoding of what goes there.
 
 The bytes of a value are those of `engine/comm/codec.py`. Encoding is bound by memory: `ENCODING_BYTES` counts what the
 operations of one reduce-scatter move through it for each value, feedback and decoding included. On one core of an EPYC,

@@ -186,7 +186,7 @@ class TrainedSteps:
 
 @dataclass(frozen=True)
 class LiveSteps:
-    """What became of a run of the trainer."""
+    """The figures of a run of the trainer."""
 
     starts: tuple[int, ...]
     """The updates made when each start of the run began."""
