@@ -31,6 +31,7 @@ def steps_of(run: RunDir) -> list[dict[str, Any]]:
     return list({event["step"]: event for event in read_events(run.events(0)) if event["type"] == "step"}.values())
 
 
+@pytest.mark.slow
 def test_seesaw_trains_the_samples_of_the_recipe_in_the_steps_of_the_plan(trainspec, tmp_path: Path) -> None:
     ended = trainspec("launch", "recipe=tiny", "batching=seesaw", "train.max_steps=40", "run.dir=run")
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -114,9 +114,8 @@ def test_torchs_own_store_would_be_found():
         assert find_torch_stores(ports) == [f"127.0.0.1:{store.port}"]
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(PLAIN, id="plain"), pytest.param(GROUPS, id="groups", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [pytest.param(PLAIN, id="plain"), pytest.param(GROUPS, id="groups")])
 def test_strangers_neither_end_nor_change_a_run(start_trainspec, tmp_path, recipe, environment, monkeypatch):
     monkeypatch.setitem(environment, "TMPDIR", str(tmp_path))
     run, marker = RunDir(tmp_path / "run"), tmp_path / "unpickled"

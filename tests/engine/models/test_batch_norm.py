@@ -120,7 +120,7 @@ def part(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory) -> list[list[list[torch.Tensor]]]:
     folder = tmp_path_factory.mktemp("norm")
-    mp.spawn(part, (str(folder),), nprocs=2)
+    mp.start_processes(part, (str(folder),), nprocs=2, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 
