@@ -69,11 +69,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort by folder, stably: the order of tests within a file stays. Of the files with slow tests CI runs half,
+    """Sort by folder, stably: the order of tests within a file stays. Of the files with slow tests CI runs a third,
     others with each commit, and all of those that need Slurm."""
     slow = [item for item in items if item.get_closest_marker("slow") and _folder(item) != "slurm"]
     files = sorted({item.path for item in slow})
-    drawn = set(drawn_in_ci(files, -(-len(files) // 2)))
+    drawn = set(drawn_in_ci(files, -(-len(files) // 3)))
     if left_out := [item for item in slow if item.path not in drawn]:
         config.hook.pytest_deselected(items=left_out)
         unwanted = set(left_out)
