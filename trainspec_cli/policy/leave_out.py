@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from trainspec_cli.policy.balance import best_division
 from trainspec_cli.policy.division import Division
+from trainspec_cli.policy.ski_rental import SkiRental
 from trainspec_cli.policy.speeds import Speed, slowest
 from trainspec_cli.spec.recipe.layout import Layout
 
@@ -116,22 +117,18 @@ class LeaveOutScheduler:
     the new start costs, and where the remaining steps win that back."""
 
     def __init__(self) -> None:
-        self._lost_s = 0.0
+        self._rental = SkiRental[int]()
         self._node: int | None = None
-        self._given: int | None = None
-        """What was decided and is not in force, as advice is not: it is not repeated."""
 
     def note_steps(self, gain: Gain | None, steps: int, remaining_steps: int, cost_s: float) -> Gain | None:
         """Take in that so many steps were made with what `gain` is expected of; return it where the node is to be left
         out now. `cost_s`: the time from a stop to the first step of the next start."""
         node = None if gain is None else gain.node
         if node != self._node:
-            self._node, self._lost_s = node, 0.0
-        if gain is None or node == self._given:
-            self._given = None if gain is None else self._given
+            self._node = node
+            self._rental.count_anew()
+        if gain is None:
+            self._rental.forget()
             return None
-        self._lost_s += steps * gain.saved_s
-        if self._lost_s < cost_s or remaining_steps * gain.saved_s < cost_s:
-            return None
-        self._given, self._lost_s = gain.node, 0.0
-        return gain
+        pays = self._rental.note_steps(gain.node, gain.saved_s, cost_s, steps, remaining_steps)
+        return gain if pays else None

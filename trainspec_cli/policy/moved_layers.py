@@ -14,6 +14,7 @@ from trainspec_cli.policy.balance import best_division, compute_s
 from trainspec_cli.policy.division import Division, largest_that_fits
 from trainspec_cli.policy.partition import Counts, cut_by_times, cut_evenly, rank_times_s
 from trainspec_cli.policy.partition_problem import LayerTimes, Room
+from trainspec_cli.policy.ski_rental import SkiRental
 from trainspec_cli.policy.speeds import Speed
 from trainspec_cli.spec.field_types import AUTO, AutoInt
 from trainspec_cli.spec.recipe.layout import Layout
@@ -60,9 +61,7 @@ class LayerScheduler:
         self._counts = layout.stage_layers or cut_evenly(len(times.layers_s), layout.num_stages)
         self._known: tuple[object, ...] | None = None
         self._wanted: LayerChange | None = None
-        self._lost_s = 0.0
-        self._given: Counts | None = None
-        """What was decided and is not in force, as advice is not: it is not repeated."""
+        self._rental = SkiRental[Counts]()
 
     def note_step(
         self,
@@ -86,16 +85,13 @@ class LayerScheduler:
             measured = [[speed for speed in row if speed is not None] for row in speeds]
             self._known, self._wanted = known, self._consider(samples, division, measured)
         wanted = self._wanted
-        if wanted is None or wanted.stage_layers == self._given:
-            self._lost_s, self._given = 0.0, None if wanted is None else self._given
+        if wanted is None:
+            self._rental.forget()
             return None
         saved_s = wanted.before_s - wanted.after_s
         cost_s = PAUSE_S + PAUSE_STEPS * wanted.before_s if pause_s is None else pause_s
-        self._lost_s += steps * saved_s
-        if self._lost_s < cost_s or remaining_steps * saved_s < cost_s:
-            return None
-        self._given, self._lost_s = wanted.stage_layers, 0.0
-        return wanted
+        pays = self._rental.note_steps(wanted.stage_layers, saved_s, cost_s, steps, remaining_steps)
+        return wanted if pays else None
 
     def _consider(self, samples: int, division: Division, speeds: Sequence[Sequence[Speed]]) -> LayerChange | None:
         """Return the best cut, by the slowest rank of each stage or by their mean, where it is worth the change."""

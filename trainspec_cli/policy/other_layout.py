@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trainspec_cli.policy.moved_layers import PAUSE_S, PAUSE_STEPS
+from trainspec_cli.policy.ski_rental import SkiRental
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.plan import LayoutProposal
 
@@ -17,16 +18,14 @@ class LayoutScheduler:
 
     def __init__(self) -> None:
         self._wanted: LayoutProposal | None = None
-        self._given: Layout | None = None
-        """What was decided and is not in force, as advice is not: it is not repeated."""
         self._refused: set[Layout] = set()
-        self._lost_s = 0.0
+        self._rental = SkiRental[Layout]()
 
     def want(self, proposal: LayoutProposal | None) -> None:
         """Take in which layout is worth a change as the speeds are now; None: none is."""
         self._wanted = None if proposal is None or proposal.layout in self._refused else proposal
         if self._wanted is None:
-            self._lost_s, self._given = 0.0, None
+            self._rental.forget()
 
     def refuse(self, layout: Layout) -> None:
         """Note that a change to this layout has failed, or was no gain: it is not proposed again."""
@@ -45,14 +44,10 @@ class LayoutScheduler:
         remaining steps win that back.
         """
         wanted = self._wanted
-        if wanted is None or wanted.layout == self._given:
-            self._lost_s = 0.0
+        if wanted is None:
             return None
         expected_s = step_s * wanted.expected_s / wanted.before_s
         saved_s = step_s - expected_s
         cost_s = PAUSE_S + PAUSE_STEPS * step_s if pause_s is None else pause_s
-        self._lost_s += steps * saved_s
-        if self._lost_s < cost_s or remaining_steps * saved_s < cost_s:
-            return None
-        self._given, self._lost_s = wanted.layout, 0.0
-        return replace(wanted, before_s=step_s, expected_s=expected_s)
+        pays = self._rental.note_steps(wanted.layout, saved_s, cost_s, steps, remaining_steps)
+        return replace(wanted, before_s=step_s, expected_s=expected_s) if pays else None

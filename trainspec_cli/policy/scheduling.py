@@ -13,6 +13,7 @@ from statistics import median, median_low
 
 from trainspec_cli.policy.balance import best_division, compute_s
 from trainspec_cli.policy.division import Division
+from trainspec_cli.policy.ski_rental import SkiRental
 from trainspec_cli.policy.speeds import Speed, StepShape
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.units import format_duration
@@ -77,11 +78,12 @@ class ShareScheduler:
         self._keeps = keeps_micro_batches
         self._known: tuple[int, tuple[Speed, ...]] | None = None
         self._wanted: ShareChange | None = None
-        self._lost_s = 0.0
+        self._rental = SkiRental[Division]()
 
     def follow(self, division: Division) -> None:
         """Put a division in force that was decided before."""
-        self.division, self._known, self._wanted, self._lost_s = division, None, None, 0.0
+        self.division, self._known, self._wanted = division, None, None
+        self._rental.forget()
 
     def limit(self, micro_batch_size: int) -> None:
         """Let no rank hold more samples at a time from now on; the shares stay as they are, in more micro-batches."""
@@ -104,15 +106,15 @@ class ShareScheduler:
             return None
         if known != self._known:
             self._known, self._wanted = known, self._consider(*known, exchange_s)
-        if self._wanted is None:
-            self._lost_s = 0.0
+        wanted = self._wanted
+        if wanted is None:
+            self._rental.forget()
             return None
-        self._lost_s += steps * (self._wanted.before_s - self._wanted.after_s)
-        if self._lost_s < cost_s(self._wanted.after_s, change_s):
+        saved_s, paid_s = wanted.before_s - wanted.after_s, cost_s(wanted.after_s, change_s)
+        if not self._rental.note_steps(wanted.division, saved_s, paid_s, steps):
             return None
-        decided = self._wanted
-        self.follow(decided.division)
-        return decided
+        self.follow(wanted.division)
+        return wanted
 
     def _consider(self, samples: int, measured: Sequence[Speed], exchange_s: float) -> ShareChange | None:
         """Return the change that is worth its cost in the long run. The even division is gone back to for any gain."""
