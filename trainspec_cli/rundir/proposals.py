@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainspec_cli.reading.files import read_object, unreadable
 from trainspec_cli.rundir.event_types import WrittenLayout
-from trainspec_cli.rundir.fields import Count, FieldError, Seconds, read_record
+from trainspec_cli.rundir.fields import Count, Seconds
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.versioned import read_versioned
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.results.plan import LayoutProposal
 
@@ -60,12 +60,4 @@ def read_proposal(run: RunDir) -> ProposalRecord | None:
     """Return the newest proposal; None where there is none. Raises UnreadableFileError where it is damaged or of a
     later version."""
     path = run.proposal_json
-    if not path.exists():
-        return None
-    try:
-        record = read_record(ProposalRecord, read_object(path))
-    except FieldError as fault:
-        raise unreadable(path, f"is no proposal of a layout: {fault}") from fault
-    if record.version != VERSION:
-        raise unreadable(path, f"is of version {record.version}; this trainspec reads version {VERSION}")
-    return record
+    return read_versioned(path, ProposalRecord, VERSION, "proposal of a layout") if path.exists() else None

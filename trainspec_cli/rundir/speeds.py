@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainspec_cli.reading.files import read_object, unreadable
+from trainspec_cli.reading.files import unreadable
 from trainspec_cli.rundir.event_types import WrittenLayout
-from trainspec_cli.rundir.fields import Count, FieldError, Seconds, read_record
+from trainspec_cli.rundir.fields import Count, Seconds
 from trainspec_cli.rundir.files import FileWatch, write_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.versioned import read_versioned
 from trainspec_cli.spec.canonical import to_plain
 
 VERSION = 1
@@ -58,12 +59,7 @@ def write_speeds(run: RunDir, report: SpeedsReport) -> None:
 def read_speeds(run: RunDir) -> SpeedsReport:
     """Read speeds.json. Raises UnreadableFileError where it is damaged or of a later version."""
     path = run.speeds_json
-    try:
-        report = read_record(SpeedsReport, read_object(path))
-    except FieldError as fault:
-        raise unreadable(path, f"is no report of speeds: {fault}") from fault
-    if report.version != VERSION:
-        raise unreadable(path, f"is of version {report.version}; this trainspec reads version {VERSION}")
+    report = read_versioned(path, SpeedsReport, VERSION, "report of speeds")
     ranks = report.layout.world_size
     if any(len(figures) != ranks for figures in (report.samples, report.fixed_s, report.per_sample_s)):
         raise unreadable(path, f"has other numbers of figures than the layout's ranks, {ranks}")
